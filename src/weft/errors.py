@@ -4,7 +4,7 @@
 
     try:
         train()
-    except CollectiveMismatch as error:  # ranks, units and places are in the message
+    except CollectiveMismatch as error:  # the message names the ranks and units
         ...
 
     raised by            a ValueError: what was given is wrong      a RuntimeError: something went wrong
@@ -69,11 +69,11 @@ class StreamOrderError(WeftError, RuntimeError):
 
 
 class CheckpointError(WeftError, RuntimeError):
-    """A checkpoint could not be written, or one on disk is not what its manifest says."""
+    """A checkpoint could not be written, or a checkpoint on disk does not match its manifest."""
 
 
 class CheckpointGone(CheckpointError):
-    """The checkpoint does not exist, or no longer: a run that trains removes older ones while they are read."""
+    """The checkpoint does not exist, or no longer exists: a run removes old checkpoints while it trains."""
 
 
 class StorageError(WeftError, OSError, RuntimeError):
@@ -91,19 +91,19 @@ class KernelError(WeftError, RuntimeError):
 
 
 class ConfigError(WeftError, ValueError):
-    """A wrong setting: one line that names the value, the rule it breaks and the fix."""
+    """A setting is wrong. The message is one line: the value, the rule that it breaks, and the fix."""
 
 
 class NotReadable(WeftError, ValueError):
-    """A file is not an ordinary one, is larger than its kind ever is, or nests deeper than a parser goes."""
+    """A file is not a regular file, is larger than files of its kind can be, or is nested too deeply for the parser."""
 
 
 class TokensDamaged(WeftError, ValueError):
-    """The cached token files of a text do not hold what was written to them."""
+    """The cached token files of a text have changed since they were written."""
 
 
 class CheckpointMismatch(WeftError, ValueError):
-    """The checkpoint does not fit what it should be loaded into: keys, shapes or dtypes differ."""
+    """The checkpoint does not fit the state into which it is loaded: keys, shapes or dtypes differ."""
 
 
 class ConversionError(WeftError, ValueError):
@@ -111,7 +111,7 @@ class ConversionError(WeftError, ValueError):
 
 
 class PatternError(WeftError, ValueError):
-    """A pattern that breaks a rule: `pattern[position:]` starts with the offending `part`."""
+    """A layer pattern breaks a rule. `pattern[position:]` starts with the offending `part`."""
 
     def __init__(self, pattern: str, position: int, part: str, rule: str) -> None:
         super().__init__(f"pattern {pattern!r}, position {position}, {part!r}: {rule}")
@@ -122,7 +122,7 @@ class PatternError(WeftError, ValueError):
 
     @property
     def shown(self) -> str:
-        """The pattern with carets under the offending part, and the rule below."""
+        """The pattern with carets under the offending part, and the rule in the line below."""
         return f"{self.pattern}\n{' ' * self.position}{'^' * max(1, len(self.part))} {self.rule}"
 
     def __reduce__(self) -> tuple:
@@ -130,7 +130,7 @@ class PatternError(WeftError, ValueError):
 
 
 class TableError(WeftError, ValueError):
-    """A table that cannot run. `rank`; `position` of the entry in it, from 0; `reason`."""
+    """A schedule table cannot run. `rank` and `position` (from 0) name the offending entry, `reason` the cause."""
 
     def __init__(self, message: str, rank: int, position: int, reason: str) -> None:
         super().__init__(message)

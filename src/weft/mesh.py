@@ -6,9 +6,8 @@ Ranks count along these axes, the last one fastest:
     expert view    pp | expert_replicate | expert_shard | ep | tp      each expert is cut over tp (`etp` is `tp`)
                    pp | expert_replicate | expert_shard | ep           experts are whole (`etp` is 1)
 
-Both views cut the same ranks; the expert view only groups them differently. To sharding, context ranks
-are data-parallel ranks: `dense` goes over dp_shard and cp together. Eight ranks with `dp_shard=8, ep=4`, each digit a
-rank:
+Both views contain the same ranks; the expert view groups them differently. For sharding, context-parallel ranks count
+as data-parallel ranks: `dense` spans dp_shard and cp. For example, eight ranks with `dp_shard=8, ep=4`:
 
     meshes.dense of rank 5     0 1 2 3 4 5 6 7
     meshes.ep of rank 5                4 5 6 7      one copy of every expert is spread over these
@@ -48,16 +47,16 @@ class Meshes:
     cp: DeviceMesh | None = None
     etp: DeviceMesh | None = None
     expert_parts: DeviceMesh | None = None
-    """The ranks that share one copy of the experts where each expert is cut too: 2-D, (ep, tp)."""
+    """2-D mesh (ep, tp) of the ranks that share one copy of the experts; None unless each expert is cut over tp."""
 
     @property
     def dp_size(self) -> int:
-        """Into how many parts a global batch is split: the number of ranks of `dense`, without those of `cp`."""
+        """The number of parts of a global batch: the size of `dense`, divided by that of `cp`."""
         return self.dense.size() // self._context_ranks
 
     @property
     def dp_rank(self) -> int:
-        """Which of those parts is this rank's, from 0 to `dp_size - 1`; one cp, tp or pp group shares it."""
+        """The index of this rank's part of a global batch, from 0. The ranks of a cp, tp or pp group share it."""
         return position_on(self.dense, range(self.dense.ndim)) // self._context_ranks
 
     @property
@@ -66,12 +65,12 @@ class Meshes:
 
 
 def ranks_over(mesh: DeviceMesh, axes: Iterable[int]) -> int:
-    """The number of ranks of `mesh` along `axes` together."""
+    """Return the number of ranks of `mesh` along `axes` together."""
     return math.prod(mesh.size(axis) for axis in axes)
 
 
 def position_on(mesh: DeviceMesh, axes: Iterable[int]) -> int:
-    """Where among those this rank is, counted along `axes`, the last of them fastest."""
+    """Return the index of this rank among the ranks of `mesh` along `axes`, the last axis fastest."""
     position = 0
     for axis in axes:
         position = position * mesh.size(axis) + mesh.get_local_rank(axis)
@@ -89,12 +88,11 @@ def init_meshes(
     tp: int = 1,
     etp: int | None = None,
 ) -> Meshes:
-    """Lay all ranks out over the axes; collective, every rank calls it with the same sizes.
+    """Build the meshes over all ranks. Collective: every rank passes the same sizes.
 
-    `dp_replicate * dp_shard * cp` counts the ranks over which dense parameters are spread, `dp_shard=-1` takes what the
-    other axes leave, and `ep` divides that count. With `dp_replicate > 1` the expert mesh is 2-D (outer, shard) as the
-    dense one is, as long as `ep` divides `dp_shard * cp`; otherwise an expert group reaches over replicas and the
-    expert mesh is 1-D.
+    Dense parameters are spread over `dp_replicate * dp_shard * cp` ranks; `ep` must divide that number. `dp_shard=-1`
+    uses all ranks that the other axes leave. With `dp_replicate > 1`, the expert mesh is 2-D (outer, shard) like the
+    dense one if `ep` divides `dp_shard * cp`; otherwise expert-parallel groups span replicas, and it is 1-D.
 
     `etp`: the number of ranks over which each expert is cut: `tp` (the same as None) or 1. With 1, experts see the
     tokens of all ranks, and `ep` divides `dp_replicate * dp_shard * cp * tp` instead.
@@ -113,7 +111,7 @@ def init_meshes(
     world = _world_size()
     etp = tp if etp is None else etp
     dp_shard = cp * _fit(world, etp=etp, pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, ep=ep, tp=tp)
-    forget_meshes()  # those of an earlier world, whose groups are gone, may be equal to these
+    forget_meshes()  # cached meshes of a destroyed world may be equal to the new ones
 
     dense_view = _view(device_type, pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp)
     outer = dp_replicate > 1
@@ -142,7 +140,7 @@ _worlds: dict[tuple[str, Any], DeviceMesh] = {}
 
 
 def whole_world(device_type: str) -> DeviceMesh:
-    """The mesh over all ranks, one for all who ask: a mesh of its own for each would cost each a communicator."""
+    """Return the mesh over all ranks. It is cached, because every new mesh creates a communicator."""
     key = (device_type, dist.group.WORLD)
     if key not in _worlds:
         _worlds.clear()
@@ -151,14 +149,13 @@ def whole_world(device_type: str) -> DeviceMesh:
 
 
 def forget_meshes() -> None:
-    """Drop the meshes that weft and torch cache, and what they derived from them for DTensors.
+    """Clear the caches of meshes, and of DTensor data derived from meshes, in weft and torch.
 
-    The caches keep groups that `destroy_process_group()` has ended, and so the threads of gloo. A thread that is still
-    alive when the interpreter ends may abort it. Delete your models, call `destroy_process_group()`, then this, then
-    `gc.collect()`.
+    The caches keep destroyed process groups and gloo's threads alive. A thread that is alive when the interpreter exits
+    may abort the process. Delete your models, then call `destroy_process_group()`, this function and `gc.collect()`.
     """
     _worlds.clear()
-    for function in vars(functional).values():  # some have the world in which they were imported as a default
+    for function in vars(functional).values():  # some have the world group of import time as a default
         if isinstance(function, FunctionType) and function.__defaults__:
             function.__defaults__ = tuple(
                 None if isinstance(each, dist.ProcessGroup) else each for each in function.__defaults__
@@ -170,7 +167,7 @@ def forget_meshes() -> None:
 
 
 def _view(device_type: str, **axes: int) -> DeviceMesh:
-    """A mesh over all ranks. Axes of one rank only cost process groups and are left out; a shard axis stays."""
+    """Return a mesh over all ranks. Axes of size 1 are left out to save process groups, except a shard axis."""
     kept = {name: size for name, size in axes.items() if size > 1 or name.endswith("_shard")}
     return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
@@ -187,7 +184,7 @@ def _world_size() -> int:
 
 
 def _fit(world: int, etp: int, **axes: int) -> int:
-    """Check the sizes against the world and return `dp_shard` with -1 resolved."""
+    """Check the sizes against the world size and return `dp_shard` with -1 resolved."""
     for name, size in axes.items():
         takes_rest = name == "dp_shard" and size == -1
         if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and not takes_rest):
@@ -232,21 +229,21 @@ def _fit(world: int, etp: int, **axes: int) -> int:
 
 
 class Parts(Protocol):
-    """What modules outside of `pipeline/` may ask of a model with stages on several ranks (`weft.pipeline.Cut`)."""
+    """The interface of `weft.pipeline.Cut`, the stages of a model, for modules outside of `pipeline/`."""
 
     group: Any
-    """The process group of these ranks, None where all parts are on this one."""
+    """The process group of the ranks that hold the stages; None if this rank holds all of them."""
     channel: int
-    """Keeps what they tell each other apart from what those of another model do."""
+    """The number that separates this model's messages between ranks from those of other models."""
 
     @property
     def has_copies(self) -> bool:
         """Whether this rank has copies (`model.shared_ends`) of parameters of another rank."""
 
     def stages_of(self, model: Any) -> dict[str, int]:
-        """The part of each parameter, by name."""
+        """Return the stage of each parameter, by name."""
 
 
 def parts_of(model: Any) -> Parts | None:
-    """How `model` is cut into parts, None for one in one piece."""
+    """Return the pipeline stages of `model`; None if it is not cut into stages."""
     return getattr(model, "cut", None)

@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be half-written, on torch Distributed Checkpoint."""
+"""Atomic checkpoints, written and read with torch Distributed Checkpoint."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: what is committed, what is debris, and how one becomes the other.
+"""The folder of a run's checkpoints: committed checkpoints, and debris of saves and deletions.
 
     checkpoints/
         step-00000010/                committed: complete, flushed, its manifest lists every file
@@ -28,12 +28,12 @@ _DEBRIS = re.compile(r"step-\d{8,}\.(tmp|trash)-[0-9a-f]+")
 
 
 def path_of(directory: Path, step: int) -> Path:
-    """The folder of the checkpoint of `step`, whether it exists or not."""
+    """Return the folder of the checkpoint of `step`, which need not exist."""
     return directory / f"step-{step:08d}"
 
 
 def committed_steps(directory: Path) -> list[int]:
-    """Steps of the committed checkpoints in `directory`, oldest first; none when it does not exist."""
+    """Return the steps of the committed checkpoints in `directory`, oldest first; `[]` if it does not exist."""
     if not directory.is_dir():
         return []
     matches = (_COMMITTED.fullmatch(path.name) for path in directory.iterdir())
@@ -41,14 +41,14 @@ def committed_steps(directory: Path) -> list[int]:
 
 
 def debris(directory: Path) -> list[Path]:
-    """Folders that killed saves and deletions left in `directory`."""
+    """Return the folders that killed saves and deletions left in `directory`."""
     if not directory.is_dir():
         return []
     return sorted(path for path in directory.iterdir() if _DEBRIS.fullmatch(path.name))
 
 
 def identity(directory: Path) -> str:
-    """The identity of the run whose checkpoints are in `directory`; "" if it has none."""
+    """Return the identity of the run whose checkpoints are in `directory`; "" if it has none."""
     try:
         with (directory / RUN).open("rb") as stream:
             text = stream.read(64).decode(errors="replace").strip()
@@ -58,7 +58,7 @@ def identity(directory: Path) -> str:
 
 
 def identify(directory: Path) -> str:
-    """As `identity`, but a run without one gets that of its newest checkpoint, or a new one."""
+    """Return the identity of the run; if it has none, give it that of its newest checkpoint, or a new one."""
     if known := identity(directory):
         return known
     found = ""
@@ -86,7 +86,7 @@ def require_own(checkpoint: Path, manifest: Manifest) -> None:
 
 
 def begin(directory: Path, step: int) -> Path:
-    """A new folder for the checkpoint of `step`, not yet committed."""
+    """Create and return a folder for the checkpoint of `step`, not yet committed."""
     temporary = directory / f"step-{step:08d}.tmp-{uuid.uuid4().hex[:12]}"
     with operation("mkdir", temporary):
         temporary.mkdir()
@@ -94,7 +94,7 @@ def begin(directory: Path, step: int) -> Path:
 
 
 def commit(temporary: Path, manifest: Manifest) -> Path:
-    """Give a complete checkpoint its final name. Afterwards it survives a crash of the machine."""
+    """Write the manifest and give a complete checkpoint its final name. It then survives a crash of the machine."""
     manifest.write(temporary)
     flush_directory(temporary)
     final = path_of(temporary.parent, manifest.step)
@@ -111,7 +111,7 @@ def set_aside(checkpoint: Path) -> None:
 
 
 def discard(paths: Iterable[Path]) -> None:
-    """Delete checkpoints or debris. A committed checkpoint is renamed first: a partial one must not look complete."""
+    """Delete checkpoints or debris. Committed checkpoints are renamed first, so that a partial one looks incomplete."""
     for path in paths:
         if not _DEBRIS.fullmatch(path.name):
             trash = path.with_name(f"{path.name}.trash-{uuid.uuid4().hex[:12]}")

@@ -1,4 +1,4 @@
-"""Tables that show what a checkpoint or a run directory holds."""
+"""Tables of the contents of a checkpoint or a run directory."""
 
 import math
 import sys
@@ -16,15 +16,15 @@ from weft.checkpoint.manifest import MANIFEST, CheckpointError, CheckpointGone, 
 from weft.checkpoint.reading import describe
 
 _ONE_LINE = 10_000
-"""The width of what is no terminal: keys stay whole so that they can be searched."""
+"""The width of output that is no terminal: keys are not wrapped, so that they can be searched."""
 
 
 def show(path: Path, *, verify_content: bool = False, console: Console | None = None) -> None:
     """Print tables about `path`: a checkpoint, a folder of checkpoints, or a run directory.
 
-    With `verify_content` every file of every checkpoint is read and compared with its checksum. Raises
-    ValueError for a path that is none of these, CheckpointError for a damaged checkpoint. Of several, the table says
-    first which are damaged, and what the newest intact one holds in all; only one alone is listed tensor by tensor.
+    With `verify_content` every file of every checkpoint is read and compared with its checksum. Tensors are listed
+    for a single checkpoint only. For several, a table shows which are damaged, followed by a summary of the newest
+    intact one. Raises ValueError for a path that is none of these, CheckpointError for a damaged checkpoint.
     """
     console = console or Console(width=None if sys.stdout.isatty() else _ONE_LINE)
     if (path / MANIFEST).is_file():
@@ -40,7 +40,7 @@ def show(path: Path, *, verify_content: bool = False, console: Console | None = 
         name = path_of(folder, step).name
         try:
             manifest, _ = describe(path_of(folder, step), content=verify_content)
-        except CheckpointGone:  # a run that trains has newer ones by now
+        except CheckpointGone:  # a training run has replaced it by a newer one
             continue
         except CheckpointError as error:
             damaged[step] = error
@@ -96,7 +96,7 @@ def _show_checkpoint(path: Path, verify_content: bool, console: Console, *, list
 
 
 def _placement(entry: TensorStorageMetadata) -> str:
-    """How the stored parts cut the tensor: along one dimension, or into boxes of another kind."""
+    """Describe how the tensor is stored: whole, in parts along one dimension, or in other boxes."""
     if len(entry.chunks) == 1:
         return "whole"
     cut = [dim for dim, size in enumerate(entry.size) if any(chunk.sizes[dim] != size for chunk in entry.chunks)]

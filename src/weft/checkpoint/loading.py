@@ -1,4 +1,4 @@
-"""Loads a checkpoint into live state. Nothing is left out silently."""
+"""Loads a checkpoint into live state and reports every key that does not fit."""
 
 import io
 import pickletools
@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.planner import ReadItem
 from weft.errors import CheckpointMismatch
 
 _ZIP = b"PK\x03\x04"
-"""How an archive begins."""
+"""The first bytes of a zip archive."""
 Stored = TensorStorageMetadata | BytesStorageMetadata
 
 _BARE_STORAGE = "torch.storage UntypedStorage"
-"""Of tensors whose dtype has no storage class of its own, such as float8."""
+"""The storage of tensors whose dtype has no storage class, such as float8."""
 _NAMES = {
     *("_codecs encode", "collections Counter", "collections OrderedDict", "torch Size", "torch device"),
     *(f"{module} {name}" for module in ("__builtin__", "builtins") for name in ("complex", "set")),
@@ -27,7 +27,8 @@ _NAMES = {
     *(f"torch {name}" for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
     *(f"torch {name}" for name in vars(torch) if name.endswith("Storage")),
 }
-"""What plain data and tensors are made of; `torch.load` allows more: `bytearray`, with a number, takes any memory."""
+"""The globals that pickles of plain data and tensors need. `torch.load` allows more, such as `bytearray`, which with a
+number allocates that many bytes."""
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -42,9 +43,9 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def unpack(stream: IO[bytes]) -> Any:
-    """Load data of `torch.save` without running code, in no more memory than the stream is long."""
+    """Load data of `torch.save` without running code, in memory proportional to the length of the stream."""
     stream.seek(0)
-    if stream.read(4) != _ZIP:  # torch reads other beginnings as its legacy format, even before an archive
+    if stream.read(4) != _ZIP:  # torch would read other files as its legacy format
         raise ValueError("it is not in torch's zip format")
     with zipfile.ZipFile(stream) as archive:
         if archive.comment or min((entry.header_offset for entry in archive.infolist()), default=1):
@@ -59,7 +60,7 @@ def unpack(stream: IO[bytes]) -> Any:
 
 
 def _check_names(pickled: bytes, length: int) -> None:
-    """Raise ValueError unless the pickle, in a stream of `length` bytes, names what is in `_NAMES` only."""
+    """Raise ValueError unless the pickle, in a stream of `length` bytes, uses only globals of `_NAMES`."""
     calls = largest = 0
     has_bare_storages = False
     for opcode, argument, _ in pickletools.genops(pickled):
@@ -70,17 +71,17 @@ def _check_names(pickled: bytes, length: int) -> None:
         has_bare_storages |= opcode.name == "GLOBAL" and argument == _BARE_STORAGE
         calls += opcode.name in ("REDUCE", "NEWOBJ")
         largest = max(largest, argument) if isinstance(argument, int) else largest
-    if has_bare_storages and calls * largest > 16 * length:  # called with a number, it takes as many bytes
+    if has_bare_storages and calls * largest > 16 * length:  # a call with a number allocates that many bytes
         raise ValueError(f"it may take {calls * largest} bytes of memory, and has {length}")
 
 
 def compare(
     checkpoint: str, live: Mapping[str, Any], stored: Mapping[str, Stored], elsewhere: Collection[str] = ()
 ) -> None:
-    """Raise CheckpointMismatch unless exactly the keys of `live` are stored, with their shapes and dtypes, and those
-    that ranks with other stages of a model have, `elsewhere`.
+    """Raise CheckpointMismatch unless all keys of `live` are stored with the same shapes and dtypes, and no others are.
 
-    Distributed Checkpoint itself leaves out keys that are absent on one side, and casts where dtypes differ.
+    `elsewhere`: keys of other pipeline stages, which may be stored too. Distributed Checkpoint alone would skip keys
+    that are absent on one side and cast where dtypes differ.
     """
     complaints = []
     if missing := [key for key in live if key not in stored]:
@@ -101,7 +102,7 @@ def compare(
 
 
 def stored_below(metadata: Metadata, prefix: str) -> dict[str, Stored]:
-    """The entries whose keys start with `prefix`, without it."""
+    """Return the entries whose keys start with `prefix`; the prefix is removed from the keys."""
     return {
         key.removeprefix(prefix): value for key, value in metadata.state_dict_metadata.items() if key.startswith(prefix)
     }

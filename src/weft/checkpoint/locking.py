@@ -1,8 +1,8 @@
 """One writer of a folder at a time.
 
-flock                  if the file system supports it: it ends with the process
+flock                  if the file system supports it; it ends with the process
 a lease, `.lease`      otherwise (some Lustre, NFS without lockd): a file that its owner renews every few seconds.
-                       A lease that has not been renewed for long enough is taken over
+                       Another process takes over a lease that was not renewed for `LEFT_S` seconds
 """
 
 import errno
@@ -40,8 +40,8 @@ class Lock(Protocol):
 def lock(directory: Path, *, timeout: float, say: Callable[[str], None]) -> Lock:
     """Become the only writer of `directory`.
 
-    A run that was just killed may take a moment to end, so this waits up to `timeout` seconds and calls `say` with a
-    line about it. Raises CheckpointError if another process still writes there.
+    Waits up to `timeout` seconds for another process, because a run that was just killed may take a moment to end;
+    `say` gets a line about the wait. Raises CheckpointError if another process still writes there.
     """
     path = directory / LOCK
     with operation("open", path):
@@ -84,14 +84,14 @@ class _Flock:
         pass
 
     def release(self) -> None:
-        """Let others write. Processes forked since then, such as the workers of a loader, have the file open too:
-        closing it here alone would leave it locked as long as they live."""
+        """Let others write. Forked processes, such as the workers of a data loader, have the file open too: without
+        the unlock, the file would stay locked until they exit."""
         fcntl.flock(self._stream, fcntl.LOCK_UN)
         self._stream.close()
 
 
 class Lease:
-    """A file that this process created and renews in a thread."""
+    """A lock for file systems without flock: a file that this process created and renews in a thread."""
 
     def __init__(self, directory: Path, wait: "_Wait") -> None:
         self._path, self._mark = directory / LEASE, uuid.uuid4().hex
@@ -137,11 +137,11 @@ class Lease:
         return ""
 
     def _take_away(self, seen: str) -> None:
-        """Remove a lease that was left behind; of several that want to, one succeeds."""
+        """Remove an abandoned lease whose content was `seen`. If several processes try, one succeeds."""
         aside = self._path.with_name(f"{LEASE}.{self._mark}")
         with suppress(OSError):
             os.rename(self._path, aside)
-            if aside.read_text() != seen:  # its owner renewed it, or a new one made it
+            if aside.read_text() != seen:  # its owner renewed it, or another process created a new one
                 os.link(aside, self._path)
             aside.unlink()
 
@@ -183,7 +183,7 @@ def _owner() -> str:
 
 
 def _is_dead(lease: str) -> bool:
-    """Whether its owner was a process of this host that is gone."""
+    """Return whether the owner of the lease was a process of this host that has exited."""
     number, _, rest = lease.partition(" on ")
     if rest.rpartition(" ")[0] != os.uname().nodename or not number.isdigit():
         return False

@@ -33,18 +33,18 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 _COLLECTIVE_TIMEOUT = timedelta(hours=2)  # the slowest rank may need that much longer to write its part
 _LOCK_TIMEOUT_S = 30.0
 _ATTEMPTS = 10
-"""To read the newest checkpoint of a run that trains, before it is replaced by newer ones."""
+"""The number of attempts to read the newest checkpoint while a training run replaces it by newer ones."""
 
 
 class CheckpointManager:
     """Saves and loads the state of a run in `directory`, which all ranks must see.
 
     A save is written to a new folder, flushed, and becomes a checkpoint by one rename after every rank has
-    confirmed its part. The newest `keep` checkpoints stay. Every method is called by all ranks of
-    `process_group` (default: all ranks; none needed in a single process), with the same arguments.
+    confirmed its part. The newest `keep` checkpoints stay. All ranks of `process_group` (default: all ranks; not
+    needed in a single process) call every method with the same arguments.
 
-    `progress`, if given, is called on the first rank with a line about each save, from a background thread, and about
-    each checkpoint that `load` passed over and another run that has to be waited for.
+    `progress` is called on the first rank with a line of text: about each save (from a background thread), about each
+    damaged checkpoint that `load` skipped, and before waiting for another run.
     """
 
     def __init__(
@@ -75,29 +75,29 @@ class CheckpointManager:
         self._stager = Stager()
         self._lock: Lock | None = None
         self._identity = ""
-        """Of the run, on the first rank of the one that writes."""
+        """The identity of the run, on its first rank once that has claimed the directory."""
         self._saving: threading.Thread | None = None
         self._error: BaseException | None = None
         self.passed_over: dict[int, CheckpointError] = {}
-        """Steps of checkpoints that `load` found damaged on its way to the newest intact one, and what it found."""
+        """The damaged checkpoints that `load` skipped: step -> error."""
         self.protected: set[int] = set()
-        """Steps of checkpoints that stay beside the newest."""
+        """Steps of checkpoints that are kept in addition to the newest."""
         self._spared: set[int] = set()
-        """Steps of the checkpoints that were there then: a run that met damage deletes none of them."""
+        """Steps of all checkpoints that existed when `load` found a damaged one. This run deletes none of them."""
 
     def __enter__(self) -> "CheckpointManager":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # A save under way is finished even if training failed. An error of the save must not hide that of training.
+        # A running save is finished even if training failed. An error of the save must not hide that of training.
         with suppress(CheckpointError) if kind else nullcontext():
             self.close()
 
     def claim(self) -> None:
-        """Become the only writer of the directory and remove what killed saves left there, before the first save.
+        """Become the only writer of the directory before the first save, and remove the debris of killed saves.
 
-        What a save does is tried on a small file. Raises CheckpointError when another run still writes there after 30
-        seconds, and for a file system that cannot hold checkpoints or that not all ranks share.
+        Tries all steps of a save with a small file. Raises CheckpointError if another run still writes there after 30
+        seconds, or if the file system cannot hold checkpoints or is not shared by all ranks.
         """
         self.wait()
         self._prepare(None)
@@ -117,11 +117,10 @@ class CheckpointManager:
     ) -> None:
         """Save `state` (name -> Stateful or state dict) as the checkpoint of `step`.
 
-        With `asynchronous` this returns once the state is copied to the host; the copy is written while
-        training continues. A save that is still being written is waited for first. Errors of a background save
-        are raised by the next `save`, `wait` or `close`. `committed` is called on the first rank as soon as the
-        checkpoint is there, from a background thread with `asynchronous`. Raises CheckpointError when the step is there
-        already or another run writes to the directory.
+        Waits for the previous save first. With `asynchronous` this returns once the state is copied to the host; the
+        copy is written while training continues. The next `save`, `wait` or `close` raises errors of a background
+        save. `committed` is called on the first rank once the checkpoint is complete, with `asynchronous` from a
+        background thread. Raises CheckpointError if the step exists already or another run writes to the directory.
         """
         self.wait()
         self._prepare(step)
@@ -143,7 +142,7 @@ class CheckpointManager:
         return self._saving is not None and self._saving.is_alive()
 
     def wait(self) -> None:
-        """Wait until the last save is committed. Raises its error if it failed."""
+        """Wait until the last save is committed. Raises CheckpointError if it failed."""
         if self._saving is not None:
             self._saving.join()
             self._saving = None
@@ -152,7 +151,7 @@ class CheckpointManager:
             raise CheckpointError(f"the checkpoint could not be saved: {error}") from error
 
     def close(self) -> None:
-        """Finish the last save and let others write to the directory."""
+        """Finish the last save and release the directory to other writers."""
         try:
             self.wait()
         finally:
@@ -161,27 +160,25 @@ class CheckpointManager:
                 self._lock = None
 
     def steps(self) -> list[int]:
-        """Steps of the committed checkpoints, oldest first."""
+        """Return the steps of the committed checkpoints, oldest first."""
         return self._on_first_rank(lambda: folder.committed_steps(self.directory))
 
     def latest(self) -> int | None:
-        """Step of the newest committed checkpoint, None without one."""
+        """Return the step of the newest committed checkpoint, None without one."""
         steps = self.steps()
         return steps[-1] if steps else None
 
     def load(self, state: Mapping[str, Any], step: int | None = None) -> int:
         """Fill `state` from the checkpoint of `step` (default: the newest intact one) and return that step.
 
-        The number of ranks and the sharding may differ from those that saved. Entries of the checkpoint under
-        other names than those of `state` are left alone. What is read is compared with its checksums on the way,
-        and nothing that the checkpoint names is run. Without `step`, damaged checkpoints are passed over for older
-        ones; `passed_over` then tells which, and none that was there is rotated away. One that another run replaced
-        by newer ones meanwhile is not damaged: those are listed again.
+        The number of ranks and the sharding may differ from those of the save. Names that are not in `state` are not
+        read. All data are compared with their checksums, and no code that the checkpoint names is run. Without `step`,
+        damaged checkpoints are skipped for older ones and listed in `passed_over`; no existing checkpoint is deleted
+        then. If another run replaces a checkpoint by newer ones during the load, the newer ones are tried.
 
-        Raises CheckpointError without a checkpoint or when none of them is intact; `state` may then be filled in
-        part. Raises CheckpointMismatch, before anything is changed, with all missing and unexpected keys and
-        different shapes and dtypes. Errors of what is filled say nothing about the checkpoint: they are raised as they
-        are, on other ranks by their rank and name.
+        Raises CheckpointError if there is no checkpoint or none is intact; `state` may then be filled in part. Raises
+        CheckpointMismatch, before anything is changed, with all missing and unexpected keys and different shapes and
+        dtypes. An error of a `load_state_dict` is raised unchanged on its rank, and with rank and name on the others.
         """
         self.wait()
         steps = self.steps()
@@ -271,9 +268,9 @@ class CheckpointManager:
                     value.load_state_dict(content)
                 else:
                     value.update(content)
-            except Exception as error:  # the receiver's own, which says nothing about the checkpoint
+            except Exception as error:  # an error of the receiver, not of the checkpoint
                 failed = failed or error
-        told = failed  # what other ranks raise; errors of anybody's own may not survive a way between processes
+        told = failed  # what other ranks raise: foreign exceptions may not be picklable
         if failed is not None and not type(failed).__module__.startswith("weft."):
             told = RuntimeError(f"rank {self.rank}: {type(failed).__name__}: {one_line(failed)}")
         for found in self._of_all(told, self._group):
@@ -354,7 +351,7 @@ class CheckpointManager:
         self._say(f"saved step {step} in {time.monotonic() - started:.1f} s ({readable_size(manifest.bytes)})")
 
     def _measure(self, temporary: Path) -> dict[str, File]:
-        """Checksums of all files, each taken by the rank that wrote the file."""
+        """Return the checksums of all files. Each rank computes those of the files that it wrote."""
         own: dict[str, File] | OSError
         try:
             own = {path.name: File.measure(path) for path in temporary.glob(f"__{self.rank}_*")}
@@ -370,13 +367,13 @@ class CheckpointManager:
         return files
 
     def _of_all(self, value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-        """Every rank's `value`, in order of rank."""
+        """Return every rank's `value`, in rank order."""
         if group is None:
             return [value]
         return exchange_objects(value, group, "a checkpoint", watched=group is not self._writers)
 
     def _on_first_rank(self, action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
-        """Run `action` on the first rank; all ranks of `group` (default: the foreground's) get its result or error."""
+        """Run `action` on the first rank; all ranks of `group` (default: `_group`) get its result or error."""
         group = group or self._group
         answer: list[Any] = [None, None]
         if self.rank == 0:

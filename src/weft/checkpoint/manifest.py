@@ -1,11 +1,11 @@
-"""weft.json, what a committed checkpoint says of itself: its files, and the checksum of every block of them.
+"""weft.json, the manifest of a committed checkpoint: its files, and the checksum of every block of each file.
 
-A file is cut into blocks so that reading a part of it checks that part, while reading it, and no more:
+A file is cut into blocks, so that reading a part of a file checks the blocks of that part only:
 
     __0_0.distcp    | block 0 | block 1 | block 2 |         8 MiB each, the last one shorter
                          [--- an item ---]                  reading it checks blocks 0, 1 and 2
 
-A checkpoint may come from anywhere. Nothing that it says is believed before it was checked.
+A checkpoint may come from an untrusted source, so everything in it is checked before it is used.
 """
 
 import hashlib
@@ -29,9 +29,9 @@ _WITHOUT_RUN = 2
 """The format before manifests named their run; it can still be read."""
 BLOCK = 8 << 20
 _KEPT = 4
-"""Blocks of an open file that stay in memory: reading a tensor jumps between its first and its last one."""
+"""The number of blocks of an open file kept in memory: reading a tensor jumps between its first and last block."""
 _LARGEST = 1 << 28
-"""Bytes of a manifest; it takes 70 for each block."""
+"""The largest size of a manifest in bytes; each block takes 70."""
 _NAME = re.compile(r"\.metadata|__\d+_\d+\.distcp")
 IDENTITY = re.compile(r"[0-9a-f]{32}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -59,7 +59,7 @@ class File:
 
     @classmethod
     def from_plain(cls, fields: Any) -> "File":
-        """From JSON; raises ValueError."""
+        """Build a File from parsed JSON. Raises ValueError if it is invalid."""
         length, digests = fields["bytes"], fields["sha256"]
         if not (_is_count(length) and isinstance(digests, list) and len(digests) == -(-length // BLOCK)):
             raise ValueError(f"a file has {length!r} bytes and not one checksum for each block of {BLOCK}")
@@ -78,7 +78,7 @@ class Manifest:
     files: dict[str, File]
     format: int = FORMAT
     run: str = ""
-    """The identity of the run that wrote it; "": of format 2, which has none."""
+    """The identity of the run that wrote it; "" in format 2, which has none."""
 
     @property
     def bytes(self) -> int:
@@ -86,7 +86,7 @@ class Manifest:
 
     @classmethod
     def read(cls, checkpoint: Path) -> "Manifest":
-        """Raises CheckpointError when `checkpoint` holds no manifest that this version can read."""
+        """Read the manifest of `checkpoint`. Raises CheckpointError if this version cannot read it."""
         path = checkpoint / MANIFEST
         try:
             require_plain(path)
@@ -116,7 +116,7 @@ class Manifest:
             raise _unusable(checkpoint, f"{MANIFEST} cannot be used: {one_line(error)}") from error
 
     def text(self) -> str:
-        """The file's content, which no change of one byte leaves valid."""
+        """Return the content of the file, with a checksum that any changed byte invalidates."""
         fields = asdict(self)
         if self.format == _WITHOUT_RUN:
             del fields["run"]
@@ -128,9 +128,9 @@ class Manifest:
 
 
 class CheckedFile(io.RawIOBase):
-    """`name` of a checkpoint from `offset` on, `length` bytes, each block compared with its checksum when it is read.
+    """File `name` of a checkpoint, `length` bytes from `offset`. Compares each block with its checksum on reading.
 
-    Reading raises CheckpointError that names file and checkpoint.
+    Reading raises CheckpointError that names file and checkpoint if a checksum differs.
     """
 
     def __init__(self, checkpoint: Path, name: str, file: File, offset: int = 0, length: int | None = None) -> None:
@@ -146,7 +146,7 @@ class CheckedFile(io.RawIOBase):
         self.cut_to(offset, file.bytes - offset if length is None else length)
 
     def cut_to(self, offset: int, length: int) -> "CheckedFile":
-        """Show another part of the file from now on."""
+        """Read another part of the file from now on; return `self`."""
         self._start, self._length, self._position = offset, length, 0
         return self
 
@@ -165,7 +165,7 @@ class CheckedFile(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Fills the buffer, which torch's reader relies on, unless the part ends."""
+        """Fill the buffer up to the end of the part. torch's reader relies on complete reads."""
         target = memoryview(buffer).cast("B")[: max(0, self._length - self._position)]
         done = 0
         while done < len(target):
@@ -216,7 +216,7 @@ def verify(checkpoint: Path, *, content: bool = True) -> Manifest:
 
 
 def require_whole(checkpoint: Path, name: str, file: File) -> None:
-    """Raise CheckpointError unless `name` is an ordinary file of the right length."""
+    """Raise CheckpointError unless `name` is a regular file of the right length."""
     path = checkpoint / name
     try:
         require_plain(path)
@@ -230,16 +230,16 @@ def require_whole(checkpoint: Path, name: str, file: File) -> None:
 
 
 def require_plain(path: Path) -> None:
-    """Raise OSError unless `path` is an ordinary file: a link may lead anywhere, a device or a pipe never ends."""
+    """Raise OSError unless `path` is a regular file: a link may lead anywhere, and a device or a pipe never ends."""
     mode = path.lstat().st_mode
     if not stat.S_ISREG(mode):
         raise OSError(f"it is a {'symbolic link' if stat.S_ISLNK(mode) else 'folder or a device'}, not a file")
 
 
 def _unusable(checkpoint: Path, damage: str) -> CheckpointError:
-    """What to raise where a file of `checkpoint` cannot be used: the damage, unless all of it is gone.
+    """Return the error for an unusable file of `checkpoint`: CheckpointGone if all of the checkpoint is gone.
 
-    A link that leads nowhere, to a disk that is not mounted, is there.
+    A dangling link, such as one to an unmounted disk, counts as existing.
     """
     if os.path.lexists(checkpoint):
         return CheckpointError(f"{checkpoint} is damaged: {damage}")
@@ -250,7 +250,7 @@ def _unusable(checkpoint: Path, damage: str) -> CheckpointError:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error in one line without control characters."""
+    """Return the message of an error as one line without control characters, at most 500 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return "".join(character if character.isprintable() else "?" for character in text)[:500]
 
@@ -264,6 +264,6 @@ def _is_count(value: Any) -> bool:
 
 
 def readable_size(size: int) -> str:
-    """Bytes in decimal units, as disks are sold: 34.1 MB."""
+    """Return a size in bytes as text in decimal units, such as 34.1 MB."""
     power = min(int(math.log(size, 1000)), 4) if size else 0
     return f"{size / 1000**power:.{1 if power else 0}f} {('bytes', 'kB', 'MB', 'GB', 'TB')[power]}"

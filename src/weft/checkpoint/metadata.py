@@ -1,8 +1,8 @@
-"""`.metadata`, where torch Distributed Checkpoint says which tensors there are and where their parts lie.
+"""`.metadata`, in which torch Distributed Checkpoint lists the tensors and the places of their parts in files.
 
-It is a pickle, and an ordinary unpickler would call all that it names. This one knows the few opcodes and classes that
-such a file is made of, and refuses everything else. What it describes is then compared with the files: every part of
-every tensor lies in a listed file, has the size that it takes there, and all parts together are the whole tensor.
+It is a pickle, and an ordinary unpickler would call everything that it names. This one accepts only the few opcodes
+and classes of such a file. The content is then compared with the files: every part of every tensor must lie in a
+listed file and have the size that its shape and dtype need, and the parts must make up the whole tensor.
 """
 
 import io
@@ -52,9 +52,9 @@ _OPCODES = (
     *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS),
 )
 _OVERHEAD = 1 << 16
-"""Bytes that a stored tensor may take beyond its elements."""
+"""The most bytes that a stored tensor may take in addition to its elements."""
 _LONGEST_PLAIN = 1 << 28
-"""Bytes of an entry that is no tensor."""
+"""The most bytes of an entry that is no tensor."""
 
 
 class _Opcodes(dict[int, Callable]):
@@ -63,7 +63,7 @@ class _Opcodes(dict[int, Callable]):
 
 
 class _Unpickler(pickle._Unpickler):
-    # The unpickler that is written in Python, because its table of opcodes can be cut down.
+    # The unpickler written in Python, because its table of opcodes can be restricted.
     dispatch = _Opcodes({code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPCODES})
 
     def find_class(self, module: str, name: str) -> Any:
@@ -82,16 +82,16 @@ class _Unpickler(pickle._Unpickler):
 
 
 def _member(enumeration: Any, name: Any) -> _MEM_FORMAT_ENCODING:
-    """What Python up to 3.11.2 writes as an attribute of an enumeration, and later versions by its value."""
+    """Return a member of an enumeration. Python up to 3.11.2 pickles members by `getattr`, later versions by value."""
     if enumeration is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
         raise CheckpointError("asks for an attribute, which no checkpoint needs")
     return _MEM_FORMAT_ENCODING[name]
 
 
 def read_metadata(content: bytes, manifest: Manifest) -> Metadata:
-    """What `.metadata` describes, compared with the files that `manifest` lists.
+    """Return the metadata in `content`, the bytes of `.metadata`, checked against the files that `manifest` lists.
 
-    Runs nothing that `content` names. Raises CheckpointError with a part of a sentence about the file.
+    No code that `content` names is run. Raises CheckpointError, whose message continues a sentence about the file.
     """
     try:
         metadata = _Unpickler(io.BytesIO(content)).load()
@@ -142,12 +142,12 @@ def _is_place(place: _StorageInfo, manifest: Manifest) -> bool:
 
 
 def _are_disjoint(chunks: list[ChunkStorageMetadata]) -> bool:
-    """Whether no element lies in two of the chunks."""
+    """Return whether no element is in two of the chunks."""
     filled = sorted((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks if all(chunk.sizes))
     for number, (offsets, sizes) in enumerate(filled):
         for others, other_sizes in filled[number + 1 :]:
             if sizes and others[0] >= offsets[0] + sizes[0]:
-                break  # and so do all that follow
+                break  # chunks are sorted: no later one overlaps either
             if all(
                 one < other + its and other < one + own
                 for one, own, other, its in zip(offsets, sizes, others, other_sizes)

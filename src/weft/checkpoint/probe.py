@@ -1,4 +1,4 @@
-"""Checks whether a folder can hold checkpoints, before anything is computed."""
+"""Checks before training whether a folder can hold checkpoints."""
 
 import shutil
 import time
@@ -11,13 +11,13 @@ from weft.errors import StorageError
 
 PROBE = ".probe-"
 _SEEN_S = 10.0
-"""A network file system may show a new name to other hosts some seconds later."""
+"""Seconds to wait: on a network file system, other hosts may see a new file with a delay."""
 
 
 def try_save(directory: Path) -> Path:
-    """Do in `directory` what a save does, with a folder of one small file. Returns that folder, for `sees`.
+    """Try all steps of a save in `directory` with a folder of one small file. Return the folder, for `sees`.
 
-    Raises CheckpointError that names the failed operation and says what to do.
+    Raises CheckpointError that names the failed operation and the fix.
     """
     for left in directory.glob(f"{PROBE}*"):
         shutil.rmtree(left, ignore_errors=True)
@@ -45,7 +45,7 @@ def try_save(directory: Path) -> Path:
 
 
 def sees(probe: Path) -> bool:
-    """Whether this rank sees what the first rank wrote."""
+    """Return whether this rank sees the folder `probe` of the first rank. Waits up to 10 seconds for it."""
     deadline = time.monotonic() + _SEEN_S
     while not (probe / "file").is_file():
         if time.monotonic() > deadline:
@@ -55,12 +55,12 @@ def sees(probe: Path) -> bool:
 
 
 def remove(probe: Path) -> None:
-    """Delete what `try_save` made."""
+    """Delete the folder that `try_save` made."""
     shutil.rmtree(probe, ignore_errors=True)
 
 
 def blind(ranks: list[int], path: Path) -> CheckpointError:
-    """The error where `ranks` do not see `path`."""
+    """Return the error for `ranks` that do not see `path`."""
     return CheckpointError(
         f"ranks {ranks} do not see {path}: checkpoints need a directory that all ranks share; set run.directory to one"
     )

@@ -1,4 +1,4 @@
-"""Reads the files of a checkpoint by Distributed Checkpoint's plan and checks them while reading."""
+"""Reads the files of a checkpoint for Distributed Checkpoint, and checks them while reading."""
 
 import io
 from collections import defaultdict
@@ -20,9 +20,9 @@ from weft.checkpoint.metadata import read_metadata
 
 
 def describe(checkpoint: Path, *, content: bool = False) -> tuple[Manifest, Metadata]:
-    """The manifest and metadata of a checkpoint, after a check that its files exist with the right length.
+    """Return the manifest and metadata of a checkpoint, after a check that its files exist with the right length.
 
-    With `content` every byte is compared with its checksum. Raises CheckpointError that names the checkpoint.
+    With `content` all checksums are compared too. Raises CheckpointError that names the checkpoint.
     """
     manifest = verify(checkpoint, content=content)
     with CheckedFile(checkpoint, METADATA, manifest.files[METADATA]) as stream:
@@ -34,7 +34,7 @@ def describe(checkpoint: Path, *, content: bool = False) -> tuple[Manifest, Meta
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads what a plan asks for. Each block that it touches is compared with its checksum, and nothing is run."""
+    """Reads the items of a load plan. Compares every block with its checksum, and runs no code of the checkpoint."""
 
     def __init__(self, checkpoint: Path, manifest: Manifest, metadata: Metadata) -> None:
         super().__init__(checkpoint)
@@ -49,7 +49,7 @@ class Reader(dcp.FileSystemReader):
             by_file[self.storage_data[item.storage_index].relative_path].append(item)
         for name, items in by_file.items():
             with CheckedFile(self.checkpoint, name, self.manifest.files[name]) as stream:
-                # In the order in which they lie there, so that no block is read twice.
+                # In file order, so that no block is read twice.
                 for item in sorted(items, key=lambda item: self.storage_data[item.storage_index].offset):
                     place = self.storage_data[item.storage_index]
                     self._read(item, stream.cut_to(place.offset, place.length), planner, name)
@@ -86,7 +86,7 @@ def _tensor(stream: CheckedFile) -> torch.Tensor:
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Raise what a rank raised inside Distributed Checkpoint as a CheckpointError of one line."""
+    """Turn errors of ranks inside Distributed Checkpoint into a CheckpointError of one line."""
     try:
         yield
     except CheckpointException as error:

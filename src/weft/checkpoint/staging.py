@@ -1,8 +1,7 @@
 """Copies live state, so that a background thread can write it while training continues.
 
-Staging happens where Distributed Checkpoint has cut the state into items already (`WriteItem`: which box of
-which tensor this rank writes), so that it works for every kind of sharded tensor that Distributed Checkpoint
-knows, without knowing any of them.
+The copies are made of the items into which Distributed Checkpoint cuts the state (`WriteItem`: a box of a tensor that
+this rank writes), so this works for every kind of sharded tensor that Distributed Checkpoint supports.
 """
 
 import io
@@ -17,9 +16,9 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 
 def flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings with string keys as one flat dictionary whose keys are joined by dots.
+    """Flatten nested mappings with string keys into one dictionary whose keys are joined by dots.
 
-    Everything else is a leaf. Raises ValueError when two leaves get the same key.
+    All other values are leaves. Raises ValueError if two leaves get the same key.
     """
     flat: dict[str, Any] = {}
     for key, value in _leaves(state, prefix):
@@ -30,7 +29,7 @@ def flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def unflatten(template: Mapping[str, Any], flat: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`template` with each of its leaves replaced by the one in `flat`."""
+    """Return a copy of `template` with each leaf replaced by that of `flat`; the inverse of `flatten`."""
     return {
         key: unflatten(value, flat, f"{prefix}{key}.") if _is_branch(value) else flat[f"{prefix}{key}"]
         for key, value in template.items()
@@ -50,7 +49,7 @@ def _is_branch(value: Any) -> bool:
 
 
 class Staged(SavePlanner):
-    """A copy on the host of what this rank writes, which plays the planner of `dcp.save`."""
+    """A host copy of the data that this rank writes. Serves as the planner of `dcp.save`."""
 
     def __init__(self, items: list[WriteItem], data: dict[MetadataIndex, Any]) -> None:
         self.items = items
@@ -76,16 +75,16 @@ class Staged(SavePlanner):
 
 
 class Stager:
-    """Copies state to the host; memory pinned for copies from an accelerator is kept for the next save."""
+    """Copies state to the host. Pinned memory for copies from an accelerator is reused by the next save."""
 
     def __init__(self) -> None:
         self._pinned: dict[MetadataIndex, torch.Tensor] = {}
 
     def stage(self, flat: Mapping[str, Any]) -> Staged:
-        """Copy the leaves of `flat` as they are now; returns when the copy is complete.
+        """Copy the current leaves of `flat`; return when the copy is complete.
 
         Raises TypeError for a leaf that is neither a tensor nor plain data (numbers, strings, lists, tuples,
-        dictionaries, None): loading it would have to run code from the checkpoint.
+        dictionaries, None), because loading it would have to run code from the checkpoint.
         """
         planner = DefaultSavePlanner(flatten_state_dict=False)
         planner.set_up_planner(dict(flat))
@@ -118,8 +117,8 @@ class Stager:
 
 
 def _is_empty_part(item: WriteItem) -> bool:
-    # Distributed Checkpoint tells the boxes of one tensor apart by their offsets alone, so an empty box can
-    # take the place of the real one that starts where it stands.
+    # Distributed Checkpoint identifies the boxes of a tensor by their offsets alone, so an empty box could
+    # replace a real one with the same offsets.
     assert item.tensor_data is not None
     return math.prod(item.tensor_data.chunk.sizes) == 0 < math.prod(item.tensor_data.size)
 

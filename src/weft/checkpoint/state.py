@@ -18,13 +18,12 @@ from weft.optim.flat import FlatOptimizer
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything with these two methods can be in a checkpoint.
+    """The protocol of objects that can be in a checkpoint.
 
-    Tensors that `state_dict` returns are filled in place before `load_state_dict` is called with them. Two
-    optional additions: `prepare_load(stored)`, called before with what the checkpoint holds (key ->
-    metadata), and `per_rank = True` for state that differs between ranks and has no global meaning; that
-    needs `load_from_other_ranks(state, rank, ranks)`, called with rank 0's state where the number of ranks
-    changed.
+    Tensors that `state_dict` returns are filled in place before `load_state_dict` is called with them. Optional:
+    `prepare_load(stored)` is called before that with the metadata of the stored entries, by key.
+    `per_rank = True` marks state that differs between ranks and has no global meaning. It needs
+    `load_from_other_ranks(state, rank, ranks)`, which is called with rank 0's state if the number of ranks changed.
     """
 
     def state_dict(self) -> Mapping[str, Any]: ...
@@ -46,9 +45,9 @@ class ModelState:
 
 
 class OptimizerState:
-    """An optimizer's state by parameter name, so that it can be loaded on other ranks and strategies.
+    """An optimizer's state by parameter name, so that it can be loaded with another number of ranks or sharding.
 
-    One over the flat tensors of `weft.optim.flat` has the state of the ordinary one: each loads the other's.
+    An optimizer of `weft.optim.flat` has the same state as an ordinary one, so each can load the state of the other.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -73,7 +72,7 @@ class OptimizerState:
         self._targets: dict[str, dict[str, Any]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        state, self._targets = self._targets, None  # for one load: a later save has the optimizer's own
+        state, self._targets = self._targets, None  # for one load only: a later save takes the optimizer's state
         if state is None:
             # A rank without a part of a parameter never steps it: its counters would be stale.
             own = self._own_state()
@@ -87,7 +86,7 @@ class OptimizerState:
         return {name: dict(state[parameter]) for name, parameter in self.parameters.items() if parameter in state}
 
     def prepare_load(self, stored: Mapping[str, Stored]) -> None:
-        """Make room for the stored state; that of parameters unknown here shows up as unexpected."""
+        """Allocate tensors for the stored state. State of unknown parameters is later reported as unexpected."""
         targets: dict[str, dict[str, Any]] = {}
         for key, value in stored.items():
             name, _, field = key.removeprefix("state.").rpartition(".")
@@ -109,7 +108,7 @@ class OptimizerState:
                     f"here {sorted(set(self._options(index)) - {'names'})}"
                 )
             groups.append(options)
-        # An ordinary optimizer knows its parameters by their number, a flat one by their name.
+        # An ordinary optimizer identifies its parameters by number, a flat one by name.
         keys = self._given if self.is_flat else {name: number for number, name in enumerate(self.parameters)}
         own = {key: dict(state["state"].get(name, {})) for name, key in keys.items()}
         self.optimizer.load_state_dict(
@@ -132,9 +131,9 @@ class OptimizerState:
 class RandomState:
     """The generators of Python, numpy and torch (CPU and this rank's accelerator), one set for each rank.
 
-    On the number of ranks that saved, each rank continues exactly where it was. On another number every rank
-    is seeded anew from rank 0's saved generators, its own rank and the number of ranks: deterministic, and
-    different on each rank.
+    On the same number of ranks as in the save, each rank restores its generators exactly. On another number, every rank
+    gets a new seed from rank 0's saved generators, its rank and the number of ranks: deterministic, and different on
+    each rank.
     """
 
     per_rank = True
@@ -174,7 +173,7 @@ def _uses_cuda() -> bool:
 
 
 def _plain_name(name: str) -> str:
-    """The name without the parts that activation checkpointing and compilation add."""
+    """Return the name without the parts that activation checkpointing and compilation insert."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
@@ -192,7 +191,7 @@ def _room_for(field: str, stored: Stored, parameter: torch.Tensor) -> Any:
 
 
 def _over_stages(model: nn.Module, groups: list[list[str]]) -> list[list[str]]:
-    """The names in each parameter group, of all stages of a model that is cut into some. Collective over these."""
+    """Return the parameter names of each group over all pipeline stages of the model. Collective over the stages."""
     cut = parts_of(model)
     if cut is None or cut.group is None:
         return groups
@@ -205,5 +204,5 @@ def _over_stages(model: nn.Module, groups: list[list[str]]) -> list[list[str]]:
 
 
 def state_dict_of(value: Any) -> Mapping[str, Any]:
-    """The state dict of `value`, a Stateful or a state dict."""
+    """Return the state dict of `value`, which is a Stateful or a state dict."""
     return value.state_dict() if isinstance(value, Stateful) else value

@@ -1,7 +1,7 @@
 """The file operations of a run.
 
-Each operation is recorded while it runs, so that one that never returns can be named. Errors name the operation, the
-file and the rank:
+Each operation is recorded while it runs, so that the watchdog can name one that hangs. Errors name the operation,
+the file and the rank:
 
     rank 1: fsync of runs/a/checkpoints/step-00000040.tmp-3f2a/__1_0.distcp: No space left on device
 """
@@ -24,7 +24,7 @@ UNSUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errn
 
 
 def before(name: str, path: str) -> None:
-    """Called before each operation with its name and path. Tests of faults replace it."""
+    """Do nothing; called before each operation with its name and path. Fault tests replace it."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Operation:
     name: str
     path: str
     started: float
-    """By `time.monotonic`."""
+    """The start time, by `time.monotonic`."""
 
     def __str__(self) -> str:
         return f"{self.name} of {self.path}"
@@ -46,13 +46,13 @@ _guard = threading.Lock()
 
 
 def running() -> list[Operation]:
-    """The file operations of this process that are running, oldest first."""
+    """Return the running file operations of this process, oldest first."""
     with _guard:
         return sorted(_running.values(), key=lambda each: each.started)
 
 
 def moves() -> int:
-    """How often a file operation of this process has begun or ended."""
+    """Return how often a file operation of this process has begun or ended."""
     return _moves
 
 
@@ -77,7 +77,7 @@ def operation(name: str, path: str | Path) -> Iterator[None]:
 
 
 class WrittenFile:
-    """A new file, each of whose writes is an operation."""
+    """A new file. Each write is recorded as an operation."""
 
     def __init__(self, path: Path, mode: str = "wb") -> None:
         self.path = path
@@ -99,7 +99,7 @@ class WrittenFile:
             flush_descriptor(self._stream.fileno())
 
     def close(self) -> None:
-        """After this the content is on the disk. Raises StorageError where it is not."""
+        """Flush the content to the disk and close the file. Raises StorageError if either fails."""
         if self._stream.closed:
             return
         try:
@@ -111,7 +111,7 @@ class WrittenFile:
             raise
 
     def abandon(self) -> None:
-        """Close it, also when writing the content failed."""
+        """Close the file, also after a failed write."""
         with suppress(OSError):
             self._stream.close()
 
@@ -121,21 +121,20 @@ class WrittenFile:
 
 @contextmanager
 def written(path: Path, mode: str = "wb") -> Iterator[WrittenFile]:
-    """A new file, which is on the disk when the block ends without an error."""
+    """Open a new file for a `with` block. Its content is on the disk when the block ends without an error."""
     stream = WrittenFile(path, mode)
     try:
         yield stream
     except BaseException:
         stream.abandon()
         raise
-    stream.close()  # does nothing where the block has closed it
+    stream.close()  # does nothing if the block has closed it
 
 
 def flush_directory(directory: Path) -> None:
     """Make the names in `directory` survive a crash of the machine, as `fsync` does for the content of files.
 
-    FUSE and CIFS may refuse this for folders. Everything that this machine has not written yet is flushed instead,
-    which is as safe but takes longer.
+    FUSE and CIFS may refuse `fsync` of folders. Then `os.sync` flushes all file systems, which is as safe but slower.
     """
     with operation("fsync", directory):
         try:
@@ -152,7 +151,7 @@ def flush_directory(directory: Path) -> None:
 
 
 def flush_descriptor(descriptor: int) -> None:
-    """`os.fsync`, or `os.sync` on a file system that has no fsync for this kind of file."""
+    """Call `os.fsync`, or `os.sync` if the file system has no fsync for this kind of file."""
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -162,5 +161,5 @@ def flush_descriptor(descriptor: int) -> None:
 
 
 def _rank() -> int:
-    dist = sys.modules.get("torch.distributed")  # its import takes seconds, and the process that starts ranks has none
+    dist = sys.modules.get("torch.distributed")  # an import would take seconds in the process that starts ranks
     return dist.get_rank() if dist is not None and dist.is_initialized() else 0

@@ -1,4 +1,4 @@
-"""The files of a checkpoint, written by Distributed Checkpoint."""
+"""Writes the files of a checkpoint for Distributed Checkpoint."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from weft.checkpoint.storage import operation, written
 
 
 class _Files(FileSystem):
-    """Each operation is known while it runs, and each file is on the disk when it is closed."""
+    """Records each file operation while it runs, and flushes each file to the disk when it is closed."""
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
@@ -31,7 +31,7 @@ class _Files(FileSystem):
 
 
 class Writer(dcp.FileSystemWriter):
-    """Reports why writing failed. torch's archive only reports that its length is wrong."""
+    """Writes files and reports the OSError that made writing fail; torch's archive only reports a wrong length."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, sync_files=False)  # `_Files` does

@@ -11,7 +11,7 @@ from weft.train.run.output import outlive_readers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 success, 1 failure at run time, 2 wrong call, 3 interrupted,
+    """Run one command and return the exit code: 0 success, 1 failure at run time, 2 wrong call, 3 interrupted,
     4 interrupted before anything was saved."""
     outlive_readers()
     arguments = list(sys.argv[1:] if arguments is None else arguments)

@@ -1,4 +1,4 @@
-"""The short commands. Each takes its options and returns its exit code."""
+"""The short commands. Each function takes the parsed options and returns the exit code."""
 
 import argparse
 import math
@@ -10,11 +10,14 @@ from functools import partial
 from pathlib import Path
 
 _BESIDE = 10
-"""The niceness of a process that writes the report of a run."""
+"""The niceness of the process that writes a live report."""
 
 
 def config(options: argparse.Namespace) -> int:
-    """Print every setting, or print whether a file can run. Raises ValueError for wrong ranks or settings."""
+    """Print every setting, or check a configuration file, or print the [model] of a directory.
+
+    Raises ValueError for wrong ranks or settings.
+    """
     from weft.train.config import load_config
     from weft.train.settings import as_markdown, as_toml
 
@@ -38,7 +41,7 @@ def config(options: argparse.Namespace) -> int:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Run one step of a small copy of a configuration on all its ranks, in this process. Returns 1 if it finds a fault.
+    """Run one step of a small copy of a configuration on all its ranks, in this process. Return 1 if it finds a fault.
 
     Raises ValueError for wrong ranks or settings.
     """
@@ -64,7 +67,7 @@ def check(options: argparse.Namespace) -> int:
 
 
 def _model_section(source: str, ignored: list[str]) -> str:
-    """The [model] section of a run, a checkpoint or a model's directory, without default values."""
+    """Return the [model] section of a run, a checkpoint or a model's directory, without default values."""
     import dataclasses
 
     from weft.models import HybridConfig
@@ -114,7 +117,7 @@ def report(options: argparse.Namespace) -> int:
 
 
 def inspect(options: argparse.Namespace) -> int:
-    """Print what a checkpoint or a run holds; compare the checksums of its files on request."""
+    """Print the contents of a checkpoint or a run; with --verify, compare the checksums of its files."""
     from weft.checkpoint.inspect import show
 
     show(Path(options.path), verify_content=options.verify)
@@ -148,7 +151,7 @@ def convert(options: argparse.Namespace) -> int:
 
 
 def pattern(options: argparse.Namespace) -> int:
-    """Print the layers of a pattern and their parameters as a table. For a wrong pattern, print where and return 2."""
+    """Print a table of a pattern's layers and their parameters. For a wrong pattern, mark the error and return 2."""
     import dataclasses
 
     from rich.console import Console
@@ -179,7 +182,7 @@ def pattern(options: argparse.Namespace) -> int:
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Run a benchmark of the repository on local processes. Raises ValueError for an unknown one or no ranks."""
+    """Run a benchmark of the repository on local processes. Raises ValueError for an unknown name or no ranks."""
     if options.ranks < 1:
         raise ValueError(f"--ranks {options.ranks}: must be at least 1")
     folders = [Path(__file__).resolve().parents[3] / "benchmarks", Path.cwd() / "benchmarks"]

@@ -22,7 +22,7 @@ class _Option(NamedTuple):
 
 
 def script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """The completion script of `shell`, one of SHELLS, for the commands and options of `parser`."""
+    """Return the completion script of `shell`, one of SHELLS, for the commands and options of `parser`."""
     from weft.train.settings import settings
 
     names = [f"{each.section}.{each.name}=" for each in settings()]
@@ -80,7 +80,7 @@ def _of_fish(begin: str, option: _Option, settings: list[str]) -> str:
 
 
 def _commands(parser: argparse.ArgumentParser) -> dict[str, tuple[argparse.ArgumentParser, str]]:
-    """Name -> its parser and its line of help."""
+    """Return the commands: name -> (parser, line of help)."""
     (found,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
     lines = {each.dest: each.help or "" for each in found._choices_actions}
     return {name: (command, lines[name]) for name, command in found.choices.items()}

@@ -1,4 +1,4 @@
-"""`weft sample` and `weft chat`: text from a model."""
+"""`weft sample` and `weft chat`: generate text with a model."""
 
 import argparse
 import math
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def sample(options: argparse.Namespace) -> int:
-    """Print the continuations of texts by a trained model, token by token. Raises ValueError for wrong numbers."""
+    """Print a trained model's continuations of the prompts. Raises ValueError for options out of range."""
     choices = _choices(options)
     for prompt in options.prompt:
         if not _is_text(prompt):
@@ -34,10 +34,10 @@ def sample(options: argparse.Namespace) -> int:
 
 
 def chat(options: argparse.Namespace) -> int:
-    """Answer the lines of standard input, each as the next message of one conversation, until it ends."""
+    """Answer each line of standard input as the next message of one conversation."""
     choices = _choices(options)
     source = _source(options)
-    _ = source.template, source.tokenizer  # a model that lacks one is refused before the first message
+    _ = source.template, source.tokenizer  # raises before the first message if the model lacks one
     messages = [{"role": "system", "content": options.system}] if options.system else []
     for line in _lines():
         messages.append({"role": "user", "content": line})
@@ -53,7 +53,7 @@ def chat(options: argparse.Namespace) -> int:
 
 
 def _lines() -> Iterable[str]:
-    """The lines of standard input without empty ones. A terminal shows a prompt."""
+    """Yield the nonempty lines of standard input. Prints a prompt in a terminal."""
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "")
@@ -64,7 +64,7 @@ def _lines() -> Iterable[str]:
 
 
 def _choices(options: argparse.Namespace) -> dict[str, Any]:
-    """The given options of sampling, as `Source.added` takes them."""
+    """Return the sampling options as keyword arguments of `Source.added`. Raises ValueError if one is out of range."""
     best = "must be at least 0, which takes the best token"
     for name, good, rule in (
         ("tokens", options.tokens >= 0, "must be at least 0"),
@@ -102,5 +102,5 @@ def _source(options: argparse.Namespace) -> Any:
 
 
 def _is_text(given: str) -> bool:
-    """Whether the bytes of an argument were UTF-8: others become surrogates, which no text has."""
+    """Return whether an argument was valid UTF-8. Python decodes other bytes as surrogates."""
     return not any("\ud800" <= character <= "\udfff" for character in given)

@@ -1,4 +1,4 @@
-"""`weft schedule`: the schedule of a pipeline, drawn, and saved as a picture or a table."""
+"""`weft schedule`: draws a pipeline schedule, and saves it as a picture or a table."""
 
 import argparse
 import math
@@ -13,7 +13,7 @@ _MOST_BOXES = 3_000
 
 
 def draw(options: argparse.Namespace) -> int:
-    """Check and draw the schedule that `options` name; save it on request."""
+    """Check and draw the schedule that `options` name. With --save, write it to a file."""
     from rich.console import Console
 
     from weft.pipeline import check, format_table, table
@@ -36,8 +36,8 @@ def draw(options: argparse.Namespace) -> int:
 
 
 def _check_size(options: argparse.Namespace, *, picture: bool) -> None:
-    """Refuse tables that take minutes to draw, or whose boxes are smaller than a pixel."""
-    actions = 2 * (options.chunks or 1) * (options.microbatches or 1)  # of a rank, or more
+    """Raise ValueError for tables that take minutes to draw, or whose boxes are smaller than a pixel."""
+    actions = 2 * (options.chunks or 1) * (options.microbatches or 1)  # at least this many on a rank
     wanted = f"--microbatches {options.microbatches}"
     if actions * (options.pp or 1) > _MOST_ACTIONS:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""`weft train`: starts ranks, or joins those that another program has started."""
+"""`weft train`: starts ranks, or joins ranks that torchrun or SLURM started."""
 
 import argparse
 import os
@@ -9,7 +9,7 @@ EXAMPLE = Path(__file__).parents[1] / "train" / "example.toml"
 
 
 def start(options: argparse.Namespace) -> int:
-    """Train; returns the exit code, unless this process is a rank, which ends with it."""
+    """Train and return the exit code. A process that is a rank exits with it instead."""
     from weft.train.config import ConfigError, load_config
     from weft.train.run.launch import RUN, launch
     from weft.train.run.runs import CONFIG, open_run, refuse_no_run, refuse_other_directories, resuming, run_directory
@@ -27,7 +27,7 @@ def start(options: argparse.Namespace) -> int:
             refuse_other_directories(directory, f"--resume {options.resume}")
             refuse_no_run(directory, f"--resume {options.resume}")
             config_path = str(directory / CONFIG)
-        else:  # `--resume CONFIG.toml`: the only path there is names the configuration
+        else:  # `--resume CONFIG.toml`: the path names the configuration
             if Path(options.resume).suffix != ".toml":
                 raise ConfigError(f"--resume {options.resume}: is no directory; name that of a run, or a CONFIG.toml")
             config_path = options.config = options.resume
@@ -68,7 +68,7 @@ def start(options: argparse.Namespace) -> int:
             f"{given}: has no effect on a resumed run, which has its own weights; leave it out, or start a new "
             "run without --resume"
         )
-    if options.config is None and RUN not in os.environ:  # its starter has looked
+    if options.config is None and RUN not in os.environ:  # the process that started this rank has checked
         configured = load_config(config_path, options.overrides)
         asked = f"--resume {options.resume}"
         require_trust(Path(config_path).parent, configured, options.overrides, trust=options.trust, asked=asked)
@@ -108,7 +108,7 @@ def _local_devices() -> int:
 
 
 def _command(options: argparse.Namespace, *, with_ranks: bool) -> str:
-    """The command that resumes this run, up to --resume. `--from` is left out, because only new runs load weights."""
+    """Return the command that resumes this run, without --resume, and without --from: only new runs load weights."""
     named = ["--example"] if options.example else [options.config] if options.config else []
     words = ["weft", "train", *named]
     for override in options.overrides:

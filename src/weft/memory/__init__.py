@@ -1,1 +1,1 @@
-"""Bytes that live for a moment, and where they stay."""
+"""Memory of sharded training: flat buffers, the pool that they share, and CPU offload."""

@@ -1,11 +1,11 @@
-"""Memory that is empty in a way that can be seen, until it is filled.
+"""Marks unfilled memory with a byte pattern that can be recognized later.
 
-dtype                                  empty memory holds            not filled, if it is left in
+dtype                                  pattern                       unfilled, if the pattern is in
 -------------------------------------  ----------------------------  -----------------------------------
 floating but float8, complex           NaN, with every bit set       any element
 bool                                   neither False nor True        any element
-integers of 32 and 64 bits             a number that no one chooses  any element
-few values: int8, int16, float8        bytes as in the others        all elements, if of 8 bytes or more
+integers of 32 and 64 bits             an improbable number          any element
+few values: int8, int16, float8        the same bytes                all elements, if of 8 bytes or more
 """
 
 import torch
@@ -16,18 +16,18 @@ _ENOUGH_TO_TELL = 8
 
 
 def blank(tensor: torch.Tensor) -> None:
-    """Make the memory of `tensor`, which is plain and lies densely, visibly empty."""
+    """Fill a contiguous plain `tensor` with the pattern of its dtype."""
     tensor.detach().view(-1).view(torch.uint8).fill_(_empty_byte(tensor.dtype))
 
 
 def blank_storage(tensor: torch.Tensor) -> None:
-    """Make all memory of the plain `tensor`, of any strides, visibly empty."""
+    """Fill the whole storage of a plain `tensor`, of any strides, with the pattern of its dtype."""
     storage = tensor.untyped_storage()
     torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(_empty_byte(tensor.dtype))
 
 
 def has_blank(tensor: torch.Tensor) -> bool:
-    """Whether memory is left visibly empty, as far as the dtype lets see."""
+    """Return whether `tensor` still holds the pattern, as far as its dtype allows to tell."""
     dtype = tensor.dtype
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

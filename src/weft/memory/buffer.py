@@ -1,4 +1,4 @@
-"""A flat local tensor that knows its layout and where it lies.
+"""A flat local tensor with its layout and its placements on a mesh.
 
     from       to         by                    communicates
     ---------  ---------  --------------------  --------------------------------------
@@ -34,7 +34,7 @@ Through = Callable[[dist.ProcessGroup], dist.ProcessGroup]
 
 
 class FlatBuffer:
-    """`local`: what lies on this rank of the layout, under one placement per mesh axis."""
+    """This rank's part, `local`, of a flat layout that is placed on a mesh, with one placement per mesh axis."""
 
     def __init__(
         self, layout: Layout, mesh: DeviceMesh, placements: tuple[Placement, ...], local: torch.Tensor
@@ -46,21 +46,21 @@ class FlatBuffer:
 
     @cached_property
     def axes(self) -> tuple[int, ...]:
-        """The mesh axes over which it is cut, that of the coarsest cuts first."""
+        """The mesh axes that shard the layout, the one with the coarsest cuts first."""
         return sharded_axes(self.placements)
 
     @cached_property
     def pieces(self) -> int:
-        """Into how many pieces the layout is cut."""
+        """The number of pieces into which the layout is cut."""
         return ranks_over(self.mesh, self.axes)
 
     @cached_property
     def index(self) -> int:
-        """Which piece lies on this rank."""
+        """The index of this rank's piece."""
         return position_on(self.mesh, self.axes)
 
     def part(self, placements: tuple[Placement, ...]) -> "FlatBuffer":
-        """The part of this buffer that lies here under `placements`, which cut it further; a view."""
+        """Return this rank's part of the buffer under `placements`, which cut it further; a view."""
         cut = FlatBuffer(self.layout, self.mesh, placements, self.local)
         numel = self.layout.numel // cut.pieces
         start = cut.index * numel - self.index * (self.layout.numel // self.pieces)
@@ -68,7 +68,7 @@ class FlatBuffer:
         return cut
 
     def views(self) -> list[torch.Tensor]:
-        """What lies here of each tensor: the tensor itself in a whole buffer, its part in a piece."""
+        """Return a view of this rank's part of each tensor; it is the whole tensor if the layout is not cut."""
         index = self.index
         begin = index * (self.layout.numel // self.pieces)
         parts = []
@@ -80,18 +80,18 @@ class FlatBuffer:
         return parts
 
     def within(self, start: int, stop: int) -> torch.Tensor:
-        """What lies here of the layout's elements `[start, stop)`; a view."""
+        """Return this rank's part of the layout's elements `[start, stop)`; a view."""
         begin, numel = self.index * (self.layout.numel // self.pieces), self.local.numel()
         first, last = (min(max(border - begin, 0), numel) for border in (start, stop))
         return self.local[first:last]
 
     def cuts(self, number: int) -> Cuts:
-        """Where tensor `number` is cut in this buffer."""
+        """Return where the placements cut tensor `number`."""
         extent = self.layout.extents[number]
         return Cuts(extent.shape, self.layout.cuts(number, self.pieces), self.axes, extent.dim)
 
     def dtensors(self, beyond: Sequence[TensorParallel | None]) -> list[UnevenDTensor]:
-        """A DTensor for each tensor, its part being a view of this buffer; `beyond`: where tensors are slices."""
+        """Return a DTensor for each tensor, with views as local parts. `beyond`: each tensor's slicing, or None."""
         made = []
         for number, (view, parallel) in enumerate(zip(self.views(), beyond)):
             cuts = self.cuts(number)
@@ -103,7 +103,7 @@ class FlatBuffer:
         return made
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy full tensors in, and leave those on the meta device visibly empty; the padding becomes zero."""
+        """Copy full tensors in and zero the padding. Meta tensors are marked as unfilled (`weft.memory.blank`)."""
         self.local.zero_()
         index = self.index
         for number, (view, tensor) in enumerate(zip(self.views(), tensors)):
@@ -124,10 +124,10 @@ class FlatBuffer:
         prepare: Callable[[], Any] | None = None,
         after: Ticket | None = None,
     ) -> Ticket | None:
-        """Start filling this buffer from the parts that the ranks hold of it under `inner`, finest cuts first.
+        """Start the all-gathers that fill this buffer from the ranks' parts under `inner`, finest cuts first.
 
-        `through`: the communicator for the ranks of a mesh axis. `prepare`: what fills the part that lies here, first.
-        `after`: what the first gather comes behind. Returns the last one, or None if there is none.
+        `through` returns the communicator for the process group of a mesh axis. `prepare` fills the local part before
+        the first gather, which waits for `after`. Returns the last gather, or None if there is none.
         """
         ticket = None
         axes = sharded_axes(inner)
@@ -143,5 +143,5 @@ class FlatBuffer:
 
 
 def sharded_axes(placements: tuple[Placement, ...]) -> tuple[int, ...]:
-    """The axes that placements shard, that of the coarsest cuts, the last, first."""
+    """Return the axes that `placements` shard, last axis first: it has the coarsest cuts."""
     return tuple(axis for axis in reversed(range(len(placements))) if placements[axis].is_shard())

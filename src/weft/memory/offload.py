@@ -1,14 +1,14 @@
-"""Weights, gradients and optimizer state in CPU memory, and what carries them to the device and back.
+"""Offload of weights, gradients and optimizer state to CPU memory, and the transfers to the device and back.
 
     CPU memory, pinned                          device
     --------------------------------------      ---------------------------------------------------------------
     main weights    --- upload, gather lane -->  this rank's slice of the gathered weights, then their gather
-    main gradients  <-- download, its own lane - what this rank reduced
+    main gradients  <-- download, its own lane - this rank's reduced gradients
     optimizer state and step: on the CPU
 
-Both ways run beside the computation. The host waits twice in a step: at the end of a forward until its uploads are
-over, before anybody may write to the weights that they read; and at the end of a backward until the gradients are here,
-before the optimizer reads them. On a CPU mesh everything works alike, and saves nothing.
+Both transfers overlap with the computation. The host waits twice in a step: at the end of a forward for its uploads,
+before the weights that they read may be written; and at the end of a backward for the downloads, before the optimizer
+reads the gradients. On a CPU mesh offloading works too, but saves nothing.
 """
 
 from collections.abc import Callable
@@ -25,21 +25,21 @@ from weft.memory.pool import Pool, Transient
 
 
 def offload_of(policy: Any) -> CPUOffloadPolicy | None:
-    """The policy where something is to be offloaded, else None. Raises TypeError for what is no policy."""
+    """Return the policy if it offloads, else None. Raises TypeError if `policy` is not an offload policy."""
     if isinstance(policy, CPUOffloadPolicy):
-        return CPUOffloadPolicy(policy.pin_memory)  # as it is now: torch's can be changed
+        return CPUOffloadPolicy(policy.pin_memory)  # a copy, because torch's policy is mutable
     if isinstance(policy, OffloadPolicy):
         return None
     raise TypeError(f"offload_policy={policy!r}: pass weft.OffloadPolicy(), weft.CPUOffloadPolicy() or torch's")
 
 
 class GradientDownload:
-    """Brings what was reduced on `device` to `main_grad`, which lies in CPU memory."""
+    """Copies reduced gradients from `device` to `main_grad` in CPU memory."""
 
     def __init__(
         self, main_grad: FlatBuffer, policy: CPUOffloadPolicy, device: torch.device, describe: Callable[[], str]
     ) -> None:
-        """`describe()` says whose gradients they are."""
+        """`describe()` returns the name of the gradients for error messages."""
         self._main_grad = main_grad
         self._policy = policy
         self._device = device
@@ -52,13 +52,13 @@ class GradientDownload:
         self._adds = False
 
     def open(self, pool: Pool) -> FlatBuffer:
-        """Where on the device a reduction puts its result; `close` when that is downloaded."""
+        """Return the device buffer for the result of a reduction. Call `close` once it is downloaded."""
         self.finish()
         home = self._main_grad
         return FlatBuffer(home.layout, home.mesh, home.placements, pool.take(self._strip))
 
     def start(self, reduction: Ticket, lane: Lane, *, accumulate: bool) -> Ticket:
-        """Start the download behind `reduction`; what arrives replaces the main gradients or is added to them."""
+        """Start a download after `reduction`, which replaces the main gradients or, with `accumulate`, adds to them."""
         target, source = self._main_grad.local, self._strip.tensor
         if accumulate:
             if self._more is None:
@@ -71,11 +71,11 @@ class GradientDownload:
         return self._arriving
 
     def close(self) -> None:
-        """Give the memory on the device back, if `open` took it."""
+        """Return the device buffer to the pool, if `open` took it."""
         self._strip.give()
 
     def finish(self) -> None:
-        """Make the host wait for the download, and the main gradients complete."""
+        """Wait on the host for the download, and complete the main gradients."""
         if self._arriving is not None:
             self._arriving.synchronize()
             self._arriving = None

@@ -1,22 +1,22 @@
-"""Memory that lives for a moment: gathered weights, partial gradients.
+"""Memory of transient buffers: gathered weights and partial gradients.
 
     allocator   first step                        later steps
     ---------   --------------------------------  ------------------------------------------------------------------
     "trace"     own memory, lifetimes recorded    a fixed place in one slab: nothing is allocated
     "caching"   own memory from torch's allocator, taken and given back each time
 
-Autograd saves views of gathered weights, so a buffer's address must not change between a forward and its backward. In
-the slab it never does; a buffer with its own memory keeps one storage for life, which is emptied and refilled. What no
-step has shown before (a pass in another order, a block used twice) takes its own memory for that time, is counted as a
-fallback, and leads to a new plan when the step is over. A plan knows all steps so far; if they do not go together, so
-that it would take more than `PATIENCE` times what was alive at once, it starts anew from the last step.
+Autograd saves views of gathered weights, so a buffer's address must not change between a forward and its backward. A
+place in the slab is fixed. A buffer with its own memory keeps one storage, which is resized to 0 and back. If a step
+uses buffers as no step before (a pass in another order, a block used twice), a buffer without a free place takes its
+own memory. That counts as a fallback and leads to a new plan after the step. A plan covers all steps so far. If such a
+plan would take more than `PATIENCE` times the peak of live bytes, the new plan covers the last step only.
 
-A buffer that must be in its place finds another one there only if it is held by something unforeseen, such as a user
-who unshards all layers between a forward and its backward. If the other is not being computed with it moves out, values
-and all, into memory of its own, and comes back when it is needed at its address:
+A buffer that must be in its place finds another one there only in unforeseen cases, such as a user who unshards all
+layers between a forward and its backward. If no computation uses the other buffer, its values move out into memory of
+their own, and move back when they are needed at their address:
 
-    take(one)       the place is free, or its tenant `is_evictable`: move_out(tenant)
-    come_back(it)   what is in its place now moves out in turn
+    take(one)       the place is free, or the buffer in it `is_evictable` and moves out
+    come_back(one)  the buffer that is in its place now moves out in turn
 """
 
 import weakref
@@ -32,16 +32,16 @@ from weft.memory.blank import blank
 
 _UNKNOWN = object()
 PATIENCE = 1.5
-"""How much larger than the bytes alive at once a plan of many different steps may be."""
+"""The largest ratio of a plan's bytes to the peak of live bytes, for a plan that covers several steps."""
 
 
 class Transient:
     """A flat buffer with memory only between `Pool.take` and `Pool.give`.
 
     Views of `tensor` stay valid from one take to the next unless the take moved it: then `on_move` gets the new tensor.
-    `is_fixed`: whether such views are in use, so that it must not move. `is_evictable`: whether it may move out for a
-    while, because no computation uses it. `describe`: what errors call it. `filled`: born with memory, which torch
-    wants for making such views; `empty` ends that.
+    `is_fixed()`: whether such views are in use, so that it must not move. `is_evictable()`: whether it may move out for
+    a while, because no computation uses it. `describe()`: its name in errors. `filled`: start with memory, which torch
+    needs for making such views, until `empty` is called.
     """
 
     def __init__(
@@ -65,39 +65,39 @@ class Transient:
         self.describe = describe
         self.moves = 0
         self.pool: Callable[[], Pool | None] = lambda: None
-        """That has given it memory; known weakly, as the pool knows its tenants."""
+        """Returns the pool that gave it memory, or None. A weak reference, because the pool refers to its buffers."""
         self.place: torch.Tensor | None = None
-        """Where views of it are valid, while it has moved out of there."""
+        """The place in the slab where its views are valid, while it is moved out; else None."""
         if not filled:
             self.empty()
 
     def empty(self) -> None:
-        """Have no memory until the first take."""
+        """Free the memory until the next take."""
         self.own.untyped_storage().resize_(0)
 
     def live_in(self, tensor: torch.Tensor) -> None:
-        """Live in `tensor` from now on."""
+        """Use the memory of `tensor` from now on."""
         self.tensor = tensor
         self.on_move(tensor)
 
     def lends(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` begins in its memory."""
+        """Return whether `tensor` begins in the memory of this buffer."""
         start = self.tensor.data_ptr()
         return start <= tensor.data_ptr() < start + self.nbytes
 
     def give(self) -> None:
-        """Give the memory back to the pool that it is from, if it has any."""
+        """Return the memory to its pool, if this buffer has any."""
         if (pool := self.pool()) is not None:
             pool.give(self)
 
 
 class Pool:
-    """Gives the transients of one role their memory, plans it, and counts.
+    """Gives the transients of one role their memory, plans it, and keeps statistics.
 
-    `plan`: of the slab, None before the first. `plans`: how many there were. `lower_bound`: the most bytes that were
-    alive at once in the steps that the plan is for. `peak`: the most ever. `allocations`: how often torch was asked for
-    memory, for the slab or a buffer of its own. `fallbacks`: how often a buffer could not have its planned place.
-    `outdated`: whether something happened that the plan does not know.
+    `plan`: the plan of the slab, None before the first. `plans`: the number of plans so far. `lower_bound`: the peak of
+    live bytes in the steps that the plan covers. `peak`: the peak of all steps. `allocations`: the number of calls of
+    torch's allocator, for the slab or a buffer's own memory. `fallbacks`: how often a buffer could not have its planned
+    place. `outdated`: whether something happened that the plan does not cover.
     """
 
     def __init__(self, planned: bool) -> None:
@@ -113,7 +113,7 @@ class Pool:
         self._slab: torch.Tensor | None = None
         self._places: dict[Transient, torch.Tensor] = {}
         self._neighbours: dict[Transient, set[Transient]] = {}
-        """Whose planned places have bytes in common with that of each, once that was asked."""
+        """Per buffer, the buffers whose planned places overlap with its own; filled on demand."""
         self._alive: dict[Transient, None] = {}
         self._met: dict[Transient, dict[Transient, int]] = {}
         self._home: Any = _UNKNOWN
@@ -124,12 +124,12 @@ class Pool:
 
     @property
     def steady(self) -> int:
-        """How many steps ended since the last plan was made, or a buffer could not have its planned place."""
+        """The number of steps since the last plan or fallback."""
         return self._step - self._changed
 
     @property
     def slab_bytes(self) -> int:
-        """Bytes of the slab."""
+        """The size of the slab in bytes."""
         return self._slab.nbytes if self._slab is not None else 0
 
     def take(self, transient: Transient) -> torch.Tensor:
@@ -155,7 +155,7 @@ class Pool:
         return tensor
 
     def give(self, transient: Transient) -> None:
-        """Take the memory back; what was computed from it is ordered before what will be written there."""
+        """Take the memory back. Computations that read it are ordered before later writes to it."""
         transient.pool = lambda: None
         if transient not in self._alive:  # its take failed
             return
@@ -170,11 +170,11 @@ class Pool:
             transient.live_in(place)
 
     def has_room(self, transient: Transient) -> bool:
-        """Whether `transient` can be taken now: not if it must not move while another is in its place."""
+        """Return whether `transient` can be taken now: not if it must not move and another buffer is in its place."""
         return not transient.is_fixed() or not any(self._rivals(transient))
 
     def come_back(self, transient: Transient) -> None:
-        """End a stay elsewhere: be again where views of `transient` are valid."""
+        """Move `transient` back to the place where its views are valid, if it has moved out."""
         if transient.place is None:
             return
         self._clear(transient)
@@ -185,7 +185,7 @@ class Pool:
         transient.own.untyped_storage().resize_(0)
 
     def _choose_home(self, transient: Transient) -> None:
-        """Make the current stream the home of the slab."""
+        """Make the current stream the owner of the slab."""
         self._home = streams.current(transient.own.device)
 
     def _own_memory(self, transient: Transient) -> torch.Tensor:
@@ -194,7 +194,7 @@ class Pool:
         return transient.own
 
     def _clear(self, transient: Transient) -> None:
-        """Make everybody move out of the planned place of `transient`, which must be there."""
+        """Move all buffers out of the planned place of `transient`. Raises RuntimeError if one of them is in use."""
         for rival in self._rivals(transient):
             if not rival.is_evictable():
                 raise RuntimeError(
@@ -209,9 +209,9 @@ class Pool:
             rival.live_in(rival.own)
 
     def end_step(self, foreseen: Callable[[Transient, Transient], bool] | None = None) -> None:
-        """Everything is at rest: plan anew if something happened that the plan did not know.
+        """End a step, and make a new plan if the plan does not cover it. Does nothing while a buffer is alive.
 
-        `foreseen`: whether two buffers may be alive together although that was not seen yet.
+        `foreseen(one, other)`: whether two buffers may be alive together although no step has shown it yet.
         """
         if not self.planned or self._alive:
             return
@@ -230,7 +230,7 @@ class Pool:
         self._adopt(plan)
 
     def foresee(self, together: Iterable[Sequence[Transient]]) -> None:
-        """Everything is at rest, and each of these sets of buffers will be alive at once: plan for it, if need be."""
+        """Plan for sets of buffers that will be alive together, if necessary. Does nothing while a buffer is alive."""
         if not self.planned or self._alive or any(each.is_fixed() for each in self._met):
             return
         for alive in together:
@@ -251,7 +251,7 @@ class Pool:
 
         return plan_slab({each: each.nbytes for each in self._met}, meet)
 
-    @torch.inference_mode(False)  # an evaluation may make the plan of a training
+    @torch.inference_mode(False)  # an evaluation may make the plan that training uses
     def _adopt(self, plan: SlabPlan) -> None:
         self.plan = plan
         self.plans += 1
@@ -261,10 +261,10 @@ class Pool:
         if self.slab_bytes != plan.nbytes:
             storage = self._slab.untyped_storage()
             with streams.on(self._home):
-                storage.resize_(0)  # so that the old slab and the new one are never there together
+                storage.resize_(0)  # so that the old and the new slab never exist together
                 storage.resize_(plan.nbytes)
             self.allocations += 1
-            self._slab = self._slab.new_empty(0).set_(storage)  # no memory beside that
+            self._slab = self._slab.new_empty(0).set_(storage)  # keeps the storage, allocates nothing else
         known, self._places = self._places, {}
         self._neighbours.clear()
         for transient in self._met:
@@ -275,7 +275,7 @@ class Pool:
             self._places[transient] = old if same else place  # type: ignore[assignment]
 
     def _planned_place(self, transient: Transient) -> torch.Tensor | None:
-        """The place of `transient` in the slab, if it has one that is free."""
+        """Return the place of `transient` in the slab; None if it has none or another buffer is there."""
         if self.plan is None:
             self.outdated = True
             return None
@@ -296,7 +296,7 @@ class Pool:
         return None
 
     def _rivals(self, transient: Transient) -> list[Transient]:
-        """Who lives in the planned place of `transient`."""
+        """Return the live buffers in the planned place of `transient`."""
         if transient not in self._neighbours:
             self._neighbours[transient] = {other for other in self._places if self._share(transient, other)}
         if (neighbours := self._neighbours[transient]).isdisjoint(self._alive):
@@ -304,7 +304,7 @@ class Pool:
         return [other for other in self._alive if other.tensor is not other.own and other in neighbours]
 
     def _share(self, one: Transient, other: Transient) -> bool:
-        """Whether the planned places of two buffers have bytes in common."""
+        """Return whether the planned places of two buffers overlap."""
         if one not in self._places or other not in self._places:
             return False
         assert self.plan is not None

@@ -4,8 +4,8 @@
     ...
     optimizer.step()
 
-Each parameter group of a sharded model is one flat tensor on a rank. An element-wise optimizer does not care where one
-parameter ends and the next begins, so it runs over runs of neighbouring parameters with the same weight decay:
+Each parameter group of a sharded model is one flat tensor on a rank. The borders between parameters do not matter to an
+element-wise optimizer, so it updates runs of adjacent parameters with the same weight decay:
 
     main weights   | norm | qkv .... | out .... | norm | up ......... | down ....... | bias |
     decay          |  no  |         yes         |  no  |            yes              |  no  |
@@ -35,24 +35,24 @@ def flat(
     no_decay: Callable[[str, nn.Parameter], bool] | None = None,
     **options: Any,
 ) -> torch.optim.Optimizer:
-    """An `optimizer` over the flat tensors of a sharded model: same numbers, far fewer tensors.
+    """Return an `optimizer` over the flat tensors of a sharded model: same results, far fewer tensors.
 
     Args:
         optimizer: an element-wise class of `torch.optim`.
-        model: a module on which `weft.fully_shard` was called, the root.
-        no_decay: which parameters, by name and sharded parameter, get `weight_decay=0`.
-        options: of the optimizer.
+        model: the root module on which `weft.fully_shard` was called.
+        no_decay: called with a name and a sharded parameter; returns whether that gets `weight_decay=0`.
+        options: keyword arguments of `optimizer`.
 
     The result is an instance of `optimizer`; learning-rate schedulers work on it. Its `state_dict` has one entry per
     parameter name, with DTensors that Distributed Checkpoint saves and reshards.
 
-    `.grad` of its tensors is a DTensor over all ranks, so that `torch.amp.GradScaler` decides alike on all of them.
+    `.grad` of its tensors is a DTensor over all ranks, so that `torch.amp.GradScaler` decides the same on all of them.
 
-    Frozen parameters belong to it, and are stepped once they have gradients.
+    Frozen parameters are included, and are updated once they have gradients.
 
-    Raises ValueError for an optimizer that is not element-wise, or that does not take gradients of another dtype than
-    the weights where `main_grads_dtype` asks for them, and for trainable parameters outside of any unit; TypeError for
-    what is no class or no module.
+    Raises ValueError if `optimizer` is not element-wise, if it does not take the gradient dtype that `main_grads_dtype`
+    asks for, or if a trainable parameter is in no unit. Raises TypeError if `optimizer` is not a class or `model` is
+    not a module.
     """
     if not isinstance(optimizer, type):
         raise TypeError(
@@ -77,7 +77,7 @@ def flat(
             runs[decay].append(run)
     outside = {name: p for name, p in model.named_parameters() if id(p) not in known}
     _refuse_unsharded(name for name, parameter in outside.items() if parameter.requires_grad)
-    in_stages = parts_of(model) is not None  # these have the same groups, even where they hold nothing
+    in_stages = parts_of(model) is not None  # all stages have the same groups, even empty ones
     groups: list[dict[str, Any]] = [{"params": [run.flat for run in runs[True]]}]
     if runs[False] or (in_stages and no_decay is not None):
         groups.append({"params": [run.flat for run in runs[False]], "weight_decay": 0.0})
@@ -98,8 +98,8 @@ def _refuse_unsharded(names: Iterable[str]) -> None:
 class FlatOptimizer(torch.optim.Optimizer):
     """The part of a flat optimizer that maps flat tensors to parameters; mixed into a class of torch.optim.
 
-    The members of a run have one state, and so one count of steps. Where some have a gradient and others have none,
-    the run is divided, for good: then each has the count of its own steps, as parameters have.
+    The members of a run share one state, and so one step count. If only some of them have a gradient, the run is
+    divided permanently, so that each part counts its own steps.
     """
 
     _runs: list[FlatRun]
@@ -124,7 +124,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             if any(present) and not all(present):
                 self._divide(run, present)
         step = super().step
-        if getattr(step, "hooked", False):  # by torch, which has wrapped this method too: hooks run once
+        if getattr(step, "hooked", False):  # torch has wrapped this method too: run hooks once
             step = step.__wrapped__.__get__(self)  # type: ignore[attr-defined]
         try:
             for run in self._runs:
@@ -145,7 +145,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                     parameter.grad.zero_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once the optimizer is built: its groups are those of the model and of `no_decay`."""
+        """Raise ValueError once the optimizer is built: the model and `no_decay` determine its groups."""
         if hasattr(self, "_runs"):
             raise ValueError(
                 f"{type(self).__name__} has all parameters of its model: build it again when the model has more, and "
@@ -154,7 +154,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """`{"state": {parameter name: {...}}, "param_groups": [{..., "params": [names]}]}`."""
+        """Return `{"state": {parameter name: {...}}, "param_groups": [{..., "params": [names]}]}`."""
         state = {
             each.name: {key: run.part(each, value) for key, value in self.state.get(run.flat, {}).items()}
             for run in self._runs
@@ -164,18 +164,18 @@ class FlatOptimizer(torch.optim.Optimizer):
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, of this or another sharding of the same model.
+        """Load a state dict of this optimizer, saved with this or another sharding of the same model.
 
-        It may be that of the ordinary optimizer, built from `model.named_parameters()`: then it has names.
+        The state dict of an ordinary optimizer works too if that was built from `model.named_parameters()`.
 
-        Raises ValueError where the parameter names or their groups differ, or there are none.
+        Raises ValueError if the parameter names or their groups differ, or if the state dict has no names.
         """
         state, groups = _by_name(state_dict)
         self._check_names(state, [saved["params"] for saved in groups])
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
-        # Some parameters have no dimensions, as a step count has none: which states have an element for each of the
-        # parameter's is seen on the others.
+        # The state of a 0-D parameter looks like a step count: the states of other parameters show which entries have
+        # one element for each of the parameter's.
         entries = [entry for saved in state.values() for entry in saved.items()]
         shaped = {
             key
@@ -187,7 +187,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 for run in self._divide(whole, [_shared(state.get(each.name), shaped) for each in whole.members]):
                     first = run.members[0].name
                     if first not in state:
-                        continue  # frozen, and left out there
+                        continue  # frozen, and absent from the state dict
                     old = self.state[run.flat]
                     for key in old.keys() - state[first].keys():
                         del old[key]
@@ -205,12 +205,12 @@ class FlatOptimizer(torch.optim.Optimizer):
         run.part(member, state[key]).copy_(value)
 
     def names(self) -> list[list[str]]:
-        """The names of the parameters in each parameter group."""
+        """Return the names of the parameters in each parameter group."""
         of = {id(run.flat): [each.name for each in run.members] for run in self._runs}
         return [[name for flat in group["params"] for name in of[id(flat)]] for group in self.param_groups]
 
     def _divide(self, run: FlatRun, keys: Sequence[Any]) -> list[FlatRun]:
-        """Put runs of members with equal `keys` in the place of `run`, each with its share of the state."""
+        """Replace `run` by runs of adjacent members with equal `keys`, each with its part of the state."""
         parts = run.divided(keys)
         if len(parts) == 1:
             return parts
@@ -228,8 +228,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         return parts
 
     def _check_names(self, state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> None:
-        """Raise ValueError unless `state` and `groups` are of this optimizer's parameters; frozen ones may be missing,
-        which may have been left out when the other was built."""
+        """Raise ValueError unless `state` and `groups` have this optimizer's parameters; frozen ones may be missing."""
         mine = {name: number for number, names in enumerate(self.names()) for name in names}
         members = (each for run in self._runs for each in run.members)
         frozen = {each.name for each in members if not each.record.sharded.requires_grad}
@@ -247,7 +246,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
 
 def _by_name(state_dict: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """State and parameter groups by parameter names, where an ordinary optimizer wrote numbers."""
+    """Return state and parameter groups with parameter names in place of an ordinary optimizer's numbers."""
     state, groups = dict(state_dict["state"]), list(state_dict["param_groups"])
     numbers = [number for group in groups for number in group["params"]]
     if not any(isinstance(key, int) for key in (*state, *numbers)):
@@ -264,7 +263,7 @@ def _by_name(state_dict: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], 
 
 
 def _shared(values: Mapping[str, Any] | None, shaped: set[str]) -> Any:
-    """The parts of a state that all parameters of a run must share: its keys, and counts such as steps."""
+    """Return the parts of a parameter's state that a whole run must share: the keys, and counts such as steps."""
     if values is None:
         return None
     counts = {key: None if key in shaped else value for key, value in values.items()}
@@ -275,7 +274,7 @@ _classes: dict[type, Any] = {}
 
 
 def _check_dtypes(group: ParameterGroup, optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
-    """Raise if `optimizer` cannot step with the group's dtypes: no list says which can, so one of them tries."""
+    """Raise ValueError if `optimizer` cannot step with the group's dtypes; a step of one element tries it."""
     main, main_grad = group.recipe.main, group.recipe.main_grad
     if main == main_grad:
         return

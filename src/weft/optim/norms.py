@@ -1,17 +1,17 @@
-"""Norms over a whole sharded model: of what lies on this rank, then combined for all units at once.
+"""Norms over a whole sharded model: sums over this rank's parts, then combined for all units at once.
 
-    the unit's mesh                         who holds an element                     its share in a rank's sum
+    the unit's mesh                         holders of an element                    its share in a rank's sum
     --------------------------------------  ---------------------------------------  -------------------------
     that of the model, cut over all axes    one rank                                 all of it
     that of the model, replicated           one rank of each replica                 1 / replicas
     some of the model's ranks: experts      as above; other ranks, other experts     1 / replicas there
-    and tensor parallel beside it           as above, per slice                      the same, then over slices*
+    with tensor parallelism in addition     as above, per slice                      the same, then over slices*
     whole experts on tensor-parallel ranks  as above; other ranks, other experts     the same, then over those ranks
 
-*   where the slices are on ranks that the sum leaves out; slices of experts are on those of the model's mesh.
+*   if the slices are on ranks outside of the model's mesh; slices of experts are on ranks of the model's mesh.
 
-The model's mesh is the largest that is not one of experts. Summed over its ranks, the shares give every element once,
-in one all-reduce per mesh axis over which anything differs, and one more per tensor-parallel group.
+The model's mesh is the largest that is not one of experts. The sum of the shares over its ranks counts every element
+once. It takes one all-reduce per mesh axis over which parameters differ, and one more per tensor-parallel group.
 """
 
 import math
@@ -34,15 +34,13 @@ from weft.mesh import parts_of, ranks_over
 
 
 def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
-    """The norm of all gradients of a sharded model, a 0-D fp32 tensor, the same on every rank. Collective.
+    """Return the norm of all gradients of a sharded model, a 0-D fp32 tensor, the same on every rank. Collective.
 
-    Every element counts once, wherever it lies: on the mesh of the model, replicated, on a part of its ranks as experts
-    are, or sliced for tensor parallelism. Parameters that are not sharded count too, and are taken to have the same
-    gradients on all ranks; so do frozen ones whose `.grad` is set. One kernel per parameter group and one small
-    all-reduce per mesh axis.
+    Every element counts once, also if it is replicated, belongs to an expert, or is in a tensor-parallel slice.
+    Unsharded parameters count too, and must have the same gradients on all ranks; so do frozen parameters whose `.grad`
+    is set. Takes one kernel per parameter group and one small all-reduce per mesh axis.
 
-    Raises TypeError for what is no module, ValueError for a module without sharded ones and a `norm_type` that is not
-    positive.
+    Raises TypeError if `model` is not a module, ValueError if nothing in it is sharded or `norm_type` is not positive.
     """
     groups = _groups_of(model)
     return _norm_of(model, groups, norm_type, _unsharded_gradients(model, groups))
@@ -51,7 +49,7 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
-    """Scale all gradients of a sharded model so that their norm is at most `max_norm`; returns the norm before.
+    """Scale all gradients of a sharded model to a norm of at most `max_norm`; return the norm before.
 
     The norm is that of `grad_norm`. Collective.
 
@@ -80,16 +78,16 @@ def clip_grad_norm_(
 
 
 class ParameterNorms(NamedTuple):
-    """The 2-norms of a parameter and of its gradient, None where no rank has one."""
+    """The 2-norms of a parameter and of its gradient; the latter is None if no rank has a gradient."""
 
     weight: float
     gradient: float | None
 
 
 def parameter_norms(model: nn.Module) -> dict[str, ParameterNorms]:
-    """The norms of every sharded parameter and of its gradient by name, the same on every rank.
+    """Return the norms of every sharded parameter and of its gradient by name, the same on every rank.
 
-    Nothing is gathered: one small all-reduce per mesh axis for the whole model. Collective; the host waits for it.
+    Collective: one small all-reduce per mesh axis for the whole model, for which the host waits.
     Raises ValueError for a model without sharded modules.
     """
     names, weights, gradients = [], [], []
@@ -121,19 +119,19 @@ class ModelRanks:
             self._check(groups)
 
     def copies(self, group: ParameterGroup) -> int:
-        """The number of ranks in the sum that hold the same elements of `group`."""
+        """Return the number of ranks in the sum that hold the same elements of `group`."""
         replicated = set(self.axes if self._spans(group) else range(group.mesh.ndim)) - set(group.main_weight.axes)
         return ranks_over(group.mesh, replicated)
 
     def beyond(self, slices: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-        """The group that holds slices, unless its ranks are summed over anyway, as those with other experts are."""
+        """Return the group of `slices`; None if `combine` sums over its ranks anyway, as it does for experts."""
         if slices is None or self._everyone.issuperset(dist.get_process_group_ranks(slices)):
             return None
-        # Expert-parallel ranks may cross the model's mesh, and be a part only of the tensor-parallel ones.
+        # With expert parallelism, `slices` may cross the model's mesh and have only some of the tensor-parallel ranks.
         return self._slices or slices
 
     def combine(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        """All-reduce small `values` in place over the ranks."""
+        """All-reduce small `values` in place over the ranks; return them."""
         for axis in self.axes:
             reduce_now(values, op, group_of(self.mesh, axis), "a norm of the model")
         return values
@@ -164,9 +162,9 @@ def _groups_of(model: nn.Module) -> list[ParameterGroup]:
 def _norm_of(
     model: Any, groups: Sequence[ParameterGroup], norm_type: float, unsharded: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """The norm over all stages of a model that is cut into some; what two of them share counts once.
+    """Return the norm over all pipeline stages of a model; parameters that two stages share count once.
 
-    The stages' shares are added in rank order, so that the norm is the same on all of them bit for bit.
+    The stages' sums are added in rank order, so that the norm is bitwise the same on all of them.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type}: choose a positive number, or math.inf for the largest absolute value")
@@ -188,7 +186,7 @@ def _norm_of(
 
 
 def _total(groups: Sequence[ParameterGroup], norm_type: float, others: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of the powers of all gradients of one stage, or the largest of their absolute values."""
+    """Return the sum of the powers of all gradients of one stage, or for `math.inf` their largest absolute value."""
     ranks, infinite = ModelRanks(groups), math.isinf(norm_type)
     pieces: dict[dist.ProcessGroup | None, dict[int, list[torch.Tensor]]] = {}
     for group in groups:
@@ -212,7 +210,7 @@ def _total(groups: Sequence[ParameterGroup], norm_type: float, others: Sequence[
 
 
 def _pieces_of(group: ParameterGroup) -> Iterator[tuple[torch.Tensor, dist.ProcessGroup | None]]:
-    """The gradients here, empty if there are none, in pieces with the process group that holds their other slices."""
+    """Yield this rank's gradients in pieces, empty without gradients, with the process group of their other slices."""
     main = group.gradients.main
     present = main.take_over() is not None
     for start, stop, slices in group.slice_ranges:
@@ -227,10 +225,10 @@ def _whole_norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
 def _shares(
     kinds: dict[int, list[torch.Tensor]], norm_type: float, device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
-    """For pieces by their number of copies: the sum of the powers of their norms, or the largest absolute value."""
+    """Return the sum of the powers of the norms, or the largest absolute value. `kinds`: number of copies -> pieces."""
     shares = []
     for copies, tensors in kinds.items():
-        # Those of offloaded gradients are in CPU memory.
+        # Norms of offloaded gradients are in CPU memory.
         each = [norm.to(device) for norm in torch._foreach_norm(tensors, norm_type, dtype=dtype)]
         norms = torch.stack(each)
         shares.append(norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum() / copies)
@@ -241,14 +239,14 @@ def _shares(
 
 
 def _unsharded_gradients(model: nn.Module, groups: Sequence[ParameterGroup]) -> list[torch.Tensor]:
-    """The gradients of parameters that are in no group."""
+    """Return the gradients of parameters that are in no group."""
     found = {
         id(parameter): parameter
         for module in model.modules()
         for parameter in module._parameters.values()
         if parameter is not None and not isinstance(parameter, UnevenDTensor) and parameter.grad is not None
     }
-    if found:  # also gathered ones that wait for their reduction look like that
+    if found:  # gathered ones that wait for their reduction look the same
         for group in groups:
             for record in group.parameters:
                 found.pop(id(record.full), None)
@@ -256,8 +254,9 @@ def _unsharded_gradients(model: nn.Module, groups: Sequence[ParameterGroup]) -> 
 
 
 def _squared_norms(parts: Sequence[tuple[ShardedParameter, torch.Tensor | None]]) -> list[float | None]:
-    """The squared 2-norms of tensors: of each, the parameter whose cuts it has, and what lies here of it, None for
-    nothing. None for a tensor of which no rank has anything. Collective.
+    """Return the squared 2-norm of each tensor, None if no rank has a part of it. Collective.
+
+    `parts`: for each tensor, a parameter with the same sharding, and this rank's part of the tensor or None.
     """
     if not parts:  # a stage without parameters
         return []
@@ -267,7 +266,7 @@ def _squared_norms(parts: Sequence[tuple[ShardedParameter, torch.Tensor | None]]
     device = parts[0][0].group.device
     locals_, shares, present = [], [], []
     for (record, tensor), own in zip(parts, of_parts):
-        # A slice group that does not hold slices of this tensor will count it as often as it has ranks.
+        # A slice group without slices of this tensor counts it once per rank.
         repeated = math.prod(each.size() for each in slices if each is not own)
         here = tensor if tensor is not None and tensor.numel() else torch.zeros(1, device=device)
         locals_.append(here.abs() if here.is_complex() else here)

@@ -2,9 +2,9 @@
 
 main weights of a group     | norm | qkv .... | out .... | up ......... |
 one run                            |<------------------->|
-its flat parameter                 a view of what lies here, a plain tensor: what an optimizer's step works on
-`.grad` of it                      a DTensor over all ranks: gradient scalers and norms see the whole
-`.grad` of it in a step            a view of what lies here of the main gradients, as the parameter is
+its flat parameter                 a plain tensor, a view of this rank's part: the optimizer's step updates it
+`.grad` of it                      a DTensor over all ranks: gradient scalers and norms see all of it
+`.grad` of it in a step            a plain tensor too, a view of this rank's part of the main gradients
 """
 
 import weakref
@@ -31,7 +31,7 @@ class FlatParameter(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        """The gradients of the run's parameters as one tensor over all ranks; None where none of them has one."""
+        """The gradients of the run's parameters as one tensor over all ranks; None if none of them has one."""
         run = self._run()
         return run.gradient if run is not None else None
 
@@ -47,17 +47,17 @@ for _known in (_optim_foreach_types, _util_foreach_types):
 
 
 class Member(NamedTuple):
-    """A parameter of a run: what the model calls it, and its record."""
+    """A parameter of a run: its name in the model, and its record."""
 
     name: str
     record: ShardedParameter
 
 
 class FlatRun:
-    """Members `[first, last]` of a group as one flat parameter that shares their memory."""
+    """Adjacent members of a group as one flat parameter that shares their memory."""
 
     def __init__(self, group: ParameterGroup, members: Sequence[Member]) -> None:
-        """`members`: neighbours in `group`."""
+        """`members`: adjacent parameters of `group`."""
         self.group = group
         self.members = list(members)
         self.parameters = [each.record.sharded for each in members]
@@ -65,25 +65,25 @@ class FlatRun:
         main = group.main_weight
         piece = group.layout.numel // main.pieces
         self._begin = max(main.index * piece, self._start)
-        """Of the layout's elements, the first that is here."""
+        """The offset in the layout of this rank's first element of the run."""
         borders = (min(max(border * piece, self._start), self._stop) - self._start for border in range(main.pieces + 1))
         self._cuts = Cuts((self._stop - self._start,), tuple(borders), main.axes)
         self.flat = FlatParameter(_something(main.within(self._start, self._stop)))
         self.flat._run = weakref.ref(self)
         self._in_step = False
         self._here: torch.Tensor | None = None
-        """The gradient in a step."""
+        """This rank's part of the gradient, during a step."""
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 
     @property
     def present(self) -> list[bool]:
-        """Which members have a gradient."""
+        """For each member, whether it has a gradient."""
         return [parameter.grad is not None for parameter in self.parameters]
 
     @property
     def gradient(self) -> torch.Tensor | None:
-        """The members' gradients, zero for those that have none beside others; None where none has one."""
+        """The members' gradients as one tensor, zero for a member without one; None if no member has one."""
         if self._in_step:
             return self._here
         if not any(self.present):
@@ -104,14 +104,14 @@ class FlatRun:
                     each.record.sharded.grad = self.part(each, local)
 
     def begin_step(self) -> None:
-        """Until `end_step` the gradient is the tensor that lies here. The group's gradients are taken over already."""
+        """Make `gradient` this rank's plain tensor until `end_step`. `take_over` of the group was called before."""
         self._in_step = True
         self._here = _something(self._window()) if any(self.present) else None
 
     def end_step(self) -> None:
-        """The gradient is one over all ranks again; what the step wrote, the version counters know.
+        """Make `gradient` a DTensor again, and increment the version counters of the updated parameters.
 
-        Fused kernels do not count, and the wrappers of the sharded parameters cannot: they only share the memory.
+        Fused kernels do not increment them, and the sharded parameters only share memory with the flat one.
         """
         if self._here is not None:
             torch.autograd.graph.increment_version([self.flat, *self.parameters])
@@ -121,7 +121,7 @@ class FlatRun:
         return self.group.gradients.main.window(self._start, self._stop)
 
     def _over_all_ranks(self, local: torch.Tensor) -> UnevenDTensor:
-        """`local` with the other ranks' as one tensor; slices of tensor parallelism lie one behind the other."""
+        """Return a DTensor over all ranks with the local part `local`; tensor-parallel slices are concatenated."""
         main, parallel = self.group.main_weight, self.members[0].record.parallel
         placements: tuple[Placement, ...] = tuple(Shard(0) if p.is_shard() else p for p in main.placements)
         if parallel is None:
@@ -133,20 +133,20 @@ class FlatRun:
     # --- members ------------------------------------------------------------------------------------------------------
 
     def divided(self, keys: Sequence[Any]) -> "list[FlatRun]":
-        """Runs of neighbours with equal `keys`, one per member; this run itself where all are equal."""
+        """Return runs of adjacent members with equal `keys` (one per member); `[self]` if all keys are equal."""
         parts = [[at for at, _ in pairs] for _, pairs in groupby(enumerate(keys), key=lambda pair: pair[1])]
         if len(parts) == 1:
             return [self]
         return [FlatRun(self.group, [self.members[n] for n in part]) for part in parts]
 
     def _place(self, first: Member, last: Member) -> slice:
-        """Where in the flat parameter the parts of members lie."""
+        """Return the slice of the flat parameter that holds the members from `first` to `last`."""
         numel = self.group.main_weight.within(self._start, self._stop).numel()
         start, stop = first.record.extent.offset - self._begin, last.record.extent.end - self._begin
         return slice(min(max(start, 0), numel), min(max(stop, 0), numel))
 
     def state_for(self, other: "FlatRun", state: dict[str, Any]) -> dict[str, Any]:
-        """The `state` of this run's flat parameter, cut to `other`, a run of some of its members."""
+        """Return the part of this run's optimizer `state` for `other`, a run of some of its members."""
         place = self._place(other.members[0], other.members[-1])
 
         def narrowed(value: Any) -> Any:
@@ -157,7 +157,7 @@ class FlatRun:
         return {key: narrowed(value) for key, value in state.items()}
 
     def part(self, member: Member, value: Any) -> Any:
-        """The part of a state `value` of the flat parameter that belongs to one member."""
+        """Return the part of the optimizer state `value` that belongs to `member`, a DTensor; all of a 0-D `value`."""
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             return value
         like = member.record.sharded.detach()
@@ -168,9 +168,9 @@ class FlatRun:
 def runs_of(
     group: ParameterGroup, names: Mapping[int, str], decays: Callable[[str, nn.Parameter], bool]
 ) -> Iterator[tuple[bool, FlatRun]]:
-    """The group's parameters in runs of neighbours that decay alike, and are alike slices or none: `(decays, run)`.
+    """Yield `(decays, run)` for runs of adjacent parameters with the same weight decay and tensor parallelism.
 
-    `names`: in the model, by the parameters' ids.
+    `names`: id of a parameter -> its name in the model.
     """
 
     def kind(member: Member) -> tuple[bool, Any, bool]:
@@ -184,5 +184,5 @@ def runs_of(
 
 
 def _something(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, or one zero in place of an empty one."""
+    """Return `tensor`, or a tensor of one zero if it is empty."""
     return tensor if tensor.numel() else tensor.new_zeros(1)

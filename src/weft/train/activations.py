@@ -1,8 +1,8 @@
-"""Measures the memory that the activations of a step take, on any device.
+"""Measures the activation memory of a step, on any device.
 
-an operation     memory that it allocates counts from here ...
+an operation     its newly allocated memory counts from here ...
                  ... until nothing refers to it any more
-end of a step    memory that is still referred to (gradients, buffers) was no activation and did not count
+end of a step    memory that is still referred to (gradients, buffers) is no activation and does not count
 """
 
 import weakref
@@ -14,15 +14,15 @@ from torch.utils._pytree import tree_leaves
 
 
 class Activations(TorchDispatchMode):
-    """Counts the memory that operations make while it is entered and that goes again: activations, gradients of them
-    and what lives for an operation. Gathered weights are none of it: they lie in buffers that were there before."""
+    """Counts memory that operations allocate inside the block and that is freed before its end: activations, their
+    gradients and temporary tensors. Gathered weights do not count, because their buffers exist before."""
 
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
-        """The most bytes at once; known after leaving."""
+        """The peak in bytes; known after the block."""
         self._changes: list[tuple[int, int]] = []
-        """(number of a storage, bytes that it adds or frees) in order."""
+        """(number of a storage, bytes that it allocates, negative if freed) in order."""
         self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._made = 0
 
@@ -52,6 +52,6 @@ class Activations(TorchDispatchMode):
 
 
 def _storages(values: Any) -> list[Any]:
-    """Of the plain, dense tensors in `values`."""
+    """Return the storages of the plain, dense tensors in `values`."""
     tensors = (each for each in tree_leaves(values) if type(each) in (torch.Tensor, torch.nn.Parameter))
     return [each.untyped_storage() for each in tensors if each.layout is torch.strided]

@@ -1,11 +1,11 @@
-"""What ranks do with the buffers of your own model, such as the running statistics of BatchNorm.
+"""Rules for the buffers of your own model, such as the running statistics of BatchNorm.
 
-    "broadcast"   after each step all ranks take those of rank 0
-    "mean"        after each step all ranks take the mean; buffers of integers are those of rank 0
-    "own"         each rank keeps its own, and a checkpoint holds those of every rank
+    "broadcast"   after each step all ranks take the buffers of rank 0
+    "mean"        after each step all ranks take the mean; integer buffers are those of rank 0
+    "own"         each rank keeps its own buffers, and a checkpoint holds those of every rank
 
 With the first two, buffers are equal on all ranks, so validation and checkpoints do not depend on the rank. They apply
-after every step, not only before a save: a run that is stopped and resumed must equal the undisturbed one.
+after every step, not only before a save, so that a resumed run equals an uninterrupted one.
 """
 
 from collections import defaultdict
@@ -26,9 +26,9 @@ Rule = Literal["broadcast", "mean", "own"]
 
 
 def buffers_of(model: nn.Module, rule: Rule) -> "Buffers | None":
-    """Those of `model`; None where a pattern describes it, whose buffers are alike on all ranks by themselves.
+    """Return the `Buffers` of your own `model`; None for a HybridModel, whose buffers are equal on all ranks anyway.
 
-    Raises ConfigError for a rule that would have no effect there.
+    Raises ConfigError for a rule other than the default on a HybridModel.
     """
     if not isinstance(model, HybridModel):
         return Buffers(model, rule)
@@ -41,7 +41,7 @@ def buffers_of(model: nn.Module, rule: Rule) -> "Buffers | None":
 
 
 class Buffers:
-    """Those of `model` that a checkpoint holds and that are whole on each rank. State for a checkpoint with "own"."""
+    """The persistent unsharded buffers of `model`. With the rule "own", this is state of a checkpoint."""
 
     per_rank = True
 
@@ -57,7 +57,7 @@ class Buffers:
 
     @property
     def are_saved(self) -> bool:
-        """Whether each rank's are in a checkpoint."""
+        """Whether a checkpoint holds the buffers of each rank."""
         return self.rule == "own" and bool(self._buffers)
 
     def after_step(self) -> None:
@@ -79,7 +79,7 @@ class Buffers:
                     buffer.copy_(part.view_as(buffer))
 
     def _now(self) -> Iterator[torch.Tensor]:
-        known = dict(self._model.named_buffers())  # a module may have put another tensor in its place
+        known = dict(self._model.named_buffers())  # a module may have replaced a buffer by another tensor
         return (known[name] for name in self._buffers)
 
     def state_dict(self) -> dict[str, Any]:
@@ -90,5 +90,5 @@ class Buffers:
             buffer.copy_(state["buffers"][name])
 
     def load_from_other_ranks(self, state: Mapping[str, Any], rank: int, ranks: int) -> None:
-        """On another number of ranks, all take those of rank 0."""
+        """Load `state`, the buffers of rank 0, if the number of ranks has changed."""
         self.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Conversations as text: the chat template of a published tokenizer, and which of its tokens an assistant writes.
+"""Conversations as text: the chat template of a published tokenizer, and the text that the assistant writes.
 
 A template is Jinja: `chat_template.jinja`, or `chat_template` in tokenizer_config.json. The assistant writes the text
 between {% generation %} and {% endgeneration %}. In a template without these tags, it writes the text that each of its
@@ -20,11 +20,11 @@ from weft.train.errors import ConfigError
 Messages = Sequence[Mapping[str, Any]]
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 BEGIN, END = "\ue000", "\ue001"
-"""Characters of the private use area, which stand around what an assistant writes until they are taken out."""
+"""Characters of the private use area that mark the assistant's text in rendered templates until it is extracted."""
 
 
 class _Generation(Extension):
-    """{% generation %}...{% endgeneration %}."""
+    """The Jinja tags {% generation %}...{% endgeneration %}, around text that the assistant writes."""
 
     tags = {"generation"}
 
@@ -55,14 +55,14 @@ class ChatTemplate:
             raise ConfigError(f"{name}: is no chat template ({error}); take an undamaged copy") from error
 
     def render(self, messages: Messages, *, prompt: bool = False) -> str:
-        """A conversation as text; `prompt`: and what begins the assistant's next message."""
+        """Return a conversation as text. With `prompt`, the beginning of the assistant's next message is appended."""
         return self._marked(messages, prompt).replace(BEGIN, "").replace(END, "")
 
     def spans(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
-        """A conversation as text, and the ranges of characters that an assistant writes.
+        """Return a conversation as text, and the character ranges (begin, end) that the assistant writes.
 
-        Raises ConfigError if the template does not tell: it has no {% generation %}, and it changes earlier messages
-        when later ones follow.
+        Raises ConfigError if the ranges cannot be determined: the template has no {% generation %}, and renders earlier
+        messages differently when later ones follow.
         """
         if self.marks:
             return _unmarked(self._marked(messages, False))
@@ -90,13 +90,13 @@ class ChatTemplate:
 
 
 def template_of(files: Mapping[str, bytes], name: str) -> ChatTemplate | None:
-    """The template among the files of a tokenizer; None where there is none."""
+    """Return the template in `files` of a tokenizer (name -> content); None without one. `name` is for errors."""
     try:
         config = json.loads(files.get("tokenizer_config.json", b"{}"))
         text = files["chat_template.jinja"].decode() if "chat_template.jinja" in files else config.get("chat_template")
     except (ValueError, AttributeError) as error:
         raise ConfigError(f"{name}: tokenizer_config.json is damaged ({error}); take an undamaged copy") from error
-    if isinstance(text, list):  # several with names, of which one is for plain conversations
+    if isinstance(text, list):  # several named templates; "default" is for plain conversations
         text = {each.get("name"): each.get("template") for each in text if isinstance(each, dict)}.get("default")
     if text is None:
         return None

@@ -55,18 +55,18 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A whole run. Its sections are the tables of the TOML file."""
+    """The configuration of a run. Its sections are the tables of the TOML file."""
 
     model: HybridConfig | OwnModelConfig = field(default_factory=lambda: _build(HybridConfig, _DEFAULT_MODEL, "model"))
     """The model: the fields of `weft.models.HybridConfig`, or with `model.factory` those of `OwnModelConfig`."""
     data: DataConfig = field(default_factory=DataConfig)
-    """The text."""
+    """The training and validation data."""
     train: LoopConfig = field(default_factory=LoopConfig)
-    """Steps and batches."""
+    """Steps, batches and precision."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """AdamW."""
+    """The optimizer and its options."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    """Learning rate over the steps."""
+    """The learning rate over the steps."""
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     """How the model is spread over the ranks."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -87,7 +87,7 @@ class TrainConfig:
             self.check_own_model()
 
     def check_own_model(self) -> None:
-        """Raise ConfigError for what has no effect on your own model."""
+        """Raise ConfigError for settings that have no effect on your own model."""
         for name, value, default in (
             ("sharding.cp", self.sharding.cp, 1),
             ("sharding.ep", self.sharding.ep, 1),
@@ -103,32 +103,32 @@ class TrainConfig:
 
     @property
     def hybrid(self) -> HybridConfig:
-        """The model, where a pattern describes it."""
+        """The configuration of a HybridModel. Only valid if `model` is not your own."""
         assert isinstance(self.model, HybridConfig)
         return self.model
 
     @property
     def schedule_name(self) -> str:
-        """Of the microbatches over the stages."""
+        """The name of the pipeline schedule."""
         if self.train.pipeline_schedule:
             return self.train.pipeline_schedule
         return "combined" if self.train.overlap else "interleaved" if self._own_chunks > 1 else "1f1b"
 
     @property
     def chunks(self) -> int:
-        """The number of stages on each rank of the pipeline."""
+        """The number of pipeline stages on each rank."""
         if self._own_chunks:
             return self._own_chunks
         return SCHEDULES[self.schedule_name].chunks if self.schedule_name in SCHEDULES else 1
 
     @property
     def _own_chunks(self) -> int:
-        """As `chunks`, where the configuration or the pattern's segments say it; 0: the schedule does."""
+        """`chunks` if the configuration or the pattern's segments determine it; 0 if the schedule does."""
         segments = len(self.hybrid.parsed.segments)
         return self.sharding.chunks or (max(1, segments // self.sharding.pp) if segments > 1 else 0)
 
     def table(self, world_size: int) -> Table:
-        """The schedule of a step on `world_size` ranks. Raises ConfigError where there is none."""
+        """Return the pipeline schedule of a step on `world_size` ranks. Raises ConfigError if none fits."""
         pp = self.sharding.pp
         count = self.microbatches_per_step(world_size // pp // self.sharding.tp // self.sharding.cp)
         try:
@@ -140,11 +140,10 @@ class TrainConfig:
             ) from error
 
     def validate(self, world_size: int) -> None:
-        """Check what depends on the number of processes and on the tokenizer's file; every process is a
-        data-parallel rank, or one stage, context rank or tensor-parallel rank of such.
+        """Check the settings against the number of ranks and the tokenizer's file.
 
-        Raises ConfigError for a batch that the ranks cannot share evenly, a sharding size that does not fit the
-        number of ranks, an overlap of one microbatch with itself, and a vocabulary smaller than the tokenizer's.
+        Raises ConfigError for a batch that does not divide evenly over the ranks, a sharding size that does not fit the
+        number of ranks, an overlap with only one microbatch, and a vocabulary smaller than the tokenizer's.
         """
         pp = self.sharding.pp
         fits = [size for size in range(1, world_size + 1) if world_size % size == 0]
@@ -178,7 +177,7 @@ class TrainConfig:
         )
 
     def microbatches_per_step(self, world_size: int) -> int:
-        """The number of microbatches that each of `world_size` ranks accumulates in one optimizer step."""
+        """Return the number of microbatches of one optimizer step on each of `world_size` data-parallel ranks."""
         return microbatches_per_step(self.train.global_batch_size, self.train.microbatch_size, world_size)
 
 
@@ -201,7 +200,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 
 def parse_config(text: str, overrides: Sequence[str] = (), *, name: str = "configuration") -> TrainConfig:
-    """`load_config` for TOML text; `name` stands for it in errors."""
+    """Parse TOML text as `load_config` does. `name` names the text in errors."""
     try:
         tables = parse_toml(text)
     except tomllib.TOMLDecodeError as error:
@@ -215,7 +214,7 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, name: str = "confi
 
 
 def from_tables(tables: Mapping[str, Any]) -> TrainConfig:
-    """A configuration from section -> name -> value, as a TOML file has them. Raises ConfigError."""
+    """Build a configuration from section -> name -> value, as in a TOML file. Raises ConfigError."""
     sections = {}
     for section, values in tables.items():
         if section not in SECTIONS:
@@ -231,9 +230,9 @@ def from_tables(tables: Mapping[str, Any]) -> TrainConfig:
 
 
 def to_dict(config: TrainConfig, *, own_task: bool = False) -> dict[str, dict[str, Any]]:
-    """The resolved configuration as plain data: section -> name -> value (lists for tuples, no None).
+    """Return the resolved configuration as plain data: section -> name -> value (lists for tuples, no None).
 
-    own_task: without [model] and [data], in whose place a program gave its own.
+    own_task: leave out [model] and [data], for a program with its own model and data.
     """
     return {
         section: {
@@ -247,7 +246,7 @@ def to_dict(config: TrainConfig, *, own_task: bool = False) -> dict[str, dict[st
 
 
 def to_toml(config: TrainConfig, *, own_task: bool = False) -> str:
-    """As `to_dict`, as TOML; `parse_config` of it gives an equal configuration."""
+    """Return the configuration of `to_dict` as TOML. `parse_config` turns it into an equal configuration."""
     tables = []
     for section, values in to_dict(config, own_task=own_task).items():
         lines = [f"[{section}]", *(f"{name} = {show(value)}" for name, value in values.items())]
@@ -266,16 +265,16 @@ SECTIONS: dict[str, Any] = {
     "run": RunConfig,
 }
 OF_TASK = ("model", "data")
-"""The sections that describe what is trained."""
+"""The sections that describe the model and its data."""
 
 
 _LARGEST = 16 << 20
-"""Bytes of a configuration."""
+"""The largest size of a configuration file in bytes."""
 _DEFAULT_MODEL: dict[str, Any] = {"pattern": "[*-][*-][*-][*-]"}
 
 
 def _build(section_class: Any, values: Mapping[str, Any], section: str) -> Any:
-    """Check names and types of a table and make its dataclass, whose own complaints get the section."""
+    """Build the dataclass of a section from a TOML table. Raises ConfigError, which names the section."""
     hints = typing.get_type_hints(section_class)
     known = {f.name for f in dataclasses.fields(section_class) if f.init}
     checked = {}
@@ -293,7 +292,7 @@ def _build(section_class: Any, values: Mapping[str, Any], section: str) -> Any:
 
 
 def _unknown(section: str, name: str | None) -> str:
-    """The message for a section (`name` None) or setting that does not exist, with the nearest that does."""
+    """Return the message for an unknown section (`name` None) or setting, with the nearest known one."""
     every = {s: [f.name for f in dataclasses.fields(c) if f.init] for s, c in SECTIONS.items()}
     word, known, shown = (section, list(every), "[{}]") if name is None else (name, every[section], section + ".{}")
     homes = [f"{s}.{word}" for s, names in every.items() if word in names]
@@ -314,9 +313,9 @@ def _no_table(section: str, value: Any) -> str:
 
 
 def _unpin_warmup(tables: dict[str, Any]) -> tuple[str, ...]:
-    """Unset a `schedule.warmup_steps` of the file that does not fit into the `train.steps` of an override.
+    """Unset `schedule.warmup_steps` of the file if it does not fit into the `train.steps` of an override.
 
-    The first thing that many people do with a configuration is a run of a few steps. Returns what to print.
+    This allows a trial run of a few steps with any configuration. Returns the lines to print.
     """
     schedule, steps = tables.get("schedule"), tables["train"].get("steps")
     if not isinstance(schedule, dict) or type(steps) is not int or type(schedule.get("warmup_steps")) is not int:
@@ -334,7 +333,7 @@ def _unpin_warmup(tables: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _apply_override(tables: dict[str, Any], override: str) -> str:
-    """Returns the name of the setting that it changes."""
+    """Apply `override`, "section.name=value", to `tables`. Return the name of the changed setting."""
     key, equals, text = override.partition("=")
     section, dot, name = key.strip().partition(".")
     if not (equals and dot and section and name):

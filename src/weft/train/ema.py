@@ -1,4 +1,4 @@
-"""A moving average of the weights, sharded as they are."""
+"""An exponential moving average of the weights, with the same sharding."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 
 class WeightAverage:
-    """After each step every average moves towards its weight: average = decay x average + (1 - decay) x weight."""
+    """The averages of all trainable weights: average = decay x average + (1 - decay) x weight after each step."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
@@ -42,7 +42,7 @@ class WeightAverage:
         return dict(self._averages)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Does nothing: the averages were filled in place."""
+        """Do nothing: the averages were filled in place."""
 
 
 def _local(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Errors of the trainer that you can fix without reading code."""
+"""Distinguishes errors of wrong user input from faults in code."""
 
 import sys
 from traceback import walk_tb
@@ -9,8 +9,8 @@ _OURS = {"weft", "torch", "numpy", *sys.stdlib_module_names}
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether `error` refuses what a person gave, in a line. A ValueError out of code that weft only calls, such as
-    `model.factory`, is a fault there, which its traceback shows."""
+    """Return whether `error` rejects user input, so that its message is enough. A ValueError of code that weft only
+    calls, such as `model.factory`, is a fault in that code, which needs a traceback."""
     if isinstance(error, ConfigError):
         return True
     packages = {frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in walk_tb(error.__traceback__)}

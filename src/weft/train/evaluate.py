@@ -1,4 +1,4 @@
-"""The validation loss of a model in training, or of one in a checkpoint."""
+"""Computes the validation loss of a model in training or in a checkpoint."""
 
 import dataclasses
 from collections.abc import Callable
@@ -36,17 +36,20 @@ _WITH_EFFECT = (
     "train.unquantized_ends",
     "train.validation_batches",
 )
-"""Beside [model] and [data], the settings on which the loss of a validation set depends."""
+"""The settings outside of [model] and [data] on which the validation loss depends."""
 
 
 def move(microbatch: Any, device: torch.device) -> Any:
-    """The microbatch with its tensors on the device."""
+    """Return the microbatch, any nested structure, with its tensors on the device."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), microbatch)
 
 
 @torch.no_grad()
 def validate(task: Task, device: torch.device, moved: Callable[[], None]) -> dict[str, float]:
-    """Means over the validation set of all ranks; empty without a validation set. Calls `moved` to show progress."""
+    """Return means over the validation sets of all ranks; empty without a validation set. Collective.
+
+    Calls `moved` before each forward, to show progress.
+    """
     modes = {module: module.training for module in task.model.modules()}
     task.model.eval()
     numbers = OwnNumbers(device)
@@ -58,7 +61,7 @@ def validate(task: Task, device: torch.device, moved: Callable[[], None]) -> dic
             moved()
             losses = task.validation_losses([move(microbatch, device) for microbatch in several])
             for (loss, own), weight in zip(losses, weights):
-                if weight:  # else it has no label, and a mean of nothing
+                if weight:  # a microbatch of weight 0 has no labels, so its mean is NaN
                     total += loss.double() * weight
                 numbers.add(own)
     finally:
@@ -81,12 +84,12 @@ def evaluate(
     trust: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> dict[str, float]:
-    """The validation loss of a text run's newest intact checkpoint, or that of `step`, in this process alone.
+    """Return the validation loss of a run's newest intact checkpoint, or of that of `step`, in this process alone.
 
-    average: of the moving average of its weights. overrides: settings that differ from the run's, such as "data.paths".
-    trust: whether code that its configuration names is imported also of a run that this user did not make here.
-    say: is told which damaged checkpoints are passed over.
-    Raises ConfigError for one on which the loss does not depend.
+    average: use the moving average of the weights. overrides: changes of the run's settings, as of `--set`.
+    trust: import the code that the configuration names even if this user did not make the run here. say: called with a
+    line about each damaged checkpoint that is skipped.
+    Raises ConfigError for an override on which the loss does not depend.
     """
     if not (run / CONFIG).is_file():
         raise ConfigError(f"{run}: holds no {CONFIG}; name the directory of a run")
@@ -114,7 +117,7 @@ def evaluate(
     state: dict[str, Any] = {"model": ModelState(task.model)}
     buffers = Buffers(task.model, config.train.buffers)
     if buffers.are_saved and isinstance(config.model, OwnModelConfig):
-        state["buffers"] = buffers  # those of rank 0
+        state["buffers"] = buffers  # loads the buffers of rank 0
     averages = WeightAverage(task.model, config.train.ema_decay) if average else None
     if averages is not None:
         state["ema"] = averages
@@ -126,7 +129,7 @@ def evaluate(
 
 
 def _refuse_without_effect(overrides: list[str], config: TrainConfig) -> None:
-    """Raise ConfigError for a setting on which the loss of the validation set does not depend."""
+    """Raise ConfigError for an override on which the validation loss does not depend."""
     names = [override.partition("=")[0].strip() for override in overrides]
     apart = bool(config.data.validation_paths) and "data.validation_paths" not in names
     for name, override in zip(names, overrides):

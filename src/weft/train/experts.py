@@ -1,4 +1,4 @@
-"""The load of experts during a run, and the biases that balance it."""
+"""Tracks the load of experts during a run, and moves the router biases that balance it."""
 
 import torch
 from torch import nn
@@ -9,9 +9,9 @@ from weft.moe import exchanged_rows, expert_layers, load_statistics, router_loss
 
 
 class ExpertBalance:
-    """The expert layers of a model that trains on the ranks of `mesh`; a model without any needs nothing of this.
+    """The load balance of a model's expert layers over the ranks of `mesh`. The model may have no expert layers.
 
-    `bias_rate`: how far a step moves the bias of an expert, where routers have biases.
+    `bias_rate`: how far one step moves the bias of an expert, if routers have biases.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, bias_rate: float) -> None:
@@ -22,17 +22,17 @@ class ExpertBalance:
         self._stages = Stages(model)
         self.has_losses = any(self._stages.all_of(has_losses))
         self.exchanged: dict[str, list[int]] = {}
-        """Of the last step that was shown, by name of the layer: assignments to experts on other ranks, and the rows
-        that travelled for them, over all ranks."""
+        """For the last logged step, by layer name: [assignments to experts on other ranks, rows sent for them], summed
+        over all ranks."""
 
     def take_losses(self, zero: torch.Tensor) -> torch.Tensor:
-        """`zero` plus what the routers of this rank added to the losses since the last time, over all microbatches."""
+        """Return `zero` plus the losses of this rank's routers, summed over all microbatches since the last call."""
         return sum(router_losses(self._model).values(), zero)
 
     def after_step(self, *, show: bool, skipped: bool) -> dict[str, list[int]]:
         """Move the biases by the loads of the step, unless it is `skipped`. Collective.
 
-        With `show`, return the assignments per expert over all ranks, by name of the layer; otherwise nothing.
+        With `show`, return the assignments per expert over all ranks, by layer name; otherwise an empty dictionary.
         """
         moves = self._has_bias and not skipped
         if not (show or moves):

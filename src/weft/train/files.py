@@ -1,4 +1,4 @@
-"""Files that are replaced atomically, and files that are read up to a limit."""
+"""Replaces files atomically, and reads files up to a size limit."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from weft.errors import NotReadable
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A new file, which replaces `path` when the block ends without an error and is removed otherwise."""
+    """Open a new file for a `with` block. It replaces `path` if the block ends without an error, else it is removed."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
     try:
         with written(temporary, "xb") as stream:
@@ -30,15 +30,15 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Make `text` the content of `path`."""
+    """Replace the content of `path` by `text`, atomically."""
     with replacing(path) as stream:
         stream.write(text.encode())
 
 
 def read_bounded(path: str | Path, limit: int) -> bytes:
-    """The content of an ordinary file of at most `limit` bytes.
+    """Return the content of a regular file of at most `limit` bytes.
 
-    A device or a pipe never ends, and a file may be larger than memory. Raises NotReadable for these, and OSError.
+    Raises NotReadable for larger files, devices and pipes, which may not fit into memory, and OSError.
     """
     with open(path, "rb", opener=_open_without_waiting) as stream:
         status = os.fstat(stream.fileno())
@@ -51,7 +51,7 @@ def read_bounded(path: str | Path, limit: int) -> bytes:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Tables of TOML. Raises tomllib.TOMLDecodeError, and NotReadable for what nests too deeply."""
+    """Parse TOML. Raises tomllib.TOMLDecodeError, and NotReadable for too deep nesting."""
     try:
         return tomllib.loads(text)
     except RecursionError:
@@ -59,7 +59,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """A value of JSON. Raises ValueError, also for what nests too deeply."""
+    """Parse JSON. Raises ValueError, also for too deep nesting."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -67,4 +67,4 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _open_without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # opening a pipe waits for its writer
+    return os.open(path, flags | os.O_NONBLOCK)  # opening a pipe would wait for its writer

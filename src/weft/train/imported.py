@@ -1,4 +1,4 @@
-"""Python objects that a configuration names: "package.module:attribute"."""
+"""Imports Python objects that a configuration names as "package.module:attribute"."""
 
 import importlib
 import sys
@@ -9,7 +9,7 @@ from weft.train.errors import ConfigError
 
 
 def imported(setting: str, place: str) -> Any:
-    """The object at `place`, also of a module in the working directory. Raises ConfigError that names `setting`."""
+    """Import the object `place`, also from the working directory. Raises ConfigError that names `setting`."""
     module, colon, attribute = place.partition(":")
     if not (colon and module and attribute):
         raise ConfigError(f'{setting} = "{place}": must be the place of a Python object: "package.module:name"')

@@ -56,9 +56,9 @@ class Trainer:
     """One rank's part of a run; needs the default process group.
 
     The constructor checks the whole configuration (ValueError) and, if the run resumes, loads its checkpoint. `run`
-    then trains. `task`: what is trained; default: the text of the configuration. `optimizer`: a function of the
-    sharded model; default: that of [optimizer]. `command`: as in `open_run`. `memory`: the folder of copies, as in
-    `Saves`.
+    then trains. `task`: model, data and loss; default: those of the configuration. `optimizer`: a function that builds
+    one for the sharded model; default: that of [optimizer]. `command`: as in `open_run`. `memory`: the folder of
+    copies in memory, as in `Saves`.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Trainer:
         check_loggers(config.run.loggers)
         self.schedule = Schedule(self.optimizer, config.schedule, config.train.steps)
         self.position = Position()
-        # From here on ranks draw different random numbers. The initial weights above must be the same on all.
+        # From here on ranks draw different random numbers. The initial weights above must be the same on all ranks.
         seed_all(config.train.seed, self.rank)
 
         self._tell = self.say  # replaced by the progress line's own printer below
@@ -114,7 +114,7 @@ class Trainer:
             if run.step is None and config.run.weights:
                 Source(config.run.weights, self.say).load(self.model)
             if config.train.ema_decay:
-                self.average = WeightAverage(self.model, config.train.ema_decay)  # starts at the weights that there are
+                self.average = WeightAverage(self.model, config.train.ema_decay)  # starts at the current weights
             self._check_state()
             self.saves.check_room()
             if run.step is not None:
@@ -138,7 +138,7 @@ class Trainer:
         self._tell(line)
 
     def state(self) -> dict[str, Any]:
-        """Everything that a checkpoint holds."""
+        """Return the state that a checkpoint holds, by name."""
         return {
             "model": ModelState(self.model),
             "optimizer": OptimizerState(self.model, self.optimizer),
@@ -152,7 +152,7 @@ class Trainer:
         }
 
     def _check_state(self) -> None:
-        """Raise for state that cannot be saved, before the first step."""
+        """Raise ConfigError before the first step if the state cannot be saved."""
         try:
             self.state()
         except ValueError as error:
@@ -160,19 +160,19 @@ class Trainer:
 
     def _go_on(self) -> None:
         """Load the newest intact checkpoint, then apply the settings that differ from it."""
-        # The schedule sets the learning rate from the configuration; the other options of your own optimizer are
-        # its own, and may have changed on the way.
+        # The learning rate comes from the configuration. The other options of your own optimizer come from the
+        # checkpoint, because your code may have changed them during the run.
         held = (lambda name: name != "params") if self._is_optimizer_configured else (lambda name: name == "lr")
         options = [
             {name: value for name, value in group.items() if held(name)} for group in self.optimizer.param_groups
         ]
         try:
             state = self.state()
-            if isinstance(self.model, HybridModel):  # an earlier part of the run may have grouped its layers otherwise
+            if isinstance(self.model, HybridModel):  # the run may have begun with layers in other groups
                 state = renumbered(state, self.model.cfg)
             step = self.saves.load(state)
         except (ConfigError, CheckpointMismatch):
-            changed(self.run_place.directory, self.config, 0)  # knows which setting made it another
+            changed(self.run_place.directory, self.config, 0)  # raises if a changed setting explains the error
             raise
         for group, configured in zip(self.optimizer.param_groups, options):
             group.update(configured)
@@ -187,7 +187,7 @@ class Trainer:
         """Train to the last step, or to the step after which all ranks agreed to stop.
 
         Returns whether the run is complete. In both cases a committed checkpoint holds the last step. Raises
-        RuntimeError if the loss is not finite.
+        RuntimeError if the loss or the gradient norm is not finite.
         """
         try:
             return self._run()
@@ -269,7 +269,7 @@ class Trainer:
         return complete
 
     def _is_settled(self) -> bool:
-        """Whether validations have not become better for long enough."""
+        """Return whether `train.stop_after` validations in a row brought no lower loss."""
         return 0 < self.config.train.stop_after <= self.position.worse
 
     def _settled(self) -> str:
@@ -277,10 +277,10 @@ class Trainer:
         return f"{self.position.worse} validations in a row had no lower loss than {best} (train.stop_after)"
 
     def moment(self, name: str, numbers: dict[str, Any]) -> None:
-        """Called on all ranks: at "start", after each "step" and "validation", when a "save" begins, at the "end"."""
+        """Do nothing. Called on all ranks at "start", after each "step" and "validation", at "save" and at "end"."""
 
     def _step(self, metrics: Metrics) -> tuple[dict[str, float], bool]:
-        """One optimizer step; returns its values for a person, and whether any rank was asked to stop."""
+        """Run one optimizer step. Return the values to log, and whether any rank was asked to stop."""
         started = time.perf_counter()
         self.watchdog.at(f"step {self.position.step + 1}")
         learning_rate = self.schedule.advance()
@@ -306,9 +306,9 @@ class Trainer:
         if self.average and not skipped:
             self.average.after_step()
 
-        # One small all-reduce a step carries everything that ranks have to agree on; another one your own numbers.
+        # One small all-reduce per step carries all values that ranks must agree on; another carries your own numbers.
         mean = losses.double().mean() / self.ranks
-        parts = self.ranks // self.config.sharding.pp  # of the data: each stage has its own routers and depths
+        parts = self.ranks // self.config.sharding.pp  # data-parallel parts: each stage has its own routers and depths
         router_mean = router_losses.double() / (len(microbatches) * parts)
         depth_means = depth_losses.to(mean) / (len(microbatches) * parts)
         marks = self.passes.own_numbers.marks()
@@ -345,7 +345,7 @@ class Trainer:
         return values, stops > 0
 
     def _diverged(self, what: str, value: float) -> RuntimeError:
-        """The error that ends the run, on all ranks alike, with the parameters where it shows first. Collective."""
+        """Return the error that ends the run on all ranks; it names the first nonfinite parameters. Collective."""
         found = weft.find_nonfinite(self.model)
         where = "; ".join(map(str, found[:3])) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
         return RuntimeError(
@@ -354,7 +354,7 @@ class Trainer:
         )
 
     def _validate(self, metrics: Metrics) -> bool:
-        """Validate and log; returns whether this step is to be saved as the best."""
+        """Validate and log. Return whether to save this step as the best."""
 
         def moved() -> None:
             self.watchdog.at(f"the validation after step {self.position.step}")

@@ -1,11 +1,11 @@
-"""The optimizer that a configuration names, over a sharded model.
+"""Builds the optimizer that a configuration names, for a sharded model.
 
-    name                      steps
+    name                      updates
     of torch.optim            every parameter; with `flat`, a few flat tensors
-    "Muon"                    matrices of layers, which lie whole on one rank each; AdamW all others
+    "Muon"                    matrices of layers, each whole on one rank; AdamW updates the others
     "package.module:Class"    every parameter
 
-Only matrices decay, not norms and biases.
+Weight decay applies to matrices only, not to norms and biases.
 """
 
 import inspect
@@ -30,11 +30,12 @@ from weft.train.toml_values import plain, show, typed
 
 _FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 _OTHERWISE = {"fused", "foreach", "differentiable"}
-"""Options that choose a kernel, not a result."""
+"""Options that select an implementation and do not change the result."""
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Raises ConfigError for a class that is not there or cannot be used, and for options that it does not take."""
+    """Build the configured optimizer. Raises ConfigError if the class does not exist, cannot be used, or does not take
+    its options."""
     if config.name == "Muon":
         return _muon_and_adamw(model, config)
     cls = optimizer_class(config)
@@ -43,14 +44,14 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
     if config.flat:
         if decay is not None:
             options |= {"weight_decay": decay, "no_decay": lambda name, parameter: parameter.ndim < 2}
-        _made(cls, [nn.Parameter(torch.zeros(1))], {k: v for k, v in options.items() if k != "no_decay"})  # or refused
+        _made(cls, [nn.Parameter(torch.zeros(1))], {k: v for k, v in options.items() if k != "no_decay"})  # may raise
         return weft.optim.flat(cls, model, **options)
     in_stages = parts_of(model) is not None
     return _made(cls, _decay_groups(_trainable(model), decay, in_stages=in_stages), options)
 
 
 def made_by(make: Callable[[nn.Module], torch.optim.Optimizer], model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer that your function makes. Raises ConfigError if it is not one."""
+    """Return the optimizer that your function `make` builds. Raises ConfigError if it returns anything else."""
     found = make(model)
     if not isinstance(found, torch.optim.Optimizer):
         raise ConfigError(
@@ -61,9 +62,9 @@ def made_by(make: Callable[[nn.Module], torch.optim.Optimizer], model: nn.Module
 
 
 def clip_gradients(model: nn.Module, largest: float) -> torch.Tensor:
-    """Scale all gradients to a norm of at most `largest` (0: unchanged). Returns the norm before.
+    """Scale all gradients to a norm of at most `largest` (0: unchanged). Return the norm before scaling.
 
-    If the norm is not finite, the gradients stay unchanged, so that they show which parameter caused it.
+    If the norm is not finite, the gradients stay unchanged, so that they show which parameter is the cause.
     """
     if not largest:
         return weft.optim.grad_norm(model)
@@ -77,7 +78,7 @@ def clip_gradients(model: nn.Module, largest: float) -> torch.Tensor:
 
 
 def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
-    """Raises ConfigError where there is none of that name."""
+    """Return the configured optimizer class. Raises ConfigError if no such class exists."""
     if ":" not in config.name:
         return getattr(torch.optim, config.name)
     found = imported("optimizer.name", config.name)
@@ -98,9 +99,9 @@ def _refuse_closures(what: str, cls: type[torch.optim.Optimizer]) -> None:
 
 
 def whole_matrices(model: nn.Module, config: OptimizerConfig) -> Callable[[nn.Parameter], Any] | None:
-    """The `shard_placement_fn` of `weft.fully_shard` for an optimizer that needs whole matrices, None for others.
+    """Return the `shard_placement_fn` of `weft.fully_shard` for an optimizer that needs whole matrices, else None.
 
-    `model` is the one that is to be sharded.
+    `model`: the model before sharding.
     """
     if config.name != "Muon":
         return None
@@ -109,7 +110,7 @@ def whole_matrices(model: nn.Module, config: OptimizerConfig) -> Callable[[nn.Pa
 
 
 class Joined(torch.optim.Optimizer):
-    """Several optimizers, each of other parameters, as one optimizer with all groups and states."""
+    """Several optimizers of disjoint parameters as one optimizer with all their groups and states."""
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
         self.parts = parts
@@ -145,7 +146,7 @@ def _muon_and_adamw(model: nn.Module, config: OptimizerConfig) -> Joined:
             f'optimizer.name = "Muon": no matrix is left for it beside optimizer.adamw_for = '
             f"{show(list(config.adamw_for))}; take patterns out there, or choose AdamW"
         )
-    # With that adjustment one learning rate suits both.
+    # With this adjustment the same learning rate suits both optimizers.
     options = {"lr": config.lr, "weight_decay": config.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
     first = _made(torch.optim.Muon, [{"params": muon}], options | _known_options(torch.optim.Muon, config))
     if not rest and not in_stages:
@@ -172,12 +173,12 @@ def _decay_groups(
         {"params": [p for p in every if p.ndim >= 2], "weight_decay": decay},
         {"params": [p for p in every if p.ndim < 2], "weight_decay": 0.0},
     ]
-    # Stages of a pipeline have the same groups, even where they hold nothing.
+    # All pipeline stages have the same groups, even empty ones.
     return [group for group in groups if group["params"] or in_stages]
 
 
 def _options(cls: type[torch.optim.Optimizer], config: OptimizerConfig) -> dict[str, Any]:
-    """Options of the section that the class takes. A setting that it does not take must have its default."""
+    """Return the options of [optimizer] that `cls` takes. Raises ConfigError if another one is not at its default."""
     takes = inspect.signature(cls).parameters
     found: dict[str, Any] = {"lr": config.lr}
     for name in ("betas", "eps", "weight_decay"):
@@ -209,10 +210,10 @@ def _known_options(cls: type[torch.optim.Optimizer], config: OptimizerConfig) ->
 
 
 def _plain_hints(cls: type[torch.optim.Optimizer]) -> dict[str, Any]:
-    """The types of the class's options that TOML can express."""
+    """Return the types of the class's options that TOML can express."""
     try:
         hints = typing.get_type_hints(cls.__init__)
-    except (NameError, TypeError):  # annotations need not be names that are there
+    except (NameError, TypeError):  # annotations may refer to undefined names
         return {}
     return {name: hint for name, hint in hints.items() if _is_plain(hint)}
 
@@ -230,7 +231,7 @@ def _made(cls: Any, parameters: Any, options: dict[str, Any]) -> torch.optim.Opt
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of optimizer state on this rank."""
+    """Return the bytes of optimizer state on this rank."""
     values = [value for state in optimizer.state.values() for value in state.values()]
     tensors = [value.to_local() if isinstance(value, DTensor) else value for value in values if torch.is_tensor(value)]
     return sum(tensor.nbytes for tensor in tensors)

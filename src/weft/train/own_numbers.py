@@ -14,11 +14,11 @@ from weft.train.errors import ConfigError
 from weft.train.record.names import is_own
 
 _MARK_BITS = 16
-"""Of a mark: the sum of the squares of those of all ranks is still exact in fp64."""
+"""Bits of a mark, few enough that the sum of squared marks over all ranks is exact in fp64."""
 
 
 class OwnNumbers:
-    """Collects the numbers of microbatches; every rank must have the same names before their means are taken."""
+    """Sums the numbers of microbatches. `means` requires the same names on every rank."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -26,7 +26,7 @@ class OwnNumbers:
         self._counts: dict[str, int] = {}
 
     def add(self, numbers: Mapping[str, Any]) -> None:
-        """Those of one microbatch. Raises ConfigError for a name that is taken and for what is no scalar."""
+        """Add the numbers of one microbatch. Raises ConfigError for a reserved name or a value that is no scalar."""
         for name, value in numbers.items():
             if not isinstance(name, str) or not is_own(name):
                 raise ConfigError(f"loss: gives a number the name {name!r}, which is taken; choose another")
@@ -35,20 +35,20 @@ class OwnNumbers:
             self._counts[name] = self._counts.get(name, 0) + 1
 
     def marks(self) -> list[float]:
-        """What tells whether the ranks have the same names; as many everywhere, to be summed over them for `means`."""
+        """Return six hash values of the names. `means` takes their sums over ranks, to compare the names."""
         digest = hashlib.sha256("\0".join(sorted(self._totals)).encode()).digest()
         width = _MARK_BITS // 8
         parts = [int.from_bytes(digest[start : start + width], "little") for start in range(0, 3 * width, width)]
         return [float(mark) for part in parts for mark in (part, part * part)]
 
     def means(self, marks: Sequence[float]) -> dict[str, float]:
-        """By name, over all that all ranks added; all ranks call this. `marks`: the sums of theirs.
+        """Return the mean of each number over all microbatches of all ranks. Collective.
 
-        Raises ConfigError on all ranks where names differ.
+        `marks`: the sums over ranks of `self.marks()`. Raises ConfigError on all ranks if names differ.
         """
         ranks, names = dist.get_world_size(), sorted(self._totals)
         sums = [int(mark) for mark in marks]
-        # All alike exactly where the mean of the squares is the square of the mean.
+        # Values are equal on all ranks if and only if the mean of their squares is the square of their mean.
         if any(ranks * squares != total * total for total, squares in zip(sums[::2], sums[1::2])):
             raise _differ(names)
         if not names:

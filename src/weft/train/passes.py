@@ -1,4 +1,4 @@
-"""Runs forward and backward of a step: from microbatches to gradients and losses."""
+"""Runs the forward and backward passes of a step: from microbatches to gradients and losses."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
@@ -22,7 +22,7 @@ from weft.train.task.task import Task
 
 
 class Passes:
-    """The passes of one rank. Counts the operations of the first step, and records the timeline of the last."""
+    """The passes of one rank. Counts operations and activations in the first step; records a timeline of the last."""
 
     def __init__(
         self,
@@ -34,26 +34,26 @@ class Passes:
         *,
         counts: bool = True,
     ) -> None:
-        """`note`: is called with a line of text. `counts`: whether the first ones are counted."""
+        """`note`: called with a line of text. `counts`: whether to measure the first step (operations, activations)."""
         self._config, self._task, self._stages, self._device = config, task, Stages(task.model), device
         self._watchdog, self._note = watchdog, note
         self.table = config.table(dist.get_world_size()) if config.sharding.pp > 1 else None
-        """The schedule of a step, where there are stages."""
+        """The pipeline schedule of a step; None without stages."""
         self._are_counted = not counts
-        """Whether the first ones of this process are over."""
+        """Whether the first step, in which operations are counted, is over."""
         self.operations: Operations | None = None
-        """Operations of this rank in a step, once they are counted."""
+        """The operations of this rank in a step; None until they are counted."""
         self.activations: Activations | None = None
-        """Those of a step on this rank, once that is counted."""
+        """The activations of a step on this rank; None until they are counted."""
         self.timeline: Timeline | None = None
-        """Of the last step of the run, where things run beside each other."""
+        """The timeline of the run's last step, with overlap or a pipeline."""
         self.computed: list[float] = []
-        """Seconds that each rank of the world computed in that step."""
+        """The seconds that each rank of the world computed in the last step."""
         self.own_numbers = OwnNumbers(device)
-        """Of the last step."""
+        """The named scalars of the last step's losses."""
 
     def run(self, step: int, microbatches: list[Any]) -> torch.Tensor:
-        """Leave the gradients of the microbatches' mean loss; returns the loss of each, as much as it counts, on the
+        """Compute the gradients of the microbatches' mean loss. Return each weighted loss, in a 1-D tensor on the
         device."""
         self.own_numbers = OwnNumbers(self._device)
         if self._are_counted:
@@ -62,20 +62,20 @@ class Passes:
         return self._counted(step, microbatches)
 
     def depth_losses(self) -> torch.Tensor:
-        """Losses of the prediction depths, which only the last stage has."""
+        """Return the losses of the prediction depths; zeros on stages other than the last."""
         losses = prediction_losses(self._task.model)
         if self.table is not None and not losses.numel():
             return torch.zeros(self._config.hybrid.parsed.depths)
         return losses
 
     def utilisation(self, seconds: float) -> dict[str, float]:
-        """The part of what the device can do that a step of so many seconds used."""
+        """Return {"mfu": the used fraction of the device's peak} for a step of `seconds`; empty if that is unknown."""
         peak = self._config.train.peak_tflops * 1e12
         return {"mfu": self.operations.total / seconds / peak} if self.operations and peak else {}
 
     def _counted(self, step: int, microbatches: list[Any]) -> torch.Tensor:
-        """As `_forward_backward`, and looked at: its activations, unless layers are compiled, and with
-        `train.peak_tflops` its operations, for which compiled layers run eagerly."""
+        """Run `_forward_backward` and measure activations, unless layers are compiled. With `train.peak_tflops`, count
+        operations too; compiled layers then run eagerly."""
         loop = self._config.train
         with ExitStack() as looking:
             if loop.peak_tflops:
@@ -95,7 +95,7 @@ class Passes:
         if loop.overlap or self.table is not None:
             if step == loop.steps:
                 self.timeline = Timeline()
-                self._stages.all_of(None)  # their clocks begin together
+                self._stages.all_of(None)  # synchronizes the stages, so that their clocks start together
             with self.timeline or nullcontext():
                 losses = forward_backward(
                     self._task.model,
@@ -123,7 +123,7 @@ class Passes:
 
 
 def _weighted(losses: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """What does not count has no label, and a mean of nothing: its loss is 0."""
+    """Return losses times weights. A loss of weight 0 becomes 0: without labels its mean is NaN."""
     counted = (
         loss if weight == 1 else loss.new_zeros(()) if weight == 0 else loss * weight
         for loss, weight in zip(losses, weights)

@@ -1,9 +1,9 @@
-"""What a run saves and resumes from: checkpoints on disk and, between them, copies in the memory of the host.
+"""Saves a run and resumes it: checkpoints on disk and, between them, copies in host memory.
 
 checkpoint.every           a checkpoint on disk
 checkpoint.memory_every    a copy in memory, which survives the ranks but not the host
 
-A restart by `weft train --restarts` resumes from the newer one.
+A restart by `weft train --restarts` resumes from the newer of the two.
 """
 
 import shutil
@@ -23,13 +23,13 @@ from weft.train.config import CheckpointConfig
 from weft.train.errors import ConfigError
 
 _MOMENTS = 2
-"""The number of tensors that most optimizers keep for each parameter after their first step."""
+"""The number of state tensors that most optimizers keep for each parameter."""
 
 
 class Saves:
-    """Those of one rank; every method is called by all ranks. `memory`: the folder of copies, where there is one.
+    """The checkpoints and copies of a run. All ranks call every method. `memory`: the folder of copies, or None.
 
-    Raises ConfigError where copies are asked for and cannot be made.
+    Raises ConfigError if copies are configured and `memory` is None.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class Saves:
         self.checkpoints = CheckpointManager(folder, keep=config.keep, progress=say)
         self.copies: CheckpointManager | None = None
         self.saved_step = 0
-        """Of the newest checkpoint on disk that this run wrote or read."""
+        """The step of the newest checkpoint on disk that this run wrote or read."""
         try:
-            self.checkpoints.claim()  # before a checkpoint is chosen: who wrote here may have saved another one
+            self.checkpoints.claim()  # before choosing a checkpoint: the previous writer may still save one
             if config.memory_every and memory is not None:
                 self.copies = CheckpointManager(memory, keep=1)
                 self.copies.claim()
@@ -61,7 +61,7 @@ class Saves:
             raise
 
     def load(self, state: Mapping[str, Any]) -> int:
-        """Fill `state` from the newest intact checkpoint or copy; returns its step."""
+        """Fill `state` from the newest intact checkpoint or copy; return its step."""
         newest = self.checkpoints.latest() or 0
         copied = self.copies.latest() or 0 if self.copies is not None else 0
         if self.copies is not None and copied > newest:
@@ -99,11 +99,11 @@ class Saves:
             )
 
     def save(self, step: int, *, best_step: int, committed: Callable[[], None]) -> bool:
-        """Write the checkpoint of `step` unless it exists. Returns whether it was written."""
+        """Write the checkpoint of `step` unless it exists. Return whether it was written."""
         if self.saved_step == step:
             return False
         if self._config.keep_best:
-            self.checkpoints.wait()  # the one that was the best stays until this one is complete
+            self.checkpoints.wait()  # the previous best checkpoint stays until this one is complete
             self.checkpoints.protected = {best_step}
         self.checkpoints.save(step, self._state(), asynchronous=self._config.asynchronous, committed=committed)
         self.saved_step = step
@@ -115,12 +115,12 @@ class Saves:
         if self.copies is None or step % every:
             return
         if self._config.keep_best:
-            self.checkpoints.wait()  # what the copy calls the best must be on disk
+            self.checkpoints.wait()  # the best checkpoint that the copy refers to must be on disk
         self._finish_copy(self.copies)
         self.copies.save(step, self._state())
 
     def close(self) -> None:
-        """Wait for the saves and copies under way."""
+        """Wait for running saves and copies, and close both directories."""
         try:
             if self.copies is not None:
                 self._finish_copy(self.copies)
@@ -141,7 +141,7 @@ class Saves:
 
 
 def _sizes(state: Mapping[str, Any]) -> dict[str, int]:
-    """Bytes of each tensor of the whole state, by its key."""
+    """Return the global size in bytes of each tensor of the state, by key."""
     flat: dict[str, Any] = {}
     for name, value in state.items():
         flat |= flatten(value.state_dict() if isinstance(value, Stateful) else value, f"{name}.")

@@ -1,4 +1,4 @@
-"""The learning rate over the steps."""
+"""Schedules the learning rate."""
 
 from typing import Any
 
@@ -8,20 +8,20 @@ from weft.train.config import ScheduleConfig
 
 
 class Schedule:
-    """Sets the learning rate of each step of `steps` to the optimizer's own one times `config.factor`.
+    """Sets the learning rate of each step to the optimizer's initial one times `config.factor`.
 
-    The factor comes from the configuration and the step alone, so that a resumed run follows the
-    configuration that it is resumed with.
+    The factor depends on the configuration and the step only, so a resumed run follows the configuration with which it
+    is resumed.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: ScheduleConfig, steps: int) -> None:
         self.optimizer, self.config, self.steps = optimizer, config, steps
         self.peaks = [group["lr"] for group in optimizer.param_groups]
         self.step = 0
-        """Optimizer steps whose learning rate was set."""
+        """The number of steps whose learning rate was set."""
 
     def advance(self) -> float:
-        """Set the learning rate of the next step; returns that of the first parameter group."""
+        """Set the learning rate of the next step; return that of the first parameter group."""
         factor = self.config.factor(self.step, self.steps)
         for group, peak in zip(self.optimizer.param_groups, self.peaks):
             group["lr"] = peak * factor
@@ -36,5 +36,5 @@ class Schedule:
 
 
 def due(every: int, step: int) -> bool:
-    """Whether an action that runs every `every` steps runs after `step`; 0: never."""
+    """Return whether an action that runs every `every` steps (0: never) runs after `step`."""
     return every > 0 and step % every == 0

@@ -1,4 +1,4 @@
-"""Every setting with its default and its line of documentation, for `weft config` and docs/settings.md."""
+"""Lists every setting with its default and documentation, for `weft config` and docs/settings.md."""
 
 import ast
 import dataclasses
@@ -19,13 +19,13 @@ class Setting:
     section: str
     name: str
     default: Any
-    """None: unset."""
+    """The default value; None if the setting is unset."""
     line: str
     """One line of documentation."""
 
 
 def settings() -> Iterator[Setting]:
-    """All of them, in the order in which they are defined."""
+    """Yield all settings in the order of their definitions."""
     defaults = TrainConfig()
     for section, fields in SECTIONS.items():
         lines = _lines(fields)
@@ -35,7 +35,7 @@ def settings() -> Iterator[Setting]:
 
 
 def as_toml() -> str:
-    """A configuration with every default, each setting below its line; those without a default are commented out."""
+    """Return a TOML file with every default. Documentation is above each setting; unset ones are commented out."""
     parts: list[str] = []
     section = ""
     for setting in settings():
@@ -48,7 +48,7 @@ def as_toml() -> str:
 
 
 def as_markdown() -> str:
-    """The same as a table."""
+    """Return all settings as a Markdown table."""
     rows = ["| setting | default | |", "|---|---|---|"]
     for setting in settings():
         default = "unset" if setting.default is None else f"`{show(setting.default)}`"
@@ -58,7 +58,7 @@ def as_markdown() -> str:
 
 
 def _lines(fields: type) -> dict[str, str]:
-    """The docstring below each field of a dataclass and of its bases."""
+    """Return the docstring below each field of a dataclass and of its bases, by field name."""
     found = {}
     for each in filter(dataclasses.is_dataclass, fields.__mro__):
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body

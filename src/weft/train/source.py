@@ -1,4 +1,4 @@
-"""Sources of trained weights: a run, one of its checkpoints, or the directory of a model."""
+"""Loads trained weights from a run, one of its checkpoints, or a model directory."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -26,17 +26,17 @@ from weft.train.tokenizer import Tokenizer, load_tokenizer
 CONTEXT = 8
 """The number of tokens at the end of a prompt that are decoded again with the tokens that follow."""
 UNFINISHED = "\ufffd"
-"""How a character decodes before all of its bytes have been generated."""
+"""The decoded character while some of its bytes are not generated yet."""
 DEFAULTS = Sampling(temperature=0.8, top_p=0.95)
-"""How tokens are chosen if the model's files do not say."""
+"""The sampling options if the model's files have none."""
 
 
 class Source:
     """Weights on disk, with the configuration and the tokenizer that belong to them.
 
-    A run's are those of its newest intact checkpoint when they are loaded; `say` is told which damaged ones are passed
-    over. `ignored`: fields of a config.json to pass over (see `hf.config_of`). Raises ConfigError for a path that is no
-    run, checkpoint or directory of a model.
+    For a run, the newest intact checkpoint at the time of loading is used. `say` is called with a line about each
+    damaged checkpoint that is skipped. `ignored`: fields of config.json to ignore (see `hf.config_of`). Raises
+    ConfigError for a path that is no run, checkpoint or model directory.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Source:
         self.ignored = tuple(ignored)
         self._say = say
         self.step: int | None = None
-        """Of the checkpoint that is named; None for the newest one."""
+        """The step of the checkpoint; None for the newest one."""
         self.run: Path | None = None
         if any((path / name).is_file() for name in (THEIRS, OURS)):
             return
@@ -64,7 +64,7 @@ class Source:
 
     @cached_property
     def model_config(self) -> HybridConfig:
-        """The configuration of the weights' model."""
+        """The configuration of the model."""
         if self.run is None:
             return hf.config_of(self.path, ignored=self.ignored)
         model = self._run_config.model
@@ -91,16 +91,16 @@ class Source:
 
     @property
     def tokenizer_file(self) -> Path | None:
-        """The tokenizer.json that a run's text was made with; None where there is none."""
+        """The tokenizer.json of the run's text; None if the run has none, or the source is no run."""
         if self.run is None or self._run_config.data.kind == "tokens" or self._run_config.data.tokenizer == "bytes":
             return None
         return Path(self._run_config.data.tokenizer)
 
     def load(self, model: Any) -> None:
-        """Fill the weights of `model`, sharded or not; all ranks call it.
+        """Load the weights into `model`, sharded or not. Collective.
 
-        The model may group the same symbols in another way. Raises ConfigError if it is another function of its
-        weights, even where all shapes fit.
+        The pattern of `model` may group the same layers differently. Raises ConfigError if the models compute different
+        functions of the weights, even if all shapes fit.
         """
         if different := hf.differences(model.cfg, self.model_config):
             raise ConfigError(
@@ -116,19 +116,19 @@ class Source:
 
     @cached_property
     def origin(self) -> Origin | None:
-        """The files that the model was loaded with; None for a model trained from initial weights."""
+        """The files of the published model that the weights come from; None if they were trained from scratch."""
         if self.run is None:
             return origin_of(self.path, self.ignored)
         return origin_of(self.run / ORIGIN) if (self.run / ORIGIN / OURS).is_file() else None
 
     @cached_property
     def generation(self) -> Generation:
-        """How the model chooses tokens, and where it ends, by its own files."""
+        """The sampling options and end tokens in the model's files."""
         return generation_of(self.origin)
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """How conversations are written. Raises ConfigError for a model without a chat template."""
+        """The chat template. Raises ConfigError if the model has none."""
         found = template_of(self.origin.files, str(self.path)) if self.origin is not None else None
         if found is None:
             raise ConfigError(f"{self.path}: has no chat template; use weft sample, or take a model that has one")
@@ -136,13 +136,13 @@ class Source:
 
     @cached_property
     def model(self) -> HybridModel:
-        """The model with these weights, in this process alone."""
+        """The unsharded model with these weights, in evaluation mode."""
         model = HybridModel(self.model_config)
         self.load(model)
         return model.eval()
 
     def continued(self, prompt: str, **options: Any) -> Iterator[str]:
-        """`prompt`, and what the model adds to it, part by part. `options`: those of `added`."""
+        """Yield `prompt`, then the model's continuation, part by part. `options`: those of `added`."""
         encoded = self._encoded(prompt)
         yield prompt
         for _, text in self.added([encoded], **options):
@@ -151,13 +151,14 @@ class Source:
     def added(
         self, prompts: Sequence[str | list[int]], *, tokens: int = 200, seed: int = 0, **choices: Any
     ) -> Iterator[tuple[int, str]]:
-        """What a model with these weights adds to each of `prompts`, texts or tokens: (which of them, the next part).
+        """Generate continuations of `prompts`, each a text or tokens. Yield (index of a prompt, next part of its text).
 
-        Before a text stands what the tokenizer of a published model puts there; a run has learnt without that.
+        A text gets the special tokens that a published tokenizer puts before texts, but none for a run, as in training.
 
-        A text has at most `tokens` tokens and ends where the model ends it. `choices`: fields of `Sampling` in place of
-        those of the model's generation_config.json. The same seed gives the same texts. Only what the tokenizer has is
-        drawn: models often have room for more. Raises ConfigError for a prompt that the model has no tokens for.
+        A continuation has at most `tokens` tokens, and ends earlier at an end token. `choices`: fields of `Sampling`
+        that replace those of generation_config.json. The same seed gives the same texts. Only tokens that the tokenizer
+        has are drawn; the vocabulary of a model is often larger. Raises ConfigError for an empty prompt, or one with
+        tokens that the model does not have.
         """
         encoded = [self._encoded(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         rows = self.model_config.vocab_size
@@ -180,7 +181,7 @@ class Source:
                     shown[row] = text
 
     def answered(self, messages: Messages, **options: Any) -> Iterator[str]:
-        """The assistant's next message in a conversation, part by part. `options`: those of `added`."""
+        """Yield the assistant's next message in a conversation, part by part. `options`: those of `added`."""
         text = self.template.render(messages, prompt=True)
         for _, part in self.added([self.tokenizer.encode(text.encode()).tolist()], **options):
             yield part

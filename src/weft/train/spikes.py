@@ -10,22 +10,25 @@ _IN_A_ROW = 10
 
 
 class Spikes:
-    """`times`: a norm of more than so many times the median of the last hundred is one; 0: there are none.
+    """Detects spikes: norms above `times` (0: never) times the median of the last 100 normal ones, or not finite.
 
-    So is a norm that is no finite number. Twenty norms must be known before.
+    Detection starts after 20 norms.
     """
 
     def __init__(self, times: float) -> None:
         self.times = times
         self.norms: list[float] = []
-        """The last ones that were none."""
+        """The last norms that were no spikes."""
         self.skipped = 0
-        """Steps of the whole run."""
+        """The number of skipped steps of the whole run."""
         self.in_a_row = 0
-        """The number of steps skipped in a row; 0: the last one was taken."""
+        """The number of steps skipped in a row; 0 if the last step was not skipped."""
 
     def is_one(self, norm: float) -> bool:
-        """Whether the step with this norm, the same on all ranks, is left out; False too where too many are."""
+        """Return whether to skip the step with this norm. At most 10 steps in a row are skipped.
+
+        All ranks must pass the same norm.
+        """
         if not self.times or len(self.norms) < _LEAST:
             found = False
         else:

@@ -7,25 +7,25 @@ from typing import Any
 
 @dataclass
 class Position:
-    """Counts that continue after a resume."""
+    """Counts and losses that continue after a resume."""
 
     step: int = 0
-    """Optimizer steps done."""
+    """The number of completed optimizer steps."""
     tokens: int = 0
-    """Training tokens seen, over all ranks."""
+    """The number of training tokens seen, over all ranks."""
     seconds: float = 0.0
-    """Time spent in training steps."""
+    """The seconds spent in training steps."""
     validation_loss: float | None = None
-    """The newest: nats per byte where the text's bytes are known, else the loss itself."""
+    """The newest validation loss: nats per byte if the text's bytes are known, else the loss itself."""
     best_loss: float | None = None
-    """The lowest that `validation_loss` was."""
+    """The lowest `validation_loss` so far."""
     best_step: int = 0
     """The step of `best_loss`."""
     worse: int = 0
-    """Validations in a row since then."""
+    """The number of validations since then."""
 
     def validated(self, loss: float) -> bool:
-        """Note the loss of a validation; returns whether it is the best one."""
+        """Record the loss of a validation; return whether it is the best so far."""
         self.validation_loss = loss
         if self.best_loss is not None and not loss < self.best_loss:
             self.worse += 1

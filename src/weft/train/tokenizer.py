@@ -1,4 +1,4 @@
-"""Text to tokens: bytes as they are, or a Hugging Face tokenizer.json."""
+"""Tokenizers: one token per byte, or a Hugging Face tokenizer.json."""
 
 import hashlib
 from pathlib import Path
@@ -11,7 +11,7 @@ from weft.train.errors import ConfigError
 from weft.train.files import read_bounded
 
 _LARGEST = 256 << 20
-"""Bytes of a tokenizer.json; those of published models have up to 35 million."""
+"""The largest size of a tokenizer.json in bytes; those of published models have up to 35 million."""
 
 
 class Tokenizer(Protocol):
@@ -20,45 +20,45 @@ class Tokenizer(Protocol):
     vocab_size: int
     """One more than the largest token."""
     ids: np.ndarray
-    """The tokens that there are, in order: numbers below `vocab_size`, of which some may be missing."""
+    """The existing token numbers, sorted. Numbers below `vocab_size` may be missing."""
     identity: str
-    """Changes whenever the same text would give other tokens."""
+    """A string that differs between tokenizers that tokenize some text differently."""
 
     def encode(self, text: bytes) -> np.ndarray:
-        """UTF-8 text to a 1-D array of unsigned tokens."""
+        """Return the tokens of UTF-8 text, a 1-D array of unsigned integers."""
         ...
 
     def prompt(self, text: str) -> np.ndarray:
-        """The same of a text to be continued, with what the tokenizer puts before each text."""
+        """Return the tokens of a text to be continued, with the special tokens that precede a text."""
         ...
 
     def decode(self, tokens: np.ndarray) -> str:
-        """Tokens back to text. Raises ValueError for one that is not of `ids`."""
+        """Return the text of tokens. Raises ValueError for a token that is not in `ids`."""
         ...
 
 
 class BytesTokenizer:
-    """Each byte is a token: 256 tokens, one byte per token."""
+    """Makes each byte a token, one of 256."""
 
     vocab_size = 256
     ids = np.arange(256)
     identity = "bytes"
 
     def encode(self, text: bytes) -> np.ndarray:
-        """The bytes of `text`, uint8."""
+        """Return the bytes of `text`, uint8."""
         return np.frombuffer(text, dtype=np.uint8)
 
     def prompt(self, text: str) -> np.ndarray:
-        """The bytes of `text`: nothing stands before it."""
+        """Return the bytes of `text`; there are no special tokens."""
         return self.encode(text.encode())
 
     def decode(self, tokens: np.ndarray) -> str:
-        """The text; bytes that are no UTF-8 appear as replacement characters."""
+        """Return the text of tokens. Invalid UTF-8 becomes replacement characters."""
         return _known(tokens, self.ids).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json, without the special tokens that its template would add around each text."""
+    """A Hugging Face tokenizer.json. `encode` leaves out the special tokens that its template adds around a text."""
 
     def __init__(self, path: str | Path) -> None:
         try:
@@ -81,36 +81,36 @@ class HuggingFaceTokenizer:
                 f"data.tokenizer = {str(path)!r}: is not a tokenizer.json "
                 f'({" ".join(str(error).split())}); give one, or "bytes"'
             ) from error
-        # Truncation and padding are settings for batches of short texts; here they would lose or invent text.
+        # Truncation and padding are for batches of short texts; here they would lose or add tokens.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # Identifiers may have gaps, so that the number of tokens can be less than the largest one.
+        # Token numbers may have gaps, so there may be fewer tokens than the largest number.
         self.ids = np.unique(list(self._tokenizer.get_vocab(with_added_tokens=True).values())).astype(np.int64)
         self.vocab_size = 1 + int(self.ids.max(initial=-1))
         self.identity = "tokenizer.json " + hashlib.sha256(contents).hexdigest()
 
     def encode(self, text: bytes) -> np.ndarray:
-        """The tokens of `text`, uint32; bytes that are no UTF-8 become replacement characters first."""
+        """Return the tokens of `text`, uint32. Invalid UTF-8 becomes replacement characters first."""
         encoding = self._tokenizer.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False)
         return np.asarray(encoding.ids, dtype=np.uint32)
 
     def prompt(self, text: str) -> np.ndarray:
-        """The tokens of `text` with the special tokens of the tokenizer's template, such as that of a beginning."""
+        """Return the tokens of `text`, uint32, with the special tokens of the tokenizer's template."""
         return np.asarray(self._tokenizer.encode(text).ids, dtype=np.uint32)
 
     def placed(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The tokens of `text`, and from which to which character each of them stands there."""
+        """Return the tokens of `text`, and the first and end character position of each token."""
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         places = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
         return np.asarray(encoding.ids, dtype=np.uint32), places[:, 0], places[:, 1]
 
     def decode(self, tokens: np.ndarray) -> str:
-        """The text of `tokens`, special tokens included."""
+        """Return the text of `tokens`, special tokens included."""
         return self._tokenizer.decode(_known(tokens, self.ids).tolist(), skip_special_tokens=False)
 
 
 def _known(tokens: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """`tokens`. Raises ValueError for one that no text stands for."""
+    """Return `tokens` as an array. Raises ValueError for a token that is not in `ids`."""
     tokens = np.asarray(tokens)
     strange = tokens[~np.isin(tokens, ids)]
     if strange.size:
@@ -119,5 +119,5 @@ def _known(tokens: np.ndarray, ids: np.ndarray) -> np.ndarray:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """`"bytes"`, or the path of a tokenizer.json. Raises ConfigError for a missing file or package."""
+    """Return the tokenizer `name`, "bytes" or the path of a tokenizer.json. Raises ConfigError if that is unusable."""
     return BytesTokenizer() if name == "bytes" else HuggingFaceTokenizer(name)

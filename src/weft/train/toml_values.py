@@ -14,7 +14,7 @@ from weft.train.files import parse_toml
 
 
 def typed(name: str, value: Any, hint: Any) -> Any:
-    """`value` as the annotated type, or ConfigError. Whole numbers pass as floats, nothing else converts."""
+    """Return `value` as the annotated type. Integers pass as floats, nothing else converts. Raises ConfigError."""
     accepted, result = _convert(value, hint)
     if not accepted:
         fix = ""
@@ -29,18 +29,18 @@ def typed(name: str, value: Any, hint: Any) -> Any:
 
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """The one of `known` that was probably meant, in a list, ignoring case; none if none is near."""
+    """Return a list of the word in `known` that was probably meant, ignoring case; empty if none is near."""
     by_lower = {each.lower(): each for each in known}
     return [by_lower[each] for each in difflib.get_close_matches(word.lower(), by_lower, n=1)]
 
 
 def _lists(value: Any) -> Iterator[list[Any]]:
-    """Lists that may have been meant by a value that is not one, likely ones first."""
+    """Yield lists that may have been meant by a value that is no list, likely ones first."""
     if isinstance(value, str):
         inside = value.strip().removeprefix("[").removesuffix("]")
         with suppress(ValueError):
             yield parse_toml(f"value = [{inside}]")["value"]
-        if inside != value.strip():  # without the quotes, which a shell takes
+        if inside != value.strip():  # a shell has removed the quotes
             yield [each.strip(" \"'") for each in inside.split(",")]
             return
     yield [value]
@@ -102,7 +102,7 @@ def _describe(hint: Any) -> str:
 
 
 def override_value(text: str, hint: Any) -> Any:
-    """TOML when it parses as one value of the field's type; otherwise the bare text."""
+    """Return `text` parsed as a TOML value if that fits the field's type, else `text` itself."""
     try:
         parsed = parse_toml(f"value = {text}")
     except ValueError:
@@ -115,18 +115,18 @@ def override_value(text: str, hint: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Lists in place of tuples, at any depth."""
+    """Return `value` with lists in place of tuples, at any depth."""
     if isinstance(value, tuple | list):
         return [plain(item) for item in value]
     return value
 
 
 def show(value: Any) -> str:
-    """A value in TOML's notation."""
+    """Return a value in TOML notation."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # TOML's basic strings take JSON's escapes; DEL is the one character that JSON leaves bare.
+        # TOML's basic strings take JSON's escapes; DEL is the one character that JSON does not escape.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, float):
         return repr(value) if math.isfinite(value) else str(value)

@@ -1,4 +1,4 @@
-"""The trainer for your own model, data and habits."""
+"""The trainer for your own model, data and callbacks."""
 
 import os
 import sys
@@ -39,15 +39,16 @@ class Trainer(loop.Trainer):
         )
         trainer.run()
 
-    Under torchrun or SLURM, or in the default process group if there is one, else alone. The microbatches of a step are
-    `train.global_batch_size / (ranks x train.microbatch_size)`.
+    Uses the default process group if there is one; otherwise joins the ranks of torchrun or SLURM, or runs alone. A
+    rank runs `train.global_batch_size / (ranks x train.microbatch_size)` microbatches per step.
 
-    loss: the mean over a microbatch, or a tuple of it and other scalars by name, which are logged too.
+    loss: returns the mean over a microbatch, or a tuple of it and a dictionary of other scalars, which are logged too.
     validation: like `data`, but finite, with the same number of microbatches on every rank. shard: a function
     `shard(model, **options)` that calls `weft.fully_shard(module, **options)` on each unit, the model last; default:
-    one unit for each block in a sequence of similar blocks. optimizer: a function of the sharded model; default: AdamW
-    of [optimizer]. callbacks: by moment ("start", "step", "validation", "save", "end"), each called on all ranks with
-    the trainer and a dictionary of numbers. resume: as `weft train --resume`: True, a run's directory, or "or-start".
+    one unit for each block in a sequence of similar blocks. optimizer: a function that builds one for the sharded
+    model; default: that of [optimizer]. callbacks: "start", "step", "validation", "save" or "end" -> a function
+    (trainer, dictionary of numbers), called on all ranks. resume: as `weft train --resume`: True, a run's directory,
+    or "or-start". say: called with lines of text; default: prints them on rank 0.
 
     Raises ConfigError for a wrong configuration or argument, CheckpointError, CheckpointMismatch.
     """
@@ -98,7 +99,7 @@ class Trainer(loop.Trainer):
                 task = OwnTask(model, loss, data, validation, shard, settings, device)
                 options: Any = {"optimizer": optimizer, "device": device, "stop": stop, "say": say}
                 super().__init__(settings, run, task=task, watchdog=watchdog, **options)
-            watchdog.rest()  # what a program does before `run` is its own
+            watchdog.rest()  # the watchdog does not watch the program before `run`
         except BaseException as error:
             stop.release()
             if watchdog is not None:
@@ -107,7 +108,10 @@ class Trainer(loop.Trainer):
             raise
 
     def run(self) -> bool:
-        """As `loop.Trainer.run`; afterwards SIGINT, SIGTERM and SIGHUP do what they did before the trainer was made."""
+        """Train as `loop.Trainer.run` does; then restore the handlers of SIGINT, SIGTERM and SIGHUP.
+
+        Returns whether the run is complete.
+        """
         try:
             return super().run()
         except Interrupted as interrupted:
@@ -117,7 +121,7 @@ class Trainer(loop.Trainer):
             self.stop.release()
 
     def moment(self, name: str, numbers: dict[str, Any]) -> None:
-        """Calls the callback of this moment, if there is one."""
+        """Call the callback of this moment, if there is one."""
         if name in self.callbacks:
             self.callbacks[name](self, numbers)
 

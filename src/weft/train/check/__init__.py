@@ -1,8 +1,8 @@
 """`weft check`: one step of a small model on all ranks of a configuration, in one process, against one rank.
 
 small       the configuration with the same kinds of layers, mesh and options, and small sizes
-run         its step on one rank, and on every rank as a thread of this process, in fp64
-findings    where both differ: the parameter, the axis and the rule
+run         runs one step in fp64 on one rank, and on all ranks as threads of this process
+findings    explains differences between the two: the parameter, the axis and the rule
 """
 
 from weft.train.check.apart import check_apart

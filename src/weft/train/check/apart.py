@@ -12,9 +12,9 @@ from weft.train.errors import ConfigError
 
 
 def check_apart(config: TrainConfig, rank: int, ranks: int) -> None:
-    """Let the first rank run `weft check` in a process of its own, and all others wait for what it finds. Collective.
+    """Run `weft check` in a separate process of the first rank; the other ranks wait for the result. Collective.
 
-    Raises ConfigError, on every rank, for a configuration in which it finds a fault.
+    Raises ConfigError on every rank if the check finds a fault.
     """
     said = first_rank_s(_said(config, ranks) if rank == 0 else "", what="whether the configuration passes the check")
     if said:
@@ -22,7 +22,7 @@ def check_apart(config: TrainConfig, rank: int, ranks: int) -> None:
 
 
 def _said(config: TrainConfig, ranks: int) -> str:
-    """What is wrong, in one line; empty for nothing."""
+    """Return the faults in one line; empty without faults."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.toml"
         path.write_text(to_toml(config), encoding="utf-8")

@@ -1,14 +1,14 @@
-"""Explains where a step on several ranks differs from the step on one: the parameter, the axis and the rule.
+"""Explains how a step on several ranks differs from the step on one: the parameter, the axis and the rule.
 
 what differs                what it means
 --------------------------  -------------------------------------------------------------------------------------
-names, first weights        a stage has layers under wrong names, or a rank has another part than it says
-losses                      the forward pass; gradients are not looked at then
-gradients                   not summed over an axis: its ranks have parts, whose sum or mean is right
-                            counted too often: a factor, which is the size of an axis
-                            else: the ranks where they are wrong
-the norm for clipping       a parameter that is left out, or counted more than once
-clipped gradients           a parameter that clipping leaves out
+names, first weights        a stage has layers under wrong names, or a rank holds a part other than its placement
+losses                      the forward pass is wrong
+gradients                   not reduced over an axis: the sum or mean over its ranks is right
+                            counted too often: wrong by a factor, which is the size of an axis
+                            otherwise: the ranks on which they are wrong are named
+the norm for clipping       a parameter is left out, or counted more than once
+clipped gradients           clipping leaves a parameter out
 """
 
 from collections import defaultdict
@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 CLOSE = 1e-7
-"""The largest relative difference that is rounding: runs are in fp64, and a few sums are in fp32."""
+"""The largest relative difference that counts as rounding: runs are in fp64, but a few sums are in fp32."""
 _SHOWN = 6
-"""The most names in a line."""
+"""The largest number of names in a line."""
 
 
 @dataclass(frozen=True)
 class Alone:
-    """The step on one rank; `losses`: of each microbatch."""
+    """The results of the step on one rank. `losses`: one for each microbatch. Tensors are by parameter name."""
 
     losses: list[float]
     weights: dict[str, Tensor]
@@ -38,11 +38,12 @@ class Alone:
 
 @dataclass(frozen=True)
 class Seen:
-    """The step on one of several ranks, at place `at` on the axes. Tensors are whole: cut ones put together.
+    """The results of the step on one of several ranks. Tensors are unsharded and by parameter name.
 
-    `losses`: by microbatch. `squares`: of the norm, with a gradient of 1 for one parameter, by its name. `factor`: what
-    clipping scales by. `marks`: how each parameter lies on the axes. `missing`: parameters without a gradient here that
-    have one on one rank.
+    `at`: the rank's coordinate on each mesh axis. `losses`: by microbatch. `squares`: by parameter name, the squared
+    norm for clipping if only that parameter has a gradient, which is 1 everywhere. `factor`: the scale of clipping.
+    `marks`: text on how each parameter is sharded. `missing`: parameters without a gradient on this rank, though they
+    have one in the step on one rank.
     """
 
     at: dict[str, int]
@@ -58,7 +59,7 @@ class Seen:
 
 
 def findings(alone: Alone, seen: Sequence[Seen]) -> list[str]:
-    """A line for each fault; nothing where the step is that of one rank."""
+    """Return a line for each fault; empty if the steps are equal."""
     found = _names(alone, seen) or _weights(alone, seen)
     if found:
         return found
@@ -138,7 +139,10 @@ def _gradients(alone: Alone, seen: Sequence[Seen]) -> list[str]:
 def _explained(
     expected: Tensor, here: dict[int, Tensor], wrong: list[int], without: list[int], seen: Sequence[Seen]
 ) -> str:
-    """Which axis has not been summed over, or by which factor it is wrong."""
+    """Return why the gradient is wrong: the axis over which it is not reduced, a factor, or the ranks.
+
+    `here`: rank -> gradient. `without`: ranks that have no gradient.
+    """
     if without:
         return f"there is none on {_ranks(without, seen)}. A parameter that trains gets its gradient on every rank."
     sizes = {axis: 1 + max(each.at[axis] for each in seen) for axis in seen[0].at}
@@ -228,7 +232,7 @@ def _near(one: float, other: float, close: float = 1e-6) -> bool:
 
 
 def _factor(here: Tensor, expected: Tensor) -> float | None:
-    """The number that `expected` is multiplied with in `here`; None where it is none."""
+    """Return the factor such that `here = factor * expected`; None if there is none."""
     square = expected.square().sum()
     if not square:
         return None
@@ -237,14 +241,14 @@ def _factor(here: Tensor, expected: Tensor) -> float | None:
 
 
 def _rows(axis: str, ranks: list[int], seen: Sequence[Seen]) -> list[list[int]]:
-    """The ranks in groups along `axis`."""
+    """Return the groups of `ranks` along the mesh axis `axis`."""
     place = {rank: tuple(where for name, where in seen[rank].at.items() if name != axis) for rank in ranks}
     ordered = sorted(ranks, key=lambda rank: (place[rank], rank))
     return [list(row) for _, row in groupby(ordered, key=place.__getitem__)]
 
 
 def _unlike_along(seen: Sequence[Seen], here: Mapping[int, object]) -> str:
-    """Along which axes the ranks have different values."""
+    """Return text that names the axes along which values differ; empty if none. `here`: rank -> value."""
     unlike = []
     for axis in seen[0].at:
         rows = _rows(axis, list(here), seen)

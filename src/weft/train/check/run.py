@@ -1,4 +1,4 @@
-"""The step of a small configuration: on one rank, and on every rank as a thread of this process."""
+"""Runs one step of a small configuration: on one rank, and on all ranks as threads of this process."""
 
 import traceback
 from collections.abc import Iterable
@@ -27,27 +27,30 @@ from weft.train.task.sharding import meshes_of
 from weft.train.task.text import TextTask, hybrid
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Those of the dense view of `weft.mesh`, the last one fastest."""
+"""The axes of the dense view of `weft.mesh`, the last one fastest."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """The result of a check. `found`: a line for each fault; `ranks`, `axes`: of the small mesh that was run."""
+    """The result of a check. `found`: a line for each fault. `ranks`, `axes`: the size of the small mesh.
+
+    `parameters`: the number of compared parameters.
+    """
 
     ranks: int
     axes: dict[str, int]
     parameters: int
     unseen: tuple[str, ...]
-    """Parameters whose gradient on one rank is 0, so that a fault in it is not seen."""
+    """Parameters whose gradient on one rank is 0, so that faults in it are not visible."""
     found: tuple[str, ...] = field(default=())
 
 
 def check(config: TrainConfig, ranks: int, *, sizes_are_small: bool = False) -> Checked:
-    """Run one step and compare; `ranks`: as many as the training has.
+    """Compare one step on `ranks` ranks, the number of the training, with the step on one rank.
 
-    `sizes_are_small`: the configuration is run as it is.
+    `sizes_are_small`: run the configuration as it is, instead of a small copy.
 
-    Raises ConfigError for a model that no pattern describes, and for a configuration that cannot run on these ranks.
+    Raises ConfigError for your own model (model.factory), or a configuration that cannot run on these ranks.
     """
     if not isinstance(config.model, weft.models.HybridConfig):
         raise ConfigError(
@@ -82,12 +85,12 @@ def check(config: TrainConfig, ranks: int, *, sizes_are_small: bool = False) -> 
 
 
 def _microbatches(config: TrainConfig, ranks: int) -> int:
-    """Of a step, over all data-parallel ranks."""
+    """Return the number of microbatches of a step, over all data-parallel ranks."""
     return config.train.global_batch_size // config.train.microbatch_size
 
 
 def _microbatch(config: TrainConfig, number: int) -> dict[str, Any]:
-    """Random tokens, some without a label and, where rows are packed, documents that end anywhere."""
+    """Return a microbatch of random tokens, some without a label, and of random documents if rows are packed."""
     generator = torch.Generator().manual_seed(number)
     shape = (2, config.train.microbatch_size, config.data.sequence_length)
     tokens, labels = torch.randint(config.hybrid.vocab_size, shape, generator=generator).unbind()
@@ -100,7 +103,7 @@ def _microbatch(config: TrainConfig, number: int) -> dict[str, Any]:
 
 
 def _quiet(model: HybridModel) -> HybridModel:
-    """Experts one after another, as double precision takes them anyway, with a warning for each kind of layer."""
+    """Select the loop backend of all experts. In fp64 they use it anyway, but with a warning per kind of layer."""
     for module in model.modules():
         if isinstance(module, GroupedExperts):
             module.backend = "loop"
@@ -108,7 +111,7 @@ def _quiet(model: HybridModel) -> HybridModel:
 
 
 def _on_one_rank(config: TrainConfig, rows: list[dict[str, Any]]) -> Alone:
-    """The mean of the losses of all microbatches, by autograd alone."""
+    """Run the step with the mean loss of all microbatches on one rank, with plain autograd."""
     torch.manual_seed(config.train.seed)
     model = _quiet(HybridModel(config.hybrid).double())
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -162,7 +165,7 @@ def _on_rank(config: TrainConfig, rank: int, ranks: int, rows: list[dict[str, An
 
 
 def _squares(model: nn.Module, names: Iterable[str]) -> dict[str, float]:
-    """The square of the norm for clipping where the gradient of one parameter is 1 everywhere, and all others 0."""
+    """Return, by parameter name, the squared norm for clipping if only that parameter's gradient is 1, all others 0."""
     parameters = dict(model.named_parameters())
     for parameter in parameters.values():
         parameter.grad = torch.zeros_like(parameter)
@@ -181,7 +184,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of cut tensors, all parts together. Collective."""
+    """Return copies of the tensors, with sharded ones gathered. Collective."""
     return {
         name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().clone()
         for name, each in tensors.items()
@@ -189,7 +192,7 @@ def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _mark(parameter: Tensor) -> str:
-    """How a parameter lies on each axis of its mesh: the same on its ranks, or cut."""
+    """Return text that says for each axis of a parameter's mesh whether it is cut over the ranks or the same."""
     if not isinstance(parameter, DTensor):
         return "the same on all ranks"
     names = parameter.device_mesh.mesh_dim_names or tuple(f"axis {n}" for n in range(parameter.device_mesh.ndim))
@@ -211,7 +214,7 @@ def _sizes(config: TrainConfig, ranks: int) -> dict[str, int]:
 
 
 def _place(config: TrainConfig, ranks: int, rank: int) -> dict[str, int]:
-    """Where a rank is on each axis of the dense view."""
+    """Return the coordinate of a rank on each axis of the dense view."""
     sizes, place = _sizes(config, ranks), {}
     for axis in reversed(AXES):
         rank, place[axis] = divmod(rank, sizes[axis])

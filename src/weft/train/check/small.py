@@ -1,9 +1,10 @@
-"""A small configuration in the place of a large one: the same kinds of layers, axes of the mesh and options.
+"""Makes a configuration small: the same kinds of layers, mesh axes and options with smaller sizes.
 
-a size that an axis cuts          as few units for each rank as there can be, and more heads than groups as before
+a size that an axis cuts          as few units per rank as possible; the ratio of heads to groups stays
 layers                            one of each kind in each segment
-ranks, above `_FEW`               replicas, shards and experts: 2 where there are more
-precision, loss of routers        fp64; under context parallelism none: there it is a mean over slices
+more than `_FEW` ranks            at most 2 replicas, shards and expert-parallel ranks, if that fits
+precision                         fp64
+router losses                     none under context parallelism, where each is a mean over slices of a row
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ from weft.train.config import ShardingConfig, TrainConfig
 from weft.train.errors import ConfigError
 
 _FEW = 8
-"""Up to so many ranks all axes stay as they are."""
+"""The largest number of ranks with which all axes keep their sizes."""
 _WIDTHS = {
     "head_dim": (8, 16, 32),
     "hidden_size": (16, 32, 64),
@@ -37,7 +38,7 @@ _WIDTHS = {
     "num_experts_per_tok": (2,),  # with one, whose score is scaled to 1, a router has no gradient
     "vocab_size": (61, 97),
 }
-"""Sizes that no axis cuts evenly, and what they may become."""
+"""Sizes that need not be divisible by an axis -> the smaller values to try."""
 _HEADS = {
     "num_attention_heads": "num_key_value_heads",
     "mamba_num_heads": "mamba_n_groups",
@@ -47,7 +48,7 @@ _INNER = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermedi
 
 
 def smaller(config: TrainConfig, ranks: int) -> tuple[TrainConfig, int]:
-    """The small configuration and its number of ranks."""
+    """Return the small configuration and its number of ranks."""
     config = _with_plain_options(config)
     config, ranks = _on_fewer_ranks(config, ranks)
     model = _with_fewer_layers(config)
@@ -57,7 +58,7 @@ def smaller(config: TrainConfig, ranks: int) -> tuple[TrainConfig, int]:
 
 
 def data_ranks(config: TrainConfig, ranks: int) -> int:
-    """Over how many ranks a batch is split."""
+    """Return the number of ranks over which a batch is split."""
     sharding = config.sharding
     return ranks // (sharding.pp * sharding.tp * sharding.cp)
 
@@ -65,7 +66,7 @@ def data_ranks(config: TrainConfig, ranks: int) -> int:
 def _with_plain_options(config: TrainConfig) -> TrainConfig:
     loop = dataclasses.replace(
         config.train,
-        steps=max(config.train.steps, 2),  # the last step is recorded
+        steps=max(config.train.steps, 2),  # with 1 the only step would be the last, which is recorded
         precision="fp32",
         unquantized_ends=0,
         compile="",
@@ -83,9 +84,9 @@ def _on_fewer_ranks(config: TrainConfig, ranks: int) -> tuple[TrainConfig, int]:
     copies, ep = min(sharding.dp_replicate, 2), sharding.ep
     per_copy = data_ranks(config, ranks) // sharding.dp_replicate
     beside = sharding.cp * sharding.tp // sharding.expert_ranks
-    """Over how many ranks experts are spread for each shard."""
+    """The number of ranks per shard over which experts are spread."""
     within = per_copy * beside % ep == 0
-    """Whether a group of experts is inside one copy."""
+    """Whether an expert-parallel group lies inside one replica."""
     alone = per_copy * beside * sharding.dp_replicate == ep
     for fewer in dict.fromkeys((min(ep, 2), ep)):
         for shards in range(min(per_copy, 2), per_copy + 1):
@@ -177,7 +178,7 @@ def _heads(model: HybridConfig, many: str, few: str, tp: int) -> Iterator[dict[s
 
 
 def _first(model: HybridConfig, sharding: ShardingConfig, candidates: object) -> HybridConfig:
-    """With the first of some changes that make a model which the ranks can share."""
+    """Return `model` with the first of `candidates` (field -> size) that the ranks can share, else unchanged."""
     for changes in candidates:  # type: ignore[attr-defined]
         try:
             changed = dataclasses.replace(model, **changes)
@@ -194,7 +195,7 @@ def _first(model: HybridConfig, sharding: ShardingConfig, candidates: object) ->
 
 
 def _with_fewer_rows(config: TrainConfig, ranks: int) -> TrainConfig:
-    """As few microbatches as the schedule takes, and no fewer than two; rows that all axes cut evenly."""
+    """Return `config` with short rows that all axes divide, and the fewest microbatches (at least 2) that fit."""
     sharding, dp = config.sharding, data_ranks(config, ranks)
     unit = 2 * sharding.cp * sharding.tp
     length = unit * -(-24 // unit)

@@ -1,6 +1,6 @@
-"""Sequences of conversations, in which only the tokens of an assistant are labels.
+"""Sequences of conversations, in which only tokens that the assistant writes are labels.
 
-In files, a token without a label is stored as the token plus the vocabulary's size; in rows it is -101 - token.
+In files, a token that is no label is stored as the token plus the vocabulary's size; in rows it is -101 - token.
 """
 
 import numpy as np
@@ -12,12 +12,12 @@ _AT_ONCE = 4096
 
 
 def marked(tokens: np.ndarray, labelled: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Tokens as files store them: those that are not `labelled` get no label."""
+    """Return tokens as files store them. Tokens that are not `labelled` are marked as no labels."""
     return np.where(labelled, tokens, tokens + vocab_size).astype(np.min_scalar_type(2 * vocab_size - 1))
 
 
 class Answered:
-    """The sequences that have at least one label, of tokens from `marked`."""
+    """The sequences of tokens from `marked` that have at least one label."""
 
     def __init__(self, sequences: Sequences, vocab_size: int) -> None:
         self.sequences, self.vocab_size = sequences, vocab_size
@@ -31,16 +31,16 @@ class Answered:
         return len(self.numbers)
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
-        """As `Sequences.rows`; below -100 where a token has no label."""
+        """Return rows as `Sequences.rows`; tokens that are no labels are below -100."""
         found = self.sequences.rows(self.numbers[indices])
         return np.where(found >= self.vocab_size, WITHOUT - (found - self.vocab_size), found)
 
     def documents(self, indices: np.ndarray) -> np.ndarray:
-        """As `Sequences.documents`."""
+        """Return document numbers as `Sequences.documents`."""
         return self.sequences.documents(self.numbers[indices])
 
     def labels(self, indices: np.ndarray) -> np.ndarray:
-        """As `Sequences.labels`."""
+        """Return numbers of labels as `Sequences.labels`."""
         learnt = self.rows(indices)[:, 1:] >= 0
         if self.apart:
             numbers = self.documents(indices)
@@ -49,6 +49,6 @@ class Answered:
 
 
 def split(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and labels of rows; -100 where there is no label."""
+    """Split rows into tokens and labels, int64 [row, sequence]; a label is -100 if there is none."""
     tokens = np.where(rows <= WITHOUT, WITHOUT - rows, np.maximum(rows, 0))
     return np.ascontiguousarray(tokens[:, :-1]), np.maximum(rows[:, 1:], WITHOUT + 1)

@@ -1,7 +1,7 @@
-"""The microbatches of one rank, from tokens.
+"""Cuts tokens into the microbatches of one rank.
 
-One global position runs through the training sequences. In each microbatch every rank takes its `microbatch_size`
-positions, so a global batch holds the same sequences for any number of ranks, and one integer is the whole state:
+One global position counts the training sequences. For each microbatch every rank takes its `microbatch_size`
+positions, so a global batch has the same sequences for any number of ranks, and the state is one integer:
 
     position   0 1 2 3 | 4 5 6 7 | 8 ...     2 ranks, microbatches of 2
     rank       0 0 1 1 | 0 0 1 1 | 0 ...
@@ -24,12 +24,14 @@ def _whole(batch: Batch) -> Batch:
 
 
 class Batches:
-    """The training sequences of one rank, without end: an iterator of microbatches, see `Batch`.
+    """An endless iterator of the training microbatches of one rank (see `Batch`).
 
-    tokens: 1-D token array, or several texts, mixed by `weights`. A new shuffled order for each epoch of a text,
-    determined by `seed` alone: every sequence comes once per epoch, and step k sees the same `global_batch_size`
-    sequences for any `dp_size`. vocabulary: what no token may reach; None: not looked at. held: what is validated on,
-    which must be the same in a resumed run. cut: takes of each microbatch what this rank has of its sequences.
+    Each epoch of a text has a new shuffled order, determined by `seed` alone. Every sequence comes once per epoch, and
+    step k has the same `global_batch_size` sequences for any `dp_size`.
+
+    tokens: 1-D token array, or several texts, mixed by `weights`. vocabulary: tokens must be below it; None: not
+    checked. held: the validation texts, which must be the same in a resumed run. cut: returns this context-parallel
+    rank's part of a microbatch.
     """
 
     def __init__(
@@ -59,10 +61,10 @@ class Batches:
         self._microbatch_size, self._dp_rank, self._dp_size = microbatch_size, dp_rank, dp_size
         self._seed = seed
         self.position = 0
-        """Sequences that all ranks together have taken."""
+        """The number of sequences that all ranks together have taken."""
         self.microbatch_weights: list[float] = []
-        """For each microbatch of the last step its part of the labels, over an even part of all ranks' microbatches:
-        with them a mean of means over labels is the mean over the labels of the global batch."""
+        """For each microbatch of the last step, its number of labels divided by the mean over all microbatches of all
+        ranks. Weighted with these, the mean of the microbatches' losses is the mean over all labels of the batch."""
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -73,7 +75,7 @@ class Batches:
         return self._cut(self._mixture.batch(*self._at(np.arange(start, start + self._microbatch_size))))
 
     def _at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The text of each position, and the number of its sequence in that text."""
+        """Return the text of each position, and the index of its sequence in that text."""
         texts, numbers = self._mixture.place(positions)
         indices = np.empty_like(numbers)
         for text in np.unique(texts):
@@ -82,7 +84,7 @@ class Batches:
         return texts, indices
 
     def next_step(self) -> list[Batch]:
-        """This rank's microbatches of one optimizer step."""
+        """Return this rank's microbatches of the next optimizer step."""
         count, whole = self.microbatches_per_step, self._dp_size * self._microbatch_size
         positions = np.arange(self.position, self.position + count * whole)
         labels = self._mixture.labels(*self._at(positions)).reshape(count, self._dp_size, -1)
@@ -90,8 +92,8 @@ class Batches:
         return [next(self) for _ in range(count)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Order and position, the same on every rank, and what they refer to; of each text the length and the
-        fingerprint."""
+        """Return the position, which is the same on every rank, with the seed, the sequence length, and each text's
+        length and fingerprint."""
         return {
             "position": self.position,
             "texts": self._known,
@@ -100,9 +102,9 @@ class Batches:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on exactly where `state` was taken, on any number of ranks.
+        """Continue exactly from `state`, on any number of ranks.
 
-        Raises ConfigError when the text, the sequence length or the seed is another one.
+        Raises ConfigError if the text, the sequence length or the seed differs.
         """
         own = self.state_dict()
         for name in ("sequence_length", "seed"):
@@ -128,16 +130,16 @@ class Batches:
 
 
 def _weights(labels: np.ndarray) -> np.ndarray:
-    """[microbatch, rank] from the labels of each sequence, [microbatch, rank, sequence]."""
+    """Return the weights [microbatch, rank], from numbers of labels [microbatch, rank, sequence]."""
     each = labels.sum(-1)
     return each / each.mean()
 
 
 class Validation:
-    """A fixed set of `batches` global batches, evenly spread over the validation tokens. Each rank has its part.
+    """A fixed set of `batches` global batches, evenly spread over the validation tokens.
 
-    Iterating gives this rank's microbatches, as many on every rank. The set does not depend on `dp_size`. It
-    is smaller when the tokens hold fewer global batches. Raises ConfigError when they do not hold one.
+    Iterating yields this rank's microbatches, equally many on every rank. The set does not depend on `dp_size`. It is
+    smaller if the tokens hold fewer global batches. Raises ConfigError if they hold less than one.
     """
 
     def __init__(
@@ -178,7 +180,7 @@ class Validation:
         self._own = places[:, dp_rank]
         labels = self._mixture.labels(self._texts, self._indices)
         self.microbatch_weights: list[float] = _weights(labels[places])[:, dp_rank].tolist()
-        """As those of `Batches`, for each microbatch."""
+        """The weight of each microbatch, as in `Batches`."""
 
     def __iter__(self) -> Iterator[Batch]:
         return (self._cut(self._mixture.batch(self._texts[own], self._indices[own])) for own in self._own)
@@ -188,10 +190,10 @@ class Validation:
 
     @property
     def has_gaps(self) -> bool:
-        """Whether some positions have no label, as in documents that are packed whole."""
+        """Whether some positions may have no label, as in documents that are packed whole."""
         return not all(isinstance(text, Windows) for text in self._mixture.texts)
 
     def pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and labels of the whole set, of all ranks: what a baseline must be measured on."""
+        """Return tokens and labels of the whole set, over all ranks, [sequence, length] each. For the baseline."""
         rows = self._mixture.rows(self._texts, self._indices)
         return rows[:, :-1], rows[:, 1:]

@@ -1,4 +1,4 @@
-"""The baseline: the loss of a table of token pairs on the validation text."""
+"""The baseline of a report: the loss of a bigram table on the validation text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ STRENGTHS = (0.1, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0)
 class Bigram:
     """P(next | token) = (count(token, next) + strength * P(next)) / (count(token) + strength).
 
-    P(next) is the frequency of `next` with one added to each count: the table falls back on it smoothly where
-    a pair is rare (a Dirichlet prior; MacKay and Peto 1995), which predicts better than adding a constant.
+    P(next) is the frequency of `next` with one added to each count. For rare pairs, the table falls back smoothly on it
+    (a Dirichlet prior; MacKay and Peto 1995), which predicts better than adding a constant.
     """
 
     codes: np.ndarray
-    """token * vocab_size + next of each pair that was seen, sorted."""
+    """The code token * vocab_size + next of each pair in the text, sorted."""
     counts: np.ndarray
-    """How often, int64."""
+    """The count of each pair in `codes`, int64."""
     rows: np.ndarray
-    """How often each token was followed by another, [vocab_size]."""
+    """The number of pairs that begin with each token, [vocab_size]."""
     unigram: np.ndarray
     """P(next), [vocab_size]."""
     strength: float
@@ -34,8 +34,8 @@ class Bigram:
 
     @classmethod
     def fit(cls, tokens: np.ndarray, vocab_size: int, *, strengths: Sequence[float] = STRENGTHS) -> "Bigram":
-        """Count pairs in 1-D `tokens`; the strength is the one that predicts their last tenth best when it is
-        fitted on the rest. Raises ValueError for fewer than two tokens."""
+        """Fit a table to 1-D `tokens`. The strength is the one that predicts their last tenth best with the counts of
+        the rest. Raises ValueError for fewer than two tokens."""
         if len(tokens) < 2:
             raise ValueError(f"a bigram table needs at least 2 tokens, got {len(tokens)}")
         cut = max(2, len(tokens) * 9 // 10)
@@ -55,7 +55,7 @@ class Bigram:
         return cls(codes, counts, rows, unigram, float(strength))
 
     def cross_entropy(self, tokens: np.ndarray, labels: np.ndarray) -> float:
-        """Mean of -log P(label | token) in nats per token, over arrays of one shape."""
+        """Return the mean of -log P(label | token) in nats per token, for arrays of the same shape."""
         if not tokens.size:
             raise ValueError("cross-entropy of no tokens is not defined")
         return self._loss(*_count_pairs(tokens.reshape(-1), labels.reshape(-1), len(self.rows)))
@@ -69,7 +69,7 @@ class Bigram:
 
 
 def _count_pairs(tokens: np.ndarray, labels: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sorted codes of the pairs that occur, and how often each does, both int64."""
+    """Return the sorted codes of the pairs that occur, and their counts, both int64."""
     dense = vocab_size * vocab_size <= _DENSE
     total = np.zeros(vocab_size * vocab_size if dense else 0, dtype=np.int64)
     codes = counts = np.zeros(0, dtype=np.int64)

@@ -1,8 +1,8 @@
-"""Tokens on disk, made once and mapped by all ranks.
+"""Token files on disk, written once and memory-mapped by all ranks.
 
 KEY.tokens      training tokens, then validation tokens, in the smallest unsigned integers that hold them
-KEY.documents   where documents begin among these, int64, each part counted from its own start
-KEY.json        how many of each, and their fingerprints; written last: without it the other files are ignored
+KEY.documents   offsets of the first token of each document, int64, counted from the start of its part
+KEY.json        the numbers of both, and their fingerprints; written last: without it the other files are ignored
 
 For token files that you made yourself, the cache holds only their fingerprints.
 """
@@ -27,33 +27,33 @@ from weft.train.files import parse_json, read_bounded, replacing
 from weft.train.tokenizer import Tokenizer
 
 _LARGEST = 1 << 20
-"""The most bytes that KEY.json may have."""
+"""The largest size of KEY.json in bytes."""
 FORMAT = 3
-"""The version of the files. Another version means other files."""
+"""The version of the file format. It is part of KEY."""
 _EVERY_S = 5.0
-"""Seconds between two lines about progress."""
+"""Seconds between two progress lines."""
 _AT_ONCE = 1 << 24
-"""Tokens that are read at a time for a fingerprint."""
+"""The number of tokens read at a time for a fingerprint."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Tokens in a row."""
+    """The training or validation tokens of a text."""
 
     tokens: np.ndarray
-    """1-D, unsigned."""
+    """The tokens, 1-D, unsigned integers."""
     starts: np.ndarray
-    """Where documents begin, int64, ascending."""
+    """The offset of the first token of each document, int64, ascending."""
     fingerprint: str = ""
-    """Of tokens and starts, wherever their files are. If empty, they are not compared."""
+    """A hash of tokens and starts, independent of file names. If empty, resumed runs do not compare it."""
     conversations: int | None = None
-    """Of conversations the number of tokens that there are: larger ones have no label (see `answers`)."""
+    """For conversations, the vocabulary's size: larger tokens are no labels (see `answers`). None for other texts."""
     name: str = "data.paths"
-    """The setting that names the text, with its value, for a person."""
+    """The setting that names the text, with its value, for messages."""
 
 
 def cache_folder(name: str) -> Path:
-    """The folder of `data.cache_dir`, weft's own in the user's cache directory where that is empty."""
+    """Return the folder of `data.cache_dir`; if that is empty, weft's folder in the user's cache directory."""
     if name:
         return Path(name)
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -63,10 +63,10 @@ def cache_folder(name: str) -> Path:
 def open_cache(
     folder: Path, key: str, progress: Callable[[float], None] = lambda done: None
 ) -> tuple[Part, Part, dict[str, Any]] | None:
-    """Training and validation part and what is known of them; None when they are not there or not whole.
+    """Return the training part, the validation part and the content of KEY.json; None if a file is missing or cut off.
 
-    All of it is read once and compared with its fingerprints; `progress` hears every few seconds what part is. Raises
-    TokensDamaged where they differ.
+    Reads all tokens once and compares them with their fingerprints. `progress` is called every few seconds with the
+    fraction that is read. Raises TokensDamaged if a fingerprint differs.
     """
     try:
         meta = parse_json(read_bounded(folder / f"{key}.json", _LARGEST))
@@ -108,8 +108,8 @@ def build(
     separator: str,
     progress: Callable[[float], None],
 ) -> None:
-    """Write the files under temporary names and move them into place. `progress` hears every few seconds what part of
-    the text is tokenised. Two processes that build at once write the same bytes; the later move changes nothing.
+    """Tokenise documents, write the files under temporary names and move them into place. Two processes that build at
+    once write the same bytes. `progress` is called every few seconds with the fraction that is tokenised.
     """
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     between = tokenizer.encode(separator.encode()).astype(dtype, copy=False).tobytes() if separator else b""
@@ -145,9 +145,9 @@ def build(
 
 
 def fingerprints(folder: Path, key: str, arrays: Sequence[np.ndarray], progress: Callable[[float], None]) -> list[str]:
-    """Of token arrays that were made elsewhere; they are read once and remembered, where the folder can be written to.
+    """Return the fingerprints of your own token files. Stores them in KEY.json if the folder is writable.
 
-    `progress` hears every few seconds what part of them is read.
+    `progress` is called every few seconds with the fraction that is read.
     """
     with suppress(OSError, ValueError, KeyError, TypeError):
         return [str(each) for each in parse_json(read_bounded(folder / f"{key}.json", _LARGEST))["fingerprints"]]

@@ -1,4 +1,4 @@
-"""Turns conversations into tokens by the chat template of a tokenizer."""
+"""Tokenises conversations with the chat template of a tokenizer."""
 
 import hashlib
 import json
@@ -15,9 +15,9 @@ FILES = ("chat_template.jinja", "tokenizer_config.json")
 
 
 class ConversationTokenizer:
-    """A tokenizer.json with the chat template beside it. Raises ConfigError where there is none.
+    """A tokenizer.json with the chat template in its folder. Raises ConfigError if there is no template.
 
-    A token that no assistant writes is marked (see `weft.train.data.answers`), so that it is never learnt.
+    A token that the assistant does not write is marked (see `weft.train.data.answers`), so that it is no label.
     """
 
     def __init__(self, path: str) -> None:
@@ -37,16 +37,16 @@ class ConversationTokenizer:
         self.identity = f"conversations {digest} {self.tokenizer.identity}"
 
     def encode(self, text: bytes) -> np.ndarray:
-        """The tokens of a conversation in JSON."""
+        """Return the marked tokens of a conversation in JSON."""
         tokens, labelled = self.labelled(json.loads(text))
         return marked(tokens, labelled, self.tokens)
 
     def prompt(self, text: str) -> np.ndarray:
-        """See `weft.train.tokenizer.Tokenizer`."""
+        """Return the tokens of a text to be continued, with the special tokens that precede a text."""
         return self.tokenizer.prompt(text)
 
     def labelled(self, messages: Messages) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of a conversation, and which of them an assistant writes."""
+        """Return the tokens of a conversation, and a boolean array of those that the assistant writes."""
         text, spans = self.template.spans(messages)
         tokens, begins, ends = self.tokenizer.placed(text)
         written = np.zeros(len(tokens), dtype=bool)
@@ -55,5 +55,5 @@ class ConversationTokenizer:
         return tokens, written
 
     def decode(self, tokens: np.ndarray) -> str:
-        """See `weft.train.tokenizer.Tokenizer`."""
+        """Return the text of tokens, marked or not."""
         return self.tokenizer.decode(np.asarray(tokens) % self.tokens)

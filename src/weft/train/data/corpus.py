@@ -1,4 +1,4 @@
-"""The tokens of the text that `data.paths` names."""
+"""Loads the tokens of the text that `data.paths` names."""
 
 import hashlib
 import json
@@ -29,20 +29,20 @@ class Corpus:
     held: Part
     """Tokens to validate on."""
     vocab_size: int | None
-    """Of the tokenizer; None for token files."""
+    """The vocabulary size of the tokenizer; None for token files."""
     bytes_per_token: float | None
-    """Of the validation text: nats per token / bytes_per_token = nats per byte. None for token files."""
+    """The mean in the validation text: nats per token / bytes_per_token = nats per byte. None if unknown."""
     description: str
-    """One line to print: which text this is, and its number of tokens."""
+    """One line to print: the name of the text, and its numbers of tokens."""
 
     @property
     def train(self) -> np.ndarray:
-        """1-D, the smallest unsigned integers that hold them."""
+        """The training tokens, 1-D, in the smallest unsigned integers that hold them."""
         return self.training.tokens
 
     @property
     def validation(self) -> np.ndarray:
-        """As `train`."""
+        """The validation tokens, like `train`."""
         return self.held.tokens
 
 
@@ -52,7 +52,7 @@ class Text:
 
     setting: str
     name: str
-    """Its value, for a person."""
+    """The value of the setting, for messages."""
     files: list[File]
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class Text:
 def load_corpora(
     data: DataConfig, *, dp_size: int = 1, say: Say = lambda line: None, runs: str | None = None
 ) -> list[Corpus]:
-    """One corpus for each of `data.paths` if `data.weights` mixes them, otherwise one for all."""
+    """Load one corpus for each of `data.paths` if `data.weights` mixes them, otherwise one for all."""
     if not data.weights:
         return [load_corpus(data, dp_size=dp_size, say=say, runs=runs)]
     return [load_corpus(data, dp_size=dp_size, say=say, runs=runs, paths=(path,)) for path in data.paths]
@@ -76,13 +76,13 @@ def load_corpus(
     runs: str | None = None,
     paths: Sequence[str] | None = None,
 ) -> Corpus:
-    """Tokenise the text that `data` names, or map the cache files that an earlier call left.
+    """Tokenise the text that `data` names, or map the cache files of an earlier call.
 
-    Processes may call this at the same time with the same cache. Validation text is that of `data.validation_paths`, or
-    a part of the documents (of large files, whole lines), the same for every seed. `runs`: the folder of all runs,
-    whose files are no text, nor are those of the cache. `paths`: in place of `data.paths`.
+    Several processes may call this at the same time with the same cache. The validation text is that of
+    `data.validation_paths`, or a part of the documents (for large files, of their lines), the same for every seed.
+    `runs`: the folder of all runs, which is left out of the text, as is the cache. `paths` replaces `data.paths`.
 
-    Raises ConfigError for paths that do not exist or hold something else, an empty text, and one that has less than a
+    Raises ConfigError for paths that do not exist or are of another kind, an empty text, and a text with less than one
     sequence for each of `dp_size` ranks.
     """
     paths = data.paths if paths is None else paths
@@ -164,7 +164,7 @@ def _build(
 
 
 def _key(data: DataConfig, files: list[File], tokenizer: Tokenizer, fraction: float) -> str:
-    """The name of the cached files; different if the tokens would differ."""
+    """Return the name of the cached files: a hash of everything that determines the tokens."""
     field = "" if data.kind == "text" else data.record_field
     known = [cache.FORMAT, data.kind, field, data.separator, files, tokenizer.identity, fraction]
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]
@@ -175,12 +175,12 @@ def _description(text: Text, train: Part, validation: Part) -> str:
 
 
 def _of_token_files(data: DataConfig, text: Text, apart: Text | None, say: Say) -> Corpus:
-    """Map token files. The end of each file is for validation."""
+    """Map token files. The end of each file is for validation, unless `apart` names validation files."""
     cut = 1.0 if apart else 1 - data.validation_fraction
     maps = _mapped(data, text)
     train = [tokens[: int(len(tokens) * cut)] for tokens in maps]
     held = _mapped(data, apart) if apart else [tokens[int(len(tokens) * cut) :] for tokens in maps]
-    # One file stays a map; several are read.
+    # A single file stays memory-mapped; several are read and concatenated.
     arrays = [each[0] if len(each) == 1 else np.concatenate(each) for each in (train, held)]
     known = json.dumps([cache.FORMAT, data.kind, data.token_dtype, text.files, apart.files if apart else [], cut])
     marks = cache.fingerprints(

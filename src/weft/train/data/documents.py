@@ -1,11 +1,11 @@
-"""Documents on disk, in files of any kind.
+"""Reads documents from files of several kinds.
 
 kind         files                                      a document
-"text"       any text                                   a file; large ones come in pieces
+"text"       any text                                   a file; large ones are read in pieces
 "jsonl"      *.jsonl                                    `data.field` of the object on a line
-"messages"   *.jsonl                                    the conversation there, in JSON
+"messages"   *.jsonl                                    the conversation in `data.field`, as JSON
 "parquet"    *.parquet                                  `data.field` of a row
-"datasets"   what `save_to_disk` of Hugging Face wrote  the same
+"datasets"   Hugging Face data sets, `save_to_disk`     `data.field` of a row
 """
 
 import hashlib
@@ -24,10 +24,10 @@ from weft.train.files import parse_json
 from weft.train.sections import DataConfig
 
 File = tuple[str, int, int]
-"""Path, size, modification time in ns."""
+"""(path, size in bytes, modification time in ns)."""
 
 PATTERNS = {"jsonl": ("*.jsonl",), "messages": ("*.jsonl",), "parquet": ("*.parquet",), "tokens": ("*.npy", "*.bin")}
-"""Patterns of the files that are taken from folders, unless `data.include` is set."""
+"""The patterns of files to take from folders, unless `data.include` is set."""
 _LARGEST_PIECE = 16 << 20
 _LONGEST_LINE = 1 << 16
 _NO_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -38,18 +38,18 @@ class Document(NamedTuple):
 
     text: bytes
     validates: bool
-    """Whether it is kept for validation."""
+    """Whether it is for validation."""
     begins: bool
     ends: bool
     done: float
-    """The part of all text that has been read with it."""
+    """The fraction of all text that has been read, this document included."""
 
 
 def find_files(data: DataConfig, setting: str, paths: Sequence[str], written: Sequence[str | Path] = ()) -> list[File]:
-    """Every file below `paths` in a fixed order. Raises ConfigError for files that are missing or of another kind.
+    """Return every file below `paths` in a fixed order. Raises ConfigError for missing files, or files of another kind.
 
-    setting: has the paths. written: folders that runs write to; they are left out where they lie below `paths`, and
-    refused as one of these.
+    setting: the setting that names the paths, for errors. written: folders that runs write to. They are left out if
+    they are below one of `paths`; one of `paths` itself raises ConfigError.
     """
     try:
         stats = [(path, os.stat(path)) for path in dict.fromkeys(_paths(data, setting, paths, written))]
@@ -83,7 +83,7 @@ def _paths(data: DataConfig, setting: str, paths: Sequence[str], written: Sequen
 
 
 def documents(data: DataConfig, setting: str, files: Sequence[File], fraction: float) -> Iterator[Document]:
-    """All documents of `files`, which `setting` names; `fraction` is for validation, the same for every seed."""
+    """Yield all documents of `files`, which `setting` names. A fixed `fraction` of them is for validation."""
     if data.kind == "text":
         yield from _texts(files, fraction)
         return
@@ -100,7 +100,7 @@ def documents(data: DataConfig, setting: str, files: Sequence[File], fraction: f
 
 
 def _told(setting: str, path: str, rows: Iterator[tuple[str, float]]) -> Iterator[tuple[bytes, float]]:
-    """`rows` of `path` in UTF-8. What cannot be read of it is a ConfigError that says where."""
+    """Yield `rows` of the file `path`, encoded as UTF-8. Raises ConfigError that names an unreadable document."""
     done = 0
     try:
         for text, share in rows:
@@ -108,7 +108,7 @@ def _told(setting: str, path: str, rows: Iterator[tuple[str, float]]) -> Iterato
             done += 1
     except ConfigError:
         raise
-    except Exception as error:  # each format has errors of its own
+    except Exception as error:  # each format raises different errors
         raise ConfigError(
             f"{setting}: {path!r}: document {done + 1} cannot be read ({' '.join(str(error).split())[:120]}); "
             "correct it or leave the file out"
@@ -116,7 +116,7 @@ def _told(setting: str, path: str, rows: Iterator[tuple[str, float]]) -> Iterato
 
 
 def _hash(number: int) -> float:
-    """A number in [0, 1)."""
+    """Return a pseudorandom number in [0, 1)."""
     return int.from_bytes(hashlib.sha256(b"%d" % number).digest()[:6]) / (1 << 48)
 
 
@@ -151,7 +151,7 @@ def _found(record: Any, field: str) -> str:
 
 
 def _records(path: str) -> Iterator[tuple[int, Any, float]]:
-    """Number, object and the part of the file up to its end, of each line."""
+    """Yield (line number, object, fraction of the file that is read) for each line that is not empty."""
     size = os.path.getsize(path)
     read = 0
     with open(path, "rb") as file:
@@ -178,7 +178,7 @@ def _arrow_rows(path: str, field: str) -> Iterator[tuple[str, float]]:
     with arrow.memory_map(path) as source:
         reader = arrow.ipc.open_stream(source)
         _check_column(path, field, reader.schema.names)
-        batches = [batch.select([field]) for batch in reader]  # maps of the file, nothing is read yet
+        batches = [batch.select([field]) for batch in reader]  # memory-mapped, nothing is read yet
         yield from _texts_of(batches, path, field, max(1, sum(batch.num_rows for batch in batches)))
 
 
@@ -208,7 +208,7 @@ def _pyarrow(module: str, kind: str) -> Any:
 
 
 def _dataset_files(setting: str, path: str) -> list[str]:
-    """The Arrow files of a directory that `datasets` saved, in its order."""
+    """Return the Arrow files of a directory that `datasets` saved, in their order."""
     folder = Path(path)
     try:
         state = parse_json((folder / "state.json").read_text(encoding="utf-8"))
@@ -227,9 +227,9 @@ def _dataset_files(setting: str, path: str) -> list[str]:
 
 
 def _walk(root: str, include: tuple[str, ...], without: set[str], closed: set[str], *, binary: bool) -> Iterator[str]:
-    """Files below `root`, sorted; hidden ones, byte-code folders and, unless `binary`, binary files are left out.
+    """Yield files below `root`, sorted, without hidden ones, byte-code folders and, unless `binary`, binary files.
 
-    without: names of folders, closed: their real paths, which are left out, too.
+    without: names of folders to leave out. closed: real paths of folders to leave out.
     """
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(
@@ -264,14 +264,14 @@ def _texts(files: Sequence[File], fraction: float) -> Iterator[Document]:
 
 
 Piece = tuple[int, int, int]
-"""File number, first byte, end byte; the ends move to the next line's start when the piece is read."""
+"""(file number, first byte, end byte). When a piece is read, both ends move to the start of the next line."""
 
 
 def _split(sizes: list[int], fraction: float) -> tuple[list[Piece], list[Piece]]:
-    """Training and validation pieces, each in file order.
+    """Return training and validation pieces, each in file order.
 
-    Pieces are whole files where these are small, and at most a quarter of the validation text. Validation
-    takes pieces in an order given by a hash of their number, as long as they fit.
+    A small file is one piece; a larger one is cut into pieces of at most a quarter of the validation text. Validation
+    takes pieces in the order of a hash of their number, as long as they fit.
     """
     total = sum(sizes)
     limit = min(_LARGEST_PIECE, max(1, int(total * fraction / 4))) if 0 < fraction < 1 else _LARGEST_PIECE
@@ -294,13 +294,13 @@ def _split(sizes: list[int], fraction: float) -> tuple[list[Piece], list[Piece]]
 
 
 def _read_lines(path: str, start: int, end: int) -> bytes:
-    """The lines of a file that begin in [start, end): pieces that touch share nothing and lose nothing."""
+    """Return the lines of a file that begin in [start, end), so that adjacent pieces neither share nor lose lines."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
         return text[_line_start(text, start) : _line_start(text, end)]
 
 
 def _line_start(text: mmap.mmap, offset: int) -> int:
-    """The first line start at or after `offset`; in a very long line, the next character's."""
+    """Return the first line start at or after `offset`; within a very long line, the start of the next character."""
     if offset == 0 or offset >= len(text):
         return min(offset, len(text))
     newline = text.find(b"\n", offset - 1, offset + _LONGEST_LINE)

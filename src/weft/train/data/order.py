@@ -1,8 +1,8 @@
-"""A shuffled order that needs no memory: position -> sequence, as a keyed permutation of 0 .. count-1.
+"""A shuffled order that needs no memory: a keyed permutation of 0 .. count-1.
 
 A four-round Feistel network permutes the numbers of 2k bits; numbers outside the range are sent through it
-again until they fall inside ("cycle walking", Black and Rogaway 2002). Any part of the order can be computed
-alone, on any rank, without the rest of it, and it does not change with the version of a library.
+again until they fall inside ("cycle walking", Black and Rogaway 2002). Any rank can compute any part of the order
+without the rest, and the order does not depend on the version of a library.
 """
 
 import numpy as np
@@ -11,10 +11,9 @@ _ROUNDS = 4
 
 
 def shuffled(positions: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """Where a permutation of 0 .. count-1 sends `positions`.
+    """Return the permuted `positions`, int64 of the same shape, in 0 .. count-1.
 
-    positions: integers from 0; those past `count` belong to later epochs, each with an order of its own.
-    Returns int64 of the same shape.
+    positions: integers from 0. Positions from `count` on belong to later epochs, each with another permutation.
     """
     positions = np.asarray(positions, dtype=np.uint64)
     epochs, places = np.divmod(positions, np.uint64(count))
@@ -38,7 +37,7 @@ def _feistel(values: np.ndarray, keys: np.ndarray, half_bits: int) -> np.ndarray
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014): every input bit reaches every output bit."""
+    """Apply the finaliser of SplitMix64 (Steele, Lea and Flood 2014): every input bit affects every output bit."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

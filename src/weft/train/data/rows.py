@@ -1,4 +1,4 @@
-"""The protocol of sequences, from which rows of a batch are made."""
+"""The protocol of sequences, which become the rows of a batch."""
 
 from typing import Protocol
 
@@ -10,18 +10,18 @@ class Sequences(Protocol):
 
     length: int
     apart: bool
-    """Whether no document reads another or predicts the first token of the next."""
+    """Whether documents are separate: none attends to another or predicts the first token of the next."""
 
     def __len__(self) -> int: ...
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
-        """int64 [len(indices), length + 1]; -100 in empty places."""
+        """Return the tokens of sequences, int64 [len(indices), length + 1]; -100 in empty places."""
         ...
 
     def documents(self, indices: np.ndarray) -> np.ndarray:
-        """The number of the document of each place of `rows`; -1 in empty places."""
+        """Return the number of the document of each place of `rows`; -1 in empty places."""
         ...
 
     def labels(self, indices: np.ndarray) -> np.ndarray:
-        """The number of labels of each sequence."""
+        """Return the number of labels of each sequence."""
         ...

@@ -1,9 +1,9 @@
 """Cuts tokens into sequences of one length, and mixes the sequences of several texts.
 
 "stream"    | a a a a b | b b c c c | c d d ...     documents follow each other and are cut anywhere
-"whole"     | a a a a . | b b b . . | c c c c . |   a sequence begins with a document; it holds as many as fit whole
+"whole"     | a a a a . | b b b . . | c c c c . |   a sequence holds as many whole documents as fit
 
-Documents that are packed whole are apart: none attends to another, and none predicts the first token of the next.
+Documents that are packed whole are separate: none attends to another or predicts the first token of the next.
 """
 
 from collections.abc import Sequence
@@ -22,15 +22,15 @@ from weft.train.errors import ConfigError
 from weft.train.toml_values import show
 
 Batch = tuple[torch.Tensor, torch.Tensor] | dict[str, Any]
-"""Tokens and labels, both int64 [microbatch, sequence]; a label is the token after the one at its place, or -100. With
-documents that are apart a dict: "tokens", "labels" and "documents"."""
+"""Tokens and labels, both int64 [microbatch, sequence]. A label is the next token, or -100. If documents are separate,
+a dictionary of "tokens", "labels" and "documents"."""
 Packing = Literal["stream", "whole"]
 NO_LABEL = -100
 _SLOTS = 1000
 
 
 class Windows:
-    """Tokens cut into sequences. Neighbours share one token: the last label of one is the first token of the next."""
+    """Tokens cut into sequences. The last label of a sequence is the first token of the next."""
 
     apart = False
 
@@ -49,7 +49,7 @@ class Windows:
         return found
 
     def documents(self, indices: np.ndarray) -> np.ndarray:
-        """Each sequence is one, since its documents are not apart."""
+        """Return zeros: each sequence counts as one document, since its documents are not separate."""
         return np.zeros((len(indices), self.length + 1), dtype=np.int64)
 
     def labels(self, indices: np.ndarray) -> np.ndarray:
@@ -57,9 +57,9 @@ class Windows:
 
 
 class WholeDocuments:
-    """Documents packed whole. Those longer than a sequence are cut, and their rest is packed with other documents.
+    """Documents packed whole. Documents longer than a sequence are cut, and the rest is packed with other documents.
 
-    `apart`: none predicts the first token of the next.
+    `apart`: whether documents are separate, so that none predicts the first token of the next.
     """
 
     def __init__(self, part: Part, length: int, *, apart: bool = True) -> None:
@@ -77,7 +77,7 @@ class WholeDocuments:
         return found
 
     def documents(self, indices: np.ndarray) -> np.ndarray:
-        """As `Sequences.documents`."""
+        """Return the number of each place's document, as `Sequences.documents`."""
         found = np.full((len(indices), self.length + 1), PADDING, dtype=np.int64)
         for row, (begin, end) in zip(found, self.borders[indices].tolist()):
             row[: end - begin] = np.searchsorted(self.starts, np.arange(begin, end), side="right")
@@ -92,7 +92,7 @@ class WholeDocuments:
 
 
 def _packed(part: Part, room: int) -> np.ndarray:
-    """[sequence, 2]: first and last border of each, at most `room` tokens apart; pieces of one token are left out."""
+    """Return the begin and end of each sequence, [sequence, 2], at most `room` apart, without those of one token."""
     found: list[tuple[int, int]] = []
     begin = reach = 0
     for end in [*part.starts[1:].tolist(), len(part.tokens)]:
@@ -111,7 +111,7 @@ def _packed(part: Part, room: int) -> np.ndarray:
 def sequences(
     part: Part | np.ndarray, length: int, packing: Packing, at_least: int, *, cross_documents: bool = False
 ) -> Sequences:
-    """Raises ConfigError where there are fewer than `at_least`, the number of ranks."""
+    """Cut a text into sequences. Raises ConfigError for fewer than `at_least`, the number of data-parallel ranks."""
     part = part if isinstance(part, Part) else Part(part, np.zeros(1, dtype=np.int64))
     found: Sequences = Windows(part, length)
     if packing == "whole":
@@ -133,9 +133,9 @@ def sequences(
 
 
 class Mixture:
-    """Several texts, mixed by weight: each has its share of every thousand sequences, evenly spread.
+    """Several texts, mixed by weight. Each text has its share of every thousand sequences, evenly spread.
 
-    Positions are those of the mixture. `place` maps them to a text and a sequence of that text.
+    `place` maps a position in the mixture to a text and a sequence of that text.
     """
 
     def __init__(
@@ -151,13 +151,13 @@ class Mixture:
             self.turns[self.slots == text] = np.arange(self.shares[text])
 
     def place(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(text, how many of its sequences come before it) of each position."""
+        """Return, for each position, its text and the number of earlier sequences of that text."""
         rounds, slots = np.divmod(positions, len(self.slots))
         texts = self.slots[slots]
         return texts, rounds * np.asarray(self.shares)[texts] + self.turns[slots]
 
     def rows(self, texts: np.ndarray, indices: np.ndarray) -> np.ndarray:
-        """As `Sequences.rows`, of sequences of several texts."""
+        """Return rows as `Sequences.rows`, for sequences of several texts."""
         found = np.empty((len(indices), self.length + 1), dtype=np.int64)
         for text in np.unique(texts):
             found[texts == text] = self.texts[text].rows(indices[texts == text])
@@ -170,14 +170,14 @@ class Mixture:
         return found
 
     def labels(self, texts: np.ndarray, indices: np.ndarray) -> np.ndarray:
-        """As `Sequences.labels`, of sequences of several texts."""
+        """Return numbers of labels as `Sequences.labels`, for sequences of several texts."""
         found = np.empty(len(indices), dtype=np.int64)
         for text in np.unique(texts):
             found[texts == text] = self.texts[text].labels(indices[texts == text])
         return found
 
     def batch(self, texts: np.ndarray, indices: np.ndarray) -> Batch:
-        """The sequences as tokens and labels, with documents where these are apart."""
+        """Return the sequences as a `Batch`."""
         tokens, labels = map(torch.from_numpy, split(self.rows(texts, indices)))
         if not any(text.apart for text in self.texts):
             return tokens, labels
@@ -186,13 +186,13 @@ class Mixture:
             numbers[texts == text] = self.texts[text].documents(indices[texts == text])
         found = torch.from_numpy(numbers)
         labels = labels.where(found[:, 1:] == found[:, :-1], NO_LABEL)
-        # A document that the row cuts off has a label for its last position: the token behind the row.
+        # A document that the end of the row cuts off has a label for its last position: the token after the row.
         documents = replace(Documents.from_ids(found[:, :-1]), continues=True)
         return {"tokens": tokens, "labels": labels, "documents": documents}
 
 
 def _shares(weights: Sequence[float]) -> list[int]:
-    """Shares of a thousand, by largest remainder. A single text has share 1."""
+    """Return each text's share of a thousand, by the largest remainder method. A single text has share 1."""
     if len(weights) == 1:
         return [1]
     total = sum(weights)

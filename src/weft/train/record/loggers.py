@@ -1,7 +1,7 @@
-"""Loggers, which receive a run's numbers in addition to metrics.jsonl.
+"""Loggers, which receive the numbers that are written to metrics.jsonl.
 
-"tensorboard"             the run's folder, tensorboard/
-"wandb"                   Weights & Biases; a resumed run continues there
+"tensorboard"             event files in tensorboard/ of the run's folder
+"wandb"                   Weights & Biases; a resumed run continues its run there
 "package.module:Class"    Class(folder, resumed_step, settings), with the methods of `Logger`
 """
 
@@ -20,21 +20,21 @@ NO_TENSORBOARD = "no TensorBoard output: install weft[train] for it"
 
 
 class Logger(Protocol):
-    """Takes the numbers of the first rank."""
+    """The protocol of a logger, which gets the numbers of the first rank."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers by name, such as "train/loss"."""
+        """Log numbers by name, such as "train/loss"."""
         ...
 
     def histogram(self, step: int, name: str, counts: Sequence[int]) -> None:
-        """How often each of `len(counts)` things was chosen."""
+        """Log a histogram: how often each of `len(counts)` items, such as experts, was chosen."""
         ...
 
     def close(self) -> None: ...
 
 
 class TensorBoard:
-    """Event files. Entries that a resumed run will write again are removed."""
+    """Writes event files. Entries that a resumed run will write again are removed."""
 
     def __init__(self, folder: Path, resumed_step: int, settings: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -64,7 +64,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases; its environment variables choose project, mode and so on."""
+    """Logs to Weights & Biases. Its environment variables choose project, mode and so on."""
 
     def __init__(self, folder: Path, resumed_step: int, settings: Mapping[str, Any]) -> None:
         import wandb
@@ -95,7 +95,7 @@ _KNOWN = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
 
 
 def check(names: Sequence[str]) -> None:
-    """Raise ConfigError for one that cannot be used; without the package of TensorBoard a run continues."""
+    """Raise ConfigError for an unusable logger in `names`. A run continues without the package of TensorBoard."""
     for name in names:
         if ":" in name:
             found = imported("run.loggers", name)
@@ -114,7 +114,7 @@ def check(names: Sequence[str]) -> None:
 def open_loggers(
     names: Sequence[str], folder: Path, resumed_step: int, settings: Mapping[str, Any]
 ) -> tuple[list[Logger], str | None]:
-    """The loggers, and what a person should know of one that is not there."""
+    """Return the loggers, and a line to print if TensorBoard is missing, else None."""
     found: list[Logger] = []
     note = None
     for name in names:

@@ -1,4 +1,4 @@
-r"""Numbers of a run on disk: metrics.jsonl, one JSON object a line, and loggers beside it.
+r"""Writes the numbers of a run to metrics.jsonl, one JSON object per line, and to loggers.
 
 {"step": 10, "kind": "train", "loss": 3.1, "lr": 0.0001, ...}
 {"step": 100, "kind": "validation", "loss": 2.4, ...}
@@ -22,15 +22,15 @@ from weft.train.record.loggers import Logger, open_loggers
 
 FILE = "metrics.jsonl"
 _LONGEST = 64 << 20
-"""Bytes of a line; one with the norms of all parameters of a large model has a few million."""
+"""The longest line in bytes. The norms of all parameters of a large model take a few million."""
 
 
 class Metrics:
-    """Appends a run's numbers; each line is on its way to the disk when `log` returns.
+    """Appends a run's numbers to its file and its loggers. Each line is flushed to the system when `log` returns.
 
-    resumed_step: the step of the checkpoint that the run resumes from; later lines, which the run will write
-    again, are removed. 0 starts over: all lines go. `enabled=False` (ranks other than 0) writes nothing.
-    loggers: those of `run.loggers`, which are told the run's `settings`.
+    resumed_step: the step of the checkpoint from which the run resumes. Later lines, which the run will write again,
+    are removed; 0 removes all lines. `enabled=False` (ranks other than 0) writes nothing. loggers: those of
+    `run.loggers`, which get the run's `settings`.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Metrics:
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.note: str | None = None
-        """Why there is no TensorBoard output, for the person at the terminal; None when there is."""
+        """A line to print if TensorBoard is missing; None otherwise."""
         self._file: Any = None
         self._loggers: list[Logger] = []
         if not enabled:
@@ -56,7 +56,7 @@ class Metrics:
         self._loggers, self.note = open_loggers(loggers, folder, resumed_step, settings or {})
 
     def log(self, step: int, kind: Literal["train", "validation"], **values: float) -> None:
-        """One line for `step`. Numbers that are not finite become null, which every JSON reader accepts."""
+        """Write a line of numbers. Numbers that are not finite become null, which every JSON reader accepts."""
         if self._file is None:
             return
         self._write({"step": step, "kind": kind, **_readable(values)})
@@ -65,9 +65,9 @@ class Metrics:
     def log_experts(
         self, step: int, loads: dict[str, list[int]], exchanged: dict[str, list[int]] | None = None
     ) -> None:
-        """One line for `step` with the assignments per expert of each layer; loggers get a histogram of each.
+        """Write a line with the assignments per expert of each layer. Loggers get a histogram of each layer.
 
-        `exchanged`: of each layer, the assignments to experts on other ranks and the rows that travelled for them.
+        `exchanged`: for each layer, [assignments to experts on other ranks, rows sent for them].
         """
         if self._file is None:
             return
@@ -78,7 +78,7 @@ class Metrics:
                 logger.histogram(step, f"experts/{layer}", load)
 
     def log_norms(self, step: int, weights: Mapping[str, float], gradients: Mapping[str, float]) -> None:
-        """One line for `step` with the norms of weights and gradients by parameter; loggers get a curve of each."""
+        """Write a line with the norms of weights and gradients by parameter. Loggers get a curve of each."""
         if self._file is None:
             return
         self._write({"step": step, "kind": "norms", "weight": _readable(weights), "gradient": _readable(gradients)})
@@ -86,8 +86,7 @@ class Metrics:
             self._scalars(step, {f"{what}_norm/{name}": norm for name, norm in norms.items()})
 
     def log_quantization(self, step: int, shares: Mapping[str, Shares]) -> None:
-        """One line for `step` with the shares of saturated and underflowed weights by unit; loggers get a curve of
-        each."""
+        """Write a line with the shares of saturated and underflowed weights by unit. Loggers get a curve of each."""
         if self._file is None:
             return
         named = {what: {name: getattr(each, what) for name, each in shares.items()} for what in Shares._fields}
@@ -96,7 +95,7 @@ class Metrics:
             self._scalars(step, {f"{what}/{name}": share for name, share in by_unit.items()})
 
     def log_sample(self, step: int, text: str) -> None:
-        """One line for `step` with what the model wrote."""
+        """Write a line with a text that the model generated."""
         if self._file is not None:
             self._write({"step": step, "kind": "sample", "text": text})
 
@@ -128,11 +127,11 @@ def _readable(values: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def read_metrics(run_directory: str | Path) -> list[dict[str, Any]]:
-    """The records of a run in order; lines that a killed process or machine left broken are passed over, and what no
-    run writes."""
+    """Return the records of a run in order. Skips lines that a crash left incomplete, and lines that no run
+    writes."""
     records = []
     with suppress(FileNotFoundError), (Path(run_directory) / FILE).open("rb") as stream:
-        # A line without its end is one that was not finished, or is longer than any that `Metrics` writes.
+        # A line without a newline is incomplete, or longer than any that `Metrics` writes.
         while line := stream.readline(_LONGEST):
             if line.endswith(b"\n") and (record := _record(line.decode(errors="replace"))) is not None:
                 records.append(record)
@@ -148,7 +147,7 @@ def _record(line: str) -> dict[str, Any] | None:
 
 
 def _is_whole(record: dict[str, Any]) -> bool:
-    """Whether it is one of those that `Metrics` writes, with numbers where numbers are."""
+    """Return whether `record` has the form of a record of `Metrics`."""
     if type(record.get("step")) is not int or not isinstance(kind := record.get("kind"), str):
         return False
     rest = [value for name, value in record.items() if name not in ("step", "kind")]

@@ -1,4 +1,4 @@
-"""The names of a run's numbers: those of the loop, and those that your loss returns."""
+"""The names of a run's numbers: names of the loop, and names that your loss may return."""
 
 _OF_LOOP = frozenset(
     (
@@ -11,5 +11,5 @@ _PREFIXES = ("ema_", "loss_depth_", "validation_")
 
 
 def is_own(name: str) -> bool:
-    """Whether a loss may give a number this name: the loop does not use it."""
+    """Return whether your loss may use this name for a number, because the loop does not use it."""
     return name not in _OF_LOOP and not name.startswith(_PREFIXES)

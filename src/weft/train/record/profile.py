@@ -1,4 +1,4 @@
-"""Traces of a few steps by torch's profiler, and the number of operations of a step."""
+"""Traces of a few steps by torch's profiler, and a count of the operations of a step."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -14,7 +14,7 @@ FOLDER = "profile"
 
 
 class ProfilerWindow:
-    """Records `steps` steps from step `first` on (0: none), and writes what it saw as a trace of this rank."""
+    """Profiles `steps` steps from step `first` on (0: none), and writes a trace of this rank."""
 
     def __init__(self, folder: Path, first: int, steps: int, rank: int) -> None:
         self.first, self.last = first, first + steps - 1
@@ -34,7 +34,7 @@ class ProfilerWindow:
             self.close(note)
 
     def close(self, note: Callable[[str], None]) -> None:
-        """Write what there is, also of a window that the run did not reach the end of."""
+        """Write the trace, also if the run ended before the last step of the window."""
         if self._profiler is not None:
             self._profiler.stop()
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,9 +44,9 @@ class ProfilerWindow:
 
 
 class Operations(TorchDispatchMode):
-    """Counts multiplications and additions of matrix products, convolutions and attention, in both passes.
+    """Counts multiplications and additions of matrix products, convolutions and attention in forward and backward.
 
-    What is computed again in backward counts again.
+    Recomputation in backward counts too.
     """
 
     def __init__(self) -> None:
@@ -88,4 +88,4 @@ _ATTENTION: dict[Any, Any] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
-"""Operators that torch does not count."""
+"""FLOP counts of operators that torch does not count."""

@@ -17,11 +17,11 @@ from weft.train.record.names import is_own
 _REFRESH_S = 0.2
 _NOTES = 3
 _WINDOW = 50
-"""Steps whose mean duration predicts the time left."""
+"""The number of steps whose mean duration predicts the time left."""
 
 
 def format_count(value: float) -> str:
-    """12,345 as 12.3k; three digits are enough to watch."""
+    """Return a number with three digits and a suffix: 12,345 as 12.3k."""
     for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= limit:
             return f"{value / limit:.3g}{suffix}"
@@ -29,7 +29,7 @@ def format_count(value: float) -> str:
 
 
 def format_bytes(value: float) -> str:
-    """Bytes in binary units: 1.5 GiB."""
+    """Return a size in bytes as text in binary units: 1.5 GiB."""
     for limit, suffix in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if value >= limit:
             return f"{value / limit:.1f} {suffix}"
@@ -37,14 +37,14 @@ def format_bytes(value: float) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """1:02:03, or 2:03 below an hour."""
+    """Return a duration as 1:02:03, or as 2:03 below an hour."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def format_step(seconds: float) -> str:
-    """The time of a step: 123 ms, or 1.23 s."""
+    """Return the time of a step as 123 ms, or as 1.23 s from a second on."""
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
@@ -57,7 +57,7 @@ _KNOWN: dict[str, tuple[str, Callable[[float], str]]] = {
     "step_seconds": ("step", format_step),
     "memory_bytes": ("memory", format_bytes),
 }
-"""Label and format of the values that `update` is usually given, in the order in which they appear."""
+"""Name -> (label, format) of the usual values of `update`, in display order."""
 
 
 class Progress:
@@ -67,10 +67,9 @@ class Progress:
             progress.update(1, loss=5.5, lr=1e-4)
             progress.note("checkpoint 1 saved")
 
-    On a terminal one panel is redrawn in place. Elsewhere there is one line every `log_every` steps, for the
-    last step and for each validation. `enabled=False` (ranks other than 0) shows nothing. The time left is
-    reckoned from the last steps, so that a run resumed at `first_step` is not judged by steps that it did not
-    take. units: by name, what is printed behind the values.
+    On a terminal, one panel is redrawn in place. Elsewhere, a line is printed every `log_every` steps, for the last
+    step and for each validation. `enabled=False` (ranks other than 0) shows nothing. The time left is estimated from
+    the last steps since `first_step`, the step of a resume. units: by name, the unit that is printed after a value.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class Progress:
             self._live = None
 
     def update(self, step: int, **values: float) -> None:
-        """`step` optimizer steps are done; values that are not given keep their last number on the panel."""
+        """Show that `step` optimizer steps are done. On the panel, other values keep their last number."""
         if step != self._step:
             self._times.append((step, time.monotonic()))
         self._step = step
@@ -128,7 +127,7 @@ class Progress:
             self._line(self._describe_step(values))
 
     def note(self, text: str) -> None:
-        """An event worth a line: a checkpoint, a validation, a warning."""
+        """Show a line about an event: a checkpoint, a validation, a warning."""
         if not self._enabled:
             return
         if self._live is not None:
@@ -139,19 +138,19 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """By the mean of the last steps; None before the first one."""
+        """The estimated time left, by the mean of the last steps; None before the first step."""
         (first, then), (last, now) = self._times[0], self._times[-1]
         if last == first:
             return None
         return (now - then) / (last - first) * max(0, self._total - self._step)
 
     def _line(self, text: str) -> None:
-        # A file has no width: a line must not be broken where a terminal would end.
+        # Output to a file has no width, so lines must not wrap.
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
         self._console.file.flush()
 
     def _shown(self, values: dict[str, float]) -> list[tuple[str, str]]:
-        """(label, value): the numbers of a person's own first."""
+        """Return (label, value) pairs, those of your own numbers first."""
         rest = [(n, n.replace("_", " "), f"{v:.4g}") for n, v in values.items() if n not in _KNOWN]
         own = [each for each in rest if is_own(each[0].removeprefix("validation_"))]
         known = [(name, label, form(values[name])) for name, (label, form) in _KNOWN.items() if name in values]
@@ -188,7 +187,7 @@ class Progress:
             ProgressBar(total=max(1, self._total), completed=self._step, complete_style="cyan"),
             Text.assemble((f"{self._step / max(1, self._total):.0%}", "bold"), (f"  {left}", "dim")),
         )
-        # As many values in a row as fit beside each other, each under its name.
+        # As many values per row as fit, each below its label.
         shown = self._shown(self._values)
         columns = max(1, min(len(shown), (self._console.width - 4) // 15))
         values = Table.grid(expand=True, padding=(0, 1))

@@ -1,4 +1,4 @@
-"""Samples during training: after each validation, the model's continuation of `train.sample`."""
+"""Generates a sample after each validation: the model's continuation of `train.sample`."""
 
 from itertools import islice
 
@@ -14,7 +14,7 @@ from weft.train.toml_values import show
 
 
 class Samples:
-    """The samples of one run. All ranks generate the same text together. Raises ConfigError for a model that cannot."""
+    """The samples of a run. All ranks generate the same text together. Raises ConfigError if the model cannot."""
 
     def __init__(self, config: TrainConfig, model: HybridModel, device: torch.device) -> None:
         prompt, sharding = config.train.sample, config.sharding
@@ -30,7 +30,7 @@ class Samples:
         self._among = torch.tensor(self._tokenizer.ids, device=device)
 
     def write(self) -> str:
-        """The prompt and its most likely continuation."""
+        """Return the prompt with its greedy continuation. Collective."""
         modes = {module: module.training for module in self._model.modules()}
         self._model.eval()
         try:
@@ -43,5 +43,5 @@ class Samples:
 
 
 def in_one_line(step: int, text: str) -> str:
-    """For a terminal."""
+    """Return a sample as one line for the terminal."""
     return f"sample of step {step}: {show(text)}"

@@ -1,4 +1,4 @@
-"""The report of a run: its page, its figures, and the times of one step."""
+"""The report of a run: its page, its figures, and the timeline of one step."""
 
 from weft.train.report.page import write_report
 

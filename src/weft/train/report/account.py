@@ -1,4 +1,4 @@
-"""The lines that a run prints about itself, and the files from which its report is made."""
+"""Prints facts about a run, and writes the files from which its report is made."""
 
 import dataclasses
 import shlex
@@ -30,7 +30,7 @@ from weft.train.task.task import Task
 
 
 class Account:
-    """One rank's part of it; `say` is told lines. The first rank of all writes."""
+    """The account of a run on one rank. The first rank writes. `say` is called with lines to print."""
 
     def __init__(
         self,
@@ -42,16 +42,19 @@ class Account:
         *,
         own_task: bool,
     ) -> None:
-        """own_task: whether the task is not the one that `config` describes."""
+        """own_task: whether the task comes from a program, not from `config`."""
         self._folder, self._config, self._task, self._device, self._say = folder, config, task, device, say
         self._has_own_task = own_task
         self._stages, self._writes = Stages(task.model), dist.get_rank() == 0
         self._parameters = self._stages.count_parameters()
         self._facts: dict[str, Any] = {}
-        """Those of the start, until they are written."""
+        """The facts of the start, until they are written."""
 
     def begin(self, step: int) -> None:
-        """Of a run that begins, or resumes from `step`: then nothing is written before `keep_start`."""
+        """Print and collect facts at the start of a run, or at its resume from `step`.
+
+        A resumed run writes them only in `keep_start`.
+        """
         ranks = dist.get_world_size()
         if self._writes:
             resumed = [each for each in read_facts(self._folder).get("resumed", []) if each < step]
@@ -78,11 +81,11 @@ class Account:
             self._say(note)
 
     def keep_start(self) -> None:
-        """Write what the run is trained with, on the first rank, once its newest checkpoint is trained with it."""
+        """Write configuration and facts on the first rank. Called when the first checkpoint with them is committed."""
         if not self._facts:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        # A run keeps its name, by which it is found again, not that of the configuration that resumes it.
+        # A run keeps its name, by which a resume finds it, even if the resuming configuration has another.
         run = dataclasses.replace(self._config.run, name=recorded_name(self._folder) or self._config.run.name)
         config = dataclasses.replace(self._config, run=run)
         replace_text(self._folder / CONFIG, to_toml(config, own_task=self._has_own_task))
@@ -91,14 +94,14 @@ class Account:
         self._facts = {}
 
     def is_complete(self, position: Position) -> bool:
-        """Whether the report of a run that is complete at `position` was written. All ranks call this."""
+        """Return whether the report of a run that is complete at `position` was written. Collective."""
         written = not self._writes or read_facts(self._folder).get("reported") == position.step
         return first_rank_s(written, what="whether the report was written")
 
     def end(self, position: Position, optimizer: torch.optim.Optimizer, passes: Passes) -> None:
-        """Of a run that is complete; all ranks of the first rank's pipeline call this.
+        """Write the report of a complete run. Collective over the ranks of the first rank's pipeline.
 
-        What cannot be written ends nothing: a line says why.
+        If the report cannot be written, a line says why and nothing is raised.
         """
         memory = weft.memory_report(self._task.model)
         memory["persistent"]["optimizer state"] = optimizer_bytes(optimizer)
@@ -123,7 +126,7 @@ class Account:
         memories: tuple[Any, ...],
         recorded: tuple[list[Interval], ...],
     ) -> None:
-        """Of each rank of the pipeline: its units, its memory, and what it recorded."""
+        """Write the report. The tuples have an entry per pipeline rank: its units as text, memory and intervals."""
         baseline = self._task.baseline()
         if baseline is not None and position.validation_loss is not None:
             self._say(

@@ -1,4 +1,4 @@
-"""The pictures of a report: one for each kind of numbers that the run has."""
+"""Draws the pictures of a report, one for each kind of numbers that the run has."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,13 +10,13 @@ from weft.train.report.stages import read_stages
 from weft.train.report.timeline import HiddenExchange, read_timeline, slow_ranks
 
 Drawing = tuple[str, str, figures.Draw]
-"""File name, what it shows, how to draw it."""
+"""(file name, title, function that draws it)."""
 
 
 def draw_all(
     folder: Path, records: list[dict[str, Any]], facts: Mapping[str, Any], baselines: dict[str, float]
 ) -> list[tuple[str, bytes, bytes]]:
-    """Write each picture as `NAME.svg` and `NAME-dark.svg` into `folder`; returns (what it shows, light, dark)."""
+    """Write each picture as `NAME.svg` and `NAME-dark.svg` into `folder`. Return (title, light, dark) of each."""
     pictures = []
     drawings = _figures(records, facts, baselines) + _pattern_figures(facts) + _stage_figures(folder)
     for name, title, draw in drawings + _expert_figures(folder, records, facts):
@@ -57,13 +57,13 @@ def _figures(records: list[dict[str, Any]], facts: Mapping[str, Any], baselines:
 
 
 def _pattern_figures(facts: Mapping[str, Any]) -> list[Drawing]:
-    """As `_figures`, of a run of a hybrid model."""
+    """Return the drawings of a run of a hybrid model."""
     text = facts.get("pattern")
     return [("pattern", f"The layers of the pattern {text}", pattern_figure.pattern(text))] if text else []
 
 
 def _stage_figures(folder: Path) -> list[Drawing]:
-    """As `_figures`, of a run in stages."""
+    """Return the drawings of a run with pipeline stages."""
     if (stages := read_stages(folder)) is None:
         return []
     title = f"All stages in one training step of {stages.time:.0f} ms, {stages.idle_share:.0%} of it idle"
@@ -71,7 +71,7 @@ def _stage_figures(folder: Path) -> list[Drawing]:
 
 
 def _rows_saved(loads: list[dict[str, Any]]) -> str:
-    """What one row per rank has saved in the steps that were recorded; nothing where no row is saved."""
+    """Return text on the share of rows between ranks that `model.moe_rows_per = "rank"` saved; empty if none."""
     moved = [rows for record in loads for rows in record.get("exchanged", {}).values()]
     assignments, rows = sum(each[0] for each in moved), sum(each[1] for each in moved)
     return (
@@ -80,7 +80,7 @@ def _rows_saved(loads: list[dict[str, Any]]) -> str:
 
 
 def _expert_figures(folder: Path, records: list[dict[str, Any]], facts: Mapping[str, Any]) -> list[Drawing]:
-    """As `_figures`, of a run with experts."""
+    """Return the drawings of a run with experts."""
     found: list[Drawing] = []
     loads = [record for record in records if record["kind"] == "experts"]
     if loads:

@@ -1,4 +1,4 @@
-"""The pictures of a run with experts: the tokens of each expert, and the exchange under computation."""
+"""Pictures of a run with experts: the tokens of each expert, and the overlap of exchange and computation."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,11 @@ from weft.train.report.figures import Draw, Theme
 
 LAYERS_SHOWN = 8
 Loads = Mapping[str, Sequence[Sequence[int]]]
-"""Layer -> for each step, the assignments of each expert."""
+"""Layer -> [step][expert], the number of assignments."""
 
 
 def expert_load(steps: Sequence[int], loads: Loads) -> Draw:
-    """Each expert's share of the assignments over the steps, one panel a layer; 1 is a balanced share."""
+    """Draw each expert's share of the assignments over the steps, one panel per layer; 1 is a balanced share."""
     names = list(loads)
     if len(names) > LAYERS_SHOWN:
         names = [names[round(place)] for place in np.linspace(0, len(names) - 1, LAYERS_SHOWN)]
@@ -55,9 +55,9 @@ def expert_load(steps: Sequence[int], loads: Loads) -> Draw:
 
 
 def lanes(intervals: Sequence[Interval], hidden: float) -> Draw:
-    """Computation and exchange of one step side by side: where the one idles, and what it hides of the other.
+    """Draw computation, idle time and exchange of one step on two rows, with the hidden and exposed exchange.
 
-    hidden: which part of the exchange ran under computation.
+    hidden: the fraction of the exchange that overlaps with computation.
     """
     begin, end = min(each.start for each in intervals), max(each.end for each in intervals)
     computed = without(pieces(intervals, COMPUTE), pieces(intervals, "wait"))
@@ -106,13 +106,13 @@ def lanes(intervals: Sequence[Interval], hidden: float) -> Draw:
 
 
 def _shares(counts: Sequence[Sequence[int]]) -> np.ndarray:
-    """[expert, step] in multiples of what each expert would have if all had as much."""
+    """Return the shares [expert, step] as multiples of a balanced share."""
     table = np.asarray(counts, dtype=np.float64).T
     return table / np.maximum(table.mean(0), 1e-9)
 
 
 def _borders(steps: Sequence[int]) -> np.ndarray:
-    """Between steps that need not be evenly spaced."""
+    """Return the borders of the cells around steps, which need not be evenly spaced."""
     middle = (np.asarray(steps[1:]) + np.asarray(steps[:-1])) / 2
     first = steps[0] - (middle[0] - steps[0] if len(steps) > 1 else 0.5)
     last = steps[-1] + (steps[-1] - middle[-1] if len(steps) > 1 else 0.5)

@@ -1,10 +1,10 @@
 """Facts about a run that are not metrics, kept in the run's folder for the report:
 
-parameters, ranks, device, versions, command, commit, resumed, pattern    from the start
-description: the text of `weft.describe`                                  from the end
-memory: what `weft.memory_report` gives, or a list of those of the ranks of a pipeline
+parameters, ranks, device, versions, command, commit, resumed, pattern    written at the start
+description: the text of `weft.describe`                                  written at the end, as all below
+memory: the result of `weft.memory_report`, or a list of them for the ranks of a pipeline
 baseline: the validation loss of the bigram table in nats per byte
-graphs: what `weft.graph_report` counts on the first rank
+graphs: the counts of `weft.graph_report` on the first rank
 operations, seconds
 """
 
@@ -27,7 +27,7 @@ _LARGEST = 64 << 20
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """Read the facts; nothing if there are none, or if they cannot be read."""
+    """Read the facts; an empty dictionary if there are none, or if they cannot be read."""
     try:
         facts = parse_json(read_bounded(folder / FILE, _LARGEST))
     except (OSError, ValueError):
@@ -36,17 +36,17 @@ def read_facts(folder: Path) -> dict[str, Any]:
 
 
 def keep_facts(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Add facts to those on disk."""
+    """Add `facts` to the file, in place of older ones with the same names."""
     replace_text(folder / FILE, json.dumps({**read_facts(folder), **facts}, indent=1) + "\n")
 
 
 def versions() -> str:
-    """Versions of the software that a run uses."""
+    """Return the versions of weft, torch and Python."""
     return f"weft {weft.__version__}, torch {version('torch')}, Python {python_version()}"
 
 
 def commit() -> str | None:
-    """The commit of the repository in which the run was started, with a mark for changed files; None outside of one."""
+    """Return the commit of the current git repository, with "-dirty" if files have changed; None if there is none."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5)
@@ -56,7 +56,7 @@ def commit() -> str | None:
 
 
 def command() -> str:
-    """The shell command that starts a run like this one. Ranks of `weft train` have its arguments."""
+    """Return the shell command that started this run. Ranks have the arguments of `weft train`."""
     program = Path(sys.argv[0])
     is_weft = program.name == "weft" or program.parts[-2:] == ("weft", "__main__.py")
     words = ["-m", "weft"] if is_weft else [sys.argv[0]]

@@ -1,7 +1,7 @@
-"""The pictures of a run, each drawn for light and for dark pages.
+"""Pictures of a run, each drawn for light and for dark pages.
 
-A figure is a function of the run's numbers that draws with the colours of a `Theme`; `render` makes its SVG, or a PNG.
-The same numbers give the same bytes. Sizes are those of a phone: 10 points in a picture as wide as its screen.
+Each function returns a `Draw`, which draws with the colours of a `Theme`; `render` turns it into SVG or PNG. The same
+numbers give the same bytes. Sizes suit a phone: text of 10 points in a picture as wide as its screen.
 """
 
 import io
@@ -41,13 +41,13 @@ Draw = Callable[[Figure, Theme], None]
 Curve = Sequence[tuple[float, float]]
 """(step, value) in order of step."""
 POINTS = 1200
-"""The most points of a curve that are drawn: more cannot be seen."""
+"""The most points drawn of a curve; more would not be visible."""
 
 
 def render(draw: Draw, theme: Theme, size: tuple[float, float] = (5.2, 3.6), kind: str = "svg") -> bytes:
-    """A figure as "svg" or "png", `size` in inches (for PNG, at 150 dots each)."""
+    """Return the bytes of a picture, `kind` "svg" or "png". `size` is in inches (for PNG, at 150 dots per inch)."""
     style: dict[Any, Any] = {
-        "svg.fonttype": "path",  # the same letters with any installed fonts
+        "svg.fonttype": "path",  # letters look the same with any installed fonts
         "svg.hashsalt": "weft",
         "font.family": "DejaVu Sans",
         "font.size": 10,
@@ -77,7 +77,7 @@ def render(draw: Draw, theme: Theme, size: tuple[float, float] = (5.2, 3.6), kin
         "figure.facecolor": theme.paper,
         "savefig.facecolor": theme.paper,
     }
-    # The defaults first, so that a person's own settings do not change the report.
+    # Start from the defaults, so that the user's matplotlib settings do not change the report.
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(style)
@@ -97,7 +97,7 @@ def loss(
     resumed: Sequence[int] = (),
     title: str = "Loss",
 ) -> Draw:
-    """Training and validation values over the steps, with horizontal lines to compare with."""
+    """Draw training and validation values over the steps, with a horizontal line for each baseline."""
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes = _step_axes(figure.subplots(), title, unit)
@@ -126,13 +126,13 @@ def loss(
             )
         for name, value in baselines.items():
             axes.axhline(value, color=theme.quiet, linewidth=1.4, linestyle=(0, (4, 3)), label=f"{name}  {value:.3f}")
-        figure.legend(loc="outside lower left", ncols=2, labelcolor=theme.quiet)  # never over a curve
+        figure.legend(loc="outside lower left", ncols=2, labelcolor=theme.quiet)  # covers no curve
 
     return draw
 
 
 def throughput(speed: Curve, unit: str, resumed: Sequence[int] = ()) -> Draw:
-    """Tokens, or another `unit`, per second over the steps, with their median."""
+    """Draw tokens, or another `unit`, per second over the steps, with the median."""
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes = _step_axes(figure.subplots(), "Throughput", f"{unit} per second")
@@ -149,7 +149,7 @@ def throughput(speed: Curve, unit: str, resumed: Sequence[int] = ()) -> Draw:
 
 
 def rate_and_norm(learning_rate: Curve, gradient_norm: Curve, resumed: Sequence[int] = ()) -> Draw:
-    """Learning rate and gradient norm over the steps, one above the other."""
+    """Draw learning rate and gradient norm over the steps, one above the other."""
 
     def draw(figure: Figure, theme: Theme) -> None:
         panels = [
@@ -176,7 +176,7 @@ def rate_and_norm(learning_rate: Curve, gradient_norm: Curve, resumed: Sequence[
 
 
 def memory(groups: Mapping[str, Mapping[str, float]]) -> Draw:
-    """Bytes by role, one bar each: group -> role -> bytes, a colour per group."""
+    """Draw memory, one bar per role and one colour per group. `groups`: group -> role -> bytes."""
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes = figure.subplots()
@@ -197,7 +197,7 @@ def memory(groups: Mapping[str, Mapping[str, float]]) -> Draw:
             labels += [role.replace("_", " ") for role in roles]
         axes.set_yticks(range(len(labels)), labels)
         axes.tick_params(axis="y", labelcolor=theme.ink, length=0)
-        # Upside down, and with room for five bars at least: one or two must not fill the picture.
+        # The first bar on top, and room for at least five bars, so that one or two do not fill the picture.
         axes.set_ylim(max(5, len(labels)) - 0.5, -0.5)
         axes.set_xlim(0, largest / unit * 1.32)
         axes.set_xlabel(("bytes", "KiB", "MiB", "GiB")[power])
@@ -223,7 +223,7 @@ def _columns(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _mark_resumes(axes: Any, resumed: Sequence[int], theme: Theme, named: bool = True) -> None:
-    """A line where the run went on from a checkpoint."""
+    """Draw a vertical line at each step from which the run resumed."""
     for number, step in enumerate(resumed):
         axes.axvline(step, color=theme.violet, linewidth=1, linestyle=(0, (1, 2)), zorder=1)
         if named and number == 0:
@@ -232,7 +232,7 @@ def _mark_resumes(axes: Any, resumed: Sequence[int], theme: Theme, named: bool =
 
 
 def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The lowest and the highest of each of as many parts as a picture can show."""
+    """Return at most about `POINTS` points of a curve: the lowest and the highest of each part."""
     size = -(-2 * len(values) // POINTS)
     if size < 2:
         return steps, values
@@ -243,12 +243,12 @@ def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
         if len(known):
             places += sorted({start + known[part[known].argmin()], start + known[part[known].argmax()]})
         else:
-            places.append(start)  # a gap stays one
+            places.append(start)  # keep gaps
     return steps[places], values[places]
 
 
 def _smoothed(values: np.ndarray, window: int) -> np.ndarray:
-    """The mean of up to `window` values around each place; NaN does not count."""
+    """Return the mean of up to `window` values around each point, without NaN."""
     known = np.isfinite(values)
     kernel = np.ones(window)
     counts = np.convolve(known, kernel, mode="same")

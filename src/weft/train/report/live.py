@@ -1,6 +1,6 @@
-"""The report of a run in training, written from time to time by a separate process.
+"""Writes the report of a running training from time to time, in a separate process.
 
-Pictures take seconds of processor time, and no step should wait for them.
+Pictures take seconds of CPU time, for which no step should wait.
 """
 
 import os
@@ -11,12 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 _SHARE = 20
-"""A page that took a second is not written again for so many."""
+"""The least ratio of the pause between two pages to the time of writing one."""
 _LAST_S = 60.0
 
 
 class LiveReport:
-    """The live report of a run. every: seconds between two pages; 0: none. `say` prints the first failure."""
+    """The live report of a run. every: seconds between two pages; 0: no pages. `say` prints the first failure."""
 
     def __init__(self, folder: Path, every: float, say: Callable[[str], None], *, enabled: bool = True) -> None:
         self._folder, self._every, self._say, self._enabled = folder, every, say, enabled and every > 0
@@ -26,7 +26,7 @@ class LiveReport:
         self._has_failed = False
 
     def after_step(self) -> None:
-        """Begin to write a page, if it is time."""
+        """Start to write a page, if it is due."""
         if not self._enabled:
             return
         now = time.monotonic()
@@ -41,7 +41,7 @@ class LiveReport:
             self._writer = self._start()
 
     def close(self) -> None:
-        """Wait for a page that is being written: it must not take the place of the last one."""
+        """Wait for a page that is being written, so that it does not replace the final one."""
         if self._writer is None:
             return
         try:
@@ -60,7 +60,7 @@ class LiveReport:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            process_group=0,  # Ctrl-C of a terminal is not for it
+            process_group=0,  # Ctrl-C in the terminal must not stop it
         )
 
     def _note(self, status: int) -> None:

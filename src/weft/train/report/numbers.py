@@ -1,4 +1,4 @@
-"""A run's records as the numbers that its report shows."""
+"""Extracts the numbers of a report from a run's records."""
 
 import math
 import statistics
@@ -11,7 +11,7 @@ Curve = list[tuple[float, float]]
 
 
 def memory_groups(memory: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) -> dict[str, dict[str, float]]:
-    """group -> role -> bytes, without roles that take nothing. Several reports are those of a pipeline's ranks."""
+    """Return group -> role -> bytes without empty roles. A list of reports is that of a pipeline's ranks."""
     if not memory:
         return {}
     if not isinstance(memory, Mapping):
@@ -26,43 +26,43 @@ def memory_groups(memory: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
 
 def curve(records: list[dict[str, Any]], kind: str, name: str) -> Curve:
-    """(step, value) of the records that have it; a value that was not finite leaves a gap."""
+    """Return (step, value) of all records with the number `name`; NaN for a value that was not finite."""
     found = [(r["step"], r[name]) for r in records if r["kind"] == kind and name in r]
     return [(step, math.nan if value is None else value) for step, value in found]
 
 
 def median(points: Sequence[tuple[float, float]]) -> float:
-    """The median of the finite values; NaN without any."""
+    """Return the median of the values that are not NaN; NaN without any."""
     known = [value for _, value in points if value == value]
     return statistics.median(known) if known else math.nan
 
 
 def counted(records: list[dict[str, Any]]) -> str:
-    """The unit that the run counts: "tokens" of a text, or "samples" of your own data."""
+    """Return the unit that the run counts: "tokens" of a text, or "samples" of your own data."""
     return "samples" if any("samples_per_second" in record for record in records) else "tokens"
 
 
 def loss_unit(records: list[dict[str, Any]]) -> str:
-    """The unit of losses."""
+    """Return the unit of losses, for labels."""
     if counted(records) != "tokens":
         return "own loss"
     return "nats per byte" if any("nats_per_byte" in record for record in records) else "nats per token"
 
 
 def own_names(records: list[dict[str, Any]]) -> list[str]:
-    """The numbers that a loss gave beside itself, in the order in which they came."""
+    """Return the names of the numbers that your loss returned, in order of appearance."""
     found = [name for each in records if each["kind"] in ("train", "validation") for name in each if is_own(name)]
     return list(dict.fromkeys(found))
 
 
 def units_of(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Of the numbers that a loss gave, by name, where a person has said them."""
+    """Return the configured units (`run.units`) of numbers that your loss returned, by name."""
     units = facts.get("units")
     return {name: str(unit) for name, unit in units.items()} if isinstance(units, dict) else {}
 
 
 def losses(records: list[dict[str, Any]]) -> tuple[Curve, Curve]:
-    """Training and validation loss in `loss_unit`: validation records tell how many bytes a token has."""
+    """Return training and validation loss in `loss_unit`. Validation records give the bytes per token."""
     validation = curve(records, "validation", "nats_per_byte") or curve(records, "validation", "loss")
     bytes_per_token = 1.0
     for record in records:

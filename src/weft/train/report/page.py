@@ -20,16 +20,16 @@ from weft.train.run.runs import CONFIG
 
 BASELINE = "bigram table"
 _SAMPLES = 6
-"""Texts that a page shows: the first one, and the last ones."""
+"""The number of samples on a page: the first one, and the last ones."""
 NO_PICTURES = "no pictures: they need matplotlib; install weft[train] for them"
 
 
 def write_report(run_directory: str | Path, *, live_s: float = 0) -> Path:
-    """Write report.html and its pictures (`NAME.svg`, `NAME-dark.svg`) into a run's folder; returns its path.
+    """Write report.html and its pictures (`NAME.svg`, `NAME-dark.svg`) into a run's folder; return the page's path.
 
-    All that it says comes from the metrics, the configuration and the facts there. What is missing is left out; without
-    matplotlib, the pictures. The same files give the same bytes. live_s: of a run that trains; the page loads itself
-    again after so many seconds. Raises ConfigError where it cannot be written.
+    The content comes from the metrics, the configuration and the facts in the folder. Missing parts are left out, and
+    pictures if there is no matplotlib. The same files give the same bytes. live_s: for a running training, the seconds
+    after which the page reloads itself. Raises ConfigError if the report cannot be written.
     """
     try:
         return _written(Path(run_directory), live_s)
@@ -68,7 +68,7 @@ def _written(folder: Path, live_s: float) -> Path:
 
 
 def can_draw() -> bool:
-    """Whether there is a matplotlib, whose import takes seconds."""
+    """Return whether matplotlib can be imported. The import takes seconds."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -77,9 +77,9 @@ def can_draw() -> bool:
 
 
 def _about(records: list[dict[str, Any]], facts: Mapping[str, Any], coming: int) -> list[tuple[str, str]]:
-    """(label, value): first what this page is, then where the run ran and with what.
+    """Return (label, value) pairs: the title of the page first, then facts about the run.
 
-    coming: the steps of a run that trains; 0 for one that has ended.
+    coming: the total number of steps of a running training; 0 for a run that has ended.
     """
     steps = max((record["step"] for record in records), default=0)
     what = f"A training run of weft, {steps:,} steps"
@@ -106,7 +106,7 @@ def _about(records: list[dict[str, Any]], facts: Mapping[str, Any], coming: int)
 def _tiles(
     records: list[dict[str, Any]], baselines: dict[str, float], units: Mapping[str, str]
 ) -> list[tuple[str, str, str]]:
-    """(value, name, remark) of the numbers that a reader wants first."""
+    """Return (value, name, remark) of the most important numbers."""
     train, validation = losses(records)
     tiles = []
     for name in own_names(records):
@@ -137,9 +137,9 @@ def _tiles(
 def _rows(
     records: list[dict[str, Any]], baselines: dict[str, float], units: Mapping[str, str]
 ) -> list[tuple[str, ...]]:
-    """The table of final numbers, its head first: name, loss, and bits where that is in nats per byte.
+    """Return the rows of the table of final numbers, its head first: name, loss, and bits per byte if known.
 
-    Other values take the column of the loss.
+    Other values are in the column of the loss.
     """
     train, validation = losses(records)
     named = {}

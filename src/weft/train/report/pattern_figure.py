@@ -1,4 +1,4 @@
-"""The picture of a hybrid's pattern: a box for each symbol, a frame for each logical layer, a line for each part.
+"""Draws the pattern of a hybrid model: a box for each symbol, a frame for each logical layer, a line for each part.
 
  0          1          2
 ( M )  (( * )( E ))  ( M )  ¦  ...    the main part, with pipeline borders
@@ -16,15 +16,15 @@ from weft.train.report.figures import Draw, Theme
 
 SYMBOLS_IN_A_LINE = 16
 GAP = 0.45
-"""Between logical layers, in widths of a symbol."""
+"""The gap between logical layers, in widths of a symbol."""
 APART = 1.9
-"""Lines, from middle to middle."""
+"""The distance between the middles of two lines, in widths of a symbol."""
 Line = tuple[str, list[tuple[LogicalLayer, bool]]]
-"""What stands before it, and its layers, each with whether a pipeline segment starts there."""
+"""(label, layers), each layer with whether a pipeline segment starts there."""
 
 
 def pattern(text: str) -> Draw:
-    """The layers of a pattern as one reads them, left to right."""
+    """Draw the layers of a pattern from left to right."""
     lines = list(_lines(text))
 
     def draw(figure: Figure, theme: Theme) -> None:
@@ -80,7 +80,7 @@ def _wrapped(layers: Sequence[tuple[LogicalLayer, bool]]) -> Iterator[list[tuple
 
 
 def _layer(axes: Any, layer: LogicalLayer, left: float, middle: float, theme: Theme, colors: dict[str, str]) -> float:
-    """Draw one logical layer from `left`; returns where it ends."""
+    """Draw one logical layer that begins at x = `left`; return the x of its end."""
     width = len(layer.symbols)
     if width > 1:
         frame = FancyBboxPatch((left, middle - 0.5), width, 1, boxstyle="round,pad=0.1,rounding_size=0.25")

@@ -1,4 +1,4 @@
-"""The picture of a pipeline as in the papers: ranks from top to bottom, time from left to right."""
+"""Draws a pipeline schedule as papers do: ranks from top to bottom, time from left to right."""
 
 from collections.abc import Sequence
 
@@ -15,13 +15,13 @@ Color = tuple[float, float, float]
 
 
 def size(simulation: Simulation) -> tuple[float, float]:
-    """Inches that suit `simulation`: wide enough for the numbers of microbatches, up to a limit."""
+    """Return (width, height) in inches, wide enough for the numbers of microbatches, up to a limit."""
     entries = max(map(len, simulation.table.ranks))
     return min(max(7.6, 0.24 * entries), 20.0), 1.9 + 0.36 * len(simulation.table.ranks)
 
 
 def pipeline(simulation: Simulation) -> Draw:
-    """Each action as a box with its microbatch, lighter for later chunks; the two of a pair one above the other."""
+    """Draw each action as a box with its microbatch, lighter for later chunks. A pair's boxes are stacked."""
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes = figure.subplots()
@@ -51,7 +51,7 @@ def pipeline(simulation: Simulation) -> Draw:
 
 
 class _Boxes:
-    """Draws the actions of one picture; their microbatches only where the numbers have room in every box."""
+    """Draws the boxes of one picture, with microbatch numbers only if they fit into every box."""
 
     def __init__(self, figure: Figure, axes: Axes, simulation: Simulation, theme: Theme) -> None:
         self.axes, self.chunks, self.theme = axes, simulation.table.chunks, theme
@@ -81,7 +81,7 @@ class _Boxes:
 
 
 def _color(kind: str, lightness: float, theme: Theme) -> Color:
-    """`lightness`: from 0 for the first chunk to below 1."""
+    """Return the colour of an action. `lightness`: from 0 for the first chunk to below 1."""
     red, green, blue = (
         part + (1 - part) * 0.85 * lightness
         for part in to_rgb({"F": theme.blue, "B": theme.orange, "I": theme.orange, "W": theme.green}[kind])

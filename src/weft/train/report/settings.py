@@ -1,4 +1,4 @@
-"""The settings that a report shows: those that the run used."""
+"""Selects the settings that a report shows."""
 
 from weft.models.kinds import KINDS, fields_of
 from weft.train.config import TrainConfig, to_dict
@@ -17,9 +17,9 @@ ALWAYS = {
 
 
 def in_use(text: str) -> str:
-    """Of a whole configuration as TOML: what differs from the defaults, and the sizes of what there is.
+    """Reduce a complete configuration in TOML to settings other than the defaults, and the sizes of its layers.
 
-    Text that is none stays as it is.
+    Text that is not TOML is returned unchanged.
     """
     try:
         tables = parse_toml(text)
@@ -43,13 +43,13 @@ def in_use(text: str) -> str:
 
 
 def _sizes(pattern: str) -> set[str]:
-    """The sizes of the layers of a pattern: the whole numbers that only some kinds have."""
+    """Return the names of the integer settings that are specific to the kinds of layers in `pattern`."""
     of_all = {field.name for field in fields_of("")}
     return {field.name for field in fields_of(pattern) if type(field.default) is int and field.name not in of_all}
 
 
 def steps_of(text: str) -> int:
-    """`train.steps` of a whole configuration as TOML; 0 where it is none."""
+    """Return `train.steps` of a complete configuration in TOML; 0 if it cannot be read."""
     try:
         steps = parse_toml(text)["train"]["steps"]
     except (ValueError, KeyError, TypeError):

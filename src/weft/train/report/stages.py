@@ -1,4 +1,4 @@
-"""A schedule as it ran in one training step: when each stage computed and when it idled."""
+"""The measured schedule of one training step: when each stage computed and when it idled."""
 
 import json
 from collections import defaultdict
@@ -15,9 +15,10 @@ Span = tuple[float, float]
 
 
 def measured(table: Table, recorded: Sequence[Sequence[Interval]]) -> Simulation:
-    """`table` with the times at which its ranks computed, in milliseconds, from what each of them recorded.
+    """Return `table` with the measured times of its entries in milliseconds. `recorded`: each rank's intervals.
 
-    An entry lasts from its first computation to its last. An empty stage computes nothing.
+    An entry lasts from the start of its first computation to the end of its last. An entry of an empty stage takes
+    no time.
     """
     spans = [_spans(table, rank, intervals) for rank, intervals in enumerate(recorded)]
     zero = min((start for rank in spans for start, _ in rank), default=0.0)
@@ -26,7 +27,7 @@ def measured(table: Table, recorded: Sequence[Sequence[Interval]]) -> Simulation
 
 
 def write_stages(run_directory: str | Path, simulation: Simulation) -> None:
-    """Keep it in the run's folder, for the report."""
+    """Write the measured schedule into the run's folder, for the report."""
     kept = {"table": format_table(simulation.table), "spans": simulation.spans}
     replace_text(Path(run_directory) / FILE, json.dumps(kept))
 

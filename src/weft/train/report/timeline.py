@@ -13,17 +13,17 @@ from weft.train.files import parse_json, replace_text
 
 FILE = "timeline.json"
 SLOW = 1.1
-"""A rank that computes longer than this many times the mean is named."""
+"""A rank is slow if its computing time exceeds the mean by this factor."""
 
 
 def write_timeline(run_directory: str | Path, intervals: Sequence[Interval]) -> None:
-    """Write the intervals of one step, one JSON list [lane, label, issued, start, end] a line."""
+    """Write the intervals of one step, one JSON list [lane, label, issued, start, end] per line."""
     lines = [json.dumps(list(each)) for each in intervals]
     replace_text(Path(run_directory) / FILE, "\n".join(lines) + "\n")
 
 
 def read_timeline(run_directory: str | Path) -> list[Interval]:
-    """Read the file of `write_timeline`; nothing without one."""
+    """Read the file of `write_timeline`; `[]` if there is none."""
     path = Path(run_directory) / FILE
     if not path.exists():
         return []
@@ -31,14 +31,14 @@ def read_timeline(run_directory: str | Path) -> list[Interval]:
 
 
 def computing(intervals: Sequence[Interval]) -> float:
-    """Seconds in which this rank computed without waiting."""
+    """Return the seconds that this rank computed, without waits."""
     return busy(intervals, COMPUTE) - overlap(intervals, COMPUTE, "wait")
 
 
 def slow_ranks(seconds: Sequence[float]) -> str:
-    """Names the ranks that compute longer than `SLOW` times the mean; empty where there are none.
+    """Return text that names the ranks that compute longer than `SLOW` times the mean; empty if there are none.
 
-    seconds: those that each rank computed in one step.
+    seconds: the computing time of each rank in one step.
     """
     mean = sum(seconds) / len(seconds) if seconds else 0.0
     slow = {rank: each / mean for rank, each in enumerate(seconds) if each > SLOW * mean}
@@ -47,14 +47,14 @@ def slow_ranks(seconds: Sequence[float]) -> str:
 
 @dataclass(frozen=True)
 class HiddenExchange:
-    """The time of the exchange of tokens in one step, and the part of it under computation."""
+    """The time of exchanging tokens between ranks in one step, and the fraction that overlaps with computation."""
 
     seconds: float
     fraction: float
 
     @classmethod
     def of(cls, intervals: Sequence[Interval]) -> "HiddenExchange | None":
-        """From a recorded step; None if nothing was exchanged."""
+        """Measure it in the intervals of a step; None if nothing was exchanged."""
         seconds = busy(intervals, EXCHANGE)
         return cls(seconds, hidden_fraction(intervals)) if seconds else None
 

@@ -1,11 +1,11 @@
-"""What a resumed run does with settings that differ from those it was trained with.
+"""Compares the settings of a resumed run with those in its config.toml, and decides which may differ.
 
-    REFUSED   the weights were trained as another function, or the setting would have no effect any more. The same
-              layers in other groups are TOLD with `run.renumber`
+    REFUSED   the setting determines the function or the data that the weights were trained with, or would have no
+              effect any more. A pattern with the same layers in other groups is TOLD with `run.renumber`
     TOLD      takes effect, and is printed before the first step
-    QUIET     changes how the run computes, not its results beyond rounding
+    QUIET     changes how the run computes; results differ by rounding only
 
-The run's config.toml has the settings that it was trained with. docs/training.md shows this table to users.
+docs/training.md has this table for users.
 """
 
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ _SETTINGS: dict[str, Treatment] = {
         ),
         QUIET,
     ),
-    # The same tokens from elsewhere; that they are the same is seen from their fingerprint.
+    # Paths may change if the tokens stay the same, which their fingerprints show.
     **dict.fromkeys(("data.paths", "data.validation_paths", "data.tokenizer"), TOLD),
     "data.cache_dir": QUIET,
     **dict.fromkeys(
@@ -71,14 +71,14 @@ _SETTINGS: dict[str, Treatment] = {
 
 
 def treatment(setting: str) -> Treatment:
-    """What a resume does with a changed `section.name`."""
+    """Return how a resume treats a changed setting, "section.name"."""
     return _SETTINGS.get(setting, _SECTIONS[setting.partition(".")[0]])
 
 
 def changed(directory: Path, config: TrainConfig, step: int) -> list[str]:
-    """The lines to print before the run in `directory` resumes from `step` with `config`.
+    """Return the lines to print before the run in `directory` resumes from `step` with `config`.
 
-    Raises ConfigError that names the settings which cannot change.
+    Raises ConfigError that names changed settings that must not change.
     """
     path = directory / CONFIG
     if not path.is_file():

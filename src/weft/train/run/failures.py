@@ -1,4 +1,4 @@
-"""Exit codes, and the errors that need no traceback."""
+"""Exit codes, and errors that one line explains."""
 
 import errno
 
@@ -6,18 +6,18 @@ from weft.checkpoint import CheckpointError
 from weft.errors import StorageError
 
 SUCCESS, FAILURE, WRONG_CALL, INTERRUPTED, NOT_BEGUN = range(5)
-"""Exit codes. INTERRUPTED: it was asked to stop, and what it reached is saved. NOT_BEGUN: it was asked to stop before
-there was anything to save."""
+"""Exit codes. INTERRUPTED: the run was asked to stop, and its last step is saved. NOT_BEGUN: it was asked to stop
+before there was anything to save."""
 
 _STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 
 class Refused(RuntimeError):
-    """What ends a run and is said in one line."""
+    """Ends a run with one line instead of a traceback."""
 
 
 class Interrupted(Exception):
-    """A request to stop came before training began. is_saved: whether the run has a checkpoint."""
+    """Raised if a request to stop comes before training begins. is_saved: whether the run has a checkpoint."""
 
     def __init__(self, message: str, *, is_saved: bool = False) -> None:
         super().__init__(message)
@@ -25,12 +25,12 @@ class Interrupted(Exception):
 
 
 def as_one_line(error: BaseException) -> str:
-    """As `in_one_line`, but for an error that needs its traceback, the error's own message."""
+    """Return `in_one_line(error)`; for an error that needs its traceback, its type and message."""
     return in_one_line(error) or f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
 
 
 def in_one_line(error: BaseException) -> str | None:
-    """The line to print instead of the traceback of `error`; None if the traceback is needed."""
+    """Return the line to print instead of the traceback of `error`; None if the traceback is needed."""
     if isinstance(error, CheckpointError | Refused):
         return str(error)
     if isinstance(error, StorageError) or (isinstance(error, OSError) and error.errno in _STORAGE):

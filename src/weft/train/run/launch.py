@@ -1,9 +1,9 @@
-"""Local ranks: one process each, watched by the process that you started.
+"""Starts local ranks, one process each, and supervises them.
 
 weft train ── starts ──> rank 0   writes to the terminal
     │ │                  rank 1   writes to logs/rank-1.log
-    │ └ a pipe to each:  one byte asks it to stop, its end (this process died) ends it
-    └ waits for all:     one that dies takes the others with it
+    │ └ a pipe to each:  one byte asks the rank to stop; if the pipe closes (this process died), the rank exits
+    └ waits for all:     if a rank dies, the others are killed
 """
 
 import json
@@ -35,17 +35,17 @@ from weft.train.run.stop import Requests, on_stop_signals
 from weft.train.run.world import STORE
 
 RUN = "WEFT_RUN"
-"""Environment variable of a started rank: its run as JSON."""
+"""The environment variable of a started rank that holds its run as JSON."""
 CONTROL = "WEFT_CONTROL"
-"""The file descriptor of its control pipe."""
+"""The environment variable of a started rank that holds the file descriptor of its control pipe."""
 
 Kind = Literal["configuration", "refused", "ended", "failure"]
-"""Why a rank ended: wrong settings, a checkpoint that cannot be used, something that a line explains (a full disk), or
-anything else, which needs its traceback."""
+"""Why a rank ended: wrong settings, an unusable checkpoint, an error that one line explains (such as a full disk), or
+any other error, which needs its traceback."""
 
 _POLL_S = 0.05
 _GRACE_S = 3.0
-"""Seconds that ranks have to report why they failed, after the first one failed."""
+"""Seconds that the other ranks have to report why they failed, after the first failure."""
 
 
 def launch(
@@ -58,16 +58,16 @@ def launch(
     restart_ranks: int | None = None,
     keeps_copies: bool = False,
 ) -> int:
-    """Run `python -m weft *arguments` as `ranks` local processes; returns the exit code for a person.
+    """Run `python -m weft *arguments` as `ranks` local processes; return the exit code of the command.
 
-    0: all ranks ended well. 2: one of them found the configuration wrong. 3: they were asked to stop, and the run has
-    a checkpoint. 4: they were asked to stop before there was one. 1: anything else; stderr then names the rank that
-    failed or died first, and `resume_command` if there is a checkpoint to resume from. A new run that a line explains,
-    and that did not begin, leaves no directory behind; that of another failure stays, for its logs.
+    0: all ranks succeeded. 2: the configuration is wrong. 3: the ranks were asked to stop, and the run has a
+    checkpoint. 4: they were asked to stop before there was one. 1: any other failure; stderr then names the rank that
+    failed or died first, and `resume_command` if there is a checkpoint to resume from. The directory of a new run is
+    removed if the run did not begin and one line explains the failure; otherwise it stays, for its logs.
 
-    restarts: how often all ranks are started again from the newest checkpoint where it would be 1; `restart_ranks` of
-    them. A restart that ends with the traceback of the start before it, at the same checkpoint, is the last one.
-    keeps_copies: whether ranks copy their state to memory, from where they start again if that is newer.
+    restarts: how often to restart all ranks, `restart_ranks` of them, from the newest checkpoint after a failure (1).
+    If a restart fails with the same message at the same checkpoint as the start before, there is no further restart.
+    keeps_copies: whether ranks copy their state to memory. A restart resumes from the copy if that is newer.
     """
     failed = ""
     with ExitStack() as stack:
@@ -95,9 +95,9 @@ def launch(
 
 
 def report_failure(rank: int, kind: Kind, message: str, error: BaseException) -> None:
-    """Leave the reason why this rank ends, for the process that started it.
+    """Write the reason why this rank ends to a file, for the process that started it.
 
-    Beside the ranks' meeting point and not in the run's directory: what ends the run may be its full disk.
+    The file is in the folder of the ranks' store, not in the run's directory, whose disk may be full.
     """
     content = {
         "time": time.time(),
@@ -109,7 +109,7 @@ def report_failure(rank: int, kind: Kind, message: str, error: BaseException) ->
 
 
 def _loopback() -> dict[str, str]:
-    """Ranks on one host have no business on any other interface."""
+    """Return environment variables that make ranks on one host use the loopback interface only."""
     names = [name for _, name in socket.if_nameindex() if re.fullmatch(r"lo\d*", name)]
     return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), names[0]) if names else {}
 
@@ -119,7 +119,7 @@ class _Rank:
     number: int
     process: subprocess.Popen
     control: int
-    """Writing end of its control pipe."""
+    """The file descriptor of the writing end of its control pipe."""
     stopped_by_us: bool = False
     reported: bool = False
 
@@ -134,9 +134,9 @@ class _Supervisor:
         self.ranks: list[_Rank] = []
         self.requests = Requests()
         self.died: list[_Rank] = []
-        """Ranks that ended with an error of their own, in the order in which that was seen."""
+        """Ranks that ended with an error without being killed by this process, in order of detection."""
         self.error = ""
-        """The message of an error that was shown with its traceback."""
+        """The message of the error whose traceback was printed; empty if none was."""
 
     def run_all(self) -> int:
         with operation("mkdir", self.logs):
@@ -150,7 +150,7 @@ class _Supervisor:
             for rank in range(self.count):
                 self.ranks.append(self._start(rank, str(self.folder / "store")))
             if self.requests.count:
-                self._ask_to_stop(self.ranks[-1])  # the signal may have come before there was any rank to ask
+                self._ask_to_stop(self.ranks[-1])  # the signal may have come before this rank was started
             self._wait()
             if self.requests.count > 1:
                 self._say("ended at once", self._how_to_go_on())
@@ -193,7 +193,7 @@ class _Supervisor:
                 stdout=output,
                 stderr=output,
                 pass_fds=(reading,),
-                # Ctrl-C of a terminal goes to this process alone, which passes it on in its own way.
+                # Ctrl-C in the terminal signals this process only, which asks the ranks to stop.
                 process_group=0,
             )
         return _Rank(rank, process, writing)
@@ -246,7 +246,7 @@ class _Supervisor:
             rank.process.kill()
 
     def _explain(self) -> int:
-        """Say what the first cause was: what the other ranks report then is that they lost it."""
+        """Print the first cause and return the exit code. Later reports only say that another rank was lost."""
         killed = [rank for rank in self.died if rank.process.returncode < 0]
         reasons = sorted(self._reasons(), key=lambda reason: reason["time"])
         wrong = [reason for reason in reasons if reason["kind"] != "failure"]

@@ -1,7 +1,7 @@
-"""How the ranks of a run find each other, and what they print while some are missing.
+"""Rendezvous of the ranks of a run, with messages about missing ranks.
 
-A store whose process is stopped accepts connections and never answers, and its calls have no timeout. So each call runs
-in its own thread, while this one counts the time, prints which ranks are missing and obeys requests to stop.
+A store whose process is stopped accepts connections but never answers, and its calls have no timeout. So each call runs
+in a separate thread, while the main thread counts the time, prints which ranks are missing and obeys requests to stop.
 """
 
 import os
@@ -19,13 +19,13 @@ from weft.train.run.failures import Interrupted, Refused
 from weft.train.run.stop import StopRequest
 
 FIRST_WORD_S = 5.0
-"""Seconds of waiting after which a line is printed."""
+"""Seconds of waiting after which the first line is printed."""
 NEXT_WORD_S = 60.0
 _POLL_S = 0.1
 _ANSWER_S = 1.0
-"""Seconds within which a running store answers. Requests to stop wait that long."""
+"""Seconds within which a running store answers. A request to stop is obeyed after at most this time."""
 COUNT = "count"
-"""The key of the number of ranks that have arrived; below zero once one has left."""
+"""The key of the number of ranks that have arrived; the number is negative once a rank has left."""
 _AWAY = 1 << 32
 _STORE_TIMEOUT = timedelta(minutes=30)
 
@@ -42,11 +42,11 @@ def meet(
     say: Callable[[str], None],
     begin: Callable[[dist.Store], None] | None = None,
 ) -> dist.Store:
-    """A store that all ranks have come to. `init_method`: file:///… or tcp://host:port.
+    """Return a store at which all ranks have arrived. `init_method`: file:///… or tcp://host:port.
 
-    Waits up to `patience` seconds, says whom it waits for, and obeys `stop`. Raises Refused, naming the ranks that did
-    not come or the store that does not answer, and Interrupted. `begin`: asks the store for what follows, and is waited
-    for in the same way.
+    Waits up to `patience` seconds, prints the missing ranks with `say`, and obeys `stop`. `begin` is then called with
+    the store and the same patience. Raises Refused, which names the missing ranks or the store that does not answer,
+    and Interrupted for a request to stop.
     """
     where = urlsplit(init_method)
     wait = _Wait(patience, stop, say, f"the store at {where.netloc or where.path}, which does not answer")
@@ -76,7 +76,10 @@ def meet(
 
 
 def _leave(store: dist.Store, ranks: int) -> bool:
-    """Take this rank back, unless all have come: then one of them may be past this point and would wait in vain."""
+    """Withdraw this rank unless all have arrived, because another rank may then have continued already.
+
+    Returns whether it is withdrawn.
+    """
     if store.add(COUNT, -_AWAY) + _AWAY < ranks:
         return True
     store.add(COUNT, _AWAY)
@@ -112,14 +115,14 @@ def _answers(host: str, port: int) -> bool:
 
 def _absent(store: dist.Store, keys: list[str]) -> str:
     numbers = [str(number) for number, key in enumerate(keys) if not store.check([key])]
-    if not numbers:  # the last ones have come a moment ago
+    if not numbers:  # the last ranks have just arrived
         return f"the last of {len(keys)} ranks"
     shown = ", ".join(numbers[:8]) + (", …" if len(numbers) > 8 else "")
     return f"{'rank' if len(numbers) == 1 else 'ranks'} {shown} of {len(keys)}"
 
 
 class _Wait:
-    """`silent`: whom a store belongs to that does not answer."""
+    """A wait with limited patience. `silent`: text that names the store if it does not answer."""
 
     def __init__(self, patience: float, stop: StopRequest, say: Callable[[str], None], silent: str) -> None:
         self.patience, self.stop, self.say, self.silent = patience, stop, say, silent
@@ -128,12 +131,12 @@ class _Wait:
         self.left: float | None = None
 
     def is_over_for_others(self) -> bool:
-        """Whether a rank has left for a second, which is longer than it takes to think better of it."""
+        """Return whether another rank has left for more than a second. In less, `_leave` may undo its withdrawal."""
         self.left = self.left or time.monotonic()
         return time.monotonic() - self.left > 1
 
     def answer(self, question: Callable[[], Answer]) -> Answer:
-        """The result of `question`, which a store may never answer."""
+        """Return the result of `question`, a call of the store, which may never return."""
         answers: list[Answer] = []
         errors: list[BaseException] = []
 
@@ -155,7 +158,7 @@ class _Wait:
         return answers[0]
 
     def on(self, whom: Callable[[], str]) -> None:
-        """A moment longer, for whom `whom` names."""
+        """Wait 0.1 seconds more, and print what `whom` names at intervals. Raises Refused if patience has run out."""
         waited = time.monotonic() - self.started
         if waited > self.patience:
             raise Refused(f"waited {self.patience:g} s (run.patience) in vain for {whom()}")

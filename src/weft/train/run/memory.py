@@ -1,8 +1,8 @@
-"""The folder in this host's memory that holds copies of a run's state.
+"""The folder in host memory that holds copies of a run's state.
 
-The process that starts the ranks makes the folder and removes it when it ends. The folder outlives every rank:
+The process that starts the ranks creates the folder and removes it when it ends. So the folder survives every rank:
 
-    /dev/shm/weft-4711-x2f1a0b9/      4711: the process that starts the ranks
+    /dev/shm/weft-4711-x2f1a0b9/      4711: the id of the process that starts the ranks
         step-00000013/                a checkpoint as on disk, with a checksum for each block
 """
 
@@ -17,16 +17,16 @@ from pathlib import Path
 from weft.train.errors import ConfigError
 
 MEMORY = "WEFT_MEMORY"
-"""Environment variable of a started rank: the folder."""
+"""The environment variable of a started rank that names the folder."""
 HOST_MEMORY = Path("/dev/shm")
 _NAME = re.compile(r"weft-(\d+)-.+")
 
 
 @contextmanager
 def folder_in_memory() -> Iterator[Path]:
-    """A new folder in memory, which is removed at the end. Raises ConfigError where the host has no such folders.
+    """Create a folder in memory for a `with` block. Raises ConfigError if that fails.
 
-    Folders of processes that were killed are removed first.
+    First removes the folders of processes that were killed.
     """
     _remove_stale()
     try:

@@ -1,4 +1,4 @@
-"""Opens the run's directory on all ranks, and lets them agree to begin."""
+"""Opens the run's directory on all ranks, and checks for requests to stop before the first step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,10 @@ from weft.train.run.stop import StopRequest
 
 
 def open_run_together(config: TrainConfig, resume: str | bool, command: str | None, **kind: bool) -> Run:
-    """`open_run` on the first rank; all ranks get its run, or its ConfigError. kind: `or_start`, `own_task`."""
+    """Call `open_run` on the first rank; all ranks return its run or raise its ConfigError.
+
+    kind: `or_start` and `own_task` of `open_run`.
+    """
     answer: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -32,7 +35,7 @@ def open_run_together(config: TrainConfig, resume: str | bool, command: str | No
 
 @contextmanager
 def beginning(run: Run) -> Iterator[None]:
-    """Wraps the construction of a trainer: if it fails, a new run leaves no directory behind."""
+    """Wrap the construction of a trainer. If it fails, the directory of a new run is removed."""
     try:
         yield
     except BaseException:
@@ -42,7 +45,7 @@ def beginning(run: Run) -> Iterator[None]:
 
 
 def agree_to_begin(stop: StopRequest, step: int, device: torch.device) -> None:
-    """Raise Interrupted on all ranks if one of them was asked to stop before the first step after `step`."""
+    """Raise Interrupted on all ranks if a rank was asked to stop before the first step after `step`. Collective."""
     asked = torch.tensor(float(stop.requested), device=device)
     reduce_now(asked, dist.ReduceOp.SUM, None, "whether anything asked to stop")
     if asked.item():

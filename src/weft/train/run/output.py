@@ -1,4 +1,4 @@
-"""Output whose reader may leave: `weft train … | head`, a terminal that is closed, a full disk behind a log."""
+"""Output that survives the loss of its reader: `weft train … | head`, a closed terminal, a full disk of a log."""
 
 import io
 import sys
@@ -13,7 +13,7 @@ class _Steady(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """From now on, drop output that cannot be written, instead of ending the run."""
+    """Make stdout and stderr drop output that cannot be written, instead of raising an error."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is getattr(sys, f"__{name}__") and stream is not None:

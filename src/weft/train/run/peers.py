@@ -1,7 +1,7 @@
-"""Direct connections between ranks, over which they ask for each other's state.
+"""Direct connections between ranks, over which they request each other's state.
 
-Each rank listens and answers in a thread, so neither rank 0 nor the job's store need be alive. The addresses are
-exchanged over the store once, at the start. A thread waits for them, because a stopped store never answers.
+Each rank listens and answers in a thread, so neither rank 0 nor the job's store needs to be alive. The addresses are
+exchanged over the store once, at the start, in another thread, because a stopped store never answers.
 """
 
 import json
@@ -22,34 +22,34 @@ _LOOPBACK = "127.0.0.1"
 _LONGEST = 1 << 16
 _AT_ONCE = 64
 _ANSWER_S = 5.0
-"""In which a store that runs answers."""
+"""Seconds within which a running store answers."""
 
 
 class Peers:
-    """The other ranks of a job. `state`: what this rank answers; `heard`: is called with what another one tells."""
+    """The other ranks of a job. `state()` returns this rank's answer. `heard` is called with messages of others."""
 
     def __init__(self, state: Callable[[], Mapping[str, Any]], heard: Callable[[dict[str, Any]], None]) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self._state, self._heard = state, heard
         self._known: dict[int, dict[str, Any]] = {}
         self._asked: float | None = None
-        """Since when the store has not answered."""
+        """The time at which the pending request to the store was made; None if there is none."""
         self._announced = threading.Event()
         self._over = threading.Event()
         if self.ranks == 1:
             return
         hosts = _own_hosts()
         self._listening = socket.create_server((_LOOPBACK if hosts == [_LOOPBACK] else "", 0), backlog=256)
-        self._secret = secrets.token_hex(16)  # no stranger tells ranks that another one has failed
+        self._secret = secrets.token_hex(16)  # other programs must not report failures to the ranks
         self._own = {"hosts": hosts, "port": self._listening.getsockname()[1], "secret": self._secret}
         self._default_store = dist.distributed_c10d._get_default_store()
         for work, name in ((self._answer_all, "answers"), (self._learn, "addresses")):
             threading.Thread(target=work, daemon=True, name=f"weft-{name}").start()
-        self._announced.wait(_ANSWER_S)  # two of them in one process get their numbers in order
+        self._announced.wait(_ANSWER_S)  # so that two `Peers` in one process get their numbers in order
 
     @property
     def store_is_silent(self) -> bool:
-        """Whether the store does not answer, so that some addresses are not known."""
+        """Whether the store does not answer, so that some addresses are unknown."""
         return self._asked is not None and time.monotonic() - self._asked > _ANSWER_S
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ class Peers:
             self._listening.close()
 
     def ask(self, patience: float) -> dict[int, dict[str, Any] | None]:
-        """The state of each other rank; None for a rank that does not answer within `patience` seconds."""
+        """Return the state of each other rank; None for a rank that does not answer within `patience` seconds."""
         return self._each(lambda rank: self._send(rank, {"kind": _ASK}, patience))
 
     def tell(self, message: Mapping[str, Any], patience: float) -> None:
@@ -88,12 +88,12 @@ class Peers:
         return None
 
     def _learn(self) -> None:
-        """Where the others listen."""
+        """Exchange the addresses of all ranks over the store."""
         store, waiting = self._default_store, set(range(self.ranks)) - {self.rank}
         self._asked = time.monotonic()
-        with suppress(RuntimeError):  # the store is gone: what is not known now will not be
+        with suppress(RuntimeError):  # the store is gone: missing addresses stay unknown
             with suppress(RuntimeError, AttributeError):
-                store = getattr(store, "clone")()  # noqa: B009  a connection of its own: the main thread may wait in the other one
+                store = getattr(store, "clone")()  # noqa: B009  a second connection, because the main thread may wait in the other
             number = store.add(f"weft/peers-of-{self.rank}", 1)  # the same on all ranks
             store = dist.PrefixStore(f"weft/peers-{number}", store)
             store.set(str(self.rank), json.dumps(self._own))
@@ -137,7 +137,7 @@ def _line(connection: socket.socket) -> bytes:
 
 
 def _own_hosts() -> list[str]:
-    """By which other ranks may reach this process: likely ones first."""
+    """Return addresses by which other ranks may reach this process, likely ones first."""
     master = os.environ.get("MASTER_ADDR")
     if not master:  # all ranks are on this host
         return [_LOOPBACK]

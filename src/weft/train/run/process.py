@@ -1,4 +1,4 @@
-"""The process of one rank: its random numbers, its memory, its output and its end."""
+"""The process of one rank: random seeds, memory, output and exit."""
 
 import os
 import random
@@ -21,7 +21,7 @@ def seed_all(seed: int, rank: int) -> None:
 
 
 def memory_in_use(device: torch.device) -> float:
-    """Peak bytes of this rank: of the accelerator's allocator, or of the process on the CPU."""
+    """Return the peak memory of this rank in bytes: of the accelerator's allocator, or of the process on the CPU."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -31,9 +31,9 @@ def memory_in_use(device: torch.device) -> float:
 def end_with(line: str) -> None:
     """Print `line` and end this process, from any thread."""
     print(f"weft train: {line}", file=sys.stderr, flush=True)
-    os._exit(FAILURE)  # from another thread there is no other way to end one that hangs
+    os._exit(FAILURE)  # another thread cannot end a hanging main thread in any other way
 
 
 def print_on(rank: int) -> Callable[[str], None]:
-    """A function that prints a line on the first rank."""
+    """Return a function that prints a line on the first rank and does nothing on others."""
     return (lambda line: print(line, flush=True)) if rank == 0 else (lambda line: None)

@@ -1,12 +1,12 @@
-"""Run directories. A new run never overwrites an old one, and an old one resumes only when you ask for it.
+"""Run directories. A new run never overwrites an old one, and a run resumes only if you ask for it.
 
 runs/stdlib/          the first run named "stdlib"
 runs/stdlib-2/        the second one
-    config.toml       the whole configuration
+    config.toml       the complete configuration
     metrics.jsonl
     checkpoints/
-    logs/             output of the ranks that do not write to the terminal
-    origin/           files that the model was loaded with: config.json, tokenizer, generation settings
+    logs/             output of ranks that do not write to the terminal
+    origin/           other files of a loaded model: config.json, tokenizer, generation settings
 """
 
 import re
@@ -28,17 +28,17 @@ CHECKPOINTS = "checkpoints"
 LOGS = "logs"
 ORIGIN = "origin"
 _LARGEST = 16 << 20
-"""Bytes of a configuration."""
+"""The largest size of a configuration file in bytes."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run's directory and where training in it starts."""
+    """The directory of a run, and the step from which training starts."""
 
     directory: Path
     step: int | None = None
-    """The newest committed checkpoint when the directory was chosen; None starts from the beginning. From which one the
-    run resumes is decided when it has the directory for itself."""
+    """The step of the newest committed checkpoint when the directory was chosen; None for a new run. The run chooses
+    the checkpoint to resume from after it has locked the directory."""
     note: str = ""
     """A line to print about the choice of directory."""
 
@@ -50,12 +50,12 @@ class Run:
 def open_run(
     config: RunConfig, resume: str | bool, command: str | None, *, or_start: bool = False, own_task: bool = False
 ) -> Run:
-    """The directory of this run, created if it is new.
+    """Choose the directory of a run; create it for a new run.
 
-    resume: False for a new run, unless `config.resume`; True for the newest run of that name that has a committed
-    checkpoint; or the directory of a run, or its config.toml. or_start: a new run where there is nothing to resume.
-    command: the command line without `--resume`, for the notes; None in a script. own_task: whether a program passes
-    model and data. Raises ConfigError if there is nothing to resume, or the run is of the other kind.
+    resume: False for a new run, unless `config.resume` is true; True for the newest run of that name with a committed
+    checkpoint; or the directory of a run, or its config.toml. or_start: start a new run if there is nothing to resume.
+    command: the command line without `--resume`, for messages; None in a script. own_task: whether a program passes
+    model and data. Raises ConfigError if there is nothing to resume, or if `own_task` differs from that of the run.
     """
     asked = "run.resume = true" if not resume else f"resume={resume!r}" if command is None else "--resume"
     resume = resume or config.resume
@@ -82,18 +82,18 @@ def open_run(
 
 
 def run_directory(named: str | Path) -> Path:
-    """The directory of the run that a path names: the path itself, or where the config.toml of a run lies."""
+    """Return the directory of the run that a path names: the path itself, or the folder of a run's config.toml."""
     path = Path(named)
     return path.parent if path.name == CONFIG and path.is_file() and (path.parent / CHECKPOINTS).is_dir() else path
 
 
 def read_tables(directory: Path) -> dict[str, Any]:
-    """The tables of a run's config.toml. Raises OSError and ValueError."""
+    """Read the tables of a run's config.toml. Raises OSError and ValueError."""
     return parse_toml(read_bounded(directory / CONFIG, _LARGEST).decode())
 
 
 def recorded_name(directory: Path) -> str | None:
-    """The `run.name` that a run was started with; None where its config.toml is gone or cannot be read."""
+    """Return the `run.name` with which a run was started; None if its config.toml cannot be read."""
     try:
         return str(read_tables(directory)["run"]["name"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -101,9 +101,9 @@ def recorded_name(directory: Path) -> str | None:
 
 
 def refuse_other_directories(folder: Path, asked: str) -> None:
-    """Raise ConfigError for a directory that is not a run, but contains runs or is inside of one.
+    """Raise ConfigError for a directory that is not a run, but contains runs or is inside a run.
 
-    asked: the option and path that named it.
+    asked: the option and path that named the directory, for the message.
     """
     if (folder / CONFIG).is_file() or not folder.is_dir() or committed_steps(folder / CHECKPOINTS):
         return
@@ -131,9 +131,9 @@ def refuse_no_run(folder: Path, asked: str) -> None:
 
 
 def refuse_own_task(directory: Path, *, goes_on: bool = False) -> None:
-    """Raise ConfigError for a run whose model and data a program gave to `weft.train.Trainer`.
+    """Raise ConfigError for a run whose model and data a program passed to `weft.train.Trainer`.
 
-    goes_on: whether it is to be trained further; else to read its weights.
+    goes_on: whether the run would be resumed; otherwise its weights would be read. For the message.
     """
     if _describes_task(directory) is False:
         checkpoints = str(directory / CHECKPOINTS)
@@ -150,7 +150,7 @@ def refuse_own_task(directory: Path, *, goes_on: bool = False) -> None:
 
 
 def refuse_described_task(directory: Path) -> None:
-    """Raise ConfigError for a run whose configuration describes its model and data: a program cannot resume it."""
+    """Raise ConfigError for a run whose configuration describes model and data, which a program cannot resume."""
     if _describes_task(directory):
         raise ConfigError(
             f"{directory}: is a run of a model and data that its {CONFIG} describes, not of a program's own; it goes "
@@ -159,8 +159,8 @@ def refuse_described_task(directory: Path) -> None:
 
 
 def _describes_task(directory: Path) -> bool | None:
-    """Whether the configuration of a run describes its model and data; None where it cannot be read, which its
-    reader says."""
+    """Return whether the configuration of a run describes its model and data; None if it cannot be read. Another
+    function reports that."""
     try:
         tables = read_tables(directory)
     except (OSError, ValueError):
@@ -169,14 +169,14 @@ def _describes_task(directory: Path) -> bool | None:
 
 
 def resuming(command: str | None, directory: Path) -> str:
-    """The command, or in a script the argument, that resumes a run; `command` as in `open_run`."""
+    """Return the command, or in a script the argument, that resumes a run. `command`: as in `open_run`."""
     if command is None:
         return f"resume={str(directory)!r}"
     return f"{command} --resume {shlex.quote(str(directory))}"
 
 
 def remove_if_unused(run: Run) -> None:
-    """Delete the directory of a new run that did not get as far as saving or logging anything."""
+    """Delete the directory of a new run that has saved and logged nothing."""
     if run.step is not None or not run.directory.is_dir():
         return
     left = {path.name for path in run.directory.iterdir()}
@@ -208,8 +208,8 @@ def _new_run(config: RunConfig, command: str | None) -> Run:
 
 
 def _runs_of_name(config: RunConfig) -> list[Path]:
-    """Existing runs of that name, oldest first: `exp-2` is the second run of `exp`, or the first one of `exp-2`, as its
-    config.toml says."""
+    """Return the existing runs of that name, oldest first. Whether `exp-2` is the second run of `exp` or the first of
+    `exp-2` is recorded in its config.toml."""
     folder = Path(config.directory)
     if not folder.is_dir():
         return []
@@ -219,6 +219,6 @@ def _runs_of_name(config: RunConfig) -> list[Path]:
 
 
 def _number(path: Path, name: str) -> int:
-    """Which run of that name `path` would be, from 1; 0 when it is none."""
+    """Return the number of a run from its path, from 1; 0 if `path` is no run of that name."""
     match = re.fullmatch(rf"{re.escape(name)}(?:-(\d+))?", path.name)
     return int(match[1] or 1) if match else 0

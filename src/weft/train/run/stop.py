@@ -1,4 +1,4 @@
-"""Requests to stop, which training obeys between two steps."""
+"""Requests to stop, which training obeys after the current step."""
 
 import math
 import os
@@ -11,18 +11,18 @@ from types import FrameType
 from typing import Any
 
 TOGETHER_S = 0.5
-"""Signals that come closer to each other are one request."""
+"""Signals within this many seconds of each other count as one request."""
 
 
 class Requests:
-    """Counts requests to stop. A scheduler that signals both a process and its group makes one request."""
+    """Counts requests to stop. If a scheduler signals both a process and its group, that is one request."""
 
     def __init__(self) -> None:
         self.count = 0
         self._last = -math.inf
 
     def note_signal(self) -> bool:
-        """Returns whether it is another request than the one before."""
+        """Note a signal. Return whether it is a new request, not a repetition of the last one."""
         now = time.monotonic()
         if now - self._last < TOGETHER_S:
             return False
@@ -32,9 +32,9 @@ class Requests:
 
 
 def on_stop_signals(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
-    """Let `handler` have SIGINT, SIGTERM and, unless the starter wants it ignored (nohup), SIGHUP.
+    """Install `handler` for SIGINT, SIGTERM and, unless it is ignored (nohup), SIGHUP.
 
-    Returns who had them before.
+    Returns the previous handlers by signal number.
     """
     before = {}
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -48,19 +48,19 @@ _NOT_BEGUN = "stopping before the first step, without a new checkpoint; Ctrl-C a
 
 
 class StopRequest:
-    """Set by SIGINT, SIGTERM or SIGHUP, or through the control pipe of the process that started this one.
+    """A request to stop by SIGINT, SIGTERM or SIGHUP, or through the control pipe of the process that started this one.
 
-    One byte in the pipe asks to stop. Its end means that the starter is gone: no one would see what this
-    process does or stop it, so it ends at once. A second request by signal ends the process at once too.
+    One byte in the pipe asks to stop. If the pipe closes, the starting process is gone, and this process exits at once.
+    A second request by signal ends the process at once too.
     """
 
     def __init__(self) -> None:
         self._event = threading.Event()
         self._requests = Requests()
         self.notify: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
-        """Called with one line when the request comes."""
+        """Called with one line of text when a request comes."""
         self.is_training = False
-        """Whether steps are under way, after which what they reached is saved."""
+        """Whether training has begun, so that the current step will be saved."""
         self._before: dict[int, Any] = {}
 
     @property
@@ -68,13 +68,13 @@ class StopRequest:
         return self._event.is_set()
 
     def listen(self, pipe: int | None) -> None:
-        """Begin to listen to signals and, if given, to the reading end of the control pipe."""
+        """Start to listen to signals and, if given, to the reading end of the control pipe."""
         self._before = on_stop_signals(self._on_signal)
         if pipe is not None:
             threading.Thread(target=self._watch, args=(pipe,), daemon=True, name="weft-control").start()
 
     def release(self) -> None:
-        """Restore the signal handlers from before `listen`, unless they have been replaced since."""
+        """Restore the signal handlers from before `listen`, unless they were replaced since."""
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._on_signal and handler is not None:
                 signal.signal(number, handler)
@@ -86,7 +86,7 @@ class StopRequest:
         if self.requested:
             os._exit(1)
         self._event.set()
-        # From here, in the middle of what this thread writes, a write would be refused as reentrant.
+        # In another thread: the signal may have interrupted a write, and a write in the handler would be reentrant.
         threading.Thread(target=self.notify, args=(self._says(),)).start()
 
     def _watch(self, pipe: int) -> None:

@@ -1,8 +1,8 @@
-"""Whether the code that the configuration of a run directory names may be imported.
+"""Decides whether code that the configuration of a run directory names may be imported.
 
-The config.toml of a run directory may name code: `model.factory`, loggers, an optimizer. It is imported without asking
-only from directories that this user made on this machine. Their facts.json has a mark: an HMAC of the path and of the
-names, with a key in the user's state folder. A directory that was copied from elsewhere or moved has no valid mark.
+The config.toml of a run directory may name code: `model.factory`, loggers, an optimizer. The code is imported without
+--trust only for directories that this user made on this machine. Their facts.json has a mark: an HMAC of the path and
+the names, with a key in the user's state folder. A directory that was copied or moved has no valid mark.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ _KEY_BYTES = 32
 
 
 def named_code(config: TrainConfig) -> dict[str, str]:
-    """Setting -> the Python objects outside of weft and torch that it names."""
+    """Return the settings that name Python objects outside of weft and torch: setting -> name."""
     data, found = config.data, {}
     if isinstance(config.model, OwnModelConfig):
         found = {"model.factory": config.model.factory, "model.loss": config.model.loss}
@@ -34,9 +34,10 @@ def named_code(config: TrainConfig) -> dict[str, str]:
 
 
 def require_trust(directory: Path, config: TrainConfig, overrides: Sequence[str], *, trust: bool, asked: str) -> None:
-    """Raise ConfigError where the configuration of a run directory names code, unless this user made it here.
+    """Raise ConfigError if the configuration of a run directory names code, unless this user made the directory here.
 
-    config: that of the directory with `overrides`, whose settings a person has named. trust: whether a person says so.
+    config: the directory's configuration with `overrides` applied. Code that an override names is trusted. trust:
+    whether the user trusts all code. asked: the option that named the directory, for the message.
     """
     given = {override.partition("=")[0].strip() for override in overrides}
     code = {name: value for name, value in named_code(config).items() if name not in given}
@@ -50,10 +51,10 @@ def require_trust(directory: Path, config: TrainConfig, overrides: Sequence[str]
 
 
 def mark_as_own(directory: Path, config: TrainConfig) -> None:
-    """Remember that this user runs what the configuration of `directory` names. What cannot be kept is asked again."""
+    """Mark `directory` as made by this user. If the mark cannot be written, later uses need --trust."""
     if code := named_code(config):
         with suppress(OSError):
-            from weft.train.report.facts import keep_facts  # imports torch, which what starts ranks does not need
+            from weft.train.report.facts import keep_facts  # imports torch, not needed to start ranks
 
             keep_facts(directory, {_MARK: {name: _mark(directory, name, value) for name, value in code.items()}})
 
@@ -77,7 +78,7 @@ def _mark(directory: Path, name: str, value: str) -> str:
 
 
 def _key() -> bytes:
-    """This user's, made when it is first needed."""
+    """Return this user's key, which is created on first use."""
     home = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
     path = Path(home) / "weft" / "key"
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -87,7 +88,7 @@ def _key() -> bytes:
         with os.fdopen(descriptor, "wb") as stream:
             stream.write(secrets.token_bytes(_KEY_BYTES))
         try:
-            os.link(made, path)  # of several processes that make one, the first one's stays
+            os.link(made, path)  # if several processes make a key, the first one stays
         finally:
             made.unlink()
     return path.read_bytes()

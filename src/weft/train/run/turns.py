@@ -1,4 +1,4 @@
-"""Work that one rank does for all ranks."""
+"""Work that the first rank does before all others."""
 
 import json
 import time
@@ -14,9 +14,9 @@ _POLL_S = 0.05
 
 
 def first_rank_first(make: Callable[[], Result]) -> Result:
-    """`make()` of each rank, those of the others after the first one's, which may take as long as it wants.
+    """Call `make()` on the first rank, then on all others, without a timeout. Return its result on each rank.
 
-    All ranks call this. A ConfigError of the first is one on all.
+    Collective. All ranks raise a ConfigError of the first.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if ranks == 1:

@@ -1,19 +1,19 @@
-"""Who hangs, when nothing moves any more: from the meeting of the ranks to the end of the run.
+"""Detects hangs and names the rank that hangs, from the rendezvous to the end of the run.
 
-Each rank knows how far it is, where its main thread stands, and which file operation it is in; a file operation that
-takes longer than the limit is a hang by itself. A rank that has not moved for longer than that asks all others:
+Each rank records its progress, the stack of its main thread, and its current file operation. A file operation that
+takes longer than the limit counts as a hang. A rank without progress for longer than the limit asks all others:
 
-    one does not answer                          it is stopped, or its host is gone
-    one moves                                    the others wait for it: so does this one
-    one is in a file operation                   it hangs there, and the others wait for it
-    one is not in a collective                   likewise
+    a rank does not answer                       it is stopped, or its host is gone
+    a rank makes progress                        the others wait for it, and so does this one
+    a rank is in a file operation                it hangs there, and the others wait for it
+    a rank is not in a collective                likewise
     all are in collectives                       they wait for each other
 
-The engine's detector of hangs (`weft.comm.watch`) is another thread, from which this one takes what a rank waits for.
-The detector asks the job's store, and a thread that asks a store whose host is stopped never comes back. This thread
-must end the process just then, so it cannot be that one. The detector cannot do without the store, since programs
-without a run have no other connection. A person reads one line: the first rank that knows tells it to the others, and a
-rank that fails tells them why.
+The hang detector of the engine (`weft.comm.watch`) is a separate thread, which tells this one what a rank waits for. It
+needs the job's store, because programs without a run have no other connection, and a request to a store whose host is
+stopped never returns. The watchdog must end the process in that case, so it is another thread that does not use the
+store. The first rank that knows the cause sends it to the others, so that the user reads one line. A rank that fails
+does the same.
 """
 
 import os
@@ -35,9 +35,9 @@ from weft.train.run.peers import Peers
 _MOMENT_S = 2.0
 """Seconds within which a running rank answers, also on a busy machine."""
 _GRACE_S = 3.0
-"""Seconds within which a rank ends by itself after another one has sent why it failed."""
+"""Seconds that a rank has to end after another one has sent why it failed; then the watchdog ends it."""
 _COMPUTES = 0.01
-"""The part of the time from which a thread counts as computing: one that only polls has a tenth of that."""
+"""The fraction of a core above which a thread counts as computing. A thread that polls takes a tenth of that."""
 _COLLECTIVE = (
     os.path.join("torch", "distributed"),
     os.path.join("weft", "comm"),
@@ -47,18 +47,17 @@ _COLLECTIVE = (
 
 
 class Watchdog:
-    """Calls `bark` with one line when the run hangs for `limit` seconds, or when another rank says that it failed.
+    """Calls `bark` with one line if the run hangs for `limit` seconds (0: never), or if another rank reports a failure.
 
-    0: never. A context manager. After `at`, which says that this rank moved, nothing may take longer than `limit`;
-    after `at(..., loosely=True)` a main thread whose stack changes, or which computes, counts as moving, too; after
-    `rest` nothing is watched but file operations.
+    A context manager. Each `at` counts as progress. After `at(..., loosely=True)`, a changing stack or computation of
+    the main thread counts as progress too. After `rest`, only file operations are watched.
     """
 
     def __init__(self, limit: float, bark: Callable[[str], None]) -> None:
         self.limit, self.bark = limit, bark
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.said: str | None = None
-        """Why another rank has failed, as it says."""
+        """The reason that another rank gave for its failure; None without one."""
         self._said_at = 0.0
         self._moves, self._what, self._loosely = 0, "", False
         self._since = time.monotonic()
@@ -72,12 +71,12 @@ class Watchdog:
         return self
 
     def start(self) -> "Watchdog":
-        """As entering it; does nothing the second time."""
+        """Start to watch, like `__enter__`. A second call does nothing."""
         if self.limit and self._peers is None:
             self._since = time.monotonic()
             self._thread.start()
             self._peers = Peers(self._state, self._hear)
-            start_hang_detector()  # every collective of weft is watched from here on, those of saves and loads too
+            start_hang_detector()  # from here on it watches all collectives of weft, also of saves and loads
         return self
 
     def __exit__(
@@ -93,22 +92,22 @@ class Watchdog:
             self._peers.close()
 
     def at(self, what: str, *, loosely: bool = False) -> None:
-        """This rank begins `what`."""
+        """Note progress: this rank begins `what`, a phase for messages. `loosely`: see the class."""
         self._since = time.monotonic()
         self._what, self._loosely = what, loosely
         self._moves += 1
 
     def rest(self) -> None:
-        """Watch only file operations from now on: what follows is not part of the run."""
+        """Watch only file operations from now on, while the program does work outside of the run."""
         self.at("")
 
     def tell(self, line: str) -> None:
-        """Send the other ranks why this one fails."""
+        """Send the other ranks the reason why this one fails."""
         if self._peers is not None:
             self._peers.tell({"rank": self.rank, "line": line, "failed": True}, 1.0)
 
     def why(self, patience: float = 1.0) -> str | None:
-        """The reason of another rank's failure, if it arrives within `patience` seconds."""
+        """Return the reason of another rank's failure, if it arrives within `patience` seconds, else None."""
         deadline = time.monotonic() + patience
         while self._peers is not None and self.said is None and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -166,7 +165,7 @@ class Watchdog:
         }
 
     def _who_hangs(self) -> str | None:
-        """A part of a sentence; None where a rank moves, for which the others wait."""
+        """Return which rank hangs, as a part of a sentence; None if the others wait for a rank that makes progress."""
         if self._peers is None:
             return None
         if self._peers.store_is_silent:
@@ -194,14 +193,14 @@ def _in_operation(operation: str, seconds: float) -> str:
 
 
 def _seconds_of(thread: int) -> float:
-    """Processor time that a thread has spent; 0 where there is none any more, which the system must not be asked."""
+    """Return the CPU seconds of a thread; 0 if it has ended, because its clock must not be read then."""
     if thread not in sys._current_frames():
         return 0.0
     return time.clock_gettime(time.pthread_getcpuclockid(thread))
 
 
 def _stack(thread: int) -> tuple[tuple[str, int], ...]:
-    """The frames of a thread, the outermost first, up to where it waits for other ranks."""
+    """Return (file, line) of a thread's frames, the outermost first, up to where it waits for other ranks."""
     frame, found = sys._current_frames().get(thread), []
     while frame is not None:
         found.append((frame.f_code.co_filename, frame.f_lineno))
@@ -214,7 +213,7 @@ def _stack(thread: int) -> tuple[tuple[str, int], ...]:
 
 
 def _standing(thread: int) -> tuple[str, bool]:
-    """Where a thread stands, for a person, and whether that is in a collective."""
+    """Return text on the current line of a thread, and whether that is in a collective."""
     frame = sys._current_frames().get(thread)
     stack = traceback.extract_stack(frame)
     collective = any(part in entry.filename for entry in stack for part in _COLLECTIVE)

@@ -1,4 +1,4 @@
-"""One rank of `weft train`, however it was started."""
+"""The main function of a rank of `weft train`."""
 
 import json
 import os
@@ -37,9 +37,9 @@ from weft.train.run.world import Place
 def work(
     place: Place, path: str, overrides: list[str], resume: str | bool, command: str, *, or_start: bool = False
 ) -> NoReturn:
-    """Train as the rank at `place` and end the process with the exit code that the command line promises.
+    """Train as the rank at `place` and end the process with the exit code of the command.
 
-    command: what a person types to start the same run again, without `--resume`.
+    command: the command line that starts the same run again, without `--resume`.
     """
     stop = StopRequest()
     stop.listen(int(os.environ[CONTROL]) if CONTROL in os.environ else None)
@@ -53,7 +53,7 @@ def work(
         run = _given_run() if rank.supervised else None
         if run is None:
             run = open_run_together(config, resume, command, or_start=or_start)
-        # The process that started this rank has logs of the others in the run's directory, and removes it by itself.
+        # A supervising process has logs of the ranks in the run's directory, and removes the directory if needed.
         with nullcontext() if rank.supervised else beginning(run):
             memory = Path(os.environ[MEMORY]) if MEMORY in os.environ else None
             watchdog = rank.watchdog
@@ -71,20 +71,20 @@ def work(
 
 
 class _Rank:
-    """The output of one rank, and how it ends."""
+    """The output and the exit of one rank. supervised: whether `weft train` started it."""
 
     def __init__(self, number: int, *, supervised: bool) -> None:
         self.number, self.supervised = number, supervised
         self.watchdog: Watchdog | None = None
-        """Once the ranks have met."""
+        """The watchdog; None before the ranks have met."""
         self.trains = False
-        """Whether everything that can be wrong with the configuration was checked."""
+        """Whether the setup is complete, so that errors are no longer those of the configuration."""
 
     def say(self, line: str) -> None:
         print(f"weft train: rank {self.number}: {line}", file=sys.stderr, flush=True)
 
     def explain(self, error: Exception) -> int:
-        """Say why this rank ends, to a person or to the process that started it; returns the exit code."""
+        """Report why this rank ends, to the process that started it or on stderr. Return the exit code."""
         if self.watchdog is not None and not self.trains:
             if not self.supervised and is_lost_connection(error) and (why := self.watchdog.why()):
                 error = Refused(why)
@@ -105,15 +105,15 @@ class _Rank:
         return WRONG_CALL if kind == "configuration" else FAILURE
 
     def end_hanging(self, line: str) -> None:
-        """End a rank whose main thread will not."""
+        """End a rank whose main thread hangs, from the watchdog's thread."""
         self.end(self.explain(Refused(line)))
 
     @staticmethod
     def end(code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
-        # The ordinary way out takes down threads of communication: it can wait for ranks that this one let
-        # down, and has been seen to abort after all was done.
+        # A normal exit joins communication threads. It can wait for ranks that wait for this one, and has been
+        # seen to abort after all work was done.
         os._exit(code)
 
 

@@ -1,4 +1,4 @@
-"""This process's place among the ranks of its run, and how they join."""
+"""The rank of this process in the run, from the launcher's environment, and the default process group."""
 
 import atexit
 import re
@@ -14,26 +14,26 @@ if TYPE_CHECKING:
     import torch
 
 STORE = "WEFT_STORE"
-"""Environment variable: the file over which ranks that `weft train` started itself meet."""
+"""The environment variable that names the FileStore of ranks that `weft train` started."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """One rank's place, as the launcher's environment describes it."""
+    """The rank of this process, as the launcher's environment describes it."""
 
     rank: int
     ranks: int
     local_rank: int
     local_ranks: int
-    """Ranks on this host."""
+    """The number of ranks on this host."""
     launcher: Literal["weft", "torchrun", "slurm"]
     init_method: str
-    """Where the ranks meet: file:///… or tcp://host:port."""
+    """The address of the ranks' store: file:///… or tcp://host:port."""
 
     def device(self) -> "torch.device":
-        """The accelerator of this rank, or the CPU without one.
+        """Return the accelerator of this rank, or the CPU without one.
 
-        Raises ConfigError where some ranks of this host would have to share an accelerator.
+        Raises ConfigError if ranks of this host would have to share an accelerator.
         """
         import torch
 
@@ -48,7 +48,7 @@ class Place:
         return torch.device("cuda", self.local_rank)
 
     def join(self, device: "torch.device", *, patience: float, stop: StopRequest, say: Callable[[str], None]) -> None:
-        """Start the default process group with all other ranks; waits for them as `meet` does."""
+        """Initialize the default process group; wait for the other ranks as `meet` does."""
         import torch
         import torch.distributed as dist
 
@@ -64,7 +64,7 @@ class Place:
 
 
 def begin_alone() -> None:
-    """Start a default process group of this process alone, and end it with the interpreter."""
+    """Initialize a default process group of this process alone, which is destroyed at interpreter exit."""
     import torch.distributed as dist
 
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
@@ -72,14 +72,14 @@ def begin_alone() -> None:
 
 
 def end_with_interpreter() -> None:
-    """End the present default process group when the interpreter ends, unless it has ended before.
+    """Destroy the current default process group at interpreter exit, unless it was destroyed before.
 
-    gloo's threads may abort an interpreter that ends before them."""
+    gloo's threads may abort an interpreter that exits before them."""
     import torch.distributed as dist
 
     from weft.mesh import forget_meshes
 
-    begun = weakref.ref(dist.group.WORLD)  # who ends it before, ends its threads
+    begun = weakref.ref(dist.group.WORLD)  # destroying it earlier ends its threads
 
     def end() -> None:
         if dist.is_initialized() and dist.group.WORLD is begun():
@@ -90,7 +90,7 @@ def end_with_interpreter() -> None:
 
 
 def place_from(environment: Mapping[str, str]) -> Place | None:
-    """The place that torchrun, SLURM or `weft train` itself gave this process; None without one."""
+    """Return the place that torchrun, SLURM or `weft train` gave this process; None without a launcher."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
         rank, ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         local = int(environment.get("LOCAL_RANK", rank)), int(environment.get("LOCAL_WORLD_SIZE", ranks))
@@ -102,7 +102,7 @@ def place_from(environment: Mapping[str, str]) -> Place | None:
     slurm = [environment.get(f"SLURM_{name}") for name in ("PROCID", "NTASKS", "LOCALID")]
     if None not in slurm and environment["SLURM_NTASKS"] != "1":
         host = environment.get("MASTER_ADDR") or first_host(environment.get("SLURM_NODELIST", "localhost"))
-        # The job's number keeps two jobs on one host apart.
+        # The port depends on the job's id, so that two jobs on one host do not collide.
         port = environment.get("MASTER_PORT") or str(20_000 + int(environment.get("SLURM_JOB_ID", "0")) % 20_000)
         ranks = int(environment["SLURM_NTASKS"])
         nodes = int(environment.get("SLURM_NNODES", "1"))
@@ -118,7 +118,7 @@ def place_from(environment: Mapping[str, str]) -> Place | None:
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a SLURM node list: "gpu[07-09,12],cpu1" -> "gpu07"."""
+    """Return the first host of a SLURM node list: "gpu[07-09,12],cpu1" -> "gpu07"."""
     match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\])?([^,\[]*)", nodelist)
     if match is None:
         raise ConfigError(f"SLURM_NODELIST = {nodelist!r}: names no host")

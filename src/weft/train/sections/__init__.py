@@ -1,9 +1,9 @@
-"""The sections of a configuration as frozen dataclasses: every field has a default and one line below it.
+"""The sections of a configuration as frozen dataclasses. Every field has a default and a docstring of one line.
 
     [section]     ->  SectionConfig
     name = value      .name
 
-What a section can know of its own values it checks when it is made; what needs several, `TrainConfig` does.
+A section checks its values when it is constructed; `TrainConfig` checks combinations of sections.
 """
 
 from weft.train.sections.data import DataConfig

@@ -1,4 +1,4 @@
-"""[data]: what is trained on."""
+"""[data]: the training and validation data."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -100,7 +100,7 @@ class DataConfig:
 
     @property
     def record_field(self) -> str:
-        """Where records have what is trained on."""
+        """The field of a record with its text or messages."""
         return "messages" if self.kind == "messages" and self.field == DataConfig.field else self.field
 
     def _require_kind(self, name: str, kinds: tuple[str, ...]) -> None:

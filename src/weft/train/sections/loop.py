@@ -1,4 +1,4 @@
-"""[train]: the loop."""
+"""[train]: the training loop."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,13 +15,13 @@ class LoopConfig:
     global_batch_size: int = 32
     """Sequences per optimizer step, over all ranks and microbatches."""
     microbatch_size: int = 8
-    """Sequences that one rank takes through the model at once."""
+    """Sequences in one forward pass of a rank."""
     precision: Literal["fp32", "bf16", "fp8", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4"] = "fp32"
     """Dtype of computation and communication, or bf16 with quantized weights. Main weights are fp32."""
     unquantized_ends: int = 0
     """With a quantized `precision`: number of layers at either end of the model whose weights travel in bf16."""
     seed: int = 0
-    """Seed of the initial weights and of every other random choice but the data order."""
+    """Seed of the initial weights and of all other random choices except the data order."""
     validate_every: int = 100
     """Steps between two validations; 0: only at the end."""
     validation_batches: int = 4
@@ -31,7 +31,7 @@ class LoopConfig:
     sample_tokens: int = 64
     """With `sample`: number of tokens to add, each the most likely one."""
     ema_decay: float = 0.0
-    """Decay of a moving average of the weights, which is validated and saved beside them; 0: none."""
+    """Decay of a moving average of the weights, which is validated and saved too; 0: none."""
     stop_after: int = 0
     """Validations in a row without a lower loss after which the run ends; 0: it trains all its steps."""
     gradient_clip: float = 1.0
@@ -59,11 +59,11 @@ class LoopConfig:
     keep_products: bool = False
     """With `activation_checkpointing`: keep the outputs of matrix products and attention; recompute the rest."""
     compile: str = ""
-    """Backend of `torch.compile`, such as "inductor", for each layer by itself; empty: none."""
+    """Backend of `torch.compile`, such as "inductor", applied to each layer separately; empty: none."""
     overlap: bool = False
-    """Run the token exchange of one microbatch under the computation of its neighbour (`weft.overlap`)."""
+    """Overlap the token exchange of one microbatch with the computation of another (`weft.overlap`)."""
     delay_wgrad: bool = False
-    """With `overlap`: compute weight gradients apart, under an exchange."""
+    """With `overlap`: compute weight gradients separately, during an exchange."""
     early_release: bool = False
     """With `overlap`: free a layer's activations earlier; less memory, less overlap."""
     halves: bool = False

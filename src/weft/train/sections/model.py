@@ -7,7 +7,7 @@ from weft.train.sections.rules import require
 
 @dataclass(frozen=True)
 class OwnModelConfig:
-    """[model]: what a function builds, in place of a pattern."""
+    """[model]: your own model, which a function builds, instead of a pattern."""
 
     factory: str
     """A function that builds an nn.Module, on the meta device: "package.module:function"."""

@@ -1,4 +1,4 @@
-"""[optimizer] and [schedule]: how weights move."""
+"""[optimizer] and [schedule]: the optimizer and its learning rate."""
 
 import math
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ def _meant(name: str) -> str:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """[optimizer]: which one, and its options."""
+    """[optimizer]: the optimizer and its options."""
 
     name: str = "AdamW"
     """One of torch.optim, "Muon" (on matrices; AdamW steps the rest), or any "package.module:Class"."""
@@ -34,7 +34,7 @@ class OptimizerConfig:
     options: dict = field(default_factory=dict)
     """Other options of the class, as a table: {momentum = 0.9, nesterov = true}."""
     flat: bool = False
-    """Step a few flat tensors in place of each parameter (`weft.optim.flat`): the same numbers, fewer kernels."""
+    """Update a few flat tensors instead of each parameter (`weft.optim.flat`): same results, fewer kernels."""
     adamw_for: tuple[str, ...] = ("*embed*", "*wte*", "*wpe*", "*lm_head*", "head.*", "output_layer.*")
     """With "Muon": patterns of names whose matrices AdamW steps."""
 
@@ -97,7 +97,7 @@ class ScheduleConfig:
             require(f"schedule.{name}", value, self.shape in shapes or value == default, without)
 
     def warmup(self, steps: int) -> int:
-        """The number of steps over which the learning rate rises."""
+        """Return the number of steps over which the learning rate rises."""
         return min(100, steps // 10) if self.warmup_steps is None else self.warmup_steps
 
     def check(self, steps: int) -> None:
@@ -110,7 +110,7 @@ class ScheduleConfig:
             f"must be at most train.steps = {steps}, or the learning rate never reaches its peak; lower it, "
             "or leave it out for a tenth of the steps",
         )
-        most = math.floor(steps - decay + 1e-6)  # what a fraction as 0.1 leaves may miss a whole number by a little
+        most = math.floor(steps - decay + 1e-6)  # the tolerance is for rounding of fractions such as 0.1
         require(
             "schedule.warmup_steps",
             warmup,
@@ -120,7 +120,7 @@ class ScheduleConfig:
         )
 
     def factor(self, step: int, steps: int) -> float:
-        """The learning rate of the `step`-th of `steps` optimizer steps (from 0), as a part of the peak."""
+        """Return the learning rate of step `step` (from 0) of `steps`, as a fraction of the peak."""
         warmup = self.warmup(steps)
         done = step + 1
         if step < warmup:

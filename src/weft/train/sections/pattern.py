@@ -1,4 +1,4 @@
-"""A model that a pattern describes, against the sections that cut and run it."""
+"""Checks a model that a pattern describes against the other sections."""
 
 from weft.models import HybridConfig
 from weft.models.shared import check_exchanged, check_shared

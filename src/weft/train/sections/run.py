@@ -1,4 +1,4 @@
-"""[checkpoint] and [run]: what outlives the processes, and where."""
+"""[checkpoint] and [run]: checkpoints, and the run's directory, loggers and report."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,14 +10,14 @@ from weft.train.toml_values import nearest, show
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """[checkpoint]: what outlives the processes."""
+    """[checkpoint]: checkpoints on disk and copies in memory."""
 
     every: int = 100
     """Steps between two checkpoints; 0: only at the end and when the run is interrupted."""
     keep: int = 3
     """Number of newest checkpoints to keep."""
     keep_best: bool = False
-    """Save after each validation that is better than all before, and keep the best checkpoint beside the newest."""
+    """Save after each validation that is better than all before, and keep the best checkpoint too."""
     asynchronous: bool = True
     """Write while training continues."""
     memory_every: int = 0
@@ -31,12 +31,12 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """[run]: where the run lives."""
+    """[run]: the run's name, directory, loggers and report."""
 
     directory: str = "runs"
     """Folder of all runs, relative to the working directory."""
     name: str = "default"
-    """The run's own folder in it."""
+    """Name of the run, and of its folder in `directory`."""
     resume: bool = False
     """Resume from the newest intact checkpoint of the newest run of that name."""
     patience: float = 1800.0

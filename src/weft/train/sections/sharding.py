@@ -1,4 +1,4 @@
-"""[sharding]: what is cut over the ranks, and how."""
+"""[sharding]: how the model and its state are sharded over the ranks."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from weft.train.sections.rules import require
 
 @dataclass(frozen=True)
 class ShardingConfig:
-    """[sharding]: what is cut over the ranks."""
+    """[sharding]: sharding strategy, parallelism and options of the runtime."""
 
     strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = "optim_grads_params"
     """State that is sharded over the ranks: nothing, optimizer state, + gradients, + weights."""
@@ -38,7 +38,7 @@ class ShardingConfig:
     prefetch_bytes: int | None = None
     """Bytes of weights that may be gathered ahead; unset: the next unit."""
     bucket_bytes: int | None = None
-    """Neighbouring units up to this many bytes are gathered in one message; 0: each by itself; unset: weft chooses."""
+    """Neighbouring units up to this many bytes are gathered in one message; 0: each separately; unset: weft chooses."""
     max_live_reduce_buffers: int = 2
     """Units whose partial gradients may be alive at once; with 1, reductions do not overlap computation."""
     separate_all_gather_group: bool = False
@@ -115,14 +115,14 @@ class ShardingConfig:
 
     @property
     def expert_ranks(self) -> int:
-        """Over how many ranks each expert is cut."""
+        """The number of ranks over which each expert is cut."""
         return self.tp if self.etp is None else self.etp
 
     def check(self, ranks: int) -> None:
-        """Raise ConfigError for sizes that do not fit `ranks` data-parallel ranks, those of `cp` among them."""
+        """Raise ConfigError for sizes that do not fit `ranks`, the number of data-parallel times context ranks."""
         fits = [size for size in range(1, ranks + 1) if ranks % size == 0]
         require("sharding.cp", self.cp, self.cp in fits, f"must divide the {ranks} ranks; choose from {fits}")
-        among = ranks * self.tp // self.expert_ranks  # whole experts are spread over tensor-parallel ranks, too
+        among = ranks * self.tp // self.expert_ranks  # whole experts are spread over tensor-parallel ranks too
         fits = [size for size in range(1, among + 1) if among % size == 0]
         require(
             "sharding.ep", self.ep, self.ep in fits, f"must divide the number of ranks, {among}; choose from {fits}"
@@ -140,7 +140,7 @@ class ShardingConfig:
             f"must be the number of ranks, {share}, or -1 for all of them",
         )
         shards *= self.cp
-        # Experts are cut over fewer ranks; their units reshard over as many neighbours as the others.
+        # Experts are sharded over fewer ranks; their units reshard over the same number of ranks as others.
         spread = shards * self.tp // self.expert_ranks
         least = math.gcd(shards, spread // self.ep) if self.ep > 1 and spread % self.ep == 0 else shards
         choice = self.reshard_after_forward

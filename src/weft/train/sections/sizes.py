@@ -1,4 +1,4 @@
-"""Sizes against the memory of this host."""
+"""Checks sizes against the memory of this host."""
 
 import os
 
@@ -10,7 +10,7 @@ from weft.train.sections.rules import require
 
 
 def check_sizes(model: HybridConfig | OwnModelConfig, data: DataConfig, loop: LoopConfig) -> None:
-    """Raise ConfigError for sizes that this host's memory does not hold, before they take any."""
+    """Raise ConfigError for sizes that do not fit into the memory of this host, before anything is allocated."""
     have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     length = data.sequence_length
     sizes = [

@@ -1,1 +1,1 @@
-"""Tasks: the text of a configuration, or your own model and data."""
+"""Tasks, each a model with its data and loss: from a configuration, or your own."""

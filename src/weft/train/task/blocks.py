@@ -1,4 +1,4 @@
-"""Compiles the blocks of a model, and wraps them for recomputation, before they become units."""
+"""Compiles the blocks of a model and wraps them for activation checkpointing, before they are sharded."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,15 +21,15 @@ PRODUCTS = [
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
 ]
-"""Operators whose outputs `train.keep_products` keeps."""
+"""Operators whose outputs are not recomputed with `train.keep_products`."""
 
 Row = nn.ModuleList | nn.Sequential
 Place = tuple[Row, int]
-"""Where a block stands: a row of blocks, and which one it is."""
+"""The place of a block: (container, index)."""
 
 
 def prepare(places: Sequence[Place], loop: LoopConfig) -> None:
-    """Compile and wrap the blocks as `loop` says. Raises ConfigError for a backend that is not there."""
+    """Compile and wrap the blocks as `loop` says. Raises ConfigError for an unknown backend."""
     if loop.compile:
         _check_backend(loop.compile)
     for number, (row, at) in enumerate(places):
@@ -44,7 +44,10 @@ def prepare(places: Sequence[Place], loop: LoopConfig) -> None:
 
 
 def repeated_blocks(model: nn.Module) -> list[Place]:
-    """Blocks with parameters that stand in a row of their like (`ModuleList`, `Sequential`), inner ones first."""
+    """Return blocks that have parameters and share a `ModuleList` or `Sequential` with others of their type.
+
+    Inner blocks come before those that contain them.
+    """
     rows = [module for module in model.modules() if isinstance(module, Row)]
     found: list[Place] = []
     for row in reversed(rows):
@@ -54,13 +57,13 @@ def repeated_blocks(model: nn.Module) -> list[Place]:
 
 
 def outermost(places: Sequence[Place]) -> list[Place]:
-    """Those of `places` that are not inside of another one."""
+    """Return the places whose blocks are not inside another one of `places`."""
     within = {id(inner) for row, at in places for inner in row[at].modules() if inner is not row[at]}
     return [(row, at) for row, at in places if id(row[at]) not in within]
 
 
 def _kind(block: nn.Module) -> type:
-    """What it is, below what recomputes it."""
+    """Return the type of a block without its checkpoint wrapper."""
     return type(getattr(block, "_checkpoint_wrapped_module", block))
 
 

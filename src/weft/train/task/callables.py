@@ -1,4 +1,4 @@
-"""Checks the functions that you pass, before the run begins."""
+"""Checks functions that you pass to the trainer, before the run begins."""
 
 import inspect
 from collections.abc import Sequence
@@ -10,12 +10,15 @@ from weft.train.errors import ConfigError
 
 
 def check_callable(name: str, value: Any, arguments: Sequence[str], wanted: str) -> None:
-    """Raise ConfigError where `value`, the argument `name` of the trainer, cannot be called with these arguments."""
+    """Raise ConfigError if `value` cannot be called with arguments of these names.
+
+    name: the trainer's argument. wanted: a description of a correct value. Both are for the message.
+    """
     if not callable(value):
         raise ConfigError(f"{name}: {told(value)} cannot be called; give {wanted}")
     try:
         takes = inspect.signature(value.forward if isinstance(value, nn.Module) else value)
-    except (TypeError, ValueError):  # what is written in C need not say
+    except (TypeError, ValueError):  # functions in C may have no signature
         return
     try:
         takes.bind(*arguments)
@@ -25,7 +28,7 @@ def check_callable(name: str, value: Any, arguments: Sequence[str], wanted: str)
 
 
 def told(value: Any) -> str:
-    """A few words that describe `value`."""
+    """Return a few words that describe `value`, for messages."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if inspect.isroutine(value):

@@ -1,4 +1,4 @@
-"""Which task a configuration describes."""
+"""Builds the task that a configuration describes."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from weft.train.task.text import TextTask, factory_of
 
 
 def task_of(config: TrainConfig, device: torch.device, say: Callable[[str], None] = print) -> Task:
-    """Text, or with `data.factory` your own data."""
+    """Return a task of text, or with `data.factory` one of your own data."""
     model, data = config.model, config.data
     if not data.factory:
         return TextTask(config, device, say)

@@ -1,4 +1,4 @@
-"""Your own model and data."""
+"""The task of your own model and data."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
@@ -26,7 +26,7 @@ Data = Iterable[Any] | Callable[[int, int], Iterable[Any]]
 
 
 class OwnTask:
-    """One rank's part of training `model` on `data`; the arguments are those of `weft.train.Trainer`."""
+    """The task of training `model` on `data`, on one rank. The arguments are those of `weft.train.Trainer`."""
 
     unit = "samples"
     at_once = 1
@@ -73,7 +73,10 @@ class OwnTask:
         self._loss = loss
 
     def count(self, microbatches: Sequence[Any]) -> float:
-        """The first size of the first tensor of each; `train.microbatch_size` where there is no tensor."""
+        """Return the number of samples: the first dimension of each microbatch's first tensor, summed.
+
+        A microbatch without a tensor counts as `train.microbatch_size` samples.
+        """
         return float(sum(_samples(microbatch, self._microbatch_size) for microbatch in microbatches))
 
     def loss(self, microbatch: Any) -> Losses:
@@ -105,7 +108,7 @@ def _samples(microbatch: Any, default: int) -> int:
 
 
 def with_numbers(found: Any) -> Losses:
-    """The result of a loss function as a loss and numbers by name. Raises ConfigError for another tuple."""
+    """Return the result of a loss function as (loss, numbers by name). Raises ConfigError for another tuple."""
     if not isinstance(found, tuple):
         return found, {}
     if len(found) == 2 and isinstance(found[1], Mapping):
@@ -118,14 +121,14 @@ def with_numbers(found: Any) -> Losses:
 
 
 class Stream:
-    """Microbatches of any iterable, again and again; its position is saved and restored exactly.
+    """Microbatches of an iterable, repeated without end. The position is saved and restored exactly.
 
-    An iterable with `state_dict` and `load_state_dict` restores itself. Another one is gone through again up to where
-    it was, with the random generators as they were when that pass began, so that a loader which shuffles has the same
-    order. It must yield the same microbatches then, or after `set_epoch(n)`, where it has that, the same for n.
+    An iterable with `state_dict` and `load_state_dict` restores itself. Any other iterable is iterated again up to its
+    position, with the random state from the start of the pass, so that a shuffling loader yields the same order. It
+    must be deterministic then; if it has `set_epoch`, for each epoch.
 
-    On another number of `ranks` it is gone through to where all of them together were, which is where the run was if
-    ranks take the microbatches of a pass in turn.
+    On another number of `ranks`, the position is the total of all ranks divided by `ranks`. That is exact if the ranks
+    take the microbatches of a pass in turn.
     """
 
     per_rank = True
@@ -138,11 +141,11 @@ class Stream:
         self.microbatch_weights = [1.0] * microbatches_per_step
         self.epoch, self.taken = 0, 0
         self._last = 0
-        """The number of microbatches of the previous pass."""
+        """The number of microbatches in the previous pass."""
         self._iterator: Iterator[Any] | None = None
         self._random = RandomState()
         self._begun: dict[str, Any] | None = None
-        """The random generators when this pass began."""
+        """The state of the random generators at the start of this pass; None for a source that restores itself."""
 
     def next_step(self) -> list[Any]:
         return [self._next() for _ in range(self.microbatches_per_step)]
@@ -196,7 +199,7 @@ class Stream:
         own, begun, *_ = state["own"]
         if (own is not None) != hasattr(self.source, "load_state_dict"):
             raise ConfigError("data: the checkpoint is of data with state_dict and this has none, or the other way")
-        self._set_epoch()  # first: some loaders begin the epoch anew with it
+        self._set_epoch()  # first, because some loaders restart the epoch with it
         if own is not None:
             self.source.load_state_dict(own)  # type: ignore[attr-defined]
             self._iterator = iter(self.source)
@@ -236,7 +239,7 @@ def own_model(
     meshes: weft.Meshes,
     device: torch.device,
 ) -> Any:
-    """A module, or what a function builds on the meta device, sharded as the configuration says."""
+    """Return your model, sharded as the configuration says. A function builds it on the meta device."""
     if shard is not None:
         check_callable("shard", shard, ["model"], "a function shard(model, **options)")
     torch.manual_seed(config.train.seed)  # the same initial weights on every rank
@@ -255,8 +258,8 @@ def own_model(
 
 
 def shard_repeated_blocks(model: nn.Module, **options: Any) -> nn.Module:
-    """One unit for each block that stands in a row of its like (`ModuleList`, `Sequential`), and one for the rest."""
-    for block in [row[at] for row, at in repeated_blocks(model)]:  # all of them before sharding changes their classes
+    """Shard each block of `repeated_blocks` as a unit, and the rest of the model as another; return the model."""
+    for block in [row[at] for row, at in repeated_blocks(model)]:  # listed before sharding changes classes
         weft.fully_shard(block, **options)
     return weft.fully_shard(model, **options)
 

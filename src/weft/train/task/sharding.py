@@ -1,4 +1,4 @@
-"""[sharding] and what belongs to it, as `weft.fully_shard` and the meshes take it."""
+"""Turns settings into meshes and options of `weft.fully_shard`."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +14,7 @@ from weft.train.optimizers import whole_matrices
 
 
 def meshes_of(config: TrainConfig, device: torch.device) -> weft.Meshes:
-    """The meshes that [sharding] asks for."""
+    """Return the meshes that [sharding] describes. Collective."""
     sizes = config.sharding
     return weft.init_meshes(
         device.type,
@@ -29,7 +29,7 @@ def meshes_of(config: TrainConfig, device: torch.device) -> weft.Meshes:
 
 
 def options_of(config: TrainConfig, model: nn.Module) -> dict[str, Any]:
-    """The options of every unit of `model`, which is not sharded yet, apart from its mesh."""
+    """Return the options of `weft.fully_shard` for all units of `model`, which is not sharded yet, except the mesh."""
     sharding = config.sharding
     policy = mixed_precision(config.train.precision, config.train.unquantized_ends)
     options: dict[str, Any] = {"strategy": sharding.strategy, "mp_policy": policy}
@@ -65,7 +65,10 @@ _RECIPES: dict[str, Callable[[], quantize.Quantization]] = {
 
 
 def mixed_precision(name: str, unquantized_ends: int = 0) -> weft.MixedPrecisionPolicy:
-    """ "fp32", "bf16": computed and gathered in bf16, reduced and kept in fp32; or the same with quantized weights."""
+    """Return the policy of `train.precision`. All but "fp32" compute in bf16, and reduce and keep fp32.
+
+    "bf16" gathers weights in bf16, the others quantized. `unquantized_ends`: layers at either end that are not.
+    """
     if name == "fp32":
         return weft.MixedPrecisionPolicy()
     policy = weft.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The protocol between the training loop and what it trains."""
+"""The protocol of a task: model, data and loss, as the training loop uses them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -8,17 +8,17 @@ import torch
 from weft.train.experts import ExpertBalance
 
 Losses = tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]
-"""The mean loss of a microbatch, a scalar, and other numbers of it by name."""
+"""(mean loss of a microbatch, a scalar tensor; other numbers of the microbatch by name)."""
 
 
 class Batches(Protocol):
-    """This rank's microbatches, and the position in them, which a checkpoint holds."""
+    """This rank's microbatches. The state is the position, which checkpoints hold."""
 
     microbatch_weights: list[float]
-    """The weight of each microbatch of the last step; 1.0: all count alike."""
+    """The weight of each microbatch of the last step; 1.0 each for equal weights."""
 
     def next_step(self) -> list[Any]:
-        """The microbatches of one optimizer step, as many on every rank."""
+        """Return the microbatches of the next optimizer step, equally many on every rank."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -32,47 +32,47 @@ class Task(Protocol):
     model: Any
     experts: ExpertBalance
     unit: str
-    """The unit that is counted, such as "tokens"."""
+    """The unit of `count`, such as "tokens"."""
     loss_units: Mapping[str, str]
-    """Units of "loss" and "validation_loss" for display, where they are known."""
+    """The units of "loss" and "validation_loss" for display, if they are known."""
     description: str
-    """A line about the data."""
+    """A line of text about the data."""
     at_once: int
-    """Microbatches of a validation that are computed together: several keep all stages of a pipeline busy."""
+    """The number of validation microbatches to compute together; several keep all pipeline stages busy."""
     adds_losses: bool
-    """Whether the loss has those of routers and prediction depths in it; they are logged apart."""
+    """Whether the loss includes the losses of routers and prediction depths, which are logged separately."""
 
     @property
     def batches(self) -> Batches:
-        """Of the training data."""
+        """The training batches."""
         ...
 
     @property
     def validation(self) -> Iterable[Any]:
-        """This rank's microbatches of the validation set, as many on every rank; empty: none."""
+        """This rank's microbatches of the validation set, equally many on every rank; empty without a set."""
         ...
 
     @property
     def validation_weights(self) -> Iterable[float]:
-        """The weight of each of them; 1.0: all count alike."""
+        """The weight of each validation microbatch; 1.0 each for equal weights."""
         ...
 
     def count(self, microbatches: Sequence[Any]) -> float:
-        """The number of units in this rank's microbatches of a step."""
+        """Return the number of units, such as tokens, in this rank's microbatches of a step."""
         ...
 
     def loss(self, microbatch: Any) -> Losses:
-        """The loss of a microbatch on the device."""
+        """Return the losses of a microbatch whose tensors are on the device."""
         ...
 
     def validation_losses(self, microbatches: Sequence[Any]) -> list[Losses]:
-        """The losses of up to `at_once` microbatches on the device, without keeping anything for a backward."""
+        """Return the losses of up to `at_once` microbatches on the device, computed without autograd."""
         ...
 
     def validation_values(self, loss: float) -> dict[str, float]:
-        """The values to log for a validation whose mean loss is `loss`; "loss" is one of the names."""
+        """Return the values to log for a validation with mean loss `loss`, by name, "loss" among them."""
         ...
 
     def baseline(self) -> float | None:
-        """The validation loss of a simple baseline, in the unit of `validation_values`; None without one."""
+        """Return the validation loss of a simple baseline in nats per byte; None without one."""
         ...

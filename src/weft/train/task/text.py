@@ -1,4 +1,4 @@
-"""A model of tokens on text, as a configuration describes them."""
+"""The task of a language model on text, as a configuration describes it."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ from weft.train.task.task import Losses
 
 
 class TextTask:
-    """One rank's part. Raises ConfigError for what is wrong with the text, or a model that finds no memory."""
+    """The task on one rank. Raises ConfigError for an unusable text, or a model that does not fit into memory."""
 
     unit = "tokens"
     adds_losses: bool = True
@@ -98,7 +98,10 @@ class TextTask:
         return {"loss": loss, "nats_per_byte": loss / size} if size else {"loss": loss}
 
     def baseline(self) -> float | None:
-        """The bigram table's loss on the same text, in nats per byte; None for several texts and for token files."""
+        """Return the bigram table's loss on the same text in nats per byte.
+
+        None for several texts, token files, and texts with positions without labels.
+        """
         corpus, size = self.corpora[0], self._bytes_per_token
         if size is None or corpus.vocab_size is None or self.validation.has_gaps:
             return None
@@ -111,7 +114,7 @@ class TextTask:
 
 
 def _compare(names: Sequence[str], texts: list[Any]) -> None:
-    """Raise ConfigError on every rank where one opened other texts than the first: their orders would not agree."""
+    """Raise ConfigError on every rank if a rank has other texts than the first. Collective."""
     everyone = exchange_objects(texts, what="which texts the ranks have")
     for rank, theirs in enumerate(everyone):
         for name, first, other in zip(names, everyone[0], theirs):
@@ -125,7 +128,7 @@ def _compare(names: Sequence[str], texts: list[Any]) -> None:
 
 
 def factory_of(model: OwnModelConfig) -> Callable[[], nn.Module]:
-    """The function that builds the model, with its options."""
+    """Return the function that builds the model, with its options bound."""
     return partial(imported("model.factory", model.factory), **model.options)
 
 
@@ -135,7 +138,10 @@ def _context_part(batch: Batch, meshes: weft.Meshes) -> Batch:
 
 
 def for_own_model(microbatch: Batch) -> Batch:
-    """With documents a dict of "tokens", "labels" and what transformers calls "position_ids" and "cu_seqlens"."""
+    """Return a microbatch with documents as a dictionary for models of transformers, any other one unchanged.
+
+    Its keys are "tokens", "labels", "position_ids" and "cu_seqlens".
+    """
     if not isinstance(microbatch, dict):
         return microbatch
     tokens, documents = microbatch["tokens"], microbatch["documents"]
@@ -147,7 +153,7 @@ DOCUMENT_NAMES = ("position_ids", "cu_seqlens")
 
 
 def _require_documents(model: nn.Module) -> None:
-    """Raise ConfigError for a model that cannot be told where documents begin."""
+    """Raise ConfigError for a model whose forward takes no positions of documents."""
     takes = inspect.signature(model.forward).parameters
     if not any(name in takes for name in DOCUMENT_NAMES):
         raise ConfigError(
@@ -158,10 +164,10 @@ def _require_documents(model: nn.Module) -> None:
 
 
 def next_token_loss(model: nn.Module, microbatch: Batch) -> torch.Tensor:
-    """The mean cross-entropy of `model(tokens)`, [batch, sequence, vocabulary] or something that has it as `logits`.
+    """Return the mean cross-entropy of `model(tokens)`, [batch, sequence, vocabulary] or an object with `logits`.
 
-    With documents the model is also given `position_ids` and `cu_seqlens`, as far as its forward has such parameters,
-    and `use_cache=False`: with a cache, models of transformers take no notice of positions that begin anew.
+    With documents, the model also gets those of `position_ids` and `cu_seqlens` that its forward takes, and
+    `use_cache=False`, because models of transformers ignore restarting positions if they use a cache.
     """
     given: dict[str, Any] = {}
     if isinstance(microbatch, dict):
@@ -178,7 +184,7 @@ def next_token_loss(model: nn.Module, microbatch: Batch) -> torch.Tensor:
 
 
 def _vocabulary(config: TrainConfig) -> int | None:
-    """The upper bound of tokens in files; None if it is checked elsewhere, or unknown."""
+    """Return the exclusive upper bound of tokens in token files; None if it is checked elsewhere or unknown."""
     known = config.data.kind == "tokens" and isinstance(config.model, HybridConfig)
     return config.model.vocab_size if known else None  # type: ignore[union-attr]
 
@@ -190,7 +196,7 @@ def hybrid(
     device: torch.device,
     dtype: torch.dtype | None = None,
 ) -> HybridModel:
-    """The sharded model; its first weights are cast to `dtype`, if one is given."""
+    """Build and shard the model. The initial weights are cast to `dtype`, if one is given."""
     model = _build(config, sizes, meshes, device)
     if dtype is not None:
         model = model.to(dtype)
@@ -213,7 +219,7 @@ def _build(config: TrainConfig, sizes: HybridConfig, meshes: weft.Meshes, device
 
 
 def _stages(config: TrainConfig, meshes: weft.Meshes) -> dict[str, Any]:
-    """How the layers are dealt to the ranks of a pipeline."""
+    """Return the arguments of HybridModel that assign layers to pipeline ranks."""
     if meshes.pp is None:
         return {}
     return {"chunks": config.chunks, "placement": config.table(dist.get_world_size()).placement}

@@ -1,1 +1,1 @@
-"""Ranks that are threads of one process: `run_ranks`, and the process group that joins them."""
+"""Ranks that are threads of one process: `run_ranks`, and their process group."""

@@ -1,4 +1,4 @@
-"""The messages between ranks that are threads of one process, and whose turn it is."""
+"""The messages between ranks that are threads of one process, and the lock that lets one thread run at a time."""
 
 import threading
 from collections import defaultdict
@@ -9,19 +9,19 @@ from torch import Tensor
 
 
 class Mailbox:
-    """The messages between all ranks, and whose turn it is."""
+    """The messages between all ranks. A thread runs only while it holds `turn`."""
 
     def __init__(self, ranks: int) -> None:
         self.turn = threading.Lock()
         self.failed = False
-        """Whether a rank has raised, so that all others end."""
+        """Whether a rank has raised an exception, so that all others end."""
         self._messages: dict[Any, dict[int, list[Tensor]]] = defaultdict(dict)
         self._sent: dict[Any, int] = defaultdict(int)
         self._expected: dict[Any, int] = defaultdict(int)
         self._alive = ranks
         self._blocked: dict[Any, tuple[int, threading.Condition, str]] = {}
         self.waits: dict[int, str] = {}
-        """Of a deadlock."""
+        """In a deadlock: rank -> the message that it waits for, or how it ended."""
         self.ended: dict[int, str] = {}
 
     def put(self, key: Any, tensors: Sequence[Tensor]) -> None:
@@ -31,7 +31,7 @@ class Mailbox:
             waiter[1].notify()
 
     def expect(self, key: Any) -> int:
-        """The number of the next message: they pair in the order in which they are sent and expected."""
+        """Return the number of the next message under `key`. Sends and receives pair in order."""
         number = self._expected[key] = self._expected[key] + 1
         return number
 
@@ -50,13 +50,13 @@ class Mailbox:
         return number in self._messages[key]
 
     def leave(self, rank: int, said: str) -> None:
-        """A rank has ended."""
+        """Note that a rank has ended, which may leave the others in a deadlock."""
         self._alive -= 1
         self.ended[rank] = said
         self._look()
 
     def fail(self) -> None:
-        """A rank has raised: the others end."""
+        """Note that a rank has raised an exception, and end the others."""
         self.failed = True
         self._wake()
 
@@ -71,4 +71,4 @@ class Mailbox:
 
 
 class Ended(BaseException):
-    """Another rank has failed."""
+    """Raised in a waiting thread if another rank has failed or all are in a deadlock."""

@@ -1,15 +1,15 @@
-"""Ranks as threads of one process: every collective of a run, carried out without a second process.
+"""Ranks as threads of one process, which run all collectives of a step without a second process.
 
     run_ranks(4, work)                     thread of rank 0   thread of rank 1   ...
         its default process group          InProcess          InProcess
         send(tensors, 1, tag)              ----- mailbox ---->
-        recv(tensors, 0, tag).wait()                          takes the message, or gives the turn to another thread
+        recv(tensors, 0, tag).wait()                          takes the message, or lets another thread run
 
-One thread runs at a time, from one wait for a message to the next. So what modules keep for a process is never changed
-by two threads at once, each run takes the same course, and a deadlock is known as soon as it is there: no thread can
-move. A message is copied when it is sent, and `send` never waits.
+One thread runs at a time, from one wait for a message to the next. So global state of modules is never changed by two
+threads at once, runs are deterministic, and a deadlock is detected at once: all threads wait. A message is copied when
+it is sent, and `send` never waits.
 
-Nothing here is fast. `weft.train.check` uses it on small models.
+This is slow, and meant for the small models of `weft.train.check`.
 """
 
 import sys
@@ -34,15 +34,15 @@ from weft.errors import CollectiveMismatch
 from weft.train.check.threads.mailbox import Ended, Mailbox
 
 IN_PROCESS = "threads"
-"""What torch calls the backend."""
+"""The name of the backend in torch."""
 _STUCK, _RULE = "wait for messages that no rank sends", "every rank of a group issues the same messages in one order"
 _c10d: Any = torch._C._distributed_c10d
 _COLLECTIVES = 90
-"""The tag of the messages of torch's own collectives."""
+"""The tag of messages of torch's own collectives."""
 
 
 class _Receipt:
-    """A message that is expected; `wait` copies it into the tensors."""
+    """The work of a receive: `wait` copies the message into the tensors."""
 
     def __init__(self, group: "InProcess", key: Any, tensors: Sequence[Tensor]) -> None:
         self._group, self._key, self._tensors = group, key, tensors
@@ -90,12 +90,12 @@ _current = threading.local()
 
 
 class InProcess(dist.ProcessGroup):
-    """A process group whose ranks are threads. To weft it is gloo: the same transport runs over it."""
+    """A process group whose ranks are threads. It presents itself to weft as gloo, and so uses the same transport."""
 
     def __init__(self, store: Any, rank: int, size: int, members: Sequence[int]) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._store = store
-        self.members = list(members) or list(range(size))  # torch names none for the default group
+        self.members = list(members) or list(range(size))  # torch passes no members for the default group
         self.mailbox: Mailbox = _current.mailbox
         self.world_rank: int = _current.rank
         self._shared_name = ""
@@ -107,7 +107,7 @@ class InProcess(dist.ProcessGroup):
         return self
 
     def name(self) -> str:
-        """As which backend it passes."""
+        """Return the backend that weft sees, gloo."""
         return HOSTS
 
     @property
@@ -139,7 +139,7 @@ class InProcess(dist.ProcessGroup):
     # --- what torch asks ----------------------------------------------------------------------------------------------
 
     def _everyones(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """The tensors of all ranks, which may have different sizes."""
+        """Return the tensors of all ranks, which may have different sizes."""
         found: list[list[Tensor]] = []
         tensors = [tensor.detach().contiguous() for tensor in tensors]
         for peer in range(self.size()):
@@ -192,7 +192,7 @@ class InProcess(dist.ProcessGroup):
         self._everyones([torch.zeros(1)])
         return _done([])
 
-    # The names that torch 2.11 has for them.
+    # The names of these methods in torch 2.11.
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
@@ -201,7 +201,7 @@ class InProcess(dist.ProcessGroup):
 def _reduced(tensors: Sequence[Tensor], op: Any) -> Tensor:
     stacked = torch.stack(list(tensors))
     for known, reduced in _REDUCTIONS.items():
-        if op == known:  # in this order: a wrapped operation knows how to compare itself
+        if op == known:  # `op` on the left: wrapped operations define the comparison
             return reduced(stacked)
     raise NotImplementedError(f"{op} between ranks in one process: there are sums, averages, maxima and minima")
 
@@ -225,7 +225,7 @@ def _shown(tensors: Sequence[Tensor]) -> str:
 
 
 def _module_of_caller() -> str:
-    """The innermost function above `weft.comm` that waits, and the module whose forward it is, if it is one."""
+    """Return the innermost waiting function outside of `weft.comm`, with the module if it is a module's method."""
     frame: Any = sys._getframe(1)
     place = ""
     while frame is not None:
@@ -240,7 +240,7 @@ def _module_of_caller() -> str:
 
 
 def name_modules(model: nn.Module) -> None:
-    """What messages call the modules of `model` on this rank."""
+    """Set the names that error messages use for the modules of `model` on this rank."""
     _current.names = {module: name for name, module in model.named_modules() if name}
 
 
@@ -248,7 +248,7 @@ def name_modules(model: nn.Module) -> None:
 
 
 class _Worlds:
-    """In the place of torch's process group state: that of the rank of the current thread."""
+    """A replacement of torch's process group state that forwards to the state of the current thread's rank."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_current.world, name)
@@ -268,7 +268,7 @@ def _create(options: Any, _: Any = None) -> InProcess:
 
 
 class _NoHangs:
-    """In the place of the detector of hangs, which would be a thread: it keeps what each rank waits for."""
+    """A replacement of the hang detector, which would be a thread. It records what each rank waits for."""
 
     subject, verdict, joins = "", "", 0
 
@@ -316,7 +316,7 @@ def _instead(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def _threads_for_ranks() -> Iterator[None]:
-    """Torch and weft with a world for each thread. Raises RuntimeError in a process that is a rank itself."""
+    """Make torch and weft use a separate world per thread. Raises RuntimeError in a process that is a rank already."""
     if dist.is_initialized():
         raise RuntimeError("this process is a rank already: ranks as threads need a process without process groups")
     if IN_PROCESS not in dist.Backend.backend_list:
@@ -336,9 +336,9 @@ def _threads_for_ranks() -> Iterator[None]:
 
 
 def run_ranks(ranks: int, work: Callable[[int], Any]) -> list[Any]:
-    """What `work(rank)` returns on each of `ranks` threads, which are each a rank of one world.
+    """Run `work(rank)` on `ranks` threads, each a rank of one world. Return the results in rank order.
 
-    Raises what the first rank raised that failed, and CollectiveMismatch where all wait for each other.
+    Raises the exception of the lowest rank that failed, and CollectiveMismatch in a deadlock.
     """
     box, store = Mailbox(ranks), dist.HashStore()
     found: list[Any] = [None] * ranks
