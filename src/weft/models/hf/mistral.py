@@ -7,7 +7,7 @@ from weft.models.hf.llama import ATTENTION, COMMON, MLP
 
 
 def read(raw: Raw) -> Raw:
-    """Read or write the fields that the table cannot express."""
+    """Return the fields of `HybridConfig` that the table of fields cannot express."""
     heads = raw.get("num_attention_heads", 32)
     return {
         "pattern": "[*-]" * raw.get("num_hidden_layers", 32),
@@ -17,7 +17,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """And back."""
+    """Return the fields of config.json that the table of fields cannot express."""
     theirs = llama.write(cfg)
     del theirs["attention_bias"]
     return theirs

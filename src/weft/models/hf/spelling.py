@@ -22,7 +22,7 @@ NESTED = "model.language_model."
 OF_TEXT = (NESTED, "lm_head.", "mtp.")
 OUTSIDE = "language_model."
 UNUSED = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
-"""Tensors that older releases store and that weft computes."""
+"""The names of tensors that older releases store and weft computes."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Spelled:
         return self.files[self._names.get(name, name)]
 
     def dtype(self, name: str) -> Any:
-        """See `weft.models.hf.directory.TensorFiles`."""
+        """Return the dtype of a tensor. Raises `ConversionError` if it cannot be that of a weight."""
         return self.files.dtype(self._names.get(name, name))
 
     @property
