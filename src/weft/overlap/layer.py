@@ -136,7 +136,7 @@ class StagedPredictor(Protocol):
         ...
 
     def total_loss(self, hidden: Sequence[Tensor], labels: Tensor, losses: Sequence[Tensor]) -> Tensor:
-        """Return the loss, a scalar. `hidden`: the head's inputs, of model and depths. `losses`: those of all layers."""
+        """Return the loss, a scalar. `hidden`: the head's inputs, of model and depths. `losses`: the layers' losses."""
         ...
 
 
