@@ -8,7 +8,7 @@ read in parts        DTensor, Replicate()     this rank's spans    partial: summ
 whole                DTensor, Replicate()     whole                partial: summed over the ranks
 
 A parameter is read in parts if this rank's rows are not one slice of it: the fused projections of recurrences, and
-heads, groups or tokens that do not divide by the number of ranks. The gradient of a whole parameter is always partial.
+heads, groups or tokens that cannot be divided evenly. The gradient of a whole parameter is always partial.
 """
 
 from collections.abc import Sequence
@@ -106,8 +106,8 @@ def spans_of(sections: Sequence[tuple[int, int]], ranks: int, rank: int) -> list
 def units_of(units: int, ranks: int, rank: int) -> tuple[int, int]:
     """Return the units of `rank` as (first, count).
 
-    The parts are equal if `units` divides by `ranks`. If `ranks` divides by `units`, several ranks share one unit. Else
-    the last ranks have fewer.
+    If `units` is a multiple of `ranks`, the parts are equal. If `ranks` is a multiple of `units`, several ranks share
+    one unit. Otherwise the last ranks have fewer.
     """
     if ranks % units == 0:
         return rank * units // ranks, 1

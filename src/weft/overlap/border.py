@@ -1,9 +1,9 @@
 """Borders between stages: they carry values to the next stage and gradients back.
 
-both stages are     the next stage gets      gradients
-------------------  -----------------------  ------------------------------------------------
-on this rank        the same `Value` objects are in them after its backward
-on two ranks        copies of their data     are sent back and stored in the values here
+both stages are     the next stage gets         gradients
+------------------  --------------------------  -----------------------------------------------
+on this rank        the same `Value` objects    are in them after its backward
+on two ranks        values with copied data     are sent back and stored in the values here
 """
 
 from collections.abc import Hashable, Sequence

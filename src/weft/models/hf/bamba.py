@@ -28,7 +28,7 @@ UNBOUNDED = {"__float__": "Infinity"}
 
 
 def read_mamba(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` for the head width, which "auto" computes, and the time step limits."""
+    """Return the `HybridConfig` fields of the head width, computed if it is "auto", and of the time step limits."""
     heads, width = raw.get("mamba_n_heads", 128), raw.get("mamba_d_head", "auto")
     inner = raw.get("mamba_expand", 2) * raw.get("hidden_size", 4096)
     if inner != (inner // heads if width == "auto" else width) * heads:
@@ -58,7 +58,7 @@ def write_mamba(cfg: HybridConfig) -> Raw:
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that the table of fields cannot express."""
+    """Return `HybridConfig` fields for the fields of config.json that `Family.fields` cannot map."""
     layers, attention = raw.get("num_hidden_layers", 32), raw.get("attn_layer_indices") or ()
     ours = rope.read({**raw, "partial_rotary_factor": None}, partial=0.5)
     part = ours["partial_rotary_factor"]
@@ -80,7 +80,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that the table of fields cannot express."""
+    """Return config.json fields for the fields of `HybridConfig` that `Family.fields` cannot map."""
     mixers = flat(cfg)[::2]
     return {
         "num_hidden_layers": len(mixers),

@@ -24,13 +24,13 @@ def half(number: int) -> Bound:
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that the table of fields cannot express."""
+    """Return `HybridConfig` fields for the fields of config.json that `Family.fields` cannot map."""
     ours = rope.read({"original_max_position_embeddings": 4096, **raw}, partial=1.0)
     return {**llama.read({**raw, "rope_parameters": None, "rope_scaling": None, "partial_rotary_factor": None}), **ours}
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that the table of fields cannot express."""
+    """Return config.json fields for the fields of `HybridConfig` that `Family.fields` cannot map."""
     theirs = {**llama.write(cfg), **rope.write(cfg, partial=True)}
     del theirs["head_dim"], theirs["attention_bias"]
     scaling = cfg.rope_scaling or {}

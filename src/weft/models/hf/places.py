@@ -22,7 +22,7 @@ from torch import Tensor
 from weft.errors import ConversionError
 
 BLOCK_BYTES = 1 << 22
-"""Bytes that are read at a time when a tensor is copied from file to file."""
+"""The number of bytes read at a time when a tensor is copied from file to file."""
 
 
 class Place(Protocol):
@@ -246,7 +246,7 @@ class Half:
         yield self.name, tensor.mT if self.turned else tensor
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return this half of the tensor on disk `whole`, as a view."""
+        """Return this half of `whole`, the tensor on disk, as a view."""
         if not self.by_turns:
             return whole.chunk(2, self.dim)[self.part]
         return whole.unflatten(self.dim, (-1, 2)).select(self.dim, self.part)

@@ -36,5 +36,5 @@ def from_pretrained(
 
 
 def save_pretrained(model: HybridModel, directory: str | Path) -> None:
-    """Write a model with its config.json and tokenizer into a new directory. All ranks call it. It is `hf.save`."""
+    """Write a model with its config.json and tokenizer into a new directory, like `hf.save`. All ranks call it."""
     save(model, directory)
