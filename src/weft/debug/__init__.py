@@ -1,9 +1,9 @@
-"""Aids for those who look for a fault.
+"""Debugging tools.
 
 with weft.debug.check_streams():
-    train()            # on CPU tensors, through the code for CUDA: a missing wait is an error
+    train()            # runs the code for CUDA on CPU tensors; a missing wait raises an error
 with weft.debug.guard_memory():
-    train()            # gathered weights that are kept read as NaN, and cannot be written to unseen
+    train()            # references to freed gathered weights read NaN, and writes to gathered weights raise an error
 """
 
 from weft.debug.checker import Ran, StreamChecker, check_streams

@@ -1,25 +1,25 @@
-"""The order of streams, checked on the CPU.
+"""A checker of stream order that runs on the CPU.
 
     with weft.debug.check_streams() as checker:
-        model = weft.fully_shard(...)      # what is made inside has streams
+        model = weft.fully_shard(...)      # models must be created inside
         train(model)
-    checker.waits                          # what the host waited for, by place
+    checker.waits                          # what the host waited for, and where
 
-Everything runs at once, in the host's order, on CPU tensors; what is checked is whether CUDA would have had to run it
-in an order that is right. Each operator is one piece of work on the stream that is current, with the memory that it
-reads and writes (`weft.debug.memory`), and the clocks of `weft.debug.clocks` say what happens before what.
+Operators run immediately, in the host's order, on CPU tensors. The checker tests whether the recorded waits would force
+CUDA to run them in a correct order. Each operator is one piece of work on the current stream, with the memory that it
+reads and writes (`weft.debug.memory`). The clocks of `weft.debug.clocks` define which work happens before which.
 
-    an operator                                  is
+    operator                                     counted as
     -------------------------------------------  -----------------------------------------------------------------
-    with tensors in memory of the host alone     the host's own
-    with others                                  of the current stream
-    that asks the device for a number or a size  a wait of the host: `.item()`, `nonzero()`, a mask as an index, and
+    only tensors in host memory                  work of the host
+    other tensors                                work of the current stream
+    needs a number or a size from the device     a wait of the host: `.item()`, `nonzero()`, a mask as an index, and
                                                  the calls `.tolist()`, `.numpy()`, `.cpu()`
-    a copy between host and device that blocks   a wait of the host
-    a collective                                 of the current stream, as NCCL's is
+    a blocking copy between host and device      a wait of the host
+    a collective                                 work of the current stream, as with NCCL
 
-Collectives are those of the backend, never direct sends. It cannot say which kernels sleep, or what NCCL does inside;
-and it takes autograd to compute on the stream that calls backward.
+Collectives are those of the backend; direct sends are not checked. The checker does not see inside kernels or NCCL, and
+assumes that autograd computes on the stream that calls backward.
 """
 
 import sys
@@ -54,9 +54,9 @@ from weft.debug.operators import (
 
 @dataclass(frozen=True)
 class Ran:
-    """A piece of work: its stream, operator, and what it reads and writes, by the names of weft's buffers.
+    """A piece of work: its stream, its operator, and the names of weft's buffers that it reads and writes.
 
-    A wait of the host is one, too, with the clock that the host had before.
+    A wait of the host is also a piece of work; its `clock` is the host's clock before the wait.
     """
 
     stream: str
@@ -68,20 +68,20 @@ class Ran:
     clock: Clock
 
     def before(self, other: "Ran") -> bool:
-        """Whether it is over when `other` begins, however fast each stream is."""
+        """Return whether this work always ends before `other` begins, at any speed of the streams."""
         return other.clock.get(self.actor, 0) >= self.time
 
     def beside(self, other: "Ran") -> bool:
-        """Whether both may run at once."""
+        """Return whether this work and `other` may run concurrently."""
         return not self.before(other) and not other.before(self)
 
 
 class StreamChecker:
-    """The streams of one check.
+    """The streams and findings of one check.
 
-    `waits`: how often the host waited, by what for and where. `unawaited`: how often something on a lane was forgotten
-    before anybody waited for it or gave it up, by what and where that was: it is then ordered all the same, by the end
-    of its ticket, which may come later than its first reader. `work`: what ran, if `record`.
+    `waits`: counts of the host's waits, by cause and place. `unawaited`: counts, by operation and place, of operations
+    on a lane whose ticket was dropped without a wait. Such an operation is ordered only by the end of its ticket, which
+    may come after its first reader. `work`: the pieces of work that ran, if `record`.
     """
 
     def __init__(self, record: bool = False) -> None:
@@ -98,21 +98,21 @@ class StreamChecker:
         self._as_host = False
         self._errors: list[StreamOrderError] = []
 
-    # --- what the library asks ---------------------------------------------------------------------------------------
+    # --- interface of weft.comm --------------------------------------------------------------------------------------
 
     def new(self, name: str) -> CheckedStream:
-        """A stream."""
+        """Create a stream."""
         actor = HOST + 1 + len(self._by_actor)
         self._by_actor[actor] = CheckedStream(name, actor, self._host)
         return self._by_actor[actor]
 
     def current(self) -> CheckedStream:
-        """The stream of what is computed now."""
+        """Return the current stream."""
         return self._current
 
     @contextmanager
     def on(self, stream: CheckedStream) -> Iterator[None]:
-        """Inside, what is computed runs on `stream`."""
+        """Make `stream` the current stream inside the context."""
         around, self._current = self._current, stream
         try:
             yield
@@ -121,7 +121,7 @@ class StreamChecker:
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """Inside, what is computed is the host's, in memory of the host."""
+        """Count operators inside the context as work of the host, in host memory."""
         around, self._as_host = self._as_host, True
         try:
             yield
@@ -129,11 +129,11 @@ class StreamChecker:
             self._as_host = around
 
     def lend(self, memory: torch.Tensor, stream: CheckedStream) -> None:
-        """`stream` uses `memory`, too."""
+        """Record that `stream` also uses `memory`, like `Tensor.record_stream`."""
         self._memory_of(memory.untyped_storage()).lent.add(stream.actor)
 
     def taken(self, memory: torch.Tensor, describe: Callable[[], str]) -> None:
-        """`memory` gets another use, on the current stream."""
+        """Record that the current stream reuses `memory` from a pool. `describe`: returns the new name."""
         if not memory.numel():
             return
         known, (begin, end) = self._memory_of(memory.untyped_storage()), bytes_of(memory)
@@ -142,13 +142,13 @@ class StreamChecker:
         known.call(begin, end, describe)
 
     def note_unawaited(self, what: str) -> None:
-        """No stream waited for `what`, or gave it up."""
+        """Record that the operation `what` was dropped without a wait."""
         self.unawaited[f"{what}, forgotten by {_site()}"] += 1
 
-    # --- what runs ---------------------------------------------------------------------------------------------------
+    # --- operators ---------------------------------------------------------------------------------------------------
 
     def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Operator `func` has run."""
+        """Record that the operator `func` has run. Raises StreamOrderError for a missing wait."""
         self._raise_pending()
         given = tensors_in((args, kwargs))
         written = written_by(func, args, kwargs)
@@ -173,7 +173,7 @@ class StreamChecker:
         else:
             wrote = [*written, *fresh]
             reads = [each for each in given if not any(each is other for other in written)]
-            if host:  # numbers of others are brought by the caller
+            if host:  # scalar tensors on the device are passed by value
                 reads, wrote = ([e for e in some if e.ndim or self._is_host(e)] for some in (reads, wrote))
             for each in reads:
                 self._use(each, Memory.read, access, clock)
@@ -185,7 +185,7 @@ class StreamChecker:
             self._host.wait(dict(clock), name)
 
     def asked(self, tensor: torch.Tensor, name: str) -> None:
-        """The host reads all of `tensor` by a call that is no operator on the CPU."""
+        """Record that the host reads `tensor` with the method `name`, which runs no operator on the CPU."""
         if self._as_host or not has_memory(tensor):
             return
         if self._is_host(tensor):
@@ -199,21 +199,21 @@ class StreamChecker:
         self._of_host.add(memory.untyped_storage()._cdata)
 
     def _only_host(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether the host computes this: a number may lie anywhere."""
+        """Return whether an operator on `tensors` runs on the host. Scalar tensors may be on either side."""
         wide = [each for each in tensors if has_memory(each) and each.ndim] or [e for e in tensors if has_memory(e)]
         return bool(wide) and all(self._is_host(each) for each in wide)
 
     def freed(self, storage: Any) -> None:
-        """The memory of `storage` goes back to the allocator."""
+        """Record that `storage` returns its memory to the allocator."""
         self._forget(storage._cdata)
 
     def allocated(self, storage: Any) -> None:
-        """`storage` got memory, for the current stream."""
+        """Record that `storage` got memory on the current stream."""
         known = self._memories[storage._cdata] = Memory(self._current.actor)
         known.write(0, storage.nbytes(), *self._access("getting it from the allocator"))
 
     def finish(self) -> None:
-        """Raise what was found where nothing can be raised."""
+        """Raise an error that was found in a finalizer, which cannot raise."""
         self._raise_pending()
 
     def _use(self, tensor: torch.Tensor, use: Callable[..., None], access: Access, clock: Clock) -> None:
@@ -247,7 +247,7 @@ class StreamChecker:
             return
         home = self._by_actor[memory.home]
         clock = dict(home.now())
-        for actor in memory.lent:  # the allocator takes it back when they are past what they have now
+        for actor in memory.lent:  # the allocator reuses it after these streams' current work
             merge(clock, self._by_actor[actor].now())
         time = clock.get(home.actor, 0)
         try:
@@ -286,7 +286,7 @@ class StreamChecker:
 
 
 class _Mode(TorchDispatchMode):
-    """Shows the checker what runs, below tensors that are made of others."""
+    """Reports operators to the checker, below tensor subclasses that wrap other tensors."""
 
     def __init__(self, checker: StreamChecker) -> None:
         super().__init__()
@@ -303,7 +303,7 @@ class _Mode(TorchDispatchMode):
 
 
 class _Calls(TorchFunctionMode):
-    """Shows the checker the calls by which the host reads a tensor."""
+    """Reports method calls with which the host reads a tensor to the checker."""
 
     _READ = {torch.Tensor.tolist: "tolist", torch.Tensor.numpy: "numpy", torch.Tensor.cpu: "cpu"}
 
@@ -319,9 +319,9 @@ class _Calls(TorchFunctionMode):
 
 @contextmanager
 def check_streams(*, record: bool = False) -> Iterator[StreamChecker]:
-    """Run the code for CUDA on CPU tensors and raise StreamOrderError where its order leaves room for a wrong result.
+    """Run the code for CUDA on CPU tensors and raise StreamOrderError if its order allows a wrong result.
 
-    Models are sharded and run inside; a process group with gloo will do. `record`: keep what ran in `checker.work`.
+    Shard and run models inside the context; a gloo process group suffices. `record`: keep all work in `checker.work`.
     """
     checker = StreamChecker(record)
     resize = torch.UntypedStorage.resize_
@@ -347,7 +347,7 @@ def check_streams(*, record: bool = False) -> Iterator[StreamChecker]:
 
 
 def _site() -> Site:
-    """The functions that led here, without torch's and this package's."""
+    """Return the innermost three callers outside torch and this package."""
     frame, found = sys._getframe(2), list[tuple[CodeType, int]]()
     while frame is not None and len(found) < 3:
         if not _is_internal(frame.f_code):

@@ -1,8 +1,8 @@
 """Streams and events as vector clocks.
 
-A clock says for each actor (a stream, the host) how much of its work lies behind it. Work at time t of an actor has
-happened before something if that one's clock of the actor is t or more. An event is a copy of a clock; to wait for it
-is to take the larger of both, entry by entry.
+A clock maps each actor (a stream or the host) to the amount of its work that is known to be over. Work of an actor at
+time t happened before an operation if the operation's clock has t or more for that actor. An event is a copy of a
+clock. Waiting for it takes the maximum of both clocks, entry by entry.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,38 +11,38 @@ import torch
 
 Clock = dict[int, int]
 HOST = 0
-"""The host as an actor."""
+"""The actor number of the host."""
 
 
 def merge(clock: Clock, other: Mapping[int, int]) -> None:
-    """`clock` has waited for `other`."""
+    """Update `clock` to the entry-wise maximum with `other`, as after a wait for it."""
     for actor, time in other.items():
         if time > clock.get(actor, 0):
             clock[actor] = time
 
 
 class CheckedEvent:
-    """A moment of a stream."""
+    """A stand-in for `torch.cuda.Event`: a point in a stream's work."""
 
     def __init__(self, clock: Clock, host: "Host") -> None:
         self.clock = clock
         self._host = host
 
     def wait(self) -> None:
-        """Let the current stream wait for it."""
+        """Make the current stream wait for this event."""
         self._host.current().wait_event(self)
 
     def query(self) -> bool:
-        """Whether the host knows that it has come: only if it has waited."""
+        """Return whether the host has waited for this event. Without a wait its completion is not known."""
         return all(self._host.clock.get(actor, 0) >= time for actor, time in self.clock.items())
 
     def synchronize(self) -> None:
-        """Let the host wait for it."""
+        """Make the host wait for this event."""
         self._host.wait(self.clock, "an event")
 
 
 class CheckedStream:
-    """Work in order, of which only the order is known."""
+    """A stand-in for `torch.cuda.Stream` that only tracks order."""
 
     def __init__(self, name: str, actor: int, host: "Host") -> None:
         self.name = name
@@ -52,29 +52,29 @@ class CheckedStream:
         self._host = host
 
     def now(self) -> Clock:
-        """The clock of what is issued here now: behind all that the host has waited for."""
+        """Return the clock of work issued to this stream now. It includes all that the host has waited for."""
         merge(self.clock, self._host.clock)
         return self.clock
 
     def wait_stream(self, stream: "CheckedStream") -> None:
-        """Let what follows here wait for all that `stream` has got so far."""
+        """Make later work on this stream wait for all work issued to `stream` so far."""
         merge(self.clock, stream.now())
 
     def wait_event(self, event: CheckedEvent) -> None:
-        """Let what follows here wait for `event`."""
+        """Make later work on this stream wait for `event`."""
         merge(self.clock, event.clock)
 
     def record_event(self) -> CheckedEvent:
-        """The moment behind all that this stream has got so far."""
+        """Return an event after all work issued to this stream so far."""
         return CheckedEvent(dict(self.now()), self._host)
 
     def synchronize(self) -> None:
-        """Let the host wait for all of it."""
+        """Make the host wait for all work on this stream."""
         self._host.wait(self.now(), f"the stream {self.name}")
 
 
 class Host:
-    """Who issues the work. `current`: the stream that gets it. `on_wait`: told of what the host waits for."""
+    """The host, which issues work. `current`: returns the current stream. `on_wait`: gets the cause of each wait."""
 
     def __init__(self, current: Callable[[], CheckedStream], on_wait: Callable[[str], None]) -> None:
         self.clock: Clock = {}
@@ -82,6 +82,6 @@ class Host:
         self._on_wait = on_wait
 
     def wait(self, clock: Clock, what: str) -> None:
-        """Wait until all behind `clock` is over."""
+        """Wait until all work in `clock` is over. `what`: the cause, for `on_wait`."""
         self._on_wait(what)
         merge(self.clock, clock)

@@ -1,15 +1,15 @@
-"""Memory under guard: what is read after it was given back, and written to though it is a copy.
+"""Detection of reads from freed gathered weights, and of writes to gathered weights.
 
     with weft.debug.guard_memory():
         train()
 
-    what a program does                                     without the guard                 under it
+    a program                                               without the guard                 with the guard
     ------------------------------------------------------  --------------------------------  ------------------------
-    reads `weight.detach()` that was kept from a forward    what another unit has there now   NaN
-    writes to gathered weights through `weight.data`        lost with the next gather         `WeightsWritten`, named
+    reads `weight.detach()` that was kept from a forward    data of another unit              NaN
+    writes to gathered weights through `weight.data`        lost with the next gather         `WeightsWritten`
 
-Memory that a pool gets back is filled with NaN and not given up, so that all units' weights are there at once; and
-gathered weights are compared, when they go, with a copy of what came.
+Memory that is freed to a pool is filled with NaN and not reused, so all units' weights are in memory at once. Gathered
+weights are compared with a copy before they are freed.
 """
 
 from collections.abc import Iterator
@@ -20,10 +20,10 @@ guards = 0
 
 @contextmanager
 def guard_memory() -> Iterator[None]:
-    """Inside, memory that was given back reads as NaN, and gathered weights that were written to are an error.
+    """Make freed gathered weights read NaN, and raise `WeightsWritten` for writes to gathered weights.
 
-    For looking for a fault, on few layers: it takes the memory of an unsharded model, and the time of a copy and a
-    comparison for each gather, for which the host waits.
+    Use it to find bugs, with few layers: it needs the memory of an unsharded model, and each gather takes a copy and a
+    comparison, for which the host waits.
     """
     global guards
     guards += 1

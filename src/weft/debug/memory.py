@@ -1,4 +1,4 @@
-"""Who last wrote to memory and who has read it since, range by range.
+"""The last write to each range of memory, and the reads since then.
 
 bytes of a storage   0        64            256                512
 last write           |  mm, compute          |  all-gather, gather  |
@@ -8,7 +8,7 @@ access   must happen after
 ------   --------------------------------------------------------------------------------------------------------
 read     the last write
 write    the last write and all reads since
-free     both, on the stream that the memory was allocated on: the caching allocator gives it to who is next there
+free     both, as seen by the stream that allocated the memory: the caching allocator reuses it on that stream
 """
 
 from bisect import bisect_right
@@ -24,7 +24,7 @@ _END = 1 << 62
 
 
 class Site(NamedTuple):
-    """Where something was called: functions with the lines they were at, the innermost first."""
+    """A call stack: functions with line numbers, the innermost first."""
 
     calls: tuple[tuple[CodeType, int], ...]
 
@@ -34,7 +34,7 @@ class Site(NamedTuple):
 
 
 class Access(NamedTuple):
-    """One operator's use of memory. `time`: of its actor. `site`: where it was called."""
+    """One operator's use of memory. `time`: the time of its actor's clock. `site`: the call stack."""
 
     actor: int
     time: int
@@ -43,7 +43,7 @@ class Access(NamedTuple):
     site: Site
 
     def happened(self, clock: Mapping[int, int]) -> bool:
-        """Whether it lies behind `clock`."""
+        """Return whether this access happened before an operation with `clock`."""
         return clock.get(self.actor, 0) >= self.time
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class Access(NamedTuple):
 
 @dataclass
 class _Segment:
-    """Bytes from `begin` to the next segment. `reads`: since the last write, the latest of each actor."""
+    """The bytes from `begin` to the next segment. `reads`: each actor's latest read since the last write."""
 
     begin: int
     write: Access | None = None
@@ -60,35 +60,35 @@ class _Segment:
 
 
 class Memory:
-    """The accesses to one storage. `home`: the actor on whose stream it was allocated."""
+    """The accesses to one storage. `home`: the number of the stream (actor) that allocated it."""
 
     def __init__(self, home: int) -> None:
         self.home = home
         self.lent: set[int] = set()
-        """Actors on whose streams it is used, too, and given back behind."""
+        """Other streams (actors) that use it. Freeing it waits for them."""
         self._segments = [_Segment(0)]
         self._names: dict[tuple[int, int], Callable[[], str]] = {}
 
     def call(self, begin: int, end: int, describe: Callable[[], str]) -> None:
-        """`describe()` names what lies in these bytes from now on."""
+        """Name the bytes from `begin` to `end` by `describe()` from now on."""
         self._names = {place: name for place, name in self._names.items() if place[1] <= begin or end <= place[0]}
         self._names[begin, end] = describe
 
     def name_of(self, begin: int, end: int) -> str:
-        """What lies in these bytes."""
+        """Return the names of these bytes, joined by " and "."""
         return " and ".join(
             dict.fromkeys(name() for place, name in self._names.items() if begin < place[1] and place[0] < end)
         )
 
     def read(self, begin: int, end: int, access: Access, clock: Mapping[int, int]) -> None:
-        """Raises StreamOrderError if the read does not come behind the last write."""
+        """Record a read. Raises StreamOrderError unless it happens after the last write."""
         for segment in self._within(begin, end):
             if segment.write is not None and not segment.write.happened(clock):
                 raise self._error(begin, end, "reads", access, "the write by", segment.write)
             segment.reads[access.actor] = access
 
     def write(self, begin: int, end: int, access: Access, clock: Mapping[int, int]) -> None:
-        """Raises StreamOrderError if the write does not come behind all that used the bytes."""
+        """Record a write. Raises StreamOrderError unless it happens after the last write and all reads since."""
         for segment in self._within(begin, end):
             self._refuse_users(segment, begin, end, "writes to", access, clock)
         self._cut(begin, end)
@@ -96,7 +96,7 @@ class Memory:
         self._segments[first:last] = [_Segment(begin, access)]
 
     def free(self, access: Access, clock: Mapping[int, int]) -> None:
-        """Raises StreamOrderError if a stream may use the memory beside its next owner."""
+        """Record that the memory is freed. Raises StreamOrderError if another stream may still use it."""
         for segment in self._segments:
             self._refuse_users(segment, 0, _END, "frees", access, clock)
 

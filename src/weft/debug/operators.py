@@ -1,4 +1,4 @@
-"""What operators do with memory: which tensors they read and write, and whether the host waits for what they give."""
+"""Properties of operators: which tensors they read and write, and whether the host waits for their result."""
 
 import os
 import sys
@@ -22,10 +22,10 @@ _WRITTEN_BY_COLLECTIVES = {
     "scatter_": 1,
     "send": 0,
 }
-"""How many of the first arguments each writes to; the others write to all."""
+"""The number of leading arguments that each collective writes to. Other collectives write to all arguments."""
 TOUCH_NOTHING = ("aten::empty", "aten::new_empty", "aten::set_", "aten::resize_")
-"""Operators that give memory to a tensor and neither read nor write it. New memory comes behind what is computed so far
-on the stream that asks for it, as it may have been another's there: that counts as a write."""
+"""Operators that allocate memory and neither read nor write it. The allocator may reuse memory of earlier work on the
+same stream, so the allocation counts as a write on that stream."""
 _ASK_THE_DEVICE = {
     "aten::_local_scalar_dense",
     "aten::nonzero",
@@ -36,27 +36,27 @@ _ASK_THE_DEVICE = {
     "aten::unique_dim",
     "aten::unique_consecutive",
 }
-"""Operators whose result, or its size, the host must know."""
+"""Operators whose result, or the size of it, the host must know."""
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of what an operator takes or gives."""
+    """Return the tensors in an operator's arguments or results, a nested structure."""
     return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
 
 
 def made_of_others(kind: Any) -> bool:
-    """Whether tensors of this class stand for others, which operators see in their place."""
+    """Return whether tensors of class `kind` wrap other tensors, on which the operators run."""
     plain = (torch.Tensor, torch.nn.Parameter)
     return kind not in plain and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether bytes of its own stand behind a tensor."""
+    """Return whether a tensor has a storage: it is strided, not on the meta device and no wrapper."""
     return tensor.layout is torch.strided and not tensor.is_meta and not made_of_others(type(tensor))
 
 
 def bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and the one behind its last."""
+    """Return the range of bytes of a tensor in its storage, as (begin, end)."""
     size = tensor.element_size()
     begin = tensor.storage_offset() * size
     extent = 1 + sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride()))
@@ -64,7 +64,7 @@ def bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors that `func` writes to."""
+    """Return the tensors that `func` writes to."""
     schema = func._schema
     if schema.name.startswith("c10d::"):
         count = _WRITTEN_BY_COLLECTIVES.get(schema.name.removeprefix("c10d::"), len(args))
@@ -75,14 +75,15 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 @cache
 def _arguments_written(func: Any) -> list[tuple[int, str]]:
-    """Number and name of the arguments that `func` writes to."""
+    """Return the index and name of each argument that `func` writes to."""
     return [(at, each.name) for at, each in enumerate(func._schema.arguments) if each.is_write]
 
 
 def asks_device(
     func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor], is_host: Callable[[torch.Tensor], bool]
 ) -> bool:
-    """Whether the host waits for what `func` gives. `tensors`: those it takes and makes, `is_host`: what lies there."""
+    """Return whether the host waits for the result of `func`. `tensors`: its inputs and outputs. `is_host`: returns
+    whether a tensor is in host memory."""
     name = func._schema.name
     if name in ("aten::copy_", "aten::_to_copy"):
         sides = {is_host(each) for each in tensors if has_memory(each)}
@@ -96,7 +97,7 @@ def asks_device(
 
 
 def inside_collective() -> bool:
-    """Whether an operator is how a backend does its work: in a call of torch's, or while `Pending` waits for one."""
+    """Return whether the caller's operator is part of a collective: run inside `torch.distributed` or by `Pending`."""
     frame = sys._getframe(2)
     while "/torch/_compile" in frame.f_code.co_filename or "/torch/_dynamo/" in frame.f_code.co_filename:
         frame = frame.f_back  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Mixture of experts: tokens to experts and back."""
+"""Mixture of experts: routing, token exchange and grouped expert MLPs."""
 
 from typing import TYPE_CHECKING
 

@@ -1,17 +1,17 @@
-"""Tokens to the ranks of their experts, and back.
+"""Exchange of tokens with the ranks of their experts, in both directions.
 
-    handle = dispatcher.plan(counts, rows)        the ranks tell each other how many rows come: starts at once
+    handle = dispatcher.plan(counts, rows)        starts to exchange the numbers of rows between ranks
     ...                                           computation
-    there = dispatcher.dispatch(rows, handle)     rows leave in the background, when the sizes are known
+    there = dispatcher.dispatch(rows, handle)     sends rows in the background, when the sizes are known
     ...                                           computation
     rows = there.wait()                           rows grouped by the rank they come from
     back = dispatcher.combine(rows, handle)       the reverse
 
-What a row is, the dispatcher's `rows_per` says: "rank", a token's row for all of its experts on one rank (see
-`weft.moe.visits`), or "expert", a row for each expert, sorted by expert.
+The dispatcher's `rows_per` defines a row. "rank": a token's row for all of its experts on one rank (see
+`weft.moe.visits`). "expert": a row for each expert, sorted by expert.
 
-Both directions only move rows, so each is the other's backward. They know nothing of autograd; `exchange` is the
-autograd function around them for those who wait at once.
+Both directions only move rows, so each is the other's backward. They do not use autograd; `exchange` is the autograd
+function around them for callers that wait at once.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,13 +37,13 @@ from weft.moe.visits import Visits
 
 
 class Handle:
-    """Where one set of rows goes and comes from: integers and index tensors, nothing differentiable.
+    """The sizes and order of one exchange: integers and index tensors, nothing differentiable.
 
-    `sent`, `received`: how many rows leave this rank and arrive here. `assignments`: how many the experts here compute,
-    one for each pair of a token and an expert. `offsets` [local experts] int32: where each expert's end once they are
-    sorted by expert. `by_expert`, `by_arrival` [received] int64: indices that sort arrived rows by expert, and back;
-    None where they arrive sorted, or with one row per rank. `permutation`, `visits` and `arrived` are the layer's own:
-    which row is whose. All but these may be read once `ready` has returned, and when what was dispatched is here.
+    `sent`, `received`: the numbers of rows that this rank sends and receives. `assignments`: the number of pairs of a
+    token and an expert that this rank computes. `offsets` [local experts] int32: the end of each expert's rows, once
+    they are sorted by expert. `by_expert`, `by_arrival` [received] int64: indices that sort arrived rows by expert, and
+    back; None if they arrive sorted, or with one row per rank. These fields are valid after `ready`, or after the
+    dispatched rows have arrived. `permutation`, `visits` and `arrived` belong to the layer: the owner of each row.
     """
 
     sent: int
@@ -57,13 +57,13 @@ class Handle:
     arrived: Permutation | None = None
 
     def ready(self) -> None:
-        """Wait until the sizes are known. Again is free."""
+        """Wait until the sizes are known. Further calls return at once."""
 
 
 class Halves(Handle):
-    """The handles of the two halves of the tokens, each with rows of its own: `sizes` of those to send.
+    """The handles of the two halves of the tokens. `sizes`: the number of rows to send for each half.
 
-    What goes in halves is sent by `weft.overlap`, half after half; a dispatcher never sees this handle.
+    `weft.overlap` sends the halves one after another, each with its own handle. A dispatcher never gets this one.
     """
 
     def __init__(self, parts: Sequence[Handle], sizes: Sequence[int], shape: tuple[int, int]) -> None:
@@ -77,23 +77,23 @@ class Halves(Handle):
 
 
 class Arrival:
-    """Rows on their way; `wait` returns them, to be used by what is computed from then on."""
+    """Rows in flight. `wait` returns them, ready for computation on the current stream."""
 
     def __init__(
         self, rows: Tensor | Callable[[], Tensor], ticket: Ticket | None = None, source: Tensor | None = None
     ) -> None:
-        """`rows`: or what gives them when `ticket` has been waited for. `source`: what is sent."""
+        """`rows`: the output, or a function that returns it once `ticket` has ended. `source`: the tensor sent."""
         self._rows = rows
         self._ticket = ticket
         self._source = source
 
     def __del__(self) -> None:
-        """Memory that is still written or read must not be given away."""
+        """Keep the memory of an exchange that is still running."""
         if self._ticket is not None:
             self._ticket.abandon()
 
     def wait(self) -> Tensor:
-        """The rows; again is free."""
+        """Wait for the rows and return them. Further calls return at once."""
         if self._ticket is not None:
             self._ticket.wait()
             self._ticket = self._source = None
@@ -103,39 +103,41 @@ class Arrival:
 
 
 class Dispatcher(Protocol):
-    """Moves rows between the ranks that share a set of experts. One serves all layers with this many experts."""
+    """Moves rows between the ranks that share a set of experts. All layers with `num_experts` experts can share one."""
 
     num_experts: int
     experts: range
-    """The experts of this rank; each rank has as many."""
+    """The experts of this rank. Each rank has the same number."""
     rows_per: str
-    """One of `weft.moe.kinds.ROWS_PER`."""
+    """What a row is for: "rank" or "expert", as in `weft.moe.kinds.ROWS_PER`."""
 
     def plan(self, counts: Tensor, rows: Tensor | None = None) -> Handle:
-        """Start to tell the others what this rank sends.
+        """Start to exchange the numbers of rows between the ranks.
 
-        `counts` [num_experts] int64: assignments to each expert. `rows` [ranks] int64: rows to each rank, given with
-        one row per rank alone.
+        `counts` [num_experts] int64: assignments to each expert. `rows` [ranks] int64: rows to each rank; only with
+        `rows_per="rank"`.
         """
         ...
 
     def dispatch(self, rows: Tensor, handle: Handle, behind: Any = None) -> Arrival:
-        """Rows to the ranks of their experts; [sent or more, hidden], sorted by rank -> [received, hidden].
+        """Start to send rows, sorted by rank, to their experts' ranks; [sent or more, hidden] -> [received, hidden].
 
-        Where a device computes beside the host, the host waits for the sizes; else rows leave when these have come, in
-        the background. Rows behind the first `handle.sent` do not leave.
-        `behind`: a moment (`weft.comm.streams.moment`) when `rows` were there, so that they leave beside what has been
-        computed since; None: now.
+        On a device with streams the host waits for the sizes; on CPU the rows are sent in the background when the sizes
+        are known. Rows after the first `handle.sent` are not sent. `behind`: the moment (`weft.comm.streams.moment`) at
+        which `rows` were complete; the exchange waits for it only. None: the exchange waits for all issued so far.
         """
         ...
 
     def combine(self, rows: Tensor, handle: Handle) -> Arrival:
-        """Rows back to where they came from; [received, hidden] -> as many as were dispatched, behind `sent` zeros."""
+        """Start to send rows back to where they came from; [received, hidden] -> as many rows as were dispatched.
+
+        Rows after the first `handle.sent` are zeros.
+        """
         ...
 
 
 class LocalDispatcher:
-    """One rank holds all experts: nothing moves, and nothing waits."""
+    """The dispatcher of a rank that holds all experts: it returns rows unchanged, without communication."""
 
     rows_per: str = "expert"
 
@@ -145,15 +147,15 @@ class LocalDispatcher:
         self.experts = range(num_experts)
 
     def plan(self, counts: Tensor, rows: Tensor | None = None) -> Handle:
-        """See `Dispatcher`."""
+        """Return the handle of rows sorted by expert."""
         return _LocalHandle(counts)
 
     def dispatch(self, rows: Tensor, handle: Handle, behind: Any = None) -> Arrival:
-        """See `Dispatcher`."""
+        """Return `rows` unchanged; they stay on this rank."""
         return Arrival(rows.detach())
 
     def combine(self, rows: Tensor, handle: Handle) -> Arrival:
-        """See `Dispatcher`."""
+        """Return `rows` unchanged; they stay on this rank."""
         return Arrival(rows.detach())
 
 
@@ -163,7 +165,7 @@ class _LocalHandle(Handle):
 
     @cached_property
     def sent(self) -> int:  # type: ignore[override]
-        """On CUDA this makes the host wait, so it is asked for only where rows were dropped."""
+        """The number of rows. Reading it on CUDA synchronizes with the device, so only code that drops rows does."""
         return int(self.offsets[-1])
 
     @property
@@ -178,13 +180,13 @@ class _LocalHandle(Handle):
 class AllToAll:
     """All-to-all with uneven splits over a group of `ep` ranks; rank r holds the r-th equal part of the experts.
 
-    `rows_per`: "rank", a token travels once to each rank that has experts of it; or "expert", once to each of its
-    experts, which adds up as one process does, bit for bit.
+    `rows_per`: "rank" sends a token once to each rank that holds any of its experts. "expert" sends it once to each of
+    its experts; sums are then bit-equal to those of one process.
 
-    Collective: every rank of the group builds it, in the same order. Rows travel on an exchange lane; the
-    counts have a lane and, where communicators run one thing after another, a communicator of their own, so
-    that they never wait behind rows. A rank that waits for an exchange which another never begins, because they run
-    different numbers of expert layers, gets a CollectiveMismatch within seconds (on CPU, over gloo).
+    Collective: every rank of the group builds it, in the same order. Rows use an exchange lane. Counts use a second
+    lane and, where a communicator runs one operation after another, a second communicator, so that they never queue
+    behind rows. If ranks run different numbers of expert layers, the rank that waits for an exchange gets a
+    CollectiveMismatch within seconds (on CPU, over gloo).
     """
 
     def __init__(self, group: dist.ProcessGroup | DeviceMesh, num_experts: int, *, rows_per: str = "rank") -> None:
@@ -210,10 +212,10 @@ class AllToAll:
         start_hang_detector()
 
     def __deepcopy__(self, memo: dict) -> "AllToAll":
-        return self  # copies of a model talk over the same group
+        return self  # copies of a model share the group
 
     def plan(self, counts: Tensor, rows: Tensor | None = None) -> Handle:
-        """See `Dispatcher`."""
+        """Start the all-to-all of the counts. Raises ValueError unless `rows` is given exactly with "rank"."""
         if (rows is None) != (self.rows_per == "expert"):
             given = "no numbers of rows" if rows is None else "numbers of rows"
             raise ValueError(
@@ -229,7 +231,7 @@ class AllToAll:
         return _ExchangeHandle(self.size, rows is not None, counts, received, host, ticket)
 
     def dispatch(self, rows: Tensor, handle: Handle, behind: Any = None) -> Arrival:
-        """See `Dispatcher`."""
+        """Start to send rows to the ranks of their experts; [sent or more, hidden] -> [received, hidden]."""
         assert isinstance(handle, _ExchangeHandle)
         if streams.has_streams(rows.device):
             handle.ready()
@@ -258,7 +260,7 @@ class AllToAll:
         return Arrival(known, ticket, rows)
 
     def combine(self, rows: Tensor, handle: Handle) -> Arrival:
-        """See `Dispatcher`."""
+        """Start to send rows back to where they came from; [received, hidden] -> [sent or more, hidden]."""
         handle = _known(handle)
         output = self._memory(rows, max(handle.room, handle.sent))
         output[handle.sent :].zero_()
@@ -272,9 +274,9 @@ class AllToAll:
     def _move(
         self, output: Tensor, rows: Tensor, arriving: list[int], leaving: list[int], behind: Any = None
     ) -> Arrival:
-        if not rows.is_contiguous():  # a copy of them is there later
+        if not rows.is_contiguous():  # the contiguous copy is made after that moment
             behind = None
-        # The arrival keeps both ends until the compute stream has waited for the lane.
+        # The arrival keeps input and output until the compute stream has waited for the lane.
         rows = _planned(rows, leaving)
         _, lane = self._lanes_of(rows.device)
         filled = output[: sum(arriving)]
@@ -288,7 +290,8 @@ class AllToAll:
 
 
 class _ExchangeHandle(Handle):
-    """`sent_to`, `received_from`: rows per rank. `room`: how many rows the layer has made to send, `sent` or more."""
+    """The handle of an all-to-all. `sent_to`, `received_from`: rows per rank. `room`: rows in the layer's buffer, at
+    least `sent`."""
 
     def __init__(
         self, ranks: int, has_visits: bool, counts: Tensor, received: Tensor, host: Tensor, ticket: Ticket
@@ -306,15 +309,15 @@ class _ExchangeHandle(Handle):
 
     @property
     def under_way(self) -> Ticket | None:
-        """Of the counts, if they have not been waited for."""
+        """The ticket of the exchange of counts; None once `ready` has returned."""
         return None if self._arriving is None else self._arriving[-1]
 
     def leaving(self) -> list[int]:
-        """Rows to each rank, of which this rank's own counts tell."""
+        """Return the rows to each rank, which this rank's own counts give without waiting."""
         return self.sent_to if self._arriving is None else self._rows(self._arriving[0].view(self._ranks, -1))
 
     def arriving(self) -> list[int]:
-        """Rows from each rank, once the counts are in the host's memory; `ready` need not have been called."""
+        """Return the rows from each rank. The counts must be in host memory; `ready` need not have been called."""
         return self.received_from if self._arriving is None else self._rows(self._arriving[2][1].view(self._ranks, -1))
 
     def _rows(self, counts: Tensor) -> list[int]:
@@ -343,7 +346,7 @@ class _ExchangeHandle(Handle):
 
 
 def _planned(rows: Tensor, leaving: list[int]) -> Tensor:
-    """The data of `rows`, which are as many as were planned."""
+    """Return the contiguous data of `rows`. Raises ValueError if their number is not the planned one."""
     if rows.shape[0] != sum(leaving):
         raise ValueError(
             f"{rows.shape[0]} rows to send, but the counts of this handle's plan say {sum(leaving)}, and that is "
@@ -353,18 +356,18 @@ def _planned(rows: Tensor, leaving: list[int]) -> Tensor:
 
 
 def _known(handle: Handle) -> _ExchangeHandle:
-    """The handle, whose sizes are known."""
+    """Return `handle` after waiting for its sizes."""
     assert isinstance(handle, _ExchangeHandle)
     handle.ready()
     return handle
 
 
 def _sort_blocks(sizes: Tensor, total: int) -> Tensor:
-    """Rows lie block after block, row-major in `sizes` [m, n]: the index that takes them column-major."""
+    """Return the index that reorders blocks of rows, of `sizes` [m, n], from row-major to column-major order."""
     starts = (sizes.flatten().cumsum(0) - sizes.flatten()).view_as(sizes).t().flatten()
     lengths = sizes.t().flatten()
     shift = starts - (lengths.cumsum(0) - lengths)
-    # The total is known here: otherwise torch would ask the device, and the host would wait.
+    # Without output_size, torch would synchronize with the device to learn the total.
     return shift.repeat_interleave(lengths, output_size=total) + torch.arange(total, device=sizes.device)
 
 
@@ -372,7 +375,7 @@ Direction = Literal["dispatch", "combine"]
 
 
 def exchange(rows: Tensor, dispatcher: Dispatcher, handle: Handle, direction: Direction) -> Tensor:
-    """`dispatcher.dispatch` or `.combine`, waited for at once; differentiable once."""
+    """Run `dispatcher.dispatch` or `.combine` and wait for the rows. Differentiable once."""
     return _Exchange.apply(rows, dispatcher, handle, direction)
 
 

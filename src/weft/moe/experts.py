@@ -1,4 +1,4 @@
-"""The expert MLPs of one rank, computed as one."""
+"""The expert MLPs of one rank, computed together with grouped matrix products."""
 
 import logging
 from functools import cache
@@ -21,10 +21,10 @@ from weft.moe.source import INITIAL_STD, WeightSource
 
 BACKENDS = ("grouped_mm", "loop")
 ALIGNMENT_BYTES = 16
-"""What the strides of `torch.nn.functional.grouped_mm` must be multiples of."""
+"""`torch.nn.functional.grouped_mm` requires strides that are multiples of this."""
 
 BIAS = "_bias"
-"""What the name of a projection's bias ends in."""
+"""The suffix of the names of biases, after the name of the projection."""
 
 log = logging.getLogger(__name__)
 
@@ -33,21 +33,21 @@ class GroupedExperts(nn.Module):
     """Experts, each an MLP of the kind `act` (see `weft.moe.mlp`; `clamp` is for "clamped_swiglu"), one 3-D parameter
     per projection.
 
-    `backend`: "grouped_mm" multiplies the rows of all experts in one call, "loop" expert after expert: the
-    reference, for which the host reads the offsets. Sizes whose rows are not whole multiples of 16 bytes in
-    the dtype at hand are computed by the loop, with a line in the log.
-    On cards where torch's product leaves gradients of experts without rows as their memory was, the loop computes, too.
-    `first_expert`: the number of the first expert here, so that expert n starts from the same weights
-    wherever it is. `bias`: each projection has one for every expert.
+    `backend`: "grouped_mm" multiplies the rows of all experts in one call. "loop" multiplies expert by expert; it is
+    the reference, and the host reads the offsets. With "grouped_mm", the loop still runs, with a warning in the log,
+    for sizes whose rows are not multiples of 16 bytes, and on GPUs where `grouped_mm` leaves the gradients of experts
+    without rows uninitialized.
+    `first_expert`: the number of the first expert here, so that expert n gets the same initial weights on any rank.
+    `bias`: each projection has a bias for every expert.
     """
 
     graph_scopes: ClassVar = {"forward": ("experts", None)}
     has_fixed_rows = False
-    """Whether each expert gets as many rows in each call."""
+    """Whether each expert gets the same number of rows in every call."""
     recomputes = False
-    """Whether backward computes `forward` again."""
+    """Whether backward recomputes `forward`."""
     multiplies_quantized = True
-    """Its products know quantized weights."""
+    """Its products support quantized weights."""
     fills_slices = True
     """`reset_parameters` fills the local parts of DTensors, each expert from its own number."""
 
@@ -85,7 +85,7 @@ class GroupedExperts(nn.Module):
         self.reset_parameters()
 
     def graph_refused(self, scope: str) -> str | None:
-        """Why `weft.Graphs` cannot capture this scope here."""
+        """Return why `weft.Graphs` cannot capture this scope; None if it can."""
         return (
             None
             if self.has_fixed_rows
@@ -105,16 +105,16 @@ class GroupedExperts(nn.Module):
                 if how is None or not how.is_cut:
                     source.normal_(expert, INITIAL_STD)
                     continue
-                whole = expert.new_empty([*weight.shape[1:]])  # a rank has columns of it
+                whole = expert.new_empty([*weight.shape[1:]])  # this rank keeps some columns of it
                 source.normal_(whole, INITIAL_STD)
                 expert.copy_(whole.narrow(how.dim - 1, *how.spans[0]))
 
     def spread(self, mesh: DeviceMesh) -> None:
-        """Turn the parameters into DTensors of all experts, of which each rank of the 1-D `mesh` has these here.
+        """Turn the parameters into DTensors of all experts, sharded over the 1-D `mesh`.
 
-        Where each expert is cut over tensor-parallel ranks they are the last axis of `mesh`, which is 2-D.
+        With tensor parallelism inside experts, `mesh` is 2-D and its last axis is the tensor-parallel one.
 
-        Before `fully_shard`: norms, optimizers and checkpoints then see each expert once, under one number everywhere.
+        Call it before `fully_shard`. Norms, optimizers and checkpoints then see each expert once, by its global number.
         """
         for name, weight in list(self.named_parameters()):
             beyond = weight.placements if isinstance(weight, DTensor) else ()
@@ -125,12 +125,15 @@ class GroupedExperts(nn.Module):
             self.register_parameter(name, parameter)
 
     def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        """[rows, hidden], sorted by expert -> [rows, hidden]; offsets: [experts] int32, where each one's rows end."""
+        """Apply each expert to its rows; [rows, hidden], sorted by expert -> [rows, hidden].
+
+        offsets: [experts] int32, the end of each expert's rows.
+        """
         return recomputed(self._computed, rows, offsets) if self.recomputes else self._computed(rows, offsets)
 
     def _computed(self, rows: Tensor, offsets: Tensor) -> Tensor:
         weights = {name: local_part(part(self, name)) for name in self._parameters}
-        if torch.is_autocast_enabled(rows.device.type):  # which does not know grouped_mm
+        if torch.is_autocast_enabled(rows.device.type):  # autocast does not cast for grouped_mm
             dtype = torch.get_autocast_dtype(rows.device.type)
             rows, weights = rows.to(dtype), {name: weight.to(dtype) for name, weight in weights.items()}
         multiply = _loop
@@ -176,12 +179,12 @@ class GroupedExperts(nn.Module):
 @cache
 @torch.no_grad()
 def leaves_zeros(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the product that is a weight's gradient is zero for an expert without rows, tried once on each device."""
+    """Return whether `grouped_mm` writes zero gradients for experts without rows. It is tried once on each device."""
     side = 64
     rows = torch.ones(side, side, device=device, dtype=dtype)
     offsets = torch.tensor([0, side, side], dtype=torch.int32, device=device)
     dirt = torch.full((len(offsets), side, side), torch.nan, device=device, dtype=dtype)
-    del dirt  # the product gets its memory
+    del dirt  # the allocator gives this memory to the product
     gradients = torch._grouped_mm(rows.t(), rows, offsets)
     return not gradients[0].count_nonzero() + gradients[2].count_nonzero()
 
@@ -191,13 +194,13 @@ def _grouped(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _owners(rows: Tensor, offsets: Tensor) -> Tensor:
-    """The expert of each row, [rows] int64."""
+    """Return the expert of each row, [rows] int64."""
     numbers = torch.arange(len(rows), dtype=offsets.dtype, device=rows.device)
     return torch.searchsorted(offsets, numbers, right=True)
 
 
 def _nothing(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Without rows, and without asking the device for their numbers."""
+    """Return the product of no rows, without reading the offsets from the device."""
     return rows @ weight[0]
 
 

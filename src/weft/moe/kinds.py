@@ -1,22 +1,22 @@
-"""The kinds of MLPs by their names; configurations are read before anything imports torch."""
+"""The names of MLP kinds, in a module that does not import torch: configurations are read before torch."""
 
 from typing import NamedTuple
 
 ACTS = ("silu", "clamped_swiglu", "gelu_tanh", "relu2")
 GATED = ("silu", "clamped_swiglu", "gelu_tanh")
-"""Those of two projections in, of which one is the other's gate."""
+"""The kinds with a gate: two input projections, one of which gates the other."""
 
 
 ROWS_PER = ("rank", "expert")
-"""What a row that travels between ranks is for: a token's experts on one rank, or one of them."""
+"""What a row sent between ranks is for: all of a token's experts on one rank, or one expert."""
 
 
 class Clamp(NamedTuple):
-    """The numbers of the clamped SwiGLU: what its gate and up stay within, and the factor inside of its sigmoid."""
+    """The constants of the clamped SwiGLU: `limit` bounds gate and up, `alpha` is the factor inside the sigmoid."""
 
     limit: float = 7.0
     alpha: float = 1.702
 
 
 CLAMP = Clamp()
-"""Those of GPT-OSS."""
+"""The constants of GPT-OSS."""

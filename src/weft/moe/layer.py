@@ -20,11 +20,11 @@ from weft.moe.visits import arrange, gather, goes_in_halves, halved, open_up, pa
 
 
 class Sent(NamedTuple):
-    """What `MoE.send` leaves behind.
+    """The results of `MoE.send`.
 
-    `rows` [rows, hidden]: to send. `weights` [tokens, k] fp32, or None where they travel in the rows. `shared`: the
-    shared expert's output [batch, seq, hidden], or None. `loss`: the router's, a scalar, or None. `handle`: for the
-    exchange.
+    `rows` [rows, hidden]: the rows to send. `weights` [tokens, k] fp32: the routing weights, or None if the rows carry
+    them. `shared`: the shared expert's output [batch, seq, hidden], or None. `loss`: the router's loss, a scalar, or
+    None. `handle`: the handle of the exchange.
     """
 
     rows: Tensor
@@ -37,29 +37,30 @@ class Sent(NamedTuple):
 class MoE(nn.Module):
     """Each token visits `top_k` of `num_experts` experts, which are spread over the dispatcher's ranks.
 
-    `dispatcher`: None keeps all experts here. Layers share one, as long as they have the same number of experts.
-    `act`: the kind of all MLPs (see `weft.moe.mlp`), `clamp`: the numbers of a clamped one.
-    `bias`: of the shared expert's and the latent projections.
-    `experts_bias`: of the routed experts' projections; `router_bias`: of the router's logits.
-    `latent_size`: width in which tokens travel to the routed experts and are computed there, with a projection before
-    and one after (Nemotron-H); None: the hidden size.
-    `shared_intermediate_size`: inner width of an expert that every token visits, 0 for none;
-    `shared_expert_gate` multiplies it by a learned sigmoid (Qwen2-MoE, arXiv:2407.10671).
-    `backend`: of `GroupedExperts`. `router_options` go to `Router`.
+    `dispatcher`: None keeps all experts on this rank. Layers with the same number of experts can share one.
+    `act`: the kind of all MLPs (see `weft.moe.mlp`). `clamp`: the constants of "clamped_swiglu".
+    `bias`: whether the shared expert and the latent projections have biases.
+    `experts_bias`, `router_bias`: whether the routed experts and the router have biases.
+    `latent_size`: the width of tokens in the exchange and in the routed experts, with a projection before and one after
+    (Nemotron-H); None: the hidden size.
+    `shared_intermediate_size`: the inner width of an expert that every token visits, 0 for none.
+    `shared_expert_gate`: multiply its output by a learned sigmoid (Qwen2-MoE, arXiv:2407.10671).
+    `backend`: the backend of `GroupedExperts`. `router_options`: arguments of `Router`.
 
-    `forward` is `send`, `exchange`, `run_experts`, `exchange`, `receive`: a schedule calls the parts itself.
+    `forward` is `send`, `exchange`, `run_experts`, `exchange`, `receive`. A schedule calls these parts one by one.
     """
 
     graph_scopes: ClassVar = {
         "_sorted": ("moe_preprocess", ("latent_in",)),
         "_shared": ("mlp", ("shared_expert", "shared_expert_gate")),
     }
-    """What `weft.Graphs` may capture: methods, with the scope and the modules that each uses (None: all)."""
+    """The methods that `weft.Graphs` may capture, with the scope and the modules that each uses (None: all)."""
     other_positions: DeviceMesh | None = None
-    """Ranks that have the other positions of the same sequences, where there are any."""
+    """The mesh of ranks that hold the other positions of the same sequences, None if there are none."""
     load: Tensor
+    """The assignments to each expert in training forwards, [num_experts] int64."""
     exchanged: Tensor
-    """Assignments to experts on other ranks, and the rows that travelled for them, of training forwards, [2] int64."""
+    """The assignments to experts on other ranks, and the rows sent for them, in training forwards, [2] int64."""
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ class MoE(nn.Module):
         self.reset_parameters()
 
     def graph_refused(self, scope: str) -> str | None:
-        """Why `weft.Graphs` cannot capture this scope here."""
+        """Return why `weft.Graphs` cannot capture this scope; None if it can."""
         if scope != "moe_preprocess":
             return None
         if self.router.capacity_factor is not None and not self.router.pad_to_capacity:
@@ -129,12 +130,12 @@ class MoE(nn.Module):
         return "with one row per rank the host reads how many there are" if self.dispatcher.rows_per == "rank" else None
 
     def reset_parameters(self) -> None:
-        """Forget the statistics; the parts reset their own parameters."""
+        """Set the statistics to zero. Submodules reset their own parameters."""
         nn.init.zeros_(self.load)
         nn.init.zeros_(self.exchanged)
 
     def send(self, hidden: Tensor) -> Sent:
-        """Route, compute the shared expert while the ranks exchange counts, and sort the rows for sending."""
+        """Route the tokens, compute the shared expert while the ranks exchange counts, and sort the rows to send."""
         routing = self.router(hidden)
         return (self._send_per_rank if self.dispatcher.rows_per == "rank" else self._send_per_expert)(hidden, routing)
 
@@ -143,7 +144,7 @@ class MoE(nn.Module):
         self._record(routing)
         shared = self._shared(hidden) if self.shared_expert is not None else None
         rows = None
-        if routing.kept is not None and not self.router.pad_to_capacity:  # how many are left is known with the sizes
+        if routing.kept is not None and not self.router.pad_to_capacity:  # only the sizes give the number of kept rows
             handle.ready()
             rows = handle.sent
         sent, assignments, places = self._sorted(hidden, routing.experts, routing.kept, rows)
@@ -154,8 +155,10 @@ class MoE(nn.Module):
     def _sorted(
         self, hidden: Tensor, experts: Tensor, kept: Tensor | None, rows: int | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The rows to send, sorted by expert, with the assignment of each and the row of each assignment; `rows`: how
-        many are left, None for all."""
+        """Return the rows to send, sorted by expert, the assignment of each row, and the row of each assignment.
+
+        `rows`: the number of kept assignments, None for all.
+        """
         shape, router = (hidden.shape[0], hidden.shape[1]), self.router
         if router.pad_to_capacity and kept is not None:
             places = padded(experts, kept, router.num_experts, shape[0] * router.capacity(shape[1]), shape)
@@ -181,8 +184,10 @@ class MoE(nn.Module):
         return Sent(torch.cat(rows), None, shared, routing.loss, Halves(handles, [len(each) for each in rows], shape))
 
     def run_experts(self, rows: Tensor, handle: Handle) -> Tensor:
-        """The experts of this rank on the rows that arrived; [received, hidden] -> the same, weighted where the weights
-        have come with them."""
+        """Apply this rank's experts to the rows that arrived; [received, hidden] -> [received, hidden].
+
+        With one row per rank, the result is the weighted sum over a row's experts.
+        """
         if handle.visits is None:
             rows = reorder(rows, handle.by_expert, handle.by_arrival)
             return reorder(self.compute(rows, handle.offsets), handle.by_arrival, handle.by_expert)
@@ -194,11 +199,11 @@ class MoE(nn.Module):
         return weigh(self.compute(rows, handle.offsets), weights, handle.arrived, exact=False)
 
     def compute(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        """The experts of this rank on rows that are sorted by expert; [rows, hidden] -> [rows, hidden]."""
+        """Apply this rank's experts to rows sorted by expert; [rows, hidden] -> [rows, hidden]."""
         return self.experts(rows, offsets)
 
     def receive(self, rows: Tensor, weights: Tensor | None, shared: Tensor | None, handle: Handle) -> Tensor:
-        """The weighted sum of the rows that came back, and the shared expert's; -> [batch, seq, hidden]."""
+        """Return the weighted sum of the rows that came back, plus `shared`; -> [batch, seq, hidden]."""
         if isinstance(handle, Halves):
             parts = zip(rows.split(handle.sizes), handle.parts)
             sums = [gather(some, part.visits) for some, part in parts if part.visits is not None]
@@ -214,7 +219,7 @@ class MoE(nn.Module):
         return output if shared is None else output + shared
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[batch, seq, hidden] -> ([batch, seq, hidden], the router's loss or None)."""
+        """Run the layer; [batch, seq, hidden] -> ([batch, seq, hidden], the router's loss or None)."""
         rows, weights, shared, loss, handle = self.send(hidden)
         rows = exchange(rows, self.dispatcher, handle, "dispatch")
         rows = self.run_experts(rows, handle)
@@ -226,7 +231,7 @@ class MoE(nn.Module):
 
     def _shared(self, hidden: Tensor) -> Tensor:
         assert self.shared_expert is not None
-        # Gradients of all uses of it here are added up before those of others, whether a graph replays them or not.
+        # The view sums the gradients of all uses below before others are added, with or without a CUDA graph.
         hidden = hidden.view_as(hidden)
         shared = self.shared_expert(hidden)
         if self.shared_expert_gate is not None:
@@ -235,7 +240,7 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def _record(self, routing: Routing, rows: Tensor | None = None, *, losses: bool = True) -> None:
-        # A forward inside a backward is a recomputation: its tokens were counted when they first came.
+        # A forward inside a backward is a recomputation: its tokens were counted in the first forward.
         if self.training and not in_backward():
             whole = routing.kept is None
             self.load += routing.counts if whole else count(routing.experts.view(1, -1), self.load.numel())[0]

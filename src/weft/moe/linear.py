@@ -21,5 +21,5 @@ class Linear(nn.Linear):
             nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        """The product, with this rank's part where ranks share the layer."""
+        """Return the product with the weight, or with this rank's part of it under tensor parallelism."""
         return F.linear(input, part(self, "weight"), part(self, "bias"))

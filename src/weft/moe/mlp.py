@@ -19,7 +19,7 @@ from weft.moe.swiglu import swiglu
 class FeedForward(nn.Module):
     """A dense MLP of the kind `act`; [..., hidden] -> [..., hidden].
 
-    `gate_multiplier`, `out_multiplier`: what the gate and the result are multiplied with.
+    `gate_multiplier`, `out_multiplier`: factors of the gate and of the output.
     """
 
     gate_multiplier: float = 1.0
@@ -44,18 +44,18 @@ class FeedForward(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, source / "down_proj", bias=bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The MLP."""
+        """Apply the MLP; [..., hidden] -> [..., hidden]."""
         gate = scaled(self.gate_proj(hidden), self.gate_multiplier) if self.act in GATED else None
         return scaled(self.down_proj(activated(self.act, gate, self.up_proj(hidden), self.clamp)), self.out_multiplier)
 
 
 def scaled(tensor: Tensor, multiplier: float) -> Tensor:
-    """`tensor * multiplier`, and the tensor itself where that is 1."""
+    """Return `tensor * multiplier`, or the tensor itself if `multiplier` is 1."""
     return tensor if multiplier == 1 else tensor * multiplier
 
 
 def activated(act: str, gate: Tensor | None, up: Tensor, clamp: Clamp) -> Tensor:
-    """What goes into the last projection; `gate` is None where the kind has none."""
+    """Return the input of the last projection. `gate`: None for kinds without a gate."""
     if gate is None:
         return F.relu(up).square()
     if act == "gelu_tanh":
@@ -64,6 +64,6 @@ def activated(act: str, gate: Tensor | None, up: Tensor, clamp: Clamp) -> Tensor
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, clamp: Clamp = CLAMP) -> Tensor:
-    """`g * sigmoid(alpha g) * (u + 1)` of the clamped gate and up, of any shape."""
+    """Return `g * sigmoid(alpha g) * (u + 1)` for clamped `g` and `u`, tensors of any shape."""
     gate = gate.clamp(max=clamp.limit)
     return (up.clamp(-clamp.limit, clamp.limit) + 1) * (gate * (gate * clamp.alpha).sigmoid())

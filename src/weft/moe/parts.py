@@ -1,4 +1,4 @@
-"""The part of a parameter that a rank computes with, where the ranks of a tensor-parallel axis share a layer.
+"""The part of a parameter that a rank computes with under tensor parallelism.
 
 parameter            at rest                  in a product         its gradient
 -------------------  -----------------------  -------------------  ------------------------------------
@@ -7,8 +7,8 @@ cut                  DTensor, Shard(dim)      this rank's slice    that of the s
 read in parts        DTensor, Replicate()     this rank's spans    partial: summed over the ranks
 whole                DTensor, Replicate()     whole                partial: summed over the ranks
 
-A parameter is read in parts where this rank's rows are no slice of it: the fused projections of recurrences, and heads,
-groups or tokens that do not divide by the number of ranks. Nothing is whole and has a gradient that every rank knows.
+A parameter is read in parts if this rank's rows are not one slice of it: the fused projections of recurrences, and
+heads, groups or tokens that cannot be divided evenly. The gradient of a whole parameter is always partial.
 """
 
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ from weft.fsdp.gradients.direct import local_part
 from weft.fsdp.gradients.partial import whole
 
 PARTS = "tensor_parallel_parts"
-"""Where a module keeps the parts of its own parameters, by name."""
+"""The attribute of a module that maps the names of its own parameters to their `Part`."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a parameter is cut: along `dim`, each of its `sections`, (units, width of a unit), by itself."""
+    """How a parameter is cut along `dim`. Each of its `sections`, (units, width of a unit), is cut separately."""
 
     dim: int
     sections: tuple[tuple[int, int], ...]
@@ -37,10 +37,10 @@ class Cut:
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank computes with of one parameter.
+    """The part of one parameter that a rank computes with.
 
-    `spans`: (start, length) along `dim` of a parameter that is cut, or read in parts. `share`: each rank adds an equal
-    share of it to a sum over the ranks, as of the bias of a projection whose input is cut.
+    `spans`: (start, length) along `dim`, for a parameter that is cut or read in parts. `share`: divide by the number of
+    ranks, for parameters whose products are summed over the ranks, such as the bias of a row-parallel projection.
     """
 
     mesh: DeviceMesh
@@ -50,7 +50,7 @@ class Part:
     share: bool = False
 
     def of(self, parameter: Any) -> Tensor:
-        """The part, differentiable."""
+        """Return this rank's part of `parameter`, differentiable."""
         if self.is_cut:
             return local_part(parameter)
         full = whole(parameter, self.mesh)
@@ -61,7 +61,7 @@ class Part:
 
 
 def part(module: nn.Module, name: str) -> Any:
-    """What this rank computes with of the parameter `name` of `module`; None where there is none."""
+    """Return the part of the parameter `name` of `module` that this rank computes with; None if it is None."""
     parameter = module._parameters[name] if name in module._parameters else getattr(module, name)
     how = vars(module).get(PARTS)
     if parameter is None or how is None:
@@ -70,7 +70,7 @@ def part(module: nn.Module, name: str) -> Any:
 
 
 def place(module: nn.Module, name: str, mesh: DeviceMesh, cut: Cut | None, *, share: bool = False) -> None:
-    """Turn the whole parameter `name` into a DTensor over the 1-D `mesh`; `cut`: None keeps it whole."""
+    """Turn the parameter `name` into a DTensor over the 1-D `mesh`. `cut`: how to shard it; None replicates it."""
     parameter = module._parameters[name]
     assert parameter is not None
     local, how = parameter.detach(), Part(mesh, share=share)
@@ -91,7 +91,10 @@ def place(module: nn.Module, name: str, mesh: DeviceMesh, cut: Cut | None, *, sh
 
 
 def spans_of(sections: Sequence[tuple[int, int]], ranks: int, rank: int) -> list[tuple[int, int]]:
-    """What of each section (units, width) is `rank`'s, as (start, length); fewer units than ranks are shared."""
+    """Return the span (start, length) of `rank` in each section (units, width of a unit).
+
+    If there are fewer units than ranks, several ranks have the same unit.
+    """
     found, before = [], 0
     for units, width in sections:
         start, count = units_of(units, ranks, rank)
@@ -101,7 +104,11 @@ def spans_of(sections: Sequence[tuple[int, int]], ranks: int, rank: int) -> list
 
 
 def units_of(units: int, ranks: int, rank: int) -> tuple[int, int]:
-    """The units of `rank`, (first, how many): equal parts, or one that ranks share; else the last ranks have fewer."""
+    """Return the units of `rank` as (first, count).
+
+    If `units` is a multiple of `ranks`, the parts are equal. If `ranks` is a multiple of `units`, several ranks share
+    one unit. Otherwise the last ranks have fewer.
+    """
     if ranks % units == 0:
         return rank * units // ranks, 1
     each = -(-units // ranks)

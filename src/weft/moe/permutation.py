@@ -1,6 +1,6 @@
-"""Local movements of rows, with exact and deterministic backwards.
+"""Local permutations of rows, with exact and deterministic backwards.
 
-    spread   one row per assignment: a token's row as often as it is sent, sorted by expert
+    spread   tokens -> one row per assignment, sorted by expert
     weigh    the reverse: the weighted sum over a token's assignments, in fp32 and always in the same order
     reorder  any permutation
 
@@ -19,11 +19,11 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class Permutation:
-    """Which row belongs to which assignment.
+    """The mapping between rows and assignments.
 
-    `assignments` [rows]: the assignment of each row. `rows` [tokens, k]: the row of each assignment; any row
-    for a dropped one. `kept` [tokens, k]: which assignments have a row; None: all. `shape`: (batch, seq).
-    `is_padded`: rows of zeros are among the others; their assignment is tokens * k, which no token has.
+    `assignments` [rows]: the assignment of each row. `rows` [tokens, k]: the row of each assignment, arbitrary for
+    dropped ones. `kept` [tokens, k] bool: whether an assignment has a row; None: all have. `shape`: (batch, seq).
+    `is_padded`: there are also rows of zeros, whose assignment is tokens * k, which no token has.
     """
 
     assignments: Tensor
@@ -34,16 +34,16 @@ class Permutation:
 
     @property
     def tokens(self) -> Tensor:
-        """The token of each row, [rows]; any token for a row of padding."""
+        """The token of each row, [rows]; arbitrary for padding."""
         tokens, k = self.rows.shape
         found = self.assignments // k
         return found.clamp_(max=max(tokens - 1, 0)) if self.is_padded else found
 
     @cached_property
     def bags(self) -> tuple[Tensor, Tensor]:
-        """The rows sorted by token, then by slot [rows], and where those of each token begin and end [tokens + 1].
+        """The rows sorted by token, then by slot, [rows], and the offsets at which each token's rows begin and end.
 
-        Where the number of rows is not known on the host, there are unneeded ones at the end: they are one bag more.
+        If the host does not know the number of rows, the unused rows at the end form one more bag.
         """
         tokens, k = self.rows.shape
         if self.kept is None:
@@ -51,12 +51,12 @@ class Permutation:
         place = (self.kept.flatten().cumsum(0) - 1).view_as(self.rows)
         index = scattered(len(self.assignments), place, self.rows, self.kept)
         ends = self.kept.sum(1).cumsum(0)
-        # Without that bag embedding_bag counts them to the last one, in fp64 and on CUDA.
+        # Without that bag, embedding_bag adds these rows to the last token's, in fp64 and on CUDA.
         return index, torch.cat([ends.new_zeros(1), ends, ends.new_full((1,), len(index))])
 
 
 def scattered(size: int, index: Tensor, values: Tensor, valid: Tensor | None, fill: int = 0) -> Tensor:
-    """[size], `values` at `index` where `valid`, and `fill` elsewhere."""
+    """Return a tensor [size] with `values` at `index` where `valid`, and `fill` elsewhere. `valid`: None for all."""
     if valid is not None:
         index = index.masked_fill(~valid, size)
     target = values.new_full((size + 1,), fill)
@@ -64,14 +64,14 @@ def scattered(size: int, index: Tensor, values: Tensor, valid: Tensor | None, fi
 
 
 def by_expert(experts: Tensor, kept: Tensor | None, num_experts: int) -> Tensor:
-    """Assignments sorted by expert, then by number; dropped ones last. [tokens, k] -> [tokens * k]."""
+    """Return the assignments sorted by expert, then by number, dropped ones last; [tokens, k] -> [tokens * k]."""
     if kept is not None:
         experts = experts.masked_fill(~kept, num_experts)
     return experts.flatten().argsort(stable=True)
 
 
 def permutation(order: Tensor, rows: int, kept: Tensor | None, k: int, shape: tuple[int, int]) -> Permutation:
-    """The permutation that sends the first `rows` assignments of `order`."""
+    """Return the permutation whose rows are the first `rows` assignments of `order`."""
     places = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
     if kept is not None:
         places.clamp_(max=max(rows - 1, 0))
@@ -79,7 +79,7 @@ def permutation(order: Tensor, rows: int, kept: Tensor | None, k: int, shape: tu
 
 
 def padded(experts: Tensor, kept: Tensor, num_experts: int, size: int, shape: tuple[int, int]) -> Permutation:
-    """The permutation that sends `size` rows to each expert: the kept assignments by number, then padding."""
+    """Return the permutation with `size` rows for each expert: the kept assignments by number, then padding."""
     order = by_expert(experts, kept, num_experts)
     sorted_experts = experts.masked_fill(~kept, num_experts).flatten()[order]
     starts = torch.searchsorted(sorted_experts, torch.arange(num_experts + 1, device=order.device))
@@ -92,20 +92,20 @@ def padded(experts: Tensor, kept: Tensor, num_experts: int, size: int, shape: tu
 
 
 def spread(hidden: Tensor, places: Permutation) -> Tensor:
-    """The row of each assignment's token; [tokens, hidden] -> [rows, hidden]."""
+    """Copy each token to the rows of its assignments; [tokens, hidden] -> [rows, hidden]."""
     return _Spread.apply(hidden, places)
 
 
 def weigh(rows: Tensor, weights: Tensor, places: Permutation, *, exact: bool = True) -> Tensor:
-    """The sum over slots of weight * row; [rows, hidden] and [tokens, k] -> [tokens, hidden], in the rows' dtype.
+    """Sum weight * row over slots; [rows, hidden] and [tokens, k] -> [tokens, hidden], in the rows' dtype.
 
-    `exact`: with the roundings of `sum_slots`; else with those of `sum_bags`, which is faster where slots are empty.
+    `exact`: sum with `sum_slots`. Otherwise with `sum_bags`, which rounds differently and is faster for empty slots.
     """
     return _Weigh.apply(rows, weights, places, sum_slots if exact else sum_bags)
 
 
 def reorder(rows: Tensor, index: Tensor | None, inverse: Tensor | None) -> Tensor:
-    """`rows[index]` of [rows, hidden], where `inverse` is the inverse permutation; None: nothing moves."""
+    """Return `rows[index]`, [rows, hidden]. `inverse`: the inverse permutation. With `index` None, return `rows`."""
     return rows if index is None else _Reorder.apply(rows, index, inverse)
 
 
@@ -137,12 +137,12 @@ class _Weigh(torch.autograd.Function):
         rows, weights = ctx.saved_tensors
         of_token = gradient.index_select(0, places.tokens)
         for_rows = for_weights = None
-        # One more, for rows of padding: their weight is 0.
+        # One more element, a weight of 0 for rows of padding.
         flat = torch.nn.functional.pad(weights.flatten(), (0, 1)) if places.is_padded else weights.flatten()
         if ctx.needs_input_grad[0]:
             for_rows = (of_token * flat[places.assignments, None]).to(rows.dtype)
         if ctx.needs_input_grad[1]:
-            # In rows first, then to where the weights are: a dropped one has no row, and its gradient is 0.
+            # Per row first, then scattered to assignments: a dropped one has no row, and its gradient is 0.
             dots = (of_token.to(weights.dtype) * rows).sum(-1)
             for_weights = torch.zeros_like(flat).scatter_(0, places.assignments, dots)
             for_weights = for_weights[: weights.numel()].view_as(weights)
@@ -162,10 +162,10 @@ class _Reorder(torch.autograd.Function):
 
 
 def sum_slots(rows: Tensor, weights: Tensor | None, places: Permutation) -> Tensor:
-    """The sum over slots of (weight *) row, [rows, hidden] -> [tokens, hidden], in fp32 at least.
+    """Return the sum over slots of (weight *) row, [rows, hidden] -> [tokens, hidden], in fp32 or wider.
 
-    Slot after slot, so that neither ranks nor threads change the order of additions. The weight of a slot without a row
-    is 0.
+    It adds slot by slot, so that the order of additions does not depend on ranks or threads. The weight of a slot
+    without a row is 0.
     """
     if weights is None and places.kept is not None:
         weights = places.kept.to(_wide(rows))
@@ -180,9 +180,9 @@ def sum_slots(rows: Tensor, weights: Tensor | None, places: Permutation) -> Tens
 
 
 def sum_bags(rows: Tensor, weights: Tensor | None, places: Permutation) -> Tensor:
-    """As `sum_slots`, but in one pass over the rows that are there, and a product is added without being rounded.
+    """Return the sum of `sum_slots`, computed in one pass over existing rows, without rounding products before adding.
 
-    What has no row adds nothing; the row that its place names is ignored.
+    Assignments without a row add nothing.
     """
     if not len(rows):
         return rows.new_zeros(len(places.rows), rows.shape[1], dtype=_wide(rows))

@@ -1,4 +1,4 @@
-"""Activations that backward computes again."""
+"""Activation checkpointing of one function."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,5 +7,5 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recomputed(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`, which backward computes again instead of keeping what it computes; it draws no numbers."""
+    """Return `function(*args)`, which backward recomputes. The function must not draw random numbers."""
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)

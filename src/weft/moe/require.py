@@ -1,11 +1,11 @@
-"""The one form of this room's errors about a single value."""
+"""Checks of a single argument, which all raise errors of the same form."""
 
 import math
 from typing import Any
 
 
 def require(name: str, value: object, fits: bool, rule: str) -> None:
-    """Raise ValueError, with the value and the rule, unless it fits."""
+    """Raise ValueError with the value and the rule, unless `fits`."""
     if not fits:
         raise ValueError(f"{name}={value!r}: {name} must be {rule}")
 
@@ -16,5 +16,5 @@ def require_size(name: str, value: object, least: int = 1, rule: str = "a positi
 
 
 def is_number(value: Any) -> bool:
-    """Whether `value` is a finite number."""
+    """Return whether `value` is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,8 +1,8 @@
-"""The router: which experts a token visits, and how much each of them counts.
+"""The router, which chooses the experts of each token and the weight of each expert.
 
-logits  = W x (+ b)                                 in fp32, also where the model is not
+logits  = W x (+ b)                                 in fp32, even if the model is narrower
 scores  = softmax(logits) or sigmoid(logits)
-choice  = scores (+ bias), in the best groups only  which experts: no gradient
+choice  = scores (+ bias), in the best groups only  the top k are chosen, without a gradient
 weights = scores of the chosen (/ their sum) * scaling_factor
 """
 
@@ -20,17 +20,17 @@ from weft.moe.source import INITIAL_STD, WeightSource
 
 SCORES = ("softmax", "sigmoid")
 TINY = 1e-20
-"""Added to sums of scores before a division: sigmoids may all be 0."""
+"""Added to sums of scores before a division, because all sigmoids may be 0."""
 
 
 class Routing(NamedTuple):
-    """Where tokens go; tokens are counted over batch and sequence, k is the number of experts of each.
+    """The router's choice for batch * seq tokens, with k experts for each.
 
-    `experts` [tokens, k] int64: the chosen, best first; of equal ones the lower number first.
+    `experts` [tokens, k] int64: the chosen experts, best first; among equals the lower number first.
     `weights` [tokens, k] fp32, differentiable; 0 for dropped assignments.
-    `loss`: a scalar, the auxiliary losses with their coefficients applied; None without any.
-    `counts` [num_experts] int64: the rows to send to each expert; dropped assignments are not counted, padding is.
-    `kept` [tokens, k] bool: which assignments the capacity left; None where nothing is ever dropped.
+    `loss`: the sum of the auxiliary losses with their coefficients, a scalar; None if there are none.
+    `counts` [num_experts] int64: the rows to send to each expert, including padding, without dropped assignments.
+    `kept` [tokens, k] bool: False for assignments dropped by the capacity; None without a capacity.
     """
 
     experts: Tensor
@@ -43,33 +43,31 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Top-k router (Shazeer et al. 2017, arXiv:1701.06538).
 
-    `bias`: the logits have one that is learned.
+    `bias`: add a learned bias to the logits.
     `score`: "softmax" (Mixtral, arXiv:2401.04088) or "sigmoid" (DeepSeek-V3, arXiv:2412.19437).
-    `norm_topk_prob`: divide the weights of a token's experts by their sum; with `top_k=1` they are then always
-    1, and only auxiliary losses teach the router.
-    `num_groups`, `topk_groups`: experts are chosen among the best groups only; a group's score is the sum of
-    its two best (DeepSeek-V3, section 2.1.2).
-    `expert_bias`: a buffer `expert_bias` is added to the scores for the choice, not for the weights;
-    `update_bias` moves it towards a balanced load (auxiliary-loss-free balancing, arXiv:2408.15664). It is
-    fp32 always.
-    `aux_loss_coef`: the balance loss of DeepSeek-V3 (equations 17 to 20): per sequence, the sum over experts
-    of (share of assignments, 1 when balanced) * (mean normalised score), averaged over the sequences. Because
-    no sequence looks at another, the mean over data-parallel ranks is the loss of one process on all of them.
-    The share counts what was chosen, before anything is dropped.
-    `z_loss_coef`: mean over tokens of logsumexp(logits)^2 (ST-MoE, arXiv:2202.08906, equation 5).
-    `capacity_factor`: an expert takes at most ceil(factor * seq * k / num_experts) assignments of a sequence,
-    those with the highest score and of equal ones the earlier; the others are dropped and contribute nothing
-    (GShard, arXiv:2006.16668; per sequence, so that the result does not depend on what else is in the batch).
-    `pad_to_capacity`: each expert gets as many rows as the capacity allows, rows of zeros among them, so that shapes
-    do not depend on values.
+    `norm_topk_prob`: divide the weights of a token's experts by their sum. With `top_k=1` the weight is then always
+    1, and the router learns from auxiliary losses only.
+    `num_groups`, `topk_groups`: choose experts among the best groups only. A group's score is the sum of its two best
+    experts' scores (DeepSeek-V3, section 2.1.2).
+    `expert_bias`: add a buffer `expert_bias` to the scores for the choice, but not for the weights. `update_bias`
+    moves it towards a balanced load (auxiliary-loss-free balancing, arXiv:2408.15664). It is always fp32.
+    `aux_loss_coef`: the coefficient of the balance loss of DeepSeek-V3 (equations 17 to 20): per sequence, the sum over
+    experts of (share of assignments, 1 when balanced) * (mean normalised score), averaged over the sequences. Sequences
+    are independent, so the mean over data-parallel ranks equals the loss of one process on all of them. The share
+    counts assignments before any are dropped.
+    `z_loss_coef`: that of the mean over tokens of logsumexp(logits)^2 (ST-MoE, arXiv:2202.08906, equation 5).
+    `capacity_factor`: an expert takes at most ceil(factor * seq * k / num_experts) assignments of a sequence, those
+    with the highest score and among equals the earlier. The others are dropped and contribute nothing (GShard,
+    arXiv:2006.16668; per sequence, so that the result does not depend on the rest of the batch).
+    `pad_to_capacity`: pad each expert's rows with zeros to the capacity, so that shapes do not depend on values.
     """
 
     graph_scopes: ClassVar = {"forward": ("moe_router", None)}
     over_positions: Callable[[Tensor], Tensor] | None = None
-    """Gives what each of the ranks has that have the other positions of the sequences, [ranks, ...], differentiable."""
+    """Gathers a tensor from all ranks that hold positions of the same sequences, [ranks, ...], differentiable."""
     expert_bias: Tensor | None
     added_loss: Tensor
-    """The sum of the losses of training forwards since `weft.moe.router_losses` read it, fp32."""
+    """The sum of the losses of training forwards since `weft.moe.router_losses` last reset it, fp32."""
 
     def __init__(
         self,
@@ -135,7 +133,7 @@ class Router(nn.Module):
             nn.init.zeros_(self.expert_bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
-        """Moves to another dtype leave buffers in fp32: in a narrower one what is added to them would be lost."""
+        """Keep buffers in fp32 when the module is cast: a narrower dtype would lose small additions."""
         before = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, kept in before.items():
@@ -145,17 +143,17 @@ class Router(nn.Module):
         return self
 
     def share_positions(self, over_positions: Callable[[Tensor], Tensor]) -> None:
-        """Compute losses over the positions of several ranks; see `over_positions`."""
+        """Compute losses over the positions of several ranks. `over_positions`: see the attribute."""
         self.over_positions = over_positions
-        vars(self)["graph_scopes"] = {"_scored": ("moe_router", None)}  # behind it the ranks exchange their means
+        vars(self)["graph_scopes"] = {"_scored": ("moe_router", None)}  # without the exchange of means that follows
 
     def forward(self, hidden: Tensor) -> Routing:
-        """[batch, seq, hidden] -> Routing of batch * seq tokens."""
+        """Route the tokens of `hidden`, [batch, seq, hidden]."""
         experts, weights, counts, kept, *means = self._scored(hidden)
         return Routing(experts, weights, self._loss(hidden.shape[1], *means), counts, kept)
 
     def _scored(self, hidden: Tensor) -> tuple[Any, ...]:
-        """All of a `Routing` but the loss, and what the loss is made of."""
+        """Return the fields of a `Routing` without the loss, then the arguments of `_loss`."""
         batch, seq, _ = hidden.shape
         precision = torch.promote_types(hidden.dtype, torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
@@ -185,7 +183,7 @@ class Router(nn.Module):
         return experts, weights.masked_fill(~kept, 0), counts, kept, *means
 
     def capacity(self, seq: int) -> int:
-        """How many assignments of a sequence of this length an expert takes at most, with a `capacity_factor`."""
+        """Return the most assignments that an expert takes from a sequence of length `seq`; needs `capacity_factor`."""
         assert self.capacity_factor is not None
         return math.ceil(self.capacity_factor * seq * self.top_k / self.num_experts)
 
@@ -202,7 +200,7 @@ class Router(nn.Module):
         self.expert_bias.add_(torch.sign(counts.mean() - counts), alpha=rate)
 
     def _choose(self, scores: Tensor) -> Tensor:
-        """The k best experts of each token, best first, the lower number first among equals."""
+        """Return the k best experts of each token, best first, the lower number first among equals."""
         if self.expert_bias is not None:
             scores = scores + self.expert_bias
         if self.topk_groups < self.num_groups:
@@ -214,7 +212,7 @@ class Router(nn.Module):
         return _best(scores, self.top_k)
 
     def _means(self, logits: Tensor, scores: Tensor, batch: int, seq: int) -> tuple[Tensor | None, Tensor | None]:
-        """Of the positions here: the mean score of each expert, [batch, num_experts], and the z loss."""
+        """Return the mean score of each expert, [batch, num_experts], and the z loss, over this rank's positions."""
         # Sums divided by counts, not means: a rank without tokens has a loss of 0, not NaN.
         mean = squares = None
         if self.aux_loss_coef:
@@ -241,7 +239,7 @@ class Router(nn.Module):
 
 
 def count(experts: Tensor, num_experts: int) -> Tensor:
-    """How often each expert occurs in each row; [rows, n] -> [rows, num_experts] int64."""
+    """Count how often each expert occurs in each row; [rows, n] -> [rows, num_experts] int64."""
     zeros = experts.new_zeros(experts.shape[0], num_experts)
     return zeros.scatter_add_(-1, experts, torch.ones_like(experts))
 
@@ -252,7 +250,7 @@ def _best(scores: Tensor, k: int) -> Tensor:
 
 
 def _keep_best(scores: Tensor, experts: Tensor, load: Tensor, capacity: int) -> Tensor:
-    """Which of a sequence's assignments are among the `capacity` best of their expert; all [batch, n]."""
+    """Return which assignments of a sequence are among the `capacity` best of their expert; all tensors [batch, n]."""
     by_score = scores.argsort(dim=-1, descending=True, stable=True)
     experts, by_expert = experts.gather(-1, by_score).sort(dim=-1, stable=True)
     starts = load.cumsum(-1) - load

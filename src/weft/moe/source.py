@@ -1,4 +1,4 @@
-"""Where initial weights come from."""
+"""Random initial weights that depend only on the seed and on a weight's name."""
 
 import hashlib
 
@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 INITIAL_STD = 0.02
-"""Standard deviation of the initial weights of everything that multiplies."""
+"""The standard deviation of the initial weights of linear layers, routers and experts."""
 
 
 class _Root:
-    """One number from torch's global generator, drawn when the first weight needs it and kept."""
+    """A seed drawn from torch's global generator when the first weight needs it, and then kept."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -22,13 +22,12 @@ class _Root:
 
 
 class WeightSource:
-    """Random numbers that depend on the seed and on a weight's name only.
+    """A source of random numbers that depend only on the seed and on a weight's name.
 
-    A weight filled from `source / "decoder" / "0"` gets the same values in any order, on any rank
-    and beside whichever other weights it is filled, and again when it is filled again. So a pipeline stage
-    need not draw the layers of the others, a rank only draws the experts it holds, and a model on the meta
-    device can be materialised unit by unit. Kinds of devices differ: a weight filled on an accelerator has
-    other values than one filled on the CPU.
+    A weight filled from `source / "decoder" / "0"` gets the same values on any rank, in any order, and every time. So a
+    pipeline stage does not draw the layers of other stages, a rank draws only its own experts, and a model on the meta
+    device can be materialised unit by unit. Values differ between device types: a weight filled on an accelerator is
+    not equal to one filled on the CPU.
     """
 
     def __init__(self) -> None:
@@ -43,13 +42,13 @@ class WeightSource:
 
     @torch.no_grad()
     def normal_(self, tensor: Tensor, std: float) -> None:
-        """Fill `tensor` from a normal distribution with mean 0; nothing happens on the meta device."""
+        """Fill `tensor` from a normal distribution with mean 0. Do nothing on the meta device."""
         if not tensor.is_meta:
             tensor.normal_(0.0, std, generator=self._generator(tensor.device))
 
     @torch.no_grad()
     def uniform_(self, tensor: Tensor, low: float, high: float) -> None:
-        """Fill `tensor` with numbers from `low` to `high`; nothing happens on the meta device."""
+        """Fill `tensor` with numbers from `low` to `high`. Do nothing on the meta device."""
         if not tensor.is_meta:
             tensor.uniform_(low, high, generator=self._generator(tensor.device))
 

@@ -1,4 +1,4 @@
-"""What expert layers count while they train."""
+"""Statistics that expert layers collect in training: load, router losses and exchanged rows."""
 
 import torch
 import torch.distributed as dist
@@ -14,41 +14,42 @@ Ranks = dist.ProcessGroup | DeviceMesh | None
 
 @torch.no_grad()
 def load_statistics(model: nn.Module, reset: bool = True, group: Ranks = None) -> dict[str, Tensor]:
-    """Assignments per expert since the last reset, [num_experts] int64 for each layer by its name in `model`.
+    """Return the assignments per expert since the last reset: [num_experts] int64 for each layer, by name in `model`.
 
-    Counted are forwards in training mode, what a capacity dropped included, recomputation excluded. `group`: sum over
-    its ranks (of every axis of a mesh), which all call this, and over tensor-parallel ranks where each counts its own
-    positions; None: this rank's own.
+    They count forwards in training mode, with dropped assignments and without recomputation. `group`: sum over its
+    ranks (for a mesh over all axes), which must all call this, and over tensor-parallel ranks if each counts only its
+    positions; None: this rank's counts.
     """
     return _read(model, "load", reset, group)
 
 
 @torch.no_grad()
 def router_losses(model: nn.Module, reset: bool = True, group: Ranks = None) -> dict[str, Tensor]:
-    """What each layer's router added to the loss since the last reset, a sum over forwards, fp32 scalar by name.
+    """Return the loss of each layer's router since the last reset, summed over forwards, an fp32 scalar by name.
 
-    Counted as in `load_statistics`; coefficients are applied. Divide by the number of forwards for what one adds.
+    Coefficients are applied. Divide by the number of forwards for the mean. Arguments and counted forwards are those of
+    `load_statistics`.
     """
     return _read(model, "router.added_loss", reset, group)
 
 
 @torch.no_grad()
 def exchanged_rows(model: nn.Module, reset: bool = True, group: Ranks = None) -> dict[str, Tensor]:
-    """What each layer has sent to experts on other ranks since the last reset, [2] int64 by name.
+    """Return the traffic of each layer to experts on other ranks since the last reset, [2] int64 by name.
 
-    The first number is that of the assignments, which is that of the rows with one row per expert; the second that of
-    the rows which travelled. Counted as in `load_statistics`, but for what a capacity dropped.
+    The numbers are assignments and rows sent; with one row per expert they are equal. Dropped assignments do not count.
+    Arguments and counted forwards are those of `load_statistics`.
     """
     return _read(model, "exchanged", reset, group)
 
 
 def expert_layers(model: nn.Module) -> dict[str, MoE]:
-    """The expert layers of `model` by name."""
+    """Return the expert layers of `model` by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
 
 
 def _read(model: nn.Module, buffer: str, reset: bool, group: Ranks) -> dict[str, Tensor]:
-    """A copy of the counters, summed over the ranks as one tensor."""
+    """Return copies of the layers' counters in `buffer`, summed over the ranks with one collective per group."""
     layers = expert_layers(model)
     if not layers:
         return {}
@@ -59,7 +60,7 @@ def _read(model: nn.Module, buffer: str, reset: bool, group: Ranks) -> dict[str,
     else:
         groups = [group] if group is not None else []
     others = next(iter(layers.values())).other_positions
-    if groups and others is not None and buffer != "router.added_loss":  # which is that of all positions
+    if groups and others is not None and buffer != "router.added_loss":  # the loss already covers all positions
         groups.append(group_of(others, 0))
     for each in groups:
         reduce_now(total, dist.ReduceOp.SUM, each, "statistics of experts")

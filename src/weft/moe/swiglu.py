@@ -1,4 +1,4 @@
-"""The gate of gated MLPs."""
+"""SwiGLU with a recomputed activation."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from torch.autograd.function import once_differentiable
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """`silu(gate) * up` (Shazeer 2020, arXiv:2002.05202), of any shape; differentiable once.
+    """Return `silu(gate) * up` (Shazeer 2020, arXiv:2002.05202), of any shape. Differentiable once.
 
-    The same bits as the two operations, but backward computes silu(gate) anew where autograd would keep it.
+    The result is bit-equal to the two operations. Backward recomputes silu(gate), which autograd would keep.
     """
     return _SwiGLU.apply(gate, up)
 

@@ -1,4 +1,4 @@
-"""One row for each rank that a token visits, with what the experts there need to know about it.
+"""One row for each rank that a token visits, with the numbers and weights of its experts there.
 
     on the token's rank                              on the rank of the experts
     ----------------------------------------------   ---------------------------------------------------------
@@ -8,10 +8,10 @@
 
     row   | hidden ...... | weight 0 .. m-1 | expert 0 .. m-1 |     m: as many experts as a token can visit on one rank
 
-The weights and the numbers of the experts are bits in the row's dtype: a row is one message in every dtype. In
-backward the gradients of the weights travel in their place. The weight of an expert is applied once, where the expert
-is. A rank adds the outputs of a row up in the order in which the router ranked the experts, a token those of its ranks
-in the order of the ranks: both in fp32 at least, and the same in every run.
+The bits of the weights and expert numbers are stored in the row's dtype, so that each row is one message. In backward
+the gradients of the weights take their place. An expert's weight is applied once, on the expert's rank. A rank sums the
+outputs of a row in the order in which the router ranked the experts; the token's rank sums over ranks in rank order.
+Both sums are in fp32 or wider, and the same in every run.
 """
 
 import threading
@@ -31,13 +31,12 @@ from weft.moe.router import Routing, count
 
 @dataclass(frozen=True)
 class Visits:
-    """Where the tokens of this rank go.
+    """The ranks that this rank's tokens visit.
 
-    `counts` [ranks] int64: rows to each rank. `permutation`: the visits of each token, whose rows are sorted by rank,
-    then by token. `places` [tokens, k]: where in a row's weights each assignment is, row * m + slot; any place for a
-    dropped one. `kept` [tokens, k]: which assignments have a place; None: all. `experts` [rows, m]: the numbers on
-    their rank of the experts of each row, and behind them the number of experts there.
-    `dtype`: of the weights.
+    `counts` [ranks] int64: rows to each rank. `permutation`: the rows of each token, sorted by rank, then by token.
+    `places` [tokens, k]: the index of each assignment in the weights of all rows, row * m + slot; arbitrary for dropped
+    ones. `kept` [tokens, k] bool: which assignments have an index; None: all. `experts` [rows, m]: the local numbers of
+    each row's experts; unused slots hold the number of experts per rank. `dtype`: the dtype of the weights.
     """
 
     counts: Tensor
@@ -49,15 +48,14 @@ class Visits:
 
 
 def width_of(k: int, experts: int) -> int:
-    """The most experts that a token which visits `k` in all can visit on a rank with so many."""
+    """Return the most experts on one rank, which has `experts`, that a token with `k` experts can visit."""
     return min(k, experts)
 
 
 def visits_of(routing: Routing, ranks: int, local: int, shape: tuple[int, int]) -> Visits:
-    """The visits to `ranks` ranks with `local` experts each. `shape`: batch, seq.
+    """Return the visits to `ranks` ranks with `local` experts each. `shape`: (batch, seq).
 
-    Where a device computes beside the host, the number of rows is not known here: there are as many as there could
-    be, the unneeded ones at the end.
+    On a device with streams the host does not know the number of rows: there are as many as possible, unused ones last.
     """
     experts, kept = routing.experts, routing.kept
     tokens, k = experts.shape
@@ -68,9 +66,9 @@ def visits_of(routing: Routing, ranks: int, local: int, shape: tuple[int, int]) 
     visited = torch.zeros(tokens, ranks + 1, dtype=torch.bool, device=rank.device).scatter_(1, rank, True)[:, :ranks]
     counts = visited.sum(0)
     rows = tokens * most if streams.has_streams(rank.device) else int(counts.sum())
-    row = (visited.t().flatten().cumsum(0) - 1).view(ranks, tokens).t()  # [tokens, ranks], of those that are visited
+    row = (visited.t().flatten().cumsum(0) - 1).view(ranks, tokens).t()  # [tokens, ranks], valid where `visited`
 
-    number = visited.cumsum(1) - 1  # of a visit among those of its token
+    number = visited.cumsum(1) - 1  # the index of a visit among its token's visits
     visit = torch.arange(tokens, device=rank.device).unsqueeze(1) * most + number
     tokens_of_rows = scattered(rows, row, visit, visited)
     rows_of_visits = scattered(tokens * most, visit, row, visited).view(tokens, most)
@@ -79,7 +77,7 @@ def visits_of(routing: Routing, ranks: int, local: int, shape: tuple[int, int]) 
         takes_place = torch.arange(most, device=rank.device) < visited.sum(1, keepdim=True)
 
     same = rank.unsqueeze(2) == rank.unsqueeze(1)
-    slot = same.tril(-1).sum(2)  # how many of the token's assignments before this one go to the same rank
+    slot = same.tril(-1).sum(2)  # the number of the token's earlier assignments to the same rank
     places = row.gather(1, rank.clamp(max=ranks - 1)) * width + slot
     if kept is not None:
         places = places.masked_fill(~kept, 0)
@@ -89,7 +87,7 @@ def visits_of(routing: Routing, ranks: int, local: int, shape: tuple[int, int]) 
 
 
 class _Mode(threading.local):
-    """Of a thread: ranks may be threads of one process, and wait inside of `in_halves`."""
+    """A thread-local flag: ranks may be threads of one process, and wait inside `in_halves`."""
 
     halves = False
 
@@ -99,7 +97,7 @@ _mode = _Mode()
 
 @contextmanager
 def in_halves(on: bool) -> Iterator[None]:
-    """Inside, layers that send one row per rank make the rows of each half of the tokens apart, if `on`."""
+    """Make layers that send one row per rank build separate rows for each half of the tokens, if `on`."""
     before, _mode.halves = _mode.halves, on
     try:
         yield
@@ -108,12 +106,12 @@ def in_halves(on: bool) -> Iterator[None]:
 
 
 def goes_in_halves() -> bool:
-    """Whether rows are made for each half of the tokens apart."""
+    """Return whether layers build separate rows for each half of the tokens."""
     return _mode.halves
 
 
 def halved(routing: Routing) -> list[Routing]:
-    """The routings of the first half of the tokens and of the others."""
+    """Split `routing` into those of the first and of the second half of the tokens."""
     experts = len(routing.counts)
     parts = []
     for half in range(2):
@@ -129,22 +127,29 @@ def halved(routing: Routing) -> list[Routing]:
 
 
 def pack(hidden: Tensor, weights: Tensor, visits: Visits) -> Tensor:
-    """The rows to send; [tokens, hidden] and [tokens, k] -> [rows, hidden and what is beside it]."""
+    """Build the rows to send; [tokens, hidden] and weights [tokens, k] -> [rows, hidden + weights + expert numbers]."""
     return _Pack.apply(hidden, weights, visits)
 
 
 def gather(rows: Tensor, visits: Visits) -> Tensor:
-    """The sum over a token's visits of the rows that returned; [rows, hidden] -> [tokens, hidden]."""
+    """Sum the rows that came back over each token's visits; [rows, hidden] -> [tokens, hidden]."""
     return _Gather.apply(rows, visits.permutation)
 
 
 def columns(width: int, weights: torch.dtype, rows: torch.dtype) -> int:
-    """How many columns a row's weights take, and its experts' numbers as many again."""
+    """Return the number of columns that a row's `width` weights take. Its expert numbers take as many again.
+
+    `weights`, `rows`: the dtypes of the weights and of the rows.
+    """
     return width * weights.itemsize // rows.itemsize
 
 
 def arrange(rows: Tensor, width: int, weights: torch.dtype, experts: int, assignments: int) -> Permutation:
-    """Which of the rank's `experts` the arrived rows visit, `assignments` visits in all, sorted by expert."""
+    """Return the permutation that sorts the assignments of arrived rows by expert.
+
+    `width`: the expert slots of a row. `weights`: the dtype of the weights. `experts`: the number of experts here.
+    `assignments`: the number of assignments in all rows.
+    """
     beside = columns(width, weights, rows.dtype)
     numbers = _bits(rows.detach()[:, -beside:], _INTEGERS[weights.itemsize]).long()
     kept = numbers < experts
@@ -152,7 +157,7 @@ def arrange(rows: Tensor, width: int, weights: torch.dtype, experts: int, assign
 
 
 def open_up(rows: Tensor, places: Permutation, weights: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One row per expert, sorted by expert [assignments, hidden], and the weights [rows, m]."""
+    """Split arrived rows into one row per expert, sorted, [assignments, hidden], and the weights [rows, m]."""
     return _OpenUp.apply(rows, places, weights)
 
 
@@ -215,5 +220,5 @@ _INTEGERS = {4: torch.int32, 8: torch.int64}
 
 
 def _bits(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bits of `values` [rows, n] in another dtype, [rows, more or fewer]; a copy, as a slice may begin anywhere."""
+    """Reinterpret the bits of `values` [rows, n] in another dtype. It copies, because slices may be unaligned."""
     return values.clone(memory_format=torch.contiguous_format).view(dtype)

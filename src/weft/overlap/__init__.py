@@ -1,4 +1,4 @@
-"""When things run: the token exchange of one microbatch under the computation of another."""
+"""Schedules that overlap the token exchange of one microbatch with the computation of another."""
 
 from weft.overlap.hidden import hidden_fraction
 from weft.overlap.layer import Crossing, StagedDepth, StagedLayer, StagedModel, StagedPredictor, run_stages

@@ -1,12 +1,12 @@
-"""What the ranks that exchange anything in a schedule agree on before it begins.
+"""The check that ranks which communicate in a schedule call it with the same arguments.
 
-    over                          must be the same
+    ranks                         must have the same
     ---------------------------   -----------------------------------------------------------------------
     the ranks of a pipeline       schedule, switches, mode, number of microbatches, their tokens and labels
     the ranks of a set of experts the same without tokens and labels, of which each has its own
 
-A difference is an error on every rank that would have waited for another: one that is found later mixes messages of
-different sizes, or trains on the tokens of one batch with the labels of another.
+A difference raises an error on every rank that would have waited for another. Without the check, messages of different
+sizes would be mixed, or tokens of one batch trained with the labels of another.
 """
 
 import weakref
@@ -32,12 +32,12 @@ _RULE = (
     "pipeline these are the same tokens and labels"
 )
 _computes_in: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
-"""A checksum of the dtypes that each model computed in at its last schedule."""
+"""For each model, a checksum of its compute dtypes in its last schedule."""
 
 
 @dataclass
 class _Word:
-    """A number that must be the same on all ranks, and whether it was found to differ."""
+    """A number that must be equal on all ranks. `differs`: whether a comparison has failed."""
 
     value: int
     differs: bool = False
@@ -58,10 +58,11 @@ def agree_on_schedule(
     microbatches: Sequence[Microbatch],
     order: Any = (),
 ) -> bool:
-    """Raise CollectiveMismatch on all ranks that exchange anything with one that was called differently.
+    """Raise CollectiveMismatch, on all ranks that communicate, if one calls a schedule with other arguments.
 
-    `what`: the schedule, for a person; `order`: all that decides the order of exchanges. Returns whether the model
-    computes in other dtypes than at its last schedule on any rank of the pipeline, so that what crosses stages changes.
+    `what`: the schedule's name for messages. `order`: all that determines the order of exchanges. Returns whether the
+    model's compute dtypes have changed since its last schedule on any rank of the pipeline; messages between stages
+    then change too.
     """
     experts = _groups_of_experts(layers)
     if cut.group is None and not experts:
@@ -89,7 +90,7 @@ def agree_on_schedule(
         words, (other,) = agree([*common.both_ways], [bad], [group], f"{_MOMENT}, experts", channel=channel)
         common.compare(*words)
         bad = bad or common.differs or bool(other)
-    if cut.group is not None and anywhere:  # a stage without experts hears of others' too
+    if cut.group is not None and anywhere:  # stages without experts learn of a difference among experts
         _, (other,) = agree([], [bad], [cut.group], f"{_MOMENT}, all stages", channel=cut.channel)
         bad = bool(other)
     if bad:
@@ -105,7 +106,7 @@ def agree_on_schedule(
 
 
 def _groups_of_experts(layers: Sequence[StagedLayer]) -> dict[dist.ProcessGroup, int]:
-    """The process groups over which `layers` exchange rows, with a channel of each."""
+    """Return the process groups over which `layers` exchange rows, each with a channel."""
     found: dict[dist.ProcessGroup, int] = {}
     for layer in layers:
         group = getattr(layer.dispatcher, "group", None)
@@ -115,7 +116,7 @@ def _groups_of_experts(layers: Sequence[StagedLayer]) -> dict[dist.ProcessGroup,
 
 
 def _checksum(microbatches: Sequence[Microbatch]) -> int:
-    """Of all tensors; on a device the host waits for them."""
+    """Return a checksum of all tensors. The host waits for tensors on a device."""
     word = 0
     for each in microbatches:
         beside = [value for _, value in sorted(each.beside.items(), key=lambda item: item[0])]
@@ -126,7 +127,7 @@ def _checksum(microbatches: Sequence[Microbatch]) -> int:
 
 
 def _dtypes(model: nn.Module) -> int:
-    """Of parameters, and what autocast computes in."""
+    """Return a checksum of the dtypes of parameters and of autocast."""
     device = next((each.device.type for each in model.parameters()), "cpu")
     casts = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     return zlib.crc32(f"{casts} {[each.dtype for each in model.parameters()]}".encode())

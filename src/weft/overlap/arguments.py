@@ -1,4 +1,4 @@
-"""What a schedule is given, and what it refuses."""
+"""Validation of the arguments of a schedule."""
 
 import math
 import weakref
@@ -20,7 +20,7 @@ _LAYER_MEMBERS = ("stages", "dispatcher", "attend", "experts", "finish", "expert
 
 
 def layers_of(model: Any) -> Sequence[StagedLayer]:
-    """The layers of `model`, if it and they follow the protocol."""
+    """Return the layers of `model`. Raises unless the model and its layers follow the protocol."""
     if not isinstance(model, StagedModel):
         missing = [name for name in ("embed", "staged_layers", "loss") if not hasattr(model, name)]
         raise TypeError(
@@ -39,7 +39,7 @@ def layers_of(model: Any) -> Sequence[StagedLayer]:
 
 
 def depths_of(model: Any) -> list[Sequence[StagedLayer]]:
-    """The layers of each prediction depth that a run of `model` goes through: in evaluation none counts."""
+    """Return the layers of each prediction depth that a run uses; none in evaluation mode."""
     depths = getattr(model, "depths", ())
     if not depths or not model.training:
         return []
@@ -83,7 +83,7 @@ def _check_layer(name: str, layer: Any) -> None:
 
 
 def _refuse_hooks(model: nn.Module, layers: Sequence[StagedLayer]) -> None:
-    """A schedule calls the stages of layers, not the forward of the modules around them: hooks there would not run."""
+    """Raise ValueError for hooks on modules around layers, whose `forward` a schedule does not call."""
     experts = {module for layer in layers for module in layer.expert_modules()}
     inside = {*layers, *experts}
     for name, module in model.named_modules():
@@ -96,7 +96,7 @@ def _refuse_hooks(model: nn.Module, layers: Sequence[StagedLayer]) -> None:
 
 
 def require_taken(model: Any, layers: Sequence[StagedLayer], cut: Cut, microbatches: Sequence[Microbatch]) -> None:
-    """Raise ValueError for an entry of a microbatch that no part of the model takes, on any rank of its pipeline."""
+    """Raise ValueError for an entry of a microbatch that no part of the model takes on any rank of the pipeline."""
     names = names_beside(microbatches)
     known = _taken.setdefault(model, set())
     if names <= known:
@@ -131,11 +131,11 @@ def require_outputs(model: Any, microbatches: Sequence[Microbatch], depths: Sequ
 
 _PARTS = ("embed", "following", "loss", "total_loss", "logits")
 _taken: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictionary()
-"""The entries of microbatches that each model is known to take."""
+"""For each model, the names of entries of microbatches that it is known to take."""
 
 
 def checked_scales(loss_scale: Any, count: int) -> list[float]:
-    """A finite factor for each of `count` microbatches."""
+    """Return a factor for each of `count` microbatches. Raises for factors that are not finite numbers."""
     several = isinstance(loss_scale, Sequence)
     factors = list(loss_scale) if several else [loss_scale] * count
     if len(factors) != count:
@@ -155,7 +155,7 @@ def checked_scales(loss_scale: Any, count: int) -> list[float]:
 
 
 def cut_of(model: Any, layers: Sequence[StagedLayer]) -> Cut:
-    """How `model` is cut: as it says, or not at all."""
+    """Return `model.cut`, or a cut of one stage without it. Raises ValueError if it does not fit `layers`."""
     cut = getattr(model, "cut", None)
     if cut is None:
         return Cut((range(len(layers)),))
@@ -169,7 +169,7 @@ def cut_of(model: Any, layers: Sequence[StagedLayer]) -> Cut:
 
 
 def table_of(schedule: Any, cut: Cut, microbatches: int) -> Table:
-    """The table of that name, or the one given, if it can run and fits the model and the microbatches."""
+    """Return the table named by or given as `schedule`. Raises unless it fits the model and the microbatches."""
     if not isinstance(schedule, (str, Table)):
         raise TypeError(f"schedule={schedule!r}: pass a name or a Table")
     if isinstance(schedule, str):

@@ -1,9 +1,9 @@
-"""Borders between stages, as a schedule sees them: values go over, their gradients come back.
+"""Borders between stages: they carry values to the next stage and gradients back.
 
-both stages are     the next stage gets      gradients
-------------------  -----------------------  ------------------------------------------------
-on this rank        the very same values     are in them when its backward has run
-on two ranks        copies of their data     travel back, and are put into the values here
+both stages are     the next stage gets         gradients
+------------------  --------------------------  -----------------------------------------------
+on this rank        the same `Value` objects    are in them after its backward
+on two ranks        values with copied data     are sent back and stored in the values here
 """
 
 from collections.abc import Hashable, Sequence
@@ -15,7 +15,10 @@ from weft.pipeline.transport import BACKWARD, FORWARD, Channel, Transport
 
 
 class Border:
-    """The border between two stages of which one at least is here. Values: the activations, then scalar losses."""
+    """The border between two stages, at least one of which is on this rank.
+
+    The values that cross it are the activations, then scalar losses.
+    """
 
     def __init__(self, forward: Channel | None, backward: Channel | None) -> None:
         """`forward`, `backward`: the channels to the other rank, None where both stages are on this one."""
@@ -25,7 +28,7 @@ class Border:
 
     @classmethod
     def of(cls, transport: Transport | None, border: int) -> "Border":
-        """The border behind stage number `border`."""
+        """Return the border after stage number `border`. `transport`: None on a single rank."""
         if transport is None:
             return cls(None, None)
         return cls(transport.channel(border, FORWARD), transport.channel(border, BACKWARD))
@@ -33,7 +36,7 @@ class Border:
     # --- the stage before ---------------------------------------------------------------------------------------------
 
     def send(self, microbatch: int, key: Hashable, values: Sequence[Value]) -> None:
-        """The values leave. `key`: of microbatches whose values have the same shapes."""
+        """Send the values to the next stage. `key`: equal for microbatches whose values have the same shapes."""
         if self._forward is None:
             self._here[microbatch] = list(values)
             return
@@ -43,7 +46,7 @@ class Border:
             self._backward.learn(key, self._forward)
 
     def gradients_come(self, values: Sequence[Value]) -> None:
-        """The gradients of what left are in `values`."""
+        """Receive the gradients of the sent `values` and store them there."""
         if self._backward is None:
             return
         hidden, *losses = self._backward.take()
@@ -52,10 +55,10 @@ class Border:
             if value.needs_grad:
                 value.gradient = gradient
 
-    # --- the stage behind ---------------------------------------------------------------------------------------------
+    # --- the next stage -----------------------------------------------------------------------------------------------
 
     def receive(self, microbatch: int) -> list[Value]:
-        """The values that came."""
+        """Return the values from the previous stage."""
         if self._forward is None:
             return self._here.pop(microbatch)
         hidden, *losses = self._forward.take()
@@ -63,7 +66,7 @@ class Border:
         return [Value(tensor, needs_grad=torch.is_grad_enabled()) for tensor in tensors]
 
     def gradients_leave(self, key: Hashable, values: Sequence[Value]) -> None:
-        """The gradients in `values`, which came, go back."""
+        """Send the gradients of the received `values` back. `key`: as in `send`."""
         if self._forward is None or self._backward is None:
             return
         self._backward.learn(key, self._forward)

@@ -1,8 +1,8 @@
-"""One microbatch on its way through one chunk of a model and back.
+"""Forward and backward of one microbatch through one chunk of a model.
 
-embed, or what came from the stage before -> layer -> layer -> ... -> the loss, or what leaves for the next stage
+embed, or receive from the previous stage -> layer -> layer -> ... -> the loss, or send to the next stage
 
-Prediction depths stand between the last stage's layers and the loss.
+Prediction depths follow the last stage's layers, before the loss.
 """
 
 from collections.abc import Hashable, Sequence
@@ -24,12 +24,13 @@ from weft.overlap.wgrad import DelayedWeights
 
 
 class ChunkPass:
-    """The steps of one microbatch in one chunk, each called once. What a layer holds goes with its last backward step.
+    """The steps of one microbatch in one chunk, each called once. A layer's last backward step frees its state.
 
-    `delay_wgrad`: weight gradients of layers are computed apart; `apart`: those of the head, too.
+    `delay_wgrad`: compute weight gradients of layers in separate steps. `apart`: also those of the head.
     `halves`: exchange rows in halves.
-    `before`, `behind`: its borders, None where the model ends. `key`: the same for microbatches of one shape.
-    `check`: search for tensors that took a way of their own. `scores`: keep what the model gives as `outputs`.
+    `before`, `behind`: the borders to the previous and next stage, None at the ends of the model. `key`: equal for
+    microbatches of the same shape.
+    `check`: search for tensors that bypass the `Crossing`. `scores`: keep the model's logits as `outputs`.
     """
 
     loss: Tensor | None = None
@@ -99,7 +100,7 @@ class ChunkPass:
             return
         following = self._passes.get(layer - 1)
         if step.slot == "attend" and following is not None and following.exchanges:
-            priority.expect()  # what this layer reduces, and what is gathered now, leaves behind its gradients
+            priority.expect()  # hold back reductions and gathers until that layer has sent its gradients
         if step.slot == ("attend.weights" if self._delay_wgrad else "attend"):
             del self._passes[layer]
 
@@ -143,7 +144,7 @@ class ChunkPass:
     def _owner(self, module: Any) -> nn.Module | None:
         return module if self._check else None
 
-    # --- where the model ends -----------------------------------------------------------------------------------------
+    # --- the ends of the model ----------------------------------------------------------------------------------------
 
     def _embed_forward(self) -> None:
         (self._hidden,) = self._embed.forward(self._embedded, [], self._owner(self._model))
@@ -193,7 +194,7 @@ class ChunkPass:
     def _embed_backward(self) -> None:
         self._embed.backward()
 
-    # --- where it continues in another stage --------------------------------------------------------------------------
+    # --- borders to other stages --------------------------------------------------------------------------------------
 
     def _receive_forward(self) -> None:
         assert self._before is not None

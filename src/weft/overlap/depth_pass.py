@@ -1,10 +1,10 @@
-"""One prediction depth in one microbatch: its nodes around its layers.
+"""The nodes around the layers of one prediction depth, in one microbatch.
 
     hidden -> [enter] -> x -> layer -> ... -> layer -> [leave] -> hidden -> the next depth, or the head
                  +-> previous, for the head
 
-What the head and a depth both read leaves `enter` a second time: its gradients meet there, and what stands before is
-walked once.
+`enter` returns its input again for the head. The gradients of both uses are summed there, so that backward visits the
+earlier graph once.
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,12 @@ from weft.overlap.wgrad import DelayedWeights
 class DepthPass:
     """The steps "enter" and "leave" of depth `number` of `model`, each called once in each direction.
 
-    `policy`: the casts at the depth's border. `owner`: check the nodes against its parameters.
+    `policy`: the casts of the depth's inputs and outputs. `owner`: the module whose parameters the nodes may use, None
+    for no check.
     """
 
     previous: Value
-    """What the head scores besides, there after the forward of "enter"."""
+    """The hidden states before the depth, for the head. The forward of "enter" sets it."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class DepthPass:
         self._leave = ComputeNode(f"{name}.leave")
 
     def run(self, direction: str, slot: str, hidden: Value) -> Value:
-        """Run one step. Returns what follows from `hidden` in a forward."""
+        """Run one step. Returns the next hidden states in a forward, and `hidden` in a backward."""
         if direction == FORWARD:
             return self._entered(hidden) if slot == "enter" else self._left(hidden)
         if slot == "leave":

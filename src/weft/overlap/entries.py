@@ -1,4 +1,4 @@
-"""The steps of a rank's entries of a table, one entry after another."""
+"""Expansion of a rank's entries of a table into steps."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -17,11 +17,11 @@ def table_order(
     early_release: bool,
     queues: bool = False,
 ) -> Iterator[Step]:
-    """The steps of one rank's entries of a table. `part`: of a microbatch and a chunk.
+    """Yield the steps of one rank's entries of a table. `part(microbatch, chunk)` returns the `Part` of an action.
 
-    `overlap=False`: the forward and the backward of a pair run one after the other. `queues`: a device computes beside
-    the host. The delayed weight gradients of the last layer of a backward, which has no exchange left to run beside,
-    wait for the first exchange of the next backward.
+    `overlap=False`: the forward and the backward of a pair run one after the other. `queues`: the device has streams.
+    No exchange is left to overlap with the delayed weight gradients of a backward's last layer, so they are moved to
+    the first exchange of the next backward.
     """
     switches = {"early_release": early_release, "queues": queues}
     owed: list[Step] = []
@@ -54,9 +54,9 @@ def _entry_order(
 
 
 def _beside_first(steps: Sequence[Step], owed: Sequence[Step]) -> int:
-    """Where `owed` weight gradients run: beside the first exchange of a backward.
+    """Return the index in `steps` at which the `owed` weight gradients run: under the first exchange of a backward.
 
-    Before all where there is none, or where it is of the same layer, whose next gradients would come before them.
+    It is 0 without such an exchange, or if it belongs to the same layer, whose next gradients would come first.
     """
     layers = {step.layer for step in owed}
     for number, step in enumerate(steps):
@@ -67,7 +67,7 @@ def _beside_first(steps: Sequence[Step], owed: Sequence[Step]) -> int:
 
 
 def _last_weights(steps: Sequence[Step]) -> list[Step]:
-    """The weight gradients that are computed behind all exchanges of a backward."""
+    """Return the steps of weight gradients after the last exchange of a backward."""
     data = (
         number
         for number, step in enumerate(steps)
@@ -78,7 +78,7 @@ def _last_weights(steps: Sequence[Step]) -> list[Step]:
 
 
 def weights_order(behind: Part) -> Iterator[Step]:
-    """The weight gradients that a backward has left for later, in its order."""
+    """Yield the weight gradients that the backward of `behind` has delayed, in its order."""
     if behind.last:
         yield behind.behind(BACKWARD)._replace(slot="head.weights")
     for layer in reversed(behind.layers):

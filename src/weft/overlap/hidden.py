@@ -1,11 +1,11 @@
-"""How much of the communication ran under computation.
+"""The fraction of communication that was hidden by computation.
 
     with Timeline() as timeline:
         forward_backward(model, microbatches)
     hidden_fraction(timeline.intervals())
 
-A timeline that records a scheduled step has, besides the lanes, one interval of "compute" for each compute step, and
-one of "wait" wherever the computation had to wait for a ticket, inside of a step or between two.
+The timeline of a scheduled step has, besides the lanes, an interval "compute" for each compute step, and an interval
+"wait" for each time that the computation waited for a ticket, inside a step or between steps.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,9 +18,9 @@ Piece = tuple[float, float]
 
 
 def hidden_fraction(intervals: Iterable[Interval], lane: str = EXCHANGE) -> float:
-    """The part, from 0 to 1, of the time that `lane` was busy during which this rank computed and did not wait.
+    """Return the fraction (0 to 1) of the busy time of `lane` during which this rank computed and did not wait.
 
-    Raises ValueError where nothing ran on `lane`: there was nothing to hide.
+    Raises ValueError if nothing ran on `lane`.
     """
     intervals = list(intervals)
     moving = busy(intervals, lane)
@@ -30,19 +30,19 @@ def hidden_fraction(intervals: Iterable[Interval], lane: str = EXCHANGE) -> floa
 
 
 def busy(intervals: Iterable[Interval], *lanes: str) -> float:
-    """Seconds during which any of `lanes` is busy."""
+    """Return the seconds during which any of `lanes` was busy."""
     return sum(stop - start for start, stop in pieces(intervals, *lanes))
 
 
 def overlap(intervals: Iterable[Interval], one: str, other: str, *, without: str = "") -> float:
-    """Seconds during which both lanes are busy, and the lane `without`, if one is named, is not."""
+    """Return the seconds during which both lanes were busy and the lane `without`, if given, was not."""
     intervals = list(intervals)
     alone = busy(intervals, one, without) + busy(intervals, other, without) - busy(intervals, without)
     return alone - busy(intervals, one, other, without)
 
 
 def pieces(intervals: Iterable[Interval], *lanes: str) -> list[Piece]:
-    """The moments at which any of the lanes is busy, as disjoint pieces in order."""
+    """Return the times at which any of the lanes was busy, as sorted, disjoint pieces."""
     found: list[Piece] = []
     for start, stop in sorted((each.start, each.end) for each in intervals if each.lane in lanes):
         if found and start <= found[-1][1]:
@@ -53,7 +53,7 @@ def pieces(intervals: Iterable[Interval], *lanes: str) -> list[Piece]:
 
 
 def without(those: Iterable[Piece], others: Sequence[Piece]) -> list[Piece]:
-    """What is left of disjoint pieces when others, disjoint and in order too, are taken out."""
+    """Return the pieces `those` minus the pieces `others`; both are sorted and disjoint."""
     left = []
     for start, stop in those:
         for begin, end in others:

@@ -1,4 +1,4 @@
-"""The layer protocol: a layer in five stages, so that a schedule can run them apart.
+"""The layer protocol: a layer is split into five stages that a schedule can run separately.
 
     stage      lane       holds
     ---------  ---------  -------------------------------------------------------------------------------------------
@@ -8,8 +8,8 @@
     combine    exchange   all-to-all back
     finish     compute    weighting, residual
 
-A layer's `forward` is `run_stages`: a scheduled run and a plain run are the same code. What one stage hands to a
-later one is in the `Crossing`; a tensor that takes another way is found by the schedule and refused.
+A layer's `forward` is `run_stages`, so a scheduled run and a plain run use the same code. Stages pass tensors to later
+stages in the `Crossing`. The schedule detects a tensor that bypasses it and raises an error.
 """
 
 from collections.abc import Sequence
@@ -22,15 +22,15 @@ from weft.moe.dispatch import Dispatcher, exchange
 
 COMPUTE_STAGES = ("attend", "experts", "finish")
 STAGES = (("attend",), COMPUTE_STAGES, ("attend", "dispatch", "experts", "combine", "finish"))
-"""What a layer may have: all in `attend`, an MLP of its own, or experts on other ranks."""
+"""The stages that a layer may have: `attend` alone, with a separate MLP, or with experts on other ranks."""
 
 
 @dataclass
 class Crossing:
-    """What `attend` hands on.
+    """The results of `attend`.
 
-    `rows`: what the experts work on. `kept`: what stays for `finish`, by name; it may be differentiable. `handle`: what
-    the stages must know besides, with nothing differentiable in it. `loss`: what the layer adds to the model's.
+    `rows`: the input of the experts. `kept`: tensors for `finish`, by name; they may be differentiable. `handle`: other
+    data for the later stages, not differentiable. `loss`: a scalar that the layer adds to the model's loss.
     """
 
     rows: Tensor
@@ -41,9 +41,9 @@ class Crossing:
 
 @runtime_checkable
 class StagedLayer(Protocol):
-    """A layer that a schedule can run in stages, a `torch.nn.Module`.
+    """A layer, a `torch.nn.Module`, that a schedule can run in stages.
 
-    With the stages ("attend",) `attend` is the whole layer, and its rows are the output. A stage does not change its
+    With the stages ("attend",), `attend` is the whole layer and its rows are the output. A stage must not modify its
     inputs in place.
     """
 
@@ -54,36 +54,36 @@ class StagedLayer(Protocol):
 
     @property
     def dispatcher(self) -> Dispatcher | None:
-        """What moves the rows, in a layer with all five stages."""
+        """The dispatcher that exchanges the rows of a layer with all five stages; None otherwise."""
         ...
 
     def attend(self, hidden: Tensor) -> Crossing:
-        """[batch, seq, hidden] -> what crosses."""
+        """Compute everything before the experts; [batch, seq, hidden] -> Crossing."""
         ...
 
     def experts(self, rows: Tensor, handle: Any) -> Tensor:
-        """Rows -> as many rows."""
+        """Apply the experts to the rows that arrived. Return the same number of rows."""
         ...
 
     def finish(self, rows: Tensor, kept: dict[str, Tensor], handle: Any) -> Tensor:
-        """Rows that came back, and what was kept -> [batch, seq, hidden]."""
+        """Return the output [batch, seq, hidden] from the rows that came back and `Crossing.kept`."""
         ...
 
     def expert_modules(self) -> Sequence[nn.Module]:
-        """The modules that only `experts` calls: sharded units among them are gathered for it alone."""
+        """Return the modules that only `experts` calls. Their sharded units are gathered for that stage only."""
         ...
 
 
 @runtime_checkable
 class StagedModel(Protocol):
-    """A model that a schedule can run, a `torch.nn.Module`: `embed`, its layers one after another, `loss`.
+    """A model, a `torch.nn.Module`, that a schedule can run: `embed`, its layers in order, `loss`.
 
-    One that is cut into stages says how by an attribute `cut`, a `weft.pipeline.Cut`, and has the layers of its rank's
-    chunks only, one chunk after another; `embed` is called where the first stage is, `loss` where the last is. If
-    `cut.shares_ends`, both of these ranks have the modules `shared_ends`, with the same parameters. `tied_ends`, if it
-    has them, are the modules that both `embed` and `loss` use.
+    A model in pipeline stages has an attribute `cut`, a `weft.pipeline.Cut`, and only the layers of its rank's chunks,
+    chunk by chunk. `embed` is called on the rank of the first stage, `loss` on that of the last. If `cut.shares_ends`,
+    both ranks have the modules `shared_ends` with the same parameters. An optional `tied_ends` lists the modules that
+    both `embed` and `loss` use.
 
-    One with prediction depths is a `StagedPredictor` where the last stage is.
+    A model with prediction depths is a `StagedPredictor` on the rank of the last stage.
     """
 
     @property
@@ -92,17 +92,17 @@ class StagedModel(Protocol):
         ...
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """[batch, seq] int64 -> [batch, seq, hidden]."""
+        """Embed the tokens; [batch, seq] int64 -> [batch, seq, hidden]."""
         ...
 
     def loss(self, hidden: Tensor, tokens: Tensor, labels: Tensor, losses: Sequence[Tensor]) -> Tensor:
-        """The last layer's output, and what the layers add to the loss, first to last -> the loss, a scalar."""
+        """Return the loss, a scalar. `hidden`: the last layer's output. `losses`: the layers' losses, first to last."""
         ...
 
 
 @runtime_checkable
 class StagedDepth(Protocol):
-    """A prediction depth that a schedule can run, a `torch.nn.Module`: `enter`, its layers, `leave`."""
+    """A prediction depth, a `torch.nn.Module`, that a schedule can run: `enter`, its layers, `leave`."""
 
     @property
     def staged_layers(self) -> Sequence[StagedLayer]:
@@ -110,17 +110,17 @@ class StagedDepth(Protocol):
         ...
 
     def enter(self, following: Tensor, previous: Tensor) -> Tensor:
-        """The embedded tokens that follow and the depth before, [batch, seq, hidden] -> the first layer's input."""
+        """Return the first layer's input from the embedded next tokens and the previous depth, [batch, seq, hidden]."""
         ...
 
     def leave(self, hidden: Tensor) -> Tensor:
-        """The last layer's output -> what is scored, and what the next depth takes as the depth before."""
+        """Return the input of the head and of the next depth, from the last layer's output."""
         ...
 
 
 @runtime_checkable
 class StagedPredictor(Protocol):
-    """What a `StagedModel` has besides if it predicts further tokens, in training mode."""
+    """The further members of a `StagedModel` that predicts more than the next token in training mode."""
 
     @property
     def depths(self) -> Sequence[StagedDepth]:
@@ -128,23 +128,20 @@ class StagedPredictor(Protocol):
         ...
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """The last layer's output -> what is scored, and what the first depth takes as the depth before."""
+        """Return the input of the head and of the first depth, from the last layer's output."""
         ...
 
     def following(self, number: int, tokens: Tensor) -> Tensor:
-        """What depth `number`, from 0, enters with beside the depth before: the tokens that follow, embedded."""
+        """Return the embedded next tokens for `enter` of depth `number`, counted from 0."""
         ...
 
     def total_loss(self, hidden: Sequence[Tensor], labels: Tensor, losses: Sequence[Tensor]) -> Tensor:
-        """What is scored, of the model and of each depth, and what all layers add to the loss -> the loss, a scalar."""
+        """Return the loss, a scalar. `hidden`: the head's inputs, of model and depths. `losses`: the layers' losses."""
         ...
 
 
 def beside_forward(module: nn.Module) -> str:
-    """What a call of `module` does beside its forward, such as "has hooks"; empty where that is nothing.
-
-    They never run where stages call the parts of `module` alone.
-    """
+    """Return why calling the parts of `module` differs from calling it: "is compiled", "has hooks", or ""."""
     if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
         return "is compiled"
     kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -152,9 +149,9 @@ def beside_forward(module: nn.Module) -> str:
 
 
 def run_stages(layer: StagedLayer, hidden: Tensor, **beside: Any) -> tuple[Tensor, Tensor | None]:
-    """The layer's stages one after another: its output [batch, seq, hidden] and what it adds to the loss.
+    """Run the layer's stages in order. Return its output [batch, seq, hidden] and its loss, a scalar or None.
 
-    `beside`: what this layer's `attend` takes besides, such as a cache.
+    `beside`: further arguments of this layer's `attend`, such as a cache.
     """
     crossing = layer.attend(hidden, **beside)
     rows = crossing.rows

@@ -1,13 +1,13 @@
-"""One layer in one microbatch: its nodes and what lies between them.
+"""One layer in one microbatch: its nodes and the values between them.
 
     hidden -> [attend] -> rows ~~dispatch~~> arrived -> [experts] -> leaving ~~combine~~> returned -> [finish] -> output
                   +-> kept, for finish
                   +-> loss, for the model
 
-`~~>` is on its way on the exchange lane. In a layer without dispatcher `arrived` is `rows` and `returned` is `leaving`.
+`~~>` is a transfer on the exchange lane. In a layer without dispatcher `arrived` is `rows` and `returned` is `leaving`.
 
-In halves, each half of the tokens has rows and an exchange of its own, and the experts start on the first half while
-the second is on its way:
+With `halves`, each half of the tokens has its own exchange, and the experts compute the first half while the second is
+in flight:
 
     compute     | attend |        | experts 0 |   experts 1   |           | finish |
     exchange             | 0 | 1              | combine 0 | combine 1 |
@@ -34,9 +34,9 @@ from weft.overlap.wgrad import DelayedWeights
 class LayerPass:
     """The steps of one layer in one microbatch, each called once: `run(direction, slot)`.
 
-    `hidden`: the input; `output` is there after the last forward step, `loss` after `attend`, if the layer has one.
-    `policy`: the casts at the layer's border. `beside`: what `attend` takes besides. `owner`: check the nodes against
-    its parameters. `halves`: exchange rows in halves, where a row is for a rank.
+    `hidden`: the input. The last forward step sets `output`; `attend` sets `loss`, if the layer has one.
+    `policy`: the casts of the layer's inputs and outputs. `beside`: further arguments of `attend`. `owner`: the module
+    whose parameters the nodes may use, None for no check. `halves`: exchange rows in halves, with one row per rank.
     """
 
     def __init__(
@@ -166,12 +166,12 @@ class LayerPass:
         if gradients:
             self._rows.gradient = gradients[0] if len(gradients) == 1 else torch.cat(gradients)
         self._nodes["attend"].backward()
-        self._handle, self._parts = None, []  # delayed weight gradients, which may be computed later, need neither
+        self._handle, self._parts = None, []  # delayed weight gradients need neither
 
     # --- parts ------------------------------------------------------------------------------------------------------
 
     def _divided(self, rows: Tensor) -> Sequence[Tensor]:
-        """The rows of each part."""
+        """Split the rows into those of each part."""
         return rows.split(self._handle.sizes) if isinstance(self._handle, Halves) else [rows]
 
     def _checked(self, crossing: Crossing) -> Crossing:
@@ -188,7 +188,7 @@ class LayerPass:
 
     @property
     def exchanges(self) -> bool:
-        """Whether its rows travel."""
+        """Whether the layer exchanges rows between ranks."""
         return self._layer.dispatcher is not None
 
     @property
@@ -201,7 +201,7 @@ class LayerPass:
 
 
 class Part:
-    """The rows that are exchanged and computed together: all of the layer's, or those of a half of its tokens."""
+    """Rows that are exchanged and computed together: those of all tokens, or of one half."""
 
     arrived: Value
     leaving: Value
@@ -212,12 +212,12 @@ class Part:
         self.moving: Arrival | None = None
 
     def arrive(self) -> Tensor:
-        """What is on its way, waited for."""
+        """Wait for the rows in flight and return them."""
         moving, self.moving = self.moving, None
         assert moving is not None
         return moving.wait()
 
     def collect(self, sent: Value) -> None:
-        """The gradient of what was `sent`, if the exchange brings it."""
+        """Store the gradient of `sent`, if one is in flight."""
         if self.moving is not None:
             sent.gradient = self.arrive()

@@ -1,11 +1,11 @@
-"""What a schedule takes through a model at once: tokens, labels, and what travels beside them.
+"""Microbatches: tokens, labels and further entries.
 
     {"tokens": ..., "labels": ..., "documents": ..., "images": ...}      the long form
-    (tokens, labels)                                                     the short one
+    (tokens, labels)                                                     the short form
 
-What stands beside tokens and labels goes to each part of the model that has an optional parameter of its name: `embed`,
-the `attend` of layers, `following`, `loss` or `total_loss`, `logits`. Every rank of a pipeline has the microbatches, so
-that nothing is sent for it.
+A further entry is passed to each part of the model that has an optional parameter of its name: `embed`, the `attend` of
+layers, `following`, `loss` or `total_loss`, `logits`. Every rank of a pipeline has all microbatches, so entries are not
+sent between stages.
 """
 
 import inspect
@@ -17,12 +17,12 @@ from typing import Any
 from torch import Tensor
 
 OWN = ("cache", "hidden", "losses", "number")
-"""Parameters of the parts of a model that no microbatch fills."""
+"""Names of parameters that entries of a microbatch cannot set."""
 
 
 @dataclass(frozen=True, eq=False)
 class Microbatch:
-    """`labels`: None where outputs are wanted alone. `beside`: all other entries, by name."""
+    """One microbatch. `labels`: None if only outputs are needed. `beside`: all other entries, by name."""
 
     tokens: Tensor
     labels: Tensor | None
@@ -30,12 +30,12 @@ class Microbatch:
 
     @property
     def shapes(self) -> tuple:
-        """The same for microbatches between which nothing changes its shape; other values than tensors are left out."""
+        """The shapes of all tensors, as a hashable key."""
         beside = ((name, tuple(value.shape)) for name, value in self.beside.items() if isinstance(value, Tensor))
         return tuple(self.tokens.shape), *sorted(beside)
 
     def said(self) -> str:
-        """What ranks of a pipeline compare: shapes of tensors, other values as they are."""
+        """Return the text that ranks of a pipeline compare: shapes of tensors, and other values in full."""
         labels = "" if self.labels is not None else " without labels"
         beside = {
             name: list(value.shape) if isinstance(value, Tensor) else value for name, value in self.beside.items()
@@ -43,7 +43,7 @@ class Microbatch:
         return f"{list(self.tokens.shape)}{labels}" + (f" beside {dict(sorted(beside.items()))}" if beside else "")
 
     def given(self, function: Callable[..., Any]) -> dict[str, Any]:
-        """What `function` takes of what travels beside."""
+        """Return the entries of `beside` that `function` takes as keyword arguments."""
         if not self.beside:
             return {}
         names = taken(function)
@@ -51,7 +51,7 @@ class Microbatch:
 
 
 def checked_microbatches(microbatches: Any, *, labels: bool = True) -> list[Microbatch]:
-    """The microbatches as a list. `labels`: each has them."""
+    """Return the microbatches as a list. Raises TypeError for invalid ones. `labels`: require labels."""
     if isinstance(microbatches, Tensor):
         raise TypeError(
             "forward_backward got one tensor as microbatches: pass a sequence of pairs, such as [(tokens, labels), ...]"
@@ -91,12 +91,12 @@ def _of_mapping(number: int, given: Mapping[str, Any], labels: bool) -> Microbat
 
 
 def names_beside(microbatches: Sequence[Microbatch]) -> set[str]:
-    """What travels beside tokens and labels in any of them."""
+    """Return the names of all further entries."""
     return {name for each in microbatches for name in each.beside}
 
 
 def taken_by(functions: Iterable[Callable[..., Any]], names: set[str]) -> set[str]:
-    """Those of `names` that one of `functions` takes."""
+    """Return those of `names` that at least one of `functions` takes."""
     found: set[str] = set()
     for function in functions:
         takes = taken(function)
@@ -105,7 +105,7 @@ def taken_by(functions: Iterable[Callable[..., Any]], names: set[str]) -> set[st
 
 
 def taken(function: Callable[..., Any]) -> frozenset[str] | None:
-    """The names of its optional parameters; None: it takes every name."""
+    """Return the names of the optional parameters of `function`; None if it has `**kwargs`."""
     return _taken(getattr(function, "__func__", function))
 
 

@@ -1,9 +1,9 @@
-"""Nodes: pieces of a forward whose backward can run apart from that of the others.
+"""Nodes: pieces of a forward, each with a separate autograd graph whose backward runs on request.
 
-    Value --> [ border | computation ] --> Value --> ...       forward: each node has an autograd graph of its own
-    Value <-- [ border | computation ] <-- Value <-- ...       backward: gradients wait in the values between them
+    Value --> [ border | computation ] --> Value --> ...       forward: each node has a separate autograd graph
+    Value <-- [ border | computation ] <-- Value <-- ...       backward: gradients wait in the values between nodes
 
-A value keeps the gradient, not the data: data lives as long as a later node or an autograd graph needs it.
+A value keeps its gradient but not its data, which lives only as long as a later node or an autograd graph needs it.
 """
 
 import functools
@@ -21,7 +21,7 @@ from weft.overlap.order import COMPUTE
 
 
 class Value:
-    """A tensor on its way from one node to a later one, and the gradient that comes back."""
+    """A tensor passed from one node to a later one, and the gradient that comes back."""
 
     def __init__(self, tensor: Tensor, needs_grad: bool) -> None:
         self.needs_grad = needs_grad
@@ -30,24 +30,24 @@ class Value:
         self._zeros = functools.partial(torch.zeros, tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
     def take(self) -> Tensor:
-        """The data, for the one who reads it."""
+        """Return the data and drop the reference to it. It can be taken once."""
         tensor, self._tensor = self._tensor, None
         assert tensor is not None, "the data was taken before"
         return tensor
 
     def take_gradient(self) -> Tensor:
-        """The gradient, zeros if none was left."""
+        """Return the gradient and drop the reference to it; zeros if there is none."""
         gradient, self.gradient = self.gradient, None
         return self._zeros() if gradient is None else gradient
 
     def add_gradient(self, gradient: Tensor | None) -> None:
-        """One reader's share of the gradient."""
+        """Add the gradient from one reader of the value."""
         if gradient is not None:
             self.gradient = gradient if self.gradient is None else self.gradient + gradient
 
 
 class ComputeNode:
-    """A function of values, whose backward runs when `backward` is called. `around`: what both run in."""
+    """A function of values whose backward runs when `backward` is called. `around`: a context manager for both runs."""
 
     def __init__(self, name: str, around: AbstractContextManager | None = None) -> None:
         self.name = name
@@ -57,7 +57,10 @@ class ComputeNode:
     def forward(
         self, function: Callable[..., Sequence[Tensor]], inputs: Sequence[Value], owner: nn.Module | None
     ) -> list[Value]:
-        """The results of `function(*tensors)`. `owner`: check that nothing but its parameters and `inputs` is in it."""
+        """Run `function` on the inputs' data and return its results.
+
+        `owner`: raise UndeclaredTensor if the graph uses tensors other than `inputs` and its parameters.
+        """
         with span(COMPUTE), self._around:
             entered = _enter(inputs)
             if owner is not None:
@@ -73,7 +76,7 @@ class ComputeNode:
         return outputs
 
     def backward(self) -> None:
-        """Hand the outputs' gradients to the inputs and to the parameters' `.grad`."""
+        """Propagate the outputs' gradients to the inputs' values and to the parameters' `.grad`."""
         edges, self._edges = self._edges, []
         known = [(edge, value.gradient) for edge, value in edges if value.gradient is not None]
         for _, value in edges:
@@ -84,7 +87,7 @@ class ComputeNode:
 
 
 class _Border(torch.autograd.Function):
-    """The identity; its backward leaves the gradients with the values they belong to."""
+    """The identity. Its backward stores the gradients in the values and ends the graph."""
 
     @staticmethod
     def forward(ctx: Any, start: Tensor, values: Sequence[Value], *tensors: Tensor) -> Any:
@@ -103,7 +106,7 @@ _START = torch.empty(0, requires_grad=True)
 
 
 def _enter(values: Sequence[Value]) -> list[Tensor]:
-    """The values' data, the differentiable ones behind one border."""
+    """Return the values' data. The differentiable ones pass through one `_Border`."""
     tensors = [value.take() for value in values]
     places = [place for place, value in enumerate(values) if value.needs_grad]
     if places:
@@ -114,20 +117,25 @@ def _enter(values: Sequence[Value]) -> list[Tensor]:
 
 
 def _sequence_number() -> int:
-    """A number that every autograd node made from now on exceeds."""
+    """Return an autograd sequence number that all nodes created later exceed."""
     made = (_START * 1).grad_fn
     assert made is not None
     return made._sequence_nr()
 
 
 def _is_cached_cast(node: Any) -> bool:
-    """Whether `node` is a parameter's cast, which autocast keeps for all uses: its backward keeps nothing and may run
-    for each of them."""
+    """Return whether `node` is the cast of a parameter, which autocast caches and shares between uses.
+
+    Its backward saves nothing, so it may run once per use.
+    """
     return node.name() == "ToCopyBackward0" and all(hasattr(each, "variable") for each, _ in node.next_functions)
 
 
 def _refuse_undeclared(name: str, roots: Iterable[Any], border: set, first: int, owner: nn.Module) -> None:
-    """Walk the graph: it may end at the border and at parameters of `owner`, and all of it was made since `first`."""
+    """Raise UndeclaredTensor unless the graph of `roots` ends at `border` or at parameters of `owner`.
+
+    All of its nodes must have sequence numbers above `first`.
+    """
     parameters = {id(parameter) for parameter in owner.parameters()}
     ahead = list(roots)
     seen = set(ahead)

@@ -1,7 +1,7 @@
 """The order of a combined forward and backward, as tables.
 
-F is the forward of layer k of a chunk in one microbatch, B the backward of layer n-1-k of a chunk in another. What
-stands in the right column starts first and runs on the exchange lane under the computation beside it.
+F is the forward of layer k of a chunk in one microbatch, B the backward of layer n-1-k of a chunk in another. Entries
+in the right column are issued first and run on the exchange lane under the computation to their left.
 
     compute lane                     exchange lane
     -------------------------------  -------------
@@ -19,25 +19,26 @@ stands in the right column starts first and runs on the exchange lane under the 
     F.finish
     F.leave (of a depth)
 
-B.combine is the backward of combine: gradients travel to the experts. A is the layer whose backward ran before that of
-B: its delayed weight gradients stand where the last backward, which has no partner, has nothing else beside B.combine,
-and where the sizes of F.dispatch, which F.attend has sent, are on their way. Where a device computes beside the host,
-the host queues B.experts before it waits for these sizes, so that the device has something to do meanwhile; the lane
-waits for F.attend alone, so that both run at once. The layers of prediction depths follow those of the last chunk; a
-depth is entered before its first layer and left behind its last. Around the layers of a chunk stand its ends:
+B.combine is the backward of combine: it sends gradients to the experts. A is the layer whose backward ran before that
+of B. Its delayed weight gradients run under B.combine for two reasons: the last backward, which has no partner, has no
+other work there, and meanwhile the ranks exchange the sizes of F.dispatch, which F.attend has sent. On a device with
+streams, the host queues B.experts before it waits for these sizes, so that the device has work meanwhile; the exchange
+lane waits for F.attend only, so both run at once. The layers of prediction depths follow those of the last chunk. A
+depth has a step "enter" before its first layer and "leave" after its last. A chunk has a step before and one after its
+layers:
 
-    chunk       before its layers          behind them
+    chunk       before its layers          after its layers
     ----------  -------------------------  ---------------------------------------------------------------
-    the first   embed                      send: activations leave for the next stage
-    others      receive: they come         send
+    the first   embed                      send: activations to the next stage
+    others      receive: activations       send
     the last    receive                    head: with the loss
 
-and B.send is the backward of send: gradients come back. What is sent leaves as soon as it is there. Where a table has
-weight gradients apart, those of the head are computed with them (head.weights), and all of the backward of embed.
+B.send is the backward of send: it receives gradients. Messages are sent as soon as their data is computed. If a table
+has separate weight gradients, those of the head are computed with them (head.weights), as is the backward of embed.
 
-A pair may also be of two forwards, or of two backwards. F and S are then the first and the second microbatch; the
-second is half a layer behind, so that one computes while the rows of the other travel. A is the layer before, of F
-where weight gradients of F are computed, else of S.
+A pair may also be of two forwards, or of two backwards. F and S are then the first and the second microbatch. The
+second is half a layer behind, so that one computes while the rows of the other are in flight. A is the previous layer:
+of F in steps marked so, else of S.
 
     two forwards                    two backwards
     compute lane    exchange lane   compute lane                      exchange lane
@@ -53,8 +54,7 @@ where weight gradients of F are computed, else of S.
                                     S.experts.weights (if delayed)    S.dispatch
                                     F.attend
 
-Each parameter gets the gradient of the first before that of the second. A depth is entered and left around its first
-and its last layer, as above.
+Each parameter gets the gradient of the first before that of the second. Depths have "enter" and "leave" as above.
 """
 
 from collections.abc import Iterator, Sequence
@@ -62,12 +62,12 @@ from typing import NamedTuple
 
 FORWARD, BACKWARD = "forward", "backward"
 BEFORE = "before"
-"""In a table: the backward of the layer whose backward ran before."""
+"""In a table of steps: the backward of the layer whose backward ran before."""
 COMPUTE, EXCHANGE, STAGE = "compute", "exchange", "stage"
 
 
 class Step(NamedTuple):
-    """One node in one direction. `layer`: None for what is around the layers of a chunk."""
+    """One node in one direction. `layer`: None for steps around a chunk's layers. `slot`: its name in the table."""
 
     direction: str
     microbatch: int
@@ -82,14 +82,14 @@ class Step(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A layer as the order sees it: its number, and its stages with "enter" and "leave" at the ends of a depth."""
+    """The number and stages of a layer. A depth's first layer also has "enter", its last "leave"."""
 
     number: int
     stages: tuple[str, ...]
 
 
 class Part(NamedTuple):
-    """One microbatch through one chunk, whose layers these are. `first`, `last`: whether the model ends there."""
+    """One microbatch through the layers of one chunk. `first`, `last`: whether the model begins or ends there."""
 
     microbatch: int
     layers: Sequence[Layer]
@@ -98,15 +98,15 @@ class Part(NamedTuple):
     last: bool = True
 
     def before(self, direction: str) -> Step:
-        """The step before its layers, in the order of forward."""
+        """Return the step before the layers, in forward order."""
         return self._end(direction, "embed" if self.first else "receive")
 
     def behind(self, direction: str) -> Step:
-        """The step behind its layers, in the order of forward."""
+        """Return the step after the layers, in forward order."""
         return self._end(direction, "head" if self.last else "send")
 
     def through(self, direction: str, layer: Layer, slot: str) -> Iterator[Step]:
-        """The step of `layer`, unless it has no such stage."""
+        """Yield the step `slot` of `layer`, if the layer has that stage."""
         stage = slot.partition(".")[0]
         if stage in layer.stages:
             lane = EXCHANGE if stage in ("dispatch", "combine") else COMPUTE
@@ -117,7 +117,7 @@ class Part(NamedTuple):
         return Step(direction, self.microbatch, None, slot, lane, self.chunk)
 
 
-# Direction and slot in issue order; a slot of the exchange lane runs under the compute slots that follow it.
+# (direction, slot) in issue order. A slot on the exchange lane runs under the compute slots that follow it.
 UNTIL_SENT = (
     (BACKWARD, "leave"),
     (BACKWARD, "finish"),
@@ -143,8 +143,8 @@ COMBINED = (
     (FORWARD, "finish"),
     (FORWARD, "leave"),
 )
-# `attend` of the backward before `experts` of the forward: its activations go earlier, B.dispatch is less hidden.
-# The weight gradients of `attend` are then all that is beside F.combine.
+# B.attend runs before F.experts: its activations are freed earlier, but B.dispatch is less hidden. Only the weight
+# gradients of `attend` are then left to run under F.combine.
 EARLY_RELEASE = (
     *UNTIL_SENT,
     *UNTIL_EXPERTS,
@@ -162,9 +162,9 @@ BACKWARD_ALONE = tuple(entry for entry in COMBINED if entry[0] != FORWARD)
 
 FIRST, SECOND = "first", "second"
 ABOVE = "first, before"
-"""The layer of the first whose backward ran before."""
+"""The layer of the first microbatch whose backward ran before."""
 LATE = "second, before"
-"""The layer of the second before this one, which ends here."""
+"""The previous layer of the second microbatch, which ends here."""
 
 FORWARDS = (
     (FIRST, "enter"),
@@ -198,7 +198,7 @@ QUEUED_FORWARDS = (
     (FIRST, "finish"),
     (FIRST, "leave"),
 )
-"""Where a device computes beside the host: the sizes of a dispatch come while it has something to do."""
+"""The order for a device with streams: it has queued work while the host waits for the sizes of a dispatch."""
 BACKWARDS = (
     (FIRST, "leave"),
     (FIRST, "finish"),
@@ -224,7 +224,7 @@ BACKWARDS = (
 
 
 def queued(entries: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """The same where a device computes beside the host: the sizes of a dispatch come while it has something to do."""
+    """Return the order for a device with streams, which has queued work while the host waits for a dispatch's sizes."""
     late, ahead = (FORWARD, "dispatch"), (BACKWARD, "experts")
     found = [entry for entry in entries if entry != late]
     found.insert(found.index(ahead) + 1, late)
@@ -240,10 +240,10 @@ def combined_order(
     queues: bool = False,
     apart: bool = False,
 ) -> Iterator[Step]:
-    """The forward of `ahead` beside the backward of `behind`; None: there is no such.
+    """Yield the steps of the forward of `ahead` and the backward of `behind`. Either may be None.
 
-    Pairs come first, then the layers that one side has more of, backward first. `apart`: the table has the weight
-    gradients of `behind` elsewhere.
+    Pairs of layers come first, then the remaining layers of the longer side, backward first. `queues`: the device has
+    streams. `apart`: the table has a separate entry for the weight gradients of `behind`.
     """
     entries: Sequence[tuple[str, str]] = EARLY_RELEASE if early_release else COMBINED
     entries = [entry for entry in (queued(entries) if queues else entries) if delay_wgrad or "." not in entry[1]]
@@ -278,7 +278,7 @@ def combined_order(
                 if delay_wgrad or "." not in slot:
                     yield from backward(direction, slot, layer)
             earlier = layer
-        if not behind.first:  # gradients leave for the stage before
+        if not behind.first:  # send gradients to the previous stage
             yield behind.before(BACKWARD)
         for direction, slot in BACKWARD_ALONE if delay_wgrad and earlier is not None else ():
             if direction == BEFORE and earlier is not None:
@@ -293,7 +293,7 @@ def combined_order(
 
 
 def alike_order(first: Part, second: Part, direction: str, *, delay_wgrad: bool, queues: bool) -> Iterator[Step]:
-    """Two forwards, or two backwards. `queues`: a device computes beside the host."""
+    """Yield the steps of two forwards or two backwards, as a pair. `queues`: the device has streams."""
     if direction == FORWARD:
         entries: Sequence[tuple[str, str]] = QUEUED_FORWARDS if queues else FORWARDS
         layers = list(first.layers), list(second.layers)

@@ -1,4 +1,4 @@
-"""A table's entries for this rank, carried out: steps, the units around them, and what moves between stages."""
+"""Runs this rank's entries of a table: steps, the units that they need, and messages between stages."""
 
 import weakref
 from collections import Counter, defaultdict
@@ -28,14 +28,14 @@ from weft.pipeline.transport import Transport
 
 CHECKED_MICROBATCHES = 4
 _checked: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
-"""How many microbatches of each model have been searched for undeclared tensors."""
+"""The number of microbatches of each model that have been searched for undeclared tensors."""
 _transports: "weakref.WeakKeyDictionary[nn.Module, Transport]" = weakref.WeakKeyDictionary()
 
 
 class ScheduledRun:
-    """One call: `model` with its `layers` on this rank, cut by `cut`, and all microbatches with their loss scales.
+    """One call of a schedule. `layers`: the model's layers on this rank. `scales`: a loss scale for each microbatch.
 
-    `depths`: the layers of each prediction depth that is run, behind the last stage.
+    `depths`: the layers of each prediction depth to run, after the last stage.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ScheduledRun:
         *,
         converted: bool = False,
     ) -> None:
-        """`converted`: the model computes in other dtypes than before, on some rank."""
+        """`converted`: the model's compute dtypes have changed on some rank since its last schedule."""
         self._model = model
         self._layers = [*layers, *(layer for depth in depths for layer in depth)]
         self._cut = cut
@@ -64,14 +64,14 @@ class ScheduledRun:
         self._numbers = _numbers(cut)
         self._unchecked = CHECKED_MICROBATCHES - _checked.get(model, 0)
         self._delayed: set[tuple[int, int]] = set()
-        """The microbatches and chunks whose layers' weight gradients are computed apart."""
+        """The (microbatch, chunk) pairs whose layers compute weight gradients in separate steps."""
         self._apart: set[tuple[int, int]] = set()
-        """Those of which the table has them apart, also those of the head."""
+        """The (microbatch, chunk) pairs whose weight gradients, with the head's, are separate entries of the table."""
         self._halves: set[tuple[int, int]] = set()
-        """The microbatches and chunks whose rows are exchanged in halves."""
+        """The (microbatch, chunk) pairs whose rows are exchanged in halves."""
         self._losses: dict[int, Tensor] = {}
         self._outputs: dict[int, Tensor] | None = None
-        """Of the last stage, where they are wanted."""
+        """The outputs of the last stage by microbatch, if requested."""
 
     def forward_backward(
         self,
@@ -83,7 +83,7 @@ class ScheduledRun:
         halves: bool,
         trace: list[Step] | None,
     ) -> None:
-        """Carry out what `table` has for this rank."""
+        """Run this rank's entries of `table`. `trace`: a list that receives each step."""
         entries = table.ranks[self._cut.rank]
         switches = {"overlap": overlap, "delay_wgrad": delay_wgrad, "early_release": early_release}
         steps = table_order(entries, self._part, **switches, queues=streams.has_streams(self._device))
@@ -99,7 +99,7 @@ class ScheduledRun:
         _checked[self._model] = CHECKED_MICROBATCHES - self._unchecked + len(self._microbatches)
 
     def evaluate(self, *, outputs: bool = False) -> None:
-        """All forwards, one chunk after the other, and nothing kept for a backward. `outputs`: keep those."""
+        """Run all forwards without gradients, chunk by chunk. `outputs`: keep the model's outputs."""
         self._outputs = {} if outputs else None
         steps = (
             step
@@ -111,13 +111,16 @@ class ScheduledRun:
             self._carry_out(list(steps), None)
 
     def losses(self) -> list[Tensor]:
-        """The loss of each microbatch, on every rank."""
+        """Return the loss of each microbatch, on every rank."""
         if self._cut.group is None:
             return [self._losses[number] for number in sorted(self._losses)]
         return _shared(self._losses, len(self._microbatches), self._cut, self._device)
 
     def outputs(self, *, everywhere: bool) -> Tensor | None:
-        """The outputs along the batch, on every rank if `everywhere`, else where the last stage is."""
+        """Return the outputs of all microbatches, concatenated along the batch, or None.
+
+        They are on every rank if `everywhere`, else only on the rank of the last stage.
+        """
         found = None
         if self._outputs:
             found = torch.cat([self._outputs[number] for number in sorted(self._outputs)])
@@ -144,7 +147,7 @@ class ScheduledRun:
             self._transport.finish()
 
     def _go_through(self, program: Sequence[Around], trace: list[Step] | None) -> None:
-        passes: dict[tuple[int, int], ChunkPass] = {}  # those under way: what they hold goes with their backward
+        passes: dict[tuple[int, int], ChunkPass] = {}  # in flight; a pass and its state are freed after its last step
         left = Counter((around.step.microbatch, around.step.chunk) for around in program)
         last = {around.step.chunk: around.step.microbatch for around in program}
         for around in program:
@@ -204,11 +207,11 @@ class ScheduledRun:
         return Part(microbatch, layers, chunk, first=stage == 0, last=last)
 
     def _key(self, number: int) -> Any:
-        """The same for microbatches between which nothing that crosses a border changes its shape."""
+        """Return a key that is equal for microbatches whose messages between stages have the same shapes."""
         return self._microbatches[number].shapes, self._model.training
 
     def _foresee(self, program: Sequence[Around]) -> None:
-        """Tell the channels what will come over them."""
+        """Announce to the channels the messages that they will receive."""
         if self._transport is None:
             return
         coming: dict[Any, list] = defaultdict(list)
@@ -234,9 +237,9 @@ class ScheduledRun:
 
 
 class SharedEnds:
-    """What the first and the last stage both have: each adds the other's gradients to its own, in the same order.
+    """The parameters that the first and the last stage share. Each adds the other's gradients, in the same order.
 
-    On the last rank they begin at nothing, so that what an earlier call has added is not added again.
+    The gradients on the last rank start as None, so that those of an earlier call are not added twice.
     """
 
     def __init__(self, model: Any, cut: Cut, transport: Transport | None) -> None:
@@ -248,7 +251,7 @@ class SharedEnds:
                 "the first and the last stage share a parameter that has a hook on its accumulated gradient, which "
                 "would see the share of its own stage alone: step the optimizer after the call"
             )
-        apart = () if isinstance(model, FSDPModule) else getattr(model, "tied_ends", ())  # what is sharded, is added up
+        apart = () if isinstance(model, FSDPModule) else getattr(model, "tied_ends", ())  # sharding sums both shares
         if any(getattr(each, "_post_accumulate_grad_hooks", None) for module in apart for each in module.parameters()):
             raise ValueError(
                 "the model uses a parameter before its layers and behind them that has a hook on its accumulated "
@@ -262,7 +265,7 @@ class SharedEnds:
 
     @torch.no_grad()
     def add_up(self) -> None:
-        """Exchange the gradients, if there are any: reductions may be put off to another call."""
+        """Exchange and add the gradients. There may be none yet, if their reduction is deferred to a later call."""
         for parameter in self._parameters:
             if parameter.grad is None or self._transport is None:
                 continue
@@ -274,7 +277,7 @@ class SharedEnds:
 
 
 def _numbers(cut: Cut) -> list[range]:
-    """The layers of each chunk, numbered over those on this rank."""
+    """Return the numbers of each chunk's layers among the layers of this rank."""
     found, first = [], 0
     for segment in cut.mine:
         found.append(range(first, first + len(segment)))
@@ -294,7 +297,7 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def _shared(losses: dict[int, Tensor], count: int, cut: Cut, device: torch.device) -> list[Tensor]:
-    """The losses, which the last stage has, on all ranks of the pipeline: beside them others add zeros."""
+    """Return the last stage's losses on all ranks of the pipeline, by a sum to which other ranks add zeros."""
     words = torch.zeros(count + 1, dtype=torch.float64, device=device)
     if losses:
         words[:count] = torch.stack([losses[number] for number in range(count)])

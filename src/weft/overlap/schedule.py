@@ -1,4 +1,4 @@
-"""Forward and backward of many microbatches in the order of a table: overlapped, over stages, sharded."""
+"""Forward and backward of many microbatches in the order of a table, with overlap, pipeline stages and sharding."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,45 +35,45 @@ def forward_backward(
     loss_scale: float | Sequence[float] = 1.0,
     trace: list[Step] | None = None,
 ) -> list[Tensor]:
-    """Run forward and backward of all microbatches; returns each one's loss, a detached scalar that is not scaled.
+    """Run forward and backward of all microbatches. Return the unscaled loss of each, a detached scalar.
 
-    What `loss_scale * model(tokens, labels)` and its `backward()` per microbatch would leave in the gradients is there
-    when this returns: accumulated, and reduced if the model is sharded. The token exchange of one microbatch runs under
-    the computation of its neighbour (see `weft.overlap.order` for the order).
+    The gradients are those of `(loss_scale * model(tokens, labels)).backward()` for each microbatch: accumulated, and
+    reduced if the model is sharded. The token exchange of one microbatch runs under the computation of its neighbour
+    (see `weft.overlap.order` for the order).
 
-    A model that is cut into stages (`weft.init_meshes(pp=...)`) runs on all ranks of its pipeline: each calls this with
-    the same arguments, and each gets all losses.
+    A model in pipeline stages (`weft.init_meshes(pp=...)`) runs on all ranks of its pipeline. Each rank calls this with
+    the same arguments and gets all losses.
 
     Args:
-        model: a `StagedModel`, a module that is sharded as a whole or not at all, such as `weft.models.HybridModel`.
-        microbatches: pairs of tokens and labels as `model` takes them, [batch, seq] int64 each, or dicts with "tokens",
-            "labels" and what else parts of the model take by name, such as "documents" (see
-            `weft.overlap.microbatch`); sizes may differ, their number may not differ from rank to rank.
-        schedule: which microbatch runs when on which stage: a name or a `weft.pipeline.Table`. None: "combined" with
+        model: a `StagedModel`, sharded as a whole or not at all, such as `weft.models.HybridModel`.
+        microbatches: pairs of tokens and labels, [batch, seq] int64 each, or dicts with "tokens", "labels" and further
+            entries that parts of the model take by name, such as "documents" (see `weft.overlap.microbatch`). Shapes
+            may differ between microbatches; their number must be the same on all ranks.
+        schedule: the order of microbatches on each stage, a name or a `weft.pipeline.Table`. None: "combined" with
             `overlap`, else "1f1b".
-        overlap: False runs the forward and the backward of a pair one after the other: the reference.
-        delay_wgrad: compute the weight gradients of linear and expert layers apart, under an exchange.
-        early_release: let a layer's activations go before the experts of its partner run: less memory, less overlap.
-        halves: exchange the rows of a microbatch whose forward or backward stands alone in two halves, so that the
-            experts compute one while the other travels. It needs one row per rank (`moe_rows_per="rank"`). Experts add
-            up their gradients in another order then.
-        loss_scale: what gradients are scaled with, such as 1 / len(microbatches), or a factor for each microbatch, such
+        overlap: False runs the forward and the backward of a pair one after the other, as a reference.
+        delay_wgrad: compute the weight gradients of linear and expert layers separately, under an exchange.
+        early_release: free a layer's activations before the experts of its partner run: less memory, less overlap.
+        halves: if a forward or backward has no partner, exchange its rows in two halves, so that the experts compute
+            one while the other is in flight. It needs one row per rank (`moe_rows_per="rank"`). The gradients of
+            experts are then summed in another order.
+        loss_scale: the factor of the gradients, such as 1 / len(microbatches), or one factor for each microbatch, such
             as its share of the tokens.
         trace: a list that receives each step in issue order, a named tuple (direction, microbatch, layer, slot, lane,
-            chunk); layer None is what stands around the layers of a chunk, and the layers of prediction depths are
-            counted on behind the others.
+            chunk). layer is None for steps around the layers of a chunk. The layers of prediction depths are numbered
+            after the others.
 
     Raises:
-        TypeError: `model` or one of its layers is no module or does not follow the protocol, a microbatch is no pair of
-            tensors and no dict with them, or a factor of `loss_scale` is no number.
-        ValueError: no microbatches, or one with an entry that nothing in the model takes; layers inside an activation
-            checkpoint, hooks on modules whose `forward` a schedule does not call, `overlap` without anything to hide,
-            `early_release` or `halves` without `overlap`, `halves` without one row per rank or where everything runs in
-            pairs, factors that are not finite, or not as many as microbatches; a table that does not fit the model or
-            the microbatches.
-        UndeclaredTensor: a layer passes a tensor between stages beside its `Crossing`.
-        CollectiveMismatch: ranks of a pipeline, or of a set of experts, were called with different schedules, or those
-            of a pipeline with different tokens or labels.
+        TypeError: `model` or one of its layers is not a module or does not follow the protocol, a microbatch is neither
+            a pair of tensors nor a dict with them, or a factor of `loss_scale` is not a number.
+        ValueError: there are no microbatches, or one has an entry that no part of the model takes; layers are inside an
+            activation checkpoint; modules whose `forward` a schedule does not call have hooks; `overlap` has no
+            exchange to hide; `early_release` or `halves` without `overlap`; `halves` without one row per rank, or with
+            a table of pairs only; `loss_scale` has infinite factors or not one for each microbatch; the table does not
+            fit the model or the microbatches.
+        UndeclaredTensor: a layer passes a tensor between stages outside its `Crossing`.
+        CollectiveMismatch: ranks of a pipeline, or of a set of experts, called different schedules, or ranks of a
+            pipeline passed different tokens or labels.
     """
     layers, depths = layers_of(model), depths_of(model)
     cut = cut_of(model, layers)
@@ -131,17 +131,17 @@ def forward_backward(
 def evaluate(
     model: Any, microbatches: Sequence[tuple[Tensor, Tensor] | Mapping[str, Any]], *, outputs: str | None = None
 ) -> Any:
-    """The loss of each microbatch, without a backward; gradients stay as they are.
+    """Return the loss of each microbatch, without a backward. Gradients are not changed.
 
-    Of a model in stages on all ranks of its pipeline, which call this with the same microbatches; each gets all losses.
-    `model.eval()` before it leaves out what layers and prediction depths add in training.
+    For a model in pipeline stages, all ranks of the pipeline call this with the same microbatches and get all losses.
+    Call `model.eval()` first to leave out the losses that layers and prediction depths add in training.
 
-    outputs: "last" or "all" also returns what `model.logits` gives: (losses, outputs), with the outputs of all
-    microbatches one after another along the batch. With "last" they are on the rank of the last stage, and None is on
-    the others; with "all" they are on every rank. A microbatch then needs no labels; without them there are no losses.
+    outputs: "last" or "all" returns (losses, outputs), where outputs are the results of `model.logits` for all
+    microbatches, concatenated along the batch. With "last" they are on the rank of the last stage, and None on the
+    others; with "all" they are on every rank. Microbatches then need no labels; without labels, losses is empty.
 
-    Raises what `forward_backward` does about `model` and `microbatches`, and ValueError for outputs that cannot be had:
-    of microbatches of different lengths, or with prediction depths in training mode.
+    Raises the errors of `forward_backward` about `model` and `microbatches`, and ValueError for outputs of microbatches
+    of different lengths or with prediction depths in training mode.
     """
     layers, depths = layers_of(model), depths_of(model)
     cut = cut_of(model, layers)

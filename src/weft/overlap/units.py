@@ -1,12 +1,12 @@
-"""The sharded units under a schedule: when each is gathered, let go and reduced.
+"""Sharded units in a schedule: the steps at which each is gathered, released and reduced.
 
     before a layer's first step of a direction        acquire
     after its last forward or data-gradient step      release
     after its last weight gradient of a microbatch    reduce
 
-Units that only `experts` reads are held around that stage alone, those of a prediction depth around all of it; units
-outside of the layers (embedding, head) all the time. The program is made before anything runs, so the future is known
-exactly: what is acquired next is gathered ahead.
+Units that only `experts` reads are held during that stage, units of a prediction depth during the whole depth, and
+units outside the layers (embedding, head) during the whole schedule. The program is known before it runs, so the units
+that are acquired next are gathered ahead.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,12 +25,13 @@ from weft.overlap.layer import StagedLayer
 from weft.overlap.order import BACKWARD, Step
 
 AHEAD = 2
-"""Units gathered ahead: those of both layers of a pair, whose first steps follow one another closely."""
+"""The number of units gathered ahead: one for each layer of a pair, whose first steps are close together."""
 
 
 @dataclass(frozen=True)
 class LayerUnits:
-    """The units of one layer: those held throughout, and those for `experts` only. `policy`: casts at its border."""
+    """The units of one layer. `whole`: held throughout the layer. `experts`: held for that stage only. `policy`: the
+    casts of the layer's inputs and outputs."""
 
     whole: tuple[DrivenUnit, ...]
     experts: tuple[DrivenUnit, ...]
@@ -39,7 +40,8 @@ class LayerUnits:
 
 @dataclass(frozen=True)
 class DepthUnits:
-    """The units of a prediction depth around those of its layers, numbered `layers`. `policy`: casts at its border."""
+    """The units of a prediction depth outside its layers. `layers`: the numbers of its layers. `policy`: the casts of
+    its inputs and outputs."""
 
     whole: tuple[DrivenUnit, ...]
     layers: range
@@ -47,7 +49,7 @@ class DepthUnits:
 
 
 class Around(NamedTuple):
-    """A step, and the units to acquire before it, to release after it, each with its holder, and to reduce then."""
+    """A step with the units to acquire before it, and to release and reduce after it. Acquired units have holders."""
 
     step: Step
     acquire: list[tuple[DrivenUnit, Hold]]
@@ -57,7 +59,7 @@ class Around(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ModelUnits:
-    """The units of a model, by layer, by depth, and those outside; `engine`: None for a model without units."""
+    """The units of a model: those of layers, of depths and outside both. `engine`: None for a model without units."""
 
     layers: tuple[LayerUnits, ...]
     depths: tuple[DepthUnits, ...]
@@ -69,9 +71,9 @@ class ModelUnits:
     def of(
         cls, model: Any, layers: Sequence[StagedLayer], depths: Sequence[Sequence[StagedLayer]] = ()
     ) -> "ModelUnits":
-        """Find them; layers of depths are numbered behind `layers`.
+        """Find the units of `model`. The layers of depths are numbered after `layers`.
 
-        Raises ValueError where layers are sharded and the model around them is not.
+        Raises ValueError if layers are sharded and the model around them is not.
         """
         found = []
         for layer in (*layers, *(layer for depth in depths for layer in depth)):
@@ -95,9 +97,9 @@ class ModelUnits:
         return cls(tuple(found), tuple(around), outside, _policy_of(model), engine)
 
     def program(self, steps: Iterable[Step], together: Iterable[set[tuple[int, int]]] = ()) -> list[Around]:
-        """What happens to units around each of `steps`.
+        """Return `steps`, each with the units to acquire, release and reduce.
 
-        `together`: the microbatches and chunks of two backwards that run as a pair: each unit reduces what both leave.
+        `together`: for each pair of backwards, its two (microbatch, chunk); each unit then reduces once for both.
         """
         around = [Around(step, [], [], []) for step in steps]
         visits: dict[tuple, list[Around]] = {}
@@ -111,7 +113,7 @@ class ModelUnits:
             for each in around
             if each.step.direction == BACKWARD and each.step.slot in ("embed", "enter", "head", "head.weights")
         }
-        for each in ends.values():  # the last of a microbatch that reads what is outside of layers
+        for each in ends.values():  # the last step of a microbatch that reads units outside layers
             each.reduce.extend(self.outside)
         for pair in together:
             found: set[DrivenUnit] = set()
@@ -126,7 +128,7 @@ class ModelUnits:
         return around
 
     def _read(self, step: Step) -> Iterator[tuple[str, int, tuple[DrivenUnit, ...]]]:
-        """What `step` is a part of, and the units that are held for all of it."""
+        """Yield each scope of `step` (depth, layer, experts), its number, and the units held during the scope."""
         if step.layer is None:
             return
         for number, depth in enumerate(self.depths):
@@ -137,14 +139,16 @@ class ModelUnits:
             yield "experts", step.layer, self.layers[step.layer].experts
 
     def scheduled(self, program: Sequence[Around], *, backward: bool = True) -> AbstractContextManager:
-        """Around the run of `program`: units are at rest before and after, and gradients are reduced at its end; not
-        `backward`: it has forward steps only."""
+        """Return a context manager for the run of `program`. Units are sharded before and after it.
+
+        On exit, gradients have been reduced. `backward`: whether the program has backward steps.
+        """
         if self.engine is None:
             return nullcontext()
         return self.engine.scheduled(self.trace(program), AHEAD, backward=backward)
 
     def trace(self, program: Sequence[Around]) -> Trace:
-        """What `program` does with units."""
+        """Return the events of units in `program`."""
         events = []
         for each in program:
             events += [Event("use", unit.number, int(hold.backward and unit.turns)) for unit, hold in each.acquire]
@@ -153,9 +157,9 @@ class ModelUnits:
         return Trace("schedule", tuple(events))
 
     def before(self, around: Around, graph: Any, *, last: bool) -> None:
-        """Acquire what the step needs.
+        """Acquire the units that the step needs.
 
-        `graph`: what lives from the microbatch's forward to its backward. `last`: no microbatch follows.
+        `graph`: an object that lives from the microbatch's forward to its backward. `last`: no microbatch follows.
         """
         if self.engine is None:
             return
@@ -167,11 +171,11 @@ class ModelUnits:
             self.engine.use(unit, hold)
             if around.step.direction == BACKWARD:
                 self.engine.offer(unit)
-            elif torch.is_grad_enabled():  # its weights stay where they are until the backward
+            elif torch.is_grad_enabled():  # backward needs its weights at the same addresses
                 unit.calls.add(self if unit in self.outside else graph)
 
     def after(self, around: Around, graph: Any) -> None:
-        """Release and reduce what the step was the last to need."""
+        """Release and reduce the units that no later step needs."""
         if self.engine is None:
             return
         for unit, hold in around.release:
@@ -182,7 +186,7 @@ class ModelUnits:
             self.engine.ready(unit)
 
     def failed(self, what: str, error: BaseException) -> None:
-        """The step `what` ended in `error`: tell ranks that wait for this one."""
+        """Notify ranks that wait for this one that the step `what` raised `error`."""
         if self.engine is not None:
             self.engine.note_failure(what, error)
         elif (watch := hang_detector()) is not None:
@@ -190,7 +194,7 @@ class ModelUnits:
 
 
 def _hold(held: Sequence[DrivenUnit], mine: Sequence[Around]) -> None:
-    """Units held for all of `mine`, the steps of one microbatch in one direction."""
+    """Acquire the units `held` before `mine`, the steps of one microbatch in one direction, and release them after."""
     data = [each for each in mine if "." not in each.step.slot]
     backward = mine[0].step.direction == BACKWARD
     holds = [(unit, Hold(f"{data[0].step} to {data[-1].step.slot}", backward=backward)) for unit in held]

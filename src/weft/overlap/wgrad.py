@@ -1,9 +1,9 @@
-"""Delayed weight gradients: backward computes what the layer below waits for, the weights' share comes later.
+"""Delayed weight gradients: backward computes input gradients at once and weight gradients later.
 
 A product with a parameter needs two products in backward, one for its input's gradient and one for the weight's. If the
-forward ran under `DelayedWeights`, the second is queued, for `run` to compute in the shade of an exchange. It sees the
-products themselves, so any layer can take part. The backward runs under it too, since what an activation checkpoint
-computes again there must be what was computed first.
+forward ran under `DelayedWeights`, the second is queued, and `run` computes it under an exchange. The mode intercepts
+the product functions, so it works with any layer. The backward runs under it too, because an activation checkpoint must
+recompute there exactly what the forward computed.
 
     product              delayed                                         left to autograd
     -------------------  ----------------------------------------------  --------------------------------------------
@@ -30,7 +30,7 @@ from weft.overlap.order import COMPUTE
 
 
 class DelayedWeights(TorchFunctionMode):
-    """While entered, products with parameters queue their weight gradients here. Each node has its own."""
+    """A mode in which products with parameters queue their weight gradients here. Each node has a separate one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,20 +38,20 @@ class DelayedWeights(TorchFunctionMode):
 
     @property
     def queued(self) -> int:
-        """How many products wait for `run`."""
+        """The number of products that wait for `run`."""
         return len(self._queue)
 
     def run(self) -> None:
-        """Compute the queued gradients, straight into the buffers that are reduced."""
+        """Compute the queued gradients, directly into the buffers that are reduced."""
         with span(COMPUTE), torch.no_grad():
             for compute in self._queue:
                 compute()
-        self._queue.clear()  # autograd's nodes hold this very list: what it held would hold them
+        self._queue.clear()  # autograd nodes refer to this list, and its entries to them: break the cycle
 
-    # What a graph of a module asks, whose products queue here.
+    # The interface for CUDA graphs of modules whose products queue here.
 
     def fresh(self) -> "DelayedWeights":
-        """Another one with an empty queue."""
+        """Return another instance with an empty queue."""
         return DelayedWeights()
 
     def forget(self) -> None:
@@ -63,7 +63,7 @@ class DelayedWeights(TorchFunctionMode):
         self._queue.append(compute)
 
     def repeatable(self) -> Callable[[], None]:
-        """What computes all that is queued now, any number of times."""
+        """Return a function that computes all products queued now, and can be called repeatedly."""
         queued = list(self._queue)
 
         def compute() -> None:
@@ -75,7 +75,7 @@ class DelayedWeights(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():  # what is traced has a backward of its own
+        if torch.compiler.is_compiling():  # torch.compile traces its own backward
             return function(*args, **kwargs)
         kind = KINDS.get(function)
         if kind is not None and (operands := _operands(kind, args, kwargs)) is not None:
@@ -85,7 +85,7 @@ class DelayedWeights(TorchFunctionMode):
 
 
 def _operands(kind: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """What is multiplied, if the weight's gradient can be queued; None: it is computed in backward as usual."""
+    """Return the operands of the product if its weight gradient can be queued; None if backward must compute it."""
     given = dict(zip(kind.arguments, args))
     if len(args) > len(kind.arguments) or given.keys() & kwargs.keys():
         return None
@@ -111,5 +111,5 @@ def _operands(kind: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor, Ten
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether `value` is a tensor without a meaning of its own for products, as a DTensor has one."""
+    """Return whether `value` is a plain tensor, parameter or scaled weight, and no other subclass such as DTensor."""
     return type(value) is Tensor or issubclass(type(value), nn.Parameter) or is_scaled(value)

@@ -1,4 +1,4 @@
-"""Pipelines: schedules as tables, the cost of a table, and the messages between stages."""
+"""Pipeline parallelism: schedules as tables, the cost of a table, and messages between stages."""
 
 from weft.pipeline.actions import Action, Entry, Table
 from weft.pipeline.placement import Cut, balanced

@@ -1,13 +1,13 @@
-"""A schedule as data: for each rank, which microbatch runs through which chunk, in which order.
+"""A schedule as data: for each rank, the order in which microbatches run through its chunks.
 
     rank 0   F0.0 F1.0 F0.1 F2.0+B0.1 F1.1+B0.0 ...
     rank 1   F0.0 F0.1+...
 
-`F1.0` is the forward of microbatch 1 through this rank's chunk 0; `B` its backward, or `I` and `W` its two parts: the
-gradients of what came in, and those of weights. `F2.0+B0.1` are a forward and a backward that run as one pair,
-`F0.0+F1.0` two forwards.
+`F1.0` is the forward of microbatch 1 through this rank's chunk 0. `B` is a backward; `I` and `W` are its two parts, the
+gradients of inputs and those of weights. `F2.0+B0.1` is a forward and a backward that run as one pair, `F0.0+F1.0` two
+forwards.
 
-Chunks are dealt to ranks in one of two ways; with 2 chunks on 4 ranks:
+Chunks are placed on ranks in one of two ways. With 2 chunks on each of 4 ranks:
 
     "loop"   rank 0: stages 0, 4   rank 1: 1, 5   rank 2: 2, 6   rank 3: 3, 7
     "v"      rank 0: stages 0, 7   rank 1: 1, 6   rank 2: 2, 5   rank 3: 3, 4
@@ -20,7 +20,7 @@ LOOP, V = "loop", "v"
 
 
 class Action(NamedTuple):
-    """One microbatch through one chunk of a rank. `kind`: "F", "B", or the parts of "B": "I" and "W"."""
+    """One microbatch through one chunk of a rank. `kind`: "F", "B", or a part of "B": "I" (inputs) or "W" (weights)."""
 
     kind: str
     microbatch: int
@@ -36,7 +36,7 @@ Entry = tuple[Action, ...]
 
 @dataclass(frozen=True)
 class Table:
-    """A schedule: for each pipeline rank its entries, in order. `placement`: "loop" or "v"."""
+    """A schedule. `ranks`: the entries of each pipeline rank, in order. `placement`: "loop" or "v"."""
 
     name: str
     ranks: tuple[tuple[Entry, ...], ...]
@@ -50,13 +50,13 @@ class Table:
         return len(self.ranks) * self.chunks
 
     def stage(self, rank: int, chunk: int) -> int:
-        """The stage of the model that `chunk` of `rank` is, counted from 0."""
+        """Return the model's stage, counted from 0, that `chunk` of `rank` holds."""
         if self.placement == V and chunk % 2:
             rank = len(self.ranks) - 1 - rank
         return chunk * len(self.ranks) + rank
 
     def place(self, stage: int) -> tuple[int, int]:
-        """The rank and the chunk that hold `stage`."""
+        """Return the rank and the chunk that hold `stage`."""
         chunk, rank = divmod(stage, len(self.ranks))
         if self.placement == V and chunk % 2:
             rank = len(self.ranks) - 1 - rank

@@ -1,10 +1,10 @@
-"""A simulated table for the terminal, wrapped to its width.
+"""A drawing of a simulated table for the terminal, wrapped to its width.
 
             0     2     4     6     8     10
     rank 0  F0 F1          B0--- F2 B1--- ...
     rank 1     F0 B0--- F1 B1--- F2 ...
 
-An action is as wide as it takes long. Where numbers would need too many lines, letters alone say what runs:
+The width of an action is its duration. If microbatch numbers would need too many lines, only letters are drawn:
 
     rank 0  FF   B-FB- ...
 """
@@ -26,17 +26,17 @@ STYLES = {
     "W": ("white on #177a52", "black on #8fd6b8"),
     "P": ("white on #7040b0", "black on #c3a8e8"),
 }
-"""Styles of even and of odd chunks. P: a pair."""
+"""The styles of even and of odd chunks, by kind of action. P: a pair."""
 
 MEANINGS = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights", "P": "pair"}
 MOST_LINES = 60
-"""With more lines than this, entries have no labels."""
+"""A drawing with more lines than this has no labels."""
 MOST_DRAWN = 240
-"""With more lines than this, the rest of the drawing is left out."""
+"""A drawing ends after this many lines."""
 
 
 class Drawing:
-    """What `rich` prints for `simulation`: all ranks one under another, and what they cost."""
+    """A `rich` renderable of `simulation`: a row for each rank, and a table of idle times and live activations."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.simulation = simulation
@@ -60,7 +60,7 @@ class Drawing:
 
 
 def title(table: Table) -> str:
-    """One line that describes `table`."""
+    """Return one line with the name, ranks and microbatches of `table`."""
     shape = _counted(len(table.ranks), "rank")
     if table.chunks > 1:
         shape += f", {table.chunks} chunks each" + " in a V" * (table.placement == V)
@@ -68,7 +68,7 @@ def title(table: Table) -> str:
 
 
 def cost(simulation: Simulation) -> str:
-    """The cost of the table, in one line."""
+    """Return one line with the time, idle share and live activations."""
     live = _counted(max(simulation.live), "microbatch", "es")
     return f"time {simulation.time:g}, idle {simulation.idle_share:.1%}, activations of up to {live} alive"
 
@@ -78,7 +78,7 @@ def _counted(number: float, what: str, plural: str = "s") -> str:
 
 
 class _Chart:
-    """Columns of text for times. `scale`: columns for each unit of time."""
+    """The rows of the drawing. `scale`: text columns per unit of time."""
 
     def __init__(self, simulation: Simulation, width: int) -> None:
         self.simulation, table = simulation, simulation.table
@@ -98,7 +98,7 @@ class _Chart:
         self._drawn = min(self._bands, max(MOST_DRAWN // (len(self.simulation.table.ranks) + 2), 1))
 
     def _shortest(self, kinds: str) -> float:
-        """Of the entries of `kinds` that take time and are no pair of two kinds; of a pair for each of its two."""
+        """Return the shortest duration of an action of `kinds`, ignoring pairs of two kinds and durations of 0."""
         times = [
             (end - start) / len(entry)
             for entries, spans in zip(self.simulation.table.ranks, self.simulation.spans)
@@ -126,7 +126,7 @@ class _Chart:
         yield Text("")
 
     def _ruler(self, cut: slice) -> str:
-        """The time above the columns of one band, where there is room for it."""
+        """Return the ruler with times above the columns `cut` of one band."""
         power = floor(log10(6 / self.scale))
         step = next(step for step in (digit * 10.0**power for digit in (1, 2, 5, 10)) if step * self.scale >= 6)
         ruler = ""
@@ -138,7 +138,7 @@ class _Chart:
         return ruler
 
     def _row(self, rank: int, columns: int) -> Text:
-        """Of so many columns, or with a last action that reaches beyond them."""
+        """Return the row of `rank` with at least `columns` columns; its last action may extend beyond them."""
         row = Text()
         for entry, (start, end) in zip(self.simulation.table.ranks[rank], self.simulation.spans[rank]):
             first, last = round(start * self.scale), round(end * self.scale)
@@ -150,14 +150,14 @@ class _Chart:
         return row
 
     def _append(self, row: Text, entry: Entry, columns: int) -> None:
-        """A label, and dashes for as long as it lasts; the last column stays free of them where there is room."""
+        """Append an entry of `columns` columns: its label, dashes, and a blank in the last column if there is room."""
         if not self.labelled:
             row.append(_kind(entry).ljust(columns, "-")[:columns], style=_style(_kind(entry), entry[0].chunk))
             return
         filled, begin = max(columns - 1, 0), len(row)
         label = self._label(entry)
         left = self._band - begin % self._band
-        if left < len(label) <= filled - left:  # below, on the next line, it can be read in one piece
+        if left < len(label) <= filled - left:  # put the label on the next line instead of cutting it
             label = "-" * left + label
         row.append(label[:filled].ljust(filled, "-"))
         row.append(" " * (columns - filled))

@@ -1,4 +1,4 @@
-"""Which layers of a model are on which rank: stages, dealt to ranks.
+"""The placement of a model's layers on ranks.
 
 layers   0 1 2 | 3 4 | 5 6 | 7 8 9       four segments on two ranks, two chunks on each
 
@@ -17,9 +17,10 @@ from weft.pipeline.actions import LOOP, Table, V
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """A model in stages. `segments`: the layers of each stage, numbered over the whole model; `placement`: see above.
+    """The stages of a model. `segments`: the layers of each stage, numbered over the whole model.
 
-    `group`: the process group of the pipeline's ranks, None where there is one. `rank`: this one among them.
+    `placement`: "loop" or "v", see the module's table.
+    `group`: the process group of the pipeline's ranks, None for a single rank. `rank`: this rank in the group.
     `shares_ends`: whether the first and the last stage are on two ranks and share a parameter (a tied embedding).
     """
 
@@ -30,7 +31,7 @@ class Cut:
     group: Any = None
     shares_ends: bool = False
     channel: int = field(init=False, default=0)
-    """Keeps what its ranks tell each other apart from what those of another model do."""
+    """The number that separates this model's messages from those of other models on the same group."""
 
     def __post_init__(self) -> None:
         if self.placement not in (LOOP, V):
@@ -48,7 +49,7 @@ class Cut:
             object.__setattr__(self, "channel", next_channel(self.group))
 
     def __deepcopy__(self, memo: Any) -> "Cut":
-        return self  # nothing in it changes, and a process group has no copy
+        return self  # it is immutable, and a process group cannot be copied
 
     @property
     def chunks(self) -> int:
@@ -60,11 +61,11 @@ class Cut:
         return Table("", ((),) * self.ranks, self.chunks, 0, self.placement)
 
     def stage(self, chunk: int) -> int:
-        """The stage that is `chunk` of this rank."""
+        """Return the stage that `chunk` of this rank holds."""
         return self._dealt.stage(self.rank, chunk)
 
     def holder(self, stage: int) -> int:
-        """The rank that has `stage`."""
+        """Return the rank that holds `stage`."""
         return self._dealt.place(stage)[0]
 
     @property
@@ -78,7 +79,7 @@ class Cut:
         return self.holder(0) == self.rank
 
     def stages_of(self, model: Any) -> dict[str, int]:
-        """The stage of each parameter of `model`, which has these stages, by name."""
+        """Return the stage of each parameter of `model` by name. `model`: this rank's part of the model."""
         layers = iter(model.staged_layers)
         stages = {
             id(parameter): self.stage(chunk)
@@ -87,7 +88,7 @@ class Cut:
             for parameter in layer.parameters()
         }
         last = len(self.segments) - 1
-        around = 0 if self.is_first else last  # of what stands before the layers, or behind them
+        around = 0 if self.is_first else last  # the stage of parameters before the layers, or after them
         found: dict[str, int] = {}
         for name, parameter in model.named_parameters():
             if id(parameter) in stages and self.is_last:
@@ -116,7 +117,7 @@ def balanced(costs: Sequence[float], stages: int, *, last: float = 0.0) -> tuple
         total.append(total[-1] + cost)
     count = len(costs)
     best = {(0, 0): (0.0, 0)}
-    """[segments, layers in them] -> the dearest, and the layers before the last of them."""
+    """(segments, layers in them) -> the cost of the most expensive segment, and the start of the last segment."""
     for stage in range(1, stages + 1):
         beside = last if stage == stages else 0.0
         for end in range(count + 1):

@@ -1,9 +1,9 @@
-"""The rules that each rank of a table must follow by itself.
+"""The rules for the entries of a single rank of a table.
 
-F0.1 F1.1        a chunk takes microbatches in order, each once: gradients add as they do in one process, and what
-                 crosses a border between stages arrives in the order in which it is asked for
+F0.1 F1.1        a chunk takes microbatches in order, each once: gradients are then summed as in one process, and
+                 messages between stages arrive in the order in which they are received
 F2.0 ... B2.0    a backward comes after its forward
-I2.0 ... W2.0    or in two parts, the gradients of what came in before those of weights
+I2.0 ... W2.0    or in two parts, the gradients of inputs before those of weights
 F3.0+B2.0        a pair is a forward and a backward, two forwards, or two backwards
 """
 
@@ -17,7 +17,7 @@ KINDS = {"F": "forward", "B": "backward", "I": "gradients of what came in", "W":
 
 
 def fault_of(table: Table, rank: int, position: int, reason: str) -> TableError:
-    """The error with `reason` for an entry, or for the end of a rank's entries."""
+    """Return a TableError with `reason` for the entry at `position`, or for the end of a rank's entries."""
     entries = table.ranks[rank] if rank < len(table.ranks) else ()
     what = format_entry(entries[position]) if position < len(entries) else "the end"
     message = f"table {table.name!r}, rank {rank}, entry {position} ({what}): {reason}"
@@ -25,12 +25,12 @@ def fault_of(table: Table, rank: int, position: int, reason: str) -> TableError:
 
 
 def format_entry(entry: Entry) -> str:
-    """An entry in the text form: `F2.0+B0.1`."""
+    """Return an entry in the text form: `F2.0+B0.1`."""
     return "+".join(map(str, entry)) or "nothing"
 
 
 def check_ranks(table: Table) -> None:
-    """Check each rank by itself. Raises TableError for the first entry that breaks a rule."""
+    """Check each rank separately. Raises TableError for the first entry that breaks a rule."""
     _check_shape(table)
     for rank, entries in enumerate(table.ranks):
         ledger = _Ledger(table)
@@ -68,7 +68,7 @@ class _Ledger:
         self._next: Counter[tuple[str, int]] = Counter()
 
     def fault(self, entry: Entry) -> str | None:
-        """Why `entry` cannot be next; None if it can, and then it is recorded."""
+        """Return why `entry` cannot be next. If it can, record it and return None."""
         for action in entry:
             if fault := self._range_fault(action) or self._order_fault(action):
                 return fault
@@ -77,7 +77,7 @@ class _Ledger:
         return None
 
     def missing(self) -> str | None:
-        """The first action that the rank never runs, if any."""
+        """Return the first action that the rank never runs; None if it runs all."""
         for part in "FIW":
             for chunk in range(self._table.chunks):
                 if self._next[part, chunk] < self._table.microbatches:
@@ -85,7 +85,7 @@ class _Ledger:
         return None
 
     def _due(self, part: str, chunk: int) -> Action:
-        """The next action; a B if neither of its parts has run."""
+        """Return the next action of `part` ("F", "I" or "W"); a B if neither of its parts has run."""
         whole = part != "F" and self._next["I", chunk] == self._next["W", chunk]
         return Action("B" if whole else part, self._next[part, chunk], chunk)
 

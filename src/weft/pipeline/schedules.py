@@ -1,17 +1,17 @@
 """The published schedules, as pure functions of ranks, chunks and microbatches.
 
-    name          chunks   stages lie   microbatches       a rank of p, with r from 0
+    name          chunks   placement    microbatches       rank r of p, from 0
     ------------  -------  -----------  -----------------  -------------------------------------------------------
     gpipe         any (1)  in a loop    any                all forwards, all backwards
-    1f1b          1        in a loop    any                p-1-r forwards; F, B, F, B ...; what is left
-    interleaved   any (2)  in a loop    any                more forwards, of all chunks; F, B ...; what is left
-    combined      any (2)  in a loop    any                one forward more; pairs F+B; what is left
+    1f1b          1        in a loop    any                p-1-r forwards; F, B, F, B ...; remaining backwards
+    interleaved   any (2)  in a loop    any                more forwards, of all chunks; F, B ...; remaining backwards
+    combined      any (2)  in a loop    any                one more forward; pairs F+B; remaining backwards
     paired        any (2)  in a loop    any                pairs F+F; pairs F+B; pairs B+B
-    dualpipev     2        in a V       2p or more         forwards; pairs F+B; weights apart at both ends
+    dualpipev     2        in a V       2p or more         forwards; pairs F+B; separate I and W at both ends
     zbv           2        in a V       any                forwards; F, I, W of one chunk and the other; I; W
 
-A number in brackets is a schedule's default. In each table a chunk takes the microbatches in order,
-forward and backward, so gradients add as they do in one process.
+A number in brackets is a schedule's default. In each table a chunk takes the microbatches in order, forward and
+backward, so gradients are summed as in one process.
 """
 
 from collections import Counter, deque
@@ -30,26 +30,27 @@ Visit = tuple[int, int]
 
 
 def gpipe(ranks: int, chunks: int, microbatches: int) -> Table:
-    """All forwards before the first backward: simple, and every activation is alive at once."""
+    """Return GPipe's table: all forwards before the first backward, so all activations are alive at once."""
     forwards = [(Action("F", m, c),) for c in range(chunks) for m in range(microbatches)]
     backwards = [(Action("B", m, c),) for c in reversed(range(chunks)) for m in range(microbatches)]
     return Table("gpipe", (tuple(forwards + backwards),) * ranks, chunks, microbatches)
 
 
 def one_forward_one_backward(ranks: int, chunks: int, microbatches: int) -> Table:
-    """1F1B: a backward as soon as one can run, so no more than `ranks` microbatches are alive."""
+    """Return 1F1B's table: each backward runs as soon as it can, so at most `ranks` microbatches are alive."""
     rows = [_alternating(ranks - 1 - rank, ranks, 1, microbatches) for rank in range(ranks)]
     return Table("1f1b", tuple(tuple(_apart(row)) for row in rows), chunks, microbatches)
 
 
 def interleaved(ranks: int, chunks: int, microbatches: int) -> Table:
-    """1F1B over several chunks for each rank: the pipeline fills in steps of a chunk, so it idles 1/chunks as long."""
+    """Return the table of 1F1B with several chunks on each rank: the pipeline fills by chunks and idles 1/chunks as
+    long."""
     rows = _interleaved(ranks, chunks, microbatches, extra=0)
     return Table("interleaved", tuple(tuple(_apart(row)) for row in rows), chunks, microbatches)
 
 
 def combined(ranks: int, chunks: int, microbatches: int) -> Table:
-    """Interleaved with one more forward at the start, so that an F and the B after it are independent and form a pair.
+    """Return interleaved's table with one more forward at the start, so that each F and the next B can run as a pair.
 
     Without the extra forward, the last rank's backward would need the forward that it is paired with.
     """
@@ -58,29 +59,33 @@ def combined(ranks: int, chunks: int, microbatches: int) -> Table:
 
 
 def paired(ranks: int, chunks: int, microbatches: int) -> Table:
-    """As combined, but what would stand alone in it, forwards before the pairs and backwards behind, forms pairs too.
+    """Return combined's table in which the single forwards at the start and backwards at the end also form pairs.
 
-    On one rank that takes one forward more, so that there are two. A pair of two keeps one microbatch more alive.
+    On one rank this needs a second forward at the start. A pair of two forwards keeps one more microbatch alive.
     """
     rows = _interleaved(ranks, chunks, microbatches, extra=2 if ranks == chunks == 1 else 1)
     return Table("paired", tuple(tuple(_alike(_paired(row))) for row in rows), chunks, microbatches)
 
 
 def dualpipev(ranks: int, chunks: int, microbatches: int) -> Table:
-    """Microbatches go down one side of a V and up the other; forwards of one side pair with backwards of the other."""
+    """Return DualPipeV's table: stages form a V, and forwards on one side pair with backwards on the other."""
     rows = [tuple(_dualpipev(ranks, rank, microbatches)) for rank in range(ranks)]
     return Table("dualpipev", tuple(rows), chunks, microbatches, V)
 
 
 def zbv(ranks: int, chunks: int, microbatches: int) -> Table:
-    """A V without pairs: gradients of weights wait until a rank would idle. No gap where F, I and W take equal time."""
+    """Return ZB-V's table: stages form a V, and weight gradients run when a rank would idle.
+
+    If F, I and W take equal time, no rank idles between its entries.
+    """
     rows = [_zbv(ranks, rank, max(microbatches, 2 * ranks - 1)) for rank in range(ranks)]
     kept = [tuple(entry for entry in row if entry[0].microbatch < microbatches) for row in rows]
     return Table("zbv", tuple(kept), chunks, microbatches, V)
 
 
 class Schedule(NamedTuple):
-    """A generator and what it can take. `chunks`: the default; `any_chunks`: whether others are possible."""
+    """A generator of tables and its limits. `chunks`: the default. `any_chunks`: whether other numbers are possible.
+    `microbatches_per_rank`: the least number of microbatches for each rank."""
 
     generate: Callable[[int, int, int], Table]
     chunks: int
@@ -101,10 +106,10 @@ SCHEDULES = {
 
 
 def table(name: str, ranks: int | None = None, chunks: int | None = None, microbatches: int | None = None) -> Table:
-    """The checked table of a published schedule, or the one in the file `name`.
+    """Return the checked table of a published schedule, or of the file `name`.
 
-    chunks: stages on each rank (default: what the schedule usually has). Of a file, numbers that are given must be the
-    file's. Raises ValueError for an unknown name and for numbers that the schedule cannot take.
+    chunks: stages on each rank; default: that of the schedule. For a file, numbers that are given must equal the
+    file's. Raises ValueError for an unknown name, and for numbers that the schedule does not support.
     """
     sizes = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
     if name in SCHEDULES:
@@ -152,13 +157,13 @@ def _interleaved(ranks: int, chunks: int, microbatches: int, extra: int) -> list
 
 
 def _groups(ranks: int, microbatches: int) -> list[int]:
-    """Cut the microbatches into as many groups as there are `ranks` in them, as even as possible, larger ones first."""
+    """Return the sizes of `microbatches // ranks` groups (at least one) of microbatches, nearly equal, larger first."""
     count = max(1, microbatches // ranks)
     return [microbatches // count + (number < microbatches % count) for number in range(count)]
 
 
 def _alternating(warmup: int, ranks: int, chunks: int, microbatches: int) -> list[tuple[Action | None, ...]]:
-    """(F, B) in turn: first `warmup` forwards without a B, at the end as many backwards without an F.
+    """Return (F, B) tuples: first `warmup` forwards without a B, at the end as many backwards without an F.
 
     A group of microbatches goes through all chunks before the next one starts.
     """
@@ -181,7 +186,7 @@ def _paired(row: list[tuple[Action | None, ...]]) -> Iterator[Entry]:
 
 
 def _alike(row: Iterator[Entry]) -> Iterator[Entry]:
-    """Two neighbours that stand alone, forwards or backwards of one chunk, become a pair."""
+    """Join neighbouring single entries, two forwards or two backwards of one chunk, into pairs."""
     waiting: Entry = ()
     for entry in row:
         if len(waiting) == len(entry) == 1 and waiting[0][::2] == entry[0][::2]:
@@ -198,7 +203,7 @@ class _Row:
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.waiting: deque[Visit] = deque()
-        """Weight gradients that are owed, first in first out."""
+        """Delayed weight gradients, in the order of their backwards."""
         self._count: Counter[tuple[str, int]] = Counter()
 
     def forward(self, chunk: int) -> None:
@@ -211,13 +216,13 @@ class _Row:
         self.entries.append((self._next("F", forward), self._next("B", backward)))
 
     def inputs(self, chunk: int) -> None:
-        """The first part of a backward; the second is owed."""
+        """Append the input gradients of a backward. Its weight gradients are delayed."""
         _, microbatch, _ = self._next("B", chunk)
         self.entries.append((Action("I", microbatch, chunk),))
         self.waiting.append((microbatch, chunk))
 
     def weights(self, chunk: int | None = None) -> None:
-        """The weight gradients that are owed for longest, of `chunk` if it is named."""
+        """Append the oldest delayed weight gradients, of `chunk` if it is given."""
         owed = next(visit for visit in self.waiting if chunk is None or visit[1] == chunk)
         self.waiting.remove(owed)
         self.entries.append((Action("W", *owed),))

@@ -1,11 +1,11 @@
 """The cost of a table, by simulating all ranks.
 
-    F0 F1 F2 F3 .  .  B0 ...     an entry starts when its rank is free and what it needs has come:
-    .  F0 F1 F2 F3 B0 ...          F       the same microbatch's F of the stage before
-    .  .  F0 F1 B0 ...             B, I    its own F, and B or I of the stage behind
-    .  .  .  F0 B0 F1 B1 ...       W       its own I
+    F0 F1 F2 F3 .  .  B0 ...     an entry starts when its rank is free and its inputs have arrived:
+    .  F0 F1 F2 F3 B0 ...          F       the same microbatch's F of the previous stage
+    .  .  F0 F1 B0 ...             B, I    the F of this stage, and the B or I of the next stage
+    .  .  .  F0 B0 F1 B1 ...       W       the I of this stage
 
-If no rank can start its next entry, the ranks wait for each other, and the table is refused.
+If no rank can start its next entry, the table deadlocks, and `check` raises TableError.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,17 +15,17 @@ from weft.pipeline.actions import Action, Entry, Table
 from weft.pipeline.rules import check_ranks, fault_of, format_entry
 
 Cost = float | Sequence[float]
-"""One time for all stages, or one for each stage, from the first of the model."""
+"""One time for all stages, or a sequence with one for each stage of the model."""
 
 Arrival = tuple[str, int, int]
-"""What an entry can wait for: "F" or "I" (a B is both), microbatch, stage."""
+"""A result that an entry can wait for: "F" or "I" (a B counts as I), microbatch, stage."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Times, in any unit. A B takes `inputs` + `weights`; a pair takes `pair` x the sum of its two.
+    """The times of actions, in any unit. A B takes `inputs` + `weights`. A pair takes `pair` x the sum of its actions.
 
-    `transfer`: from the end of an action to its arrival on another rank.
+    `transfer`: the time from the end of an action to the arrival of its result on another rank.
     """
 
     forward: Cost = 1.0
@@ -35,7 +35,7 @@ class Costs:
     transfer: float = 0.0
 
     def of(self, entry: Entry, stages: Sequence[int]) -> float:
-        """Of one entry, whose actions are on `stages`."""
+        """Return the time of one entry. `stages`: the stage of each of its actions."""
         time = sum(self._of(action.kind, stage) for action, stage in zip(entry, stages))
         return time * self.pair if len(entry) == 2 else time
 
@@ -60,7 +60,7 @@ def _at(cost: Cost, stage: int) -> float:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A table with its times. `spans`: for each rank, start and end of every entry."""
+    """A table with its times. `spans`: for each rank, the start and end of every entry."""
 
     table: Table
     costs: Costs
@@ -68,7 +68,7 @@ class Simulation:
 
     @property
     def time(self) -> float:
-        """From the first start to the last end."""
+        """The time at which the last entry ends."""
         return max(end for spans in self.spans for _, end in spans)
 
     @property
@@ -83,7 +83,7 @@ class Simulation:
 
     @property
     def live(self) -> tuple[float, ...]:
-        """The most activations that each rank keeps at once, in microbatches through all of the rank's chunks.
+        """The peak number of live activations of each rank, in microbatches through all of the rank's chunks.
 
         A chunk's activations live from the start of its F to the end of its B or W.
         """
@@ -99,7 +99,7 @@ def _alive(entries: Sequence[Entry]) -> Iterator[int]:
 
 
 def check(table: Table, costs: Costs | None = None) -> Simulation:
-    """Simulate all ranks of `table`: their times, idle times and live activations.
+    """Simulate all ranks of `table`. Return their times, idle times and live activations.
 
     Raises TableError, with rank, position and reason, if the table deadlocks or breaks a rule.
     """
@@ -116,7 +116,7 @@ class _Run:
         self.table, self.costs = table, costs
         self._spans: list[list[tuple[float, float]]] = [[] for _ in table.ranks]
         self._ends: dict[Arrival, tuple[float, int]] = {}
-        """When each F and I has ended, and on which rank."""
+        """The end time and the rank of each F and I that has run."""
 
     def simulation(self) -> Simulation:
         while sum(self._go(rank) for rank in range(len(self.table.ranks))):
@@ -144,7 +144,7 @@ class _Run:
         return len(spans) - before
 
     def _needs(self, rank: int, entry: Entry) -> Iterator[Arrival]:
-        """What comes from other stages; what comes from the same one is there, as the rank's own order says."""
+        """Yield the results that `entry` needs from other stages. `check_ranks` has checked those of the same stage."""
         for kind, microbatch, chunk in entry:
             stage = self.table.stage(rank, chunk)
             if kind == "F" and stage > 0:
@@ -171,7 +171,7 @@ class _Run:
         return f"entry {position} ({format_entry(self.table.ranks[rank][position])})"
 
     def _blocked(self, rank: int) -> tuple[str, int]:
-        """What `rank` waits for, in words, and the rank that must send it."""
+        """Return a description of the action that `rank` waits for, and that action's rank."""
         entry = self.table.ranks[rank][len(self._spans[rank])]
         kind, microbatch, stage = next(need for need in self._needs(rank, entry) if need not in self._ends)
         owner, chunk = self.table.place(stage)

@@ -1,4 +1,4 @@
-"""The text form of a table, for your own schedule:
+"""The text form of a table, in which you can write a schedule:
 
     # one microbatch less alive than in 1f1b on the first rank
     table mine: chunks 1, microbatches 2, placement loop
@@ -24,7 +24,7 @@ _ACTION = re.compile(r"([FBIW])(\d+)\.(\d+)")
 
 
 def format_table(table: Table) -> str:
-    """`table` in the text form, which `parse_table` reads."""
+    """Return `table` in the text form, which `parse_table` reads."""
     head = f"table {table.name}: chunks {table.chunks}, microbatches {table.microbatches}, placement {table.placement}"
     rows = [_format_row(f"rank {rank}:", entries) for rank, entries in enumerate(table.ranks)]
     return "\n".join([head, *rows]) + "\n"
@@ -41,7 +41,7 @@ def _format_row(label: str, entries: tuple[Entry, ...]) -> str:
 
 
 def read_table(path: str | Path) -> Table:
-    """The checked table in the file at `path`. Raises as `parse_table` does."""
+    """Return the checked table in the file at `path`. Raises the errors of `parse_table`."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -50,8 +50,10 @@ def read_table(path: str | Path) -> Table:
 
 
 def parse_table(text: str, source: str = "table") -> Table:
-    """The checked table that `text` describes. Raises ValueError for what cannot be read, with the line, and TableError
-    for a table that cannot run."""
+    """Return the checked table that `text` describes.
+
+    Raises ValueError with the line for invalid text, and TableError for a table that cannot run.
+    """
     head: re.Match[str] | None = None
     ranks: list[list[Entry]] = []
     for number, line in enumerate(text.splitlines(), 1):

@@ -1,14 +1,14 @@
-"""The messages between stages: activations to the next stage, their gradients back.
+"""Messages between stages: activations to the next stage, their gradients back.
 
     stage 0                        border 0                        stage 1
     ------------------------------ ------------------------------- ------------------------------
     send(key, tensors)             ~~~~~~~~~~ forward ~~~~~~~~~~>  take() -> tensors
     take() -> gradients            <~~~~~~~~~ backward ~~~~~~~~~~  send(key, gradients)
 
-Each border has one channel in each direction, so no other message can overtake or block one. The receive of the next
-message is issued while the previous one is computed with, so it arrives under the computation. This needs the shape of
-the message. The sender sends it once for each `key`, such as the shape of a microbatch; gradients have the shape of
-their activations.
+Each border has one channel in each direction, so messages of different borders cannot overtake or block one another.
+The receive of the next message is issued before the computation on the previous one, so it arrives during that
+computation. This needs the shape of the message, which the sender sends once for each `key`, such as the shape of a
+microbatch. Gradients have the shape of their activations.
 """
 
 from collections import deque
@@ -32,21 +32,21 @@ FORWARD, BACKWARD = "forward", "backward"
 ENDS = -1
 """The border between the last stage and the first, which exchanges gradients of shared parameters."""
 FAREWELL = timedelta(seconds=1)
-"""Seconds that messages may take to end after an exception in a schedule."""
+"""The time that messages have to end after an exception in a schedule."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MOST_TENSORS, _MOST_DIMS = 2, 6
 _WORDS = _MOST_TENSORS * (2 + _MOST_DIMS)
 
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
-"""Of the tensors of one message."""
+"""The shapes and dtypes of the tensors of one message."""
 
 
 class Channel:
-    """One direction over one border, at one of its ends. Messages arrive in the order in which they are sent."""
+    """One end of one direction over one border. Messages arrive in the order in which they are sent."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int, number: int, title: str, device: torch.device) -> None:
-        """`group`: of this rank and the one at the other end, its rank `peer`; `number` tells channels apart in it."""
+        """`group`: this rank and the other end, which has rank `peer` in it. `number`: the channel's number there."""
         self.group = group
         self._peer = peer
         self._number = number
@@ -57,19 +57,21 @@ class Channel:
         self._coming: deque[Hashable] = deque()
         self._expected: deque[tuple[list[Tensor], Ticket]] = deque()
         self._sent: deque[tuple[Ticket, Sequence[Tensor]]] = deque()
-        """What may still be under way; and where a stream sends it, whose memory must not be given away meanwhile."""
+        """Messages that may be in flight. If a stream sends them, their tensors are kept alive here."""
         self._told: list[Any] = []
 
     def open(self, *, sends: bool) -> None:
-        """Send one number, or receive it: communicators are made when first used, and only by both ends at once."""
+        """Send or receive one number. The first use creates the communicator, which both ends must do together."""
         number = [torch.zeros(1, device=self._device)]
         self._run(send if sends else receive, number).wait()
 
     # --- sender -----------------------------------------------------------------------------------------------------
 
     def send(self, key: Hashable, tensors: Sequence[Tensor]) -> None:
-        """Start to send; `tensors` must not change before `finish`. Raises RuntimeError for other shapes than this
-        `key` had."""
+        """Start to send. `tensors` must not change before `finish`.
+
+        Raises RuntimeError if the shapes differ from earlier ones of this `key`.
+        """
         tensors = [tensor.detach().contiguous() for tensor in tensors]
         shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
         if key not in self._known:
@@ -81,7 +83,7 @@ class Channel:
                 f"{_shown(shapes)}: the other stage expects the former; build the model anew"
             )
         while self._sent and self._sent[0][0].ended:
-            self._sent[0][0].wait()  # before its memory goes
+            self._sent[0][0].wait()  # before its memory is freed
             self._sent.popleft()
         ticket = self._run(send, tensors)
         ticket.end_by_itself()
@@ -103,7 +105,7 @@ class Channel:
         self._expect()
 
     def take(self) -> list[Tensor]:
-        """The next message, ready for computation on the current stream. Issues the receive of the one after it."""
+        """Return the next message, ready for use on the current stream. Issue the receive of the one after it."""
         if not self._expected:
             key = self._coming[0]
             if key not in self._known:
@@ -115,7 +117,7 @@ class Channel:
         return tensors
 
     def learn(self, key: Hashable, like: "Channel") -> None:
-        """Take the shapes for `key` from the channel `like`."""
+        """Copy the shapes for `key` from the channel `like`."""
         self.knows(key, like._known[key])
 
     def knows(self, key: Hashable, shapes: Shapes) -> None:
@@ -128,7 +130,7 @@ class Channel:
         self._known.clear()
 
     def forget(self) -> None:
-        """Give up the messages that were announced. The other end learns of it from its connection."""
+        """Give up all announced and sent messages. The other end notices when the connection closes."""
         self._coming.clear()
         for ticket in (*(ticket for _, ticket in self._expected), *(ticket for ticket, _ in self._sent)):
             ticket.abandon(FAREWELL)
@@ -178,10 +180,10 @@ class Channel:
 
 
 class Transport:
-    """The channels of this rank's stages to those on other ranks: by border, the number of the stage before it."""
+    """The channels between this rank's stages and those on other ranks. Border n follows stage n."""
 
     def __init__(self, cut: Cut, device: torch.device) -> None:
-        """Collective: every rank of the pipeline makes it."""
+        """Create all channels. Collective: every rank of the pipeline calls it."""
         self._channels: dict[tuple[int, str], Channel] = {}
         self._is_first = cut.is_first
         last = len(cut.segments) - 1
@@ -203,7 +205,7 @@ class Transport:
             self._channels[border, way] = channel
 
     def channel(self, border: int, direction: str) -> Channel | None:
-        """The channel over `border`; None where both of its stages are on this rank."""
+        """Return the channel over `border` in `direction`; None if both of its stages are on this rank."""
         return self._channels.get((border, direction))
 
     def finish(self) -> None:
@@ -212,7 +214,7 @@ class Transport:
             channel.finish()
 
     def swap(self, tensor: Tensor) -> Tensor:
-        """Exchange `tensor` for that of the rank with the other end of the model."""
+        """Exchange `tensor` with the rank that has the other end of the model, and return that rank's tensor."""
         ways = (FORWARD, BACKWARD) if self._is_first else (BACKWARD, FORWARD)
         out, into = (self._channels[ENDS, way] for way in ways)
         key = shapes = ((tuple(tensor.shape), tensor.dtype),)
@@ -230,7 +232,7 @@ class Transport:
             channel.forget_shapes()
 
     def forget(self) -> None:
-        """Give up all messages after an exception in a schedule. The ranks at the other ends learn of it."""
+        """Give up all messages after an exception in a schedule. The ranks at the other ends notice it."""
         for channel in self._channels.values():
             channel.forget()
         for group in dict.fromkeys(channel.group for channel in self._channels.values()):

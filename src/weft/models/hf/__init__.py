@@ -1,4 +1,4 @@
-"""Weights of other libraries' models: from a directory of Hugging Face files, and back.
+"""Load and save models as directories of Hugging Face files.
 
 Each family is a file: a table of tensor names and a table of configuration fields. Nothing is ignored silently. A field
 that changes the result and has no counterpart, and a tensor that is missing or unused, are errors that name it.

@@ -1,4 +1,4 @@
-"""Bamba: Mamba-2, or attention with half-rotated heads, and SwiGLU in every layer."""
+"""Bamba: each layer is Mamba-2, or attention that rotates half of each head, and then SwiGLU."""
 
 import math
 from typing import Any
@@ -24,11 +24,11 @@ MAMBA_FIELDS = {
     "mamba_proj_bias": ("mamba_bias", False),
 }
 UNBOUNDED = {"__float__": "Infinity"}
-"""How a config.json spells infinity."""
+"""Infinity in a config.json."""
 
 
 def read_mamba(raw: Raw) -> Raw:
-    """The width of a head, which may follow from others, and the limits of the step."""
+    """Return the `HybridConfig` fields of the head width, computed if it is "auto", and of the time step limits."""
     heads, width = raw.get("mamba_n_heads", 128), raw.get("mamba_d_head", "auto")
     inner = raw.get("mamba_expand", 2) * raw.get("hidden_size", 4096)
     if inner != (inner // heads if width == "auto" else width) * heads:
@@ -46,7 +46,7 @@ def read_mamba(raw: Raw) -> Raw:
 
 
 def write_mamba(cfg: HybridConfig) -> Raw:
-    """And back; of a model without such layers, numbers that fit each other."""
+    """Return the Mamba fields of config.json. Without Mamba layers they are placeholders that `read_mamba` accepts."""
     if "M" not in cfg.pattern:
         return {"mamba_n_heads": 1, "mamba_d_head": cfg.hidden_size, "mamba_expand": 1, "mamba_n_groups": 1}
     high: Any = UNBOUNDED if cfg.time_step_limit_max is None else cfg.time_step_limit_max
@@ -58,7 +58,7 @@ def write_mamba(cfg: HybridConfig) -> Raw:
 
 
 def read(raw: Raw) -> Raw:
-    """Read or write the fields that the table cannot express."""
+    """Return `HybridConfig` fields for the fields of config.json that `Family.fields` cannot map."""
     layers, attention = raw.get("num_hidden_layers", 32), raw.get("attn_layer_indices") or ()
     ours = rope.read({**raw, "partial_rotary_factor": None}, partial=0.5)
     part = ours["partial_rotary_factor"]
@@ -80,7 +80,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """And back."""
+    """Return config.json fields for the fields of `HybridConfig` that `Family.fields` cannot map."""
     mixers = flat(cfg)[::2]
     return {
         "num_hidden_layers": len(mixers),

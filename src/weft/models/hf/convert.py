@@ -23,11 +23,11 @@ from weft.models.hf.weights import Renamed, check_fits
 def convert(
     source: str | Path, target: str | Path, model_type: str | None = None, *, ignored: Collection[str] = ()
 ) -> str:
-    """Write the model in `source` to the new directory `target` in the other form. Returns a line about what it wrote.
+    """Convert Hugging Face files to weft's own directory, or back. Return a line that says what was written.
 
-    Weights are bit-exact in both directions, and none is in memory as a whole. `model_type`: the family to write;
-    default: the original one, or the first that can represent the model. `ignored`: see `config_of`. Everything is
-    checked before anything is written. Raises `ConversionError`.
+    The form of `source` decides the direction. Weights stay bit-exact, and no tensor is in memory as a whole.
+    `model_type`: the family to write; default: the original one, or the first that can represent the model.
+    `ignored`: unknown fields of config.json to ignore. Raises `ConversionError` before anything is written.
     """
     source, target = Path(source), Path(target)
     refuse_used(target)

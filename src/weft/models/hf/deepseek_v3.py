@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (arXiv:2412.19437): latent attention, dense layers first, then experts beside a shared one."""
+"""DeepSeek-V3 (arXiv:2412.19437): latent attention, dense layers first, then routed experts and a shared one."""
 
 from weft.errors import ConversionError
 from weft.models.config import HybridConfig
@@ -24,7 +24,7 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """Read or write the fields that the table cannot express."""
+    """Return `HybridConfig` fields for the fields of config.json that `Family.fields` cannot map."""
     layers, dense = raw.get("num_hidden_layers", 61), raw.get("first_k_dense_replace", 3)
     width = raw.get("qk_nope_head_dim", 128) + raw.get("qk_rope_head_dim", 64)
     ours, rotated = rope.read(raw), raw.get("qk_rope_head_dim", 64)
@@ -42,7 +42,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """And back."""
+    """Return config.json fields for the fields of `HybridConfig` that `Family.fields` cannot map."""
     return {
         "num_hidden_layers": len(flat(cfg)) // 2,
         "first_k_dense_replace": dense_first(cfg, "deepseek_v3"),
@@ -56,7 +56,7 @@ def write(cfg: HybridConfig) -> Raw:
 
 
 def dense_first(cfg: HybridConfig, family: str) -> int:
-    """The number of layers that end in an MLP. Raises `ConversionError` unless they precede all others."""
+    """Return the number of layers that end in an MLP. Raises `ConversionError` unless they precede all others."""
     dense = flat(cfg).count("-")
     if "-" in flat(cfg)[2 * dense :]:
         raise ConversionError(f"{family} has its dense layers first, and pattern {cfg.pattern!r} has not")
@@ -64,7 +64,7 @@ def dense_first(cfg: HybridConfig, family: str) -> int:
 
 
 def _scale(width: int, scaling: Raw | None) -> float | None:
-    """With yarn, the products of queries and keys grow as cos and sin do, twice."""
+    """Return the attention scale if YaRN has `mscale_all_dim`, which scales queries and keys each; None otherwise."""
     all_dim = (scaling or {}).get("mscale_all_dim")
     return width**-0.5 * yarn_scale(scaling["factor"], all_dim) ** 2 if scaling and all_dim else None
 

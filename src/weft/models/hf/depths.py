@@ -1,4 +1,4 @@
-"""Where the families have prediction depths, which their files may hold and `config.json` may be silent about.
+"""The tensor names of prediction depths (multi-token prediction modules) in the files of each family.
 
     family                 a layer of depth k has the prefix        its norms and projection
     ---------------------  ---------------------------------------  --------------------------------------------------
@@ -9,7 +9,7 @@
     Nemotron-H             mtp.layers.{k * layers of a depth + i}.  enorm, hnorm, eh_proj in the first of them,
                                                                     final_layernorm in the last
 
-A depth is made exactly when its weights are there.
+A model has as many depths as the files have weights for. `config.json` may not mention them.
 """
 
 from collections.abc import Callable, Container, Mapping
@@ -21,12 +21,13 @@ NEXT = {"embedding_norm": "{first}enorm", "hidden_norm": "{first}hnorm", "projec
 
 @dataclass(frozen=True)
 class Depths:
-    """The depths of a family.
+    """The tensor names of a family's prediction depths.
 
-    `symbols`: of one depth, in a model of that config.json. `prefix`: of the layer at `place` of depth `number`, in a
-    model of `trunk` layers with `length` layers in a depth. `around`: our modules outside of a depth's layers to
-    theirs, where {first} and {last} are the prefixes of its layers. `copies`: modules of the model that each depth has
-    again. `most`: how many depths there may be. `counted`: the field of config.json that says how many there are.
+    `symbols(config_json)`: the layer symbols of one depth. `prefix(trunk, length, number, place)`: the prefix of names
+    of layer `place` in depth `number`; the main model has `trunk` layers, each depth `length`. `around`: weft's modules
+    of a depth outside its layers to names on disk; {first} and {last} stand for the prefixes of its first and last
+    layer. `copies`: modules of the main model that each depth stores again. `most`: the maximum number of depths.
+    `counted`: the field of config.json with the number of depths.
     """
 
     symbols: Callable[[dict[str, Any]], str]
@@ -37,18 +38,18 @@ class Depths:
     counted: str = "num_nextn_predict_layers"
 
     def names(self, trunk: int, length: int, number: int) -> dict[str, str]:
-        """Our modules around the layers of depth `number` to theirs."""
+        """Return weft's modules around the layers of depth `number`, each with its name on disk."""
         first, last = (self.prefix(trunk, length, number, place) for place in (0, length - 1))
         return {ours: theirs.format(first=first, last=last) for ours, theirs in self.around.items()}
 
     def copies_of(self, module: str, trunk: int, length: int, count: int) -> list[str]:
-        """The names under which each of `count` depths has a `module` of the model again."""
+        """Return the names under which `count` depths store copies of the main model's `module`."""
         if module not in self.copies:
             return []
         return [self.copies[module].format(first=self.prefix(trunk, length, number, 0)) for number in range(count)]
 
     def count(self, trunk: int, length: int, files: Container[str]) -> int:
-        """The number of depths whose weights are in `files`."""
+        """Return the number of depths whose weights are in `files`."""
         found = 0
         while self.names(trunk, length, found)["project"] + ".weight" in files:
             found += 1
@@ -58,7 +59,7 @@ class Depths:
 
 
 def behind_the_trunk(symbols: str) -> Depths:
-    """Depths that are numbered as if they were layers of the trunk."""
+    """Return depths whose numbers continue those of the main model's layers."""
     return Depths(
         symbols=lambda raw: symbols,
         prefix=lambda trunk, length, number, place: f"model.layers.{trunk + number}.",
@@ -68,7 +69,7 @@ def behind_the_trunk(symbols: str) -> Depths:
 
 
 def single(symbols: str, counted: str = "num_nextn_predict_layers") -> Depths:
-    """One depth, apart from the trunk."""
+    """Return a single depth under its own prefix, `mtp.`."""
     return Depths(
         symbols=lambda raw: symbols,
         prefix=lambda trunk, length, number, place: f"mtp.layers.{number}.",
@@ -84,7 +85,7 @@ def single(symbols: str, counted: str = "num_nextn_predict_layers") -> Depths:
 
 
 def layer_by_layer(symbols: Callable[[dict[str, Any]], str]) -> Depths:
-    """Depths whose layers are numbered through, and hold what is around them."""
+    """Return depths whose layers are numbered consecutively; the first and last also hold the norms and projection."""
     return Depths(
         symbols=symbols,
         prefix=lambda trunk, length, number, place: f"mtp.layers.{number * length + place}.",

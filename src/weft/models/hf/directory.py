@@ -34,14 +34,14 @@ DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-"""How the files spell dtypes."""
+"""The names of dtypes in safetensors files."""
 OF_NAMES = {name: dtype for dtype, name in DTYPES.items()}
 OF_WEIGHTS = ("F64", "F32", "F16", "BF16")
-"""The dtypes of weights that are numbers as they stand; others need a scale or are no numbers."""
+"""The dtypes that weights may have. Others, such as float8, need a scale or are no weights."""
 
 
 class TensorFiles:
-    """The tensors of a directory, which are read on access."""
+    """A mapping from names to the tensors in a directory, which are read on access."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -65,7 +65,7 @@ class TensorFiles:
         return iter(self._places)
 
     def __getitem__(self, name: str) -> Any:
-        """A slice of the tensor `name`: `[start:end]` reads rows, `get_shape()` reads nothing."""
+        """Return the safetensors slice of the tensor `name`: `[start:end]` reads rows, `get_shape()` reads no data."""
         if name not in self._places:
             raise ConversionError(f"{self.directory} has no tensor {name!r}")
         file = self._places[name]
@@ -79,7 +79,7 @@ class TensorFiles:
             ) from error
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a tensor. Raises `ConversionError` for one that does not hold plain numbers."""
+        """Return the dtype of a tensor. Raises `ConversionError` unless it is one of `OF_WEIGHTS`."""
         kind = self[name].get_dtype()
         if kind not in OF_WEIGHTS:
             raise ConversionError(
@@ -106,13 +106,13 @@ def make_directory(path: Path) -> None:
 
 
 def names_in(directory: Path) -> frozenset[str]:
-    """The names of the tensors in a directory; none where it has a configuration only."""
+    """Return the names of the tensors in a directory; empty if it has a configuration only."""
     there = any((directory / name).exists() for name in (INDEX, WEIGHTS))
     return frozenset(TensorFiles(directory)) if there else frozenset()
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file. Raises `ConversionError` for invalid JSON."""
+    """Return the content of a JSON file. Raises `ConversionError` if it is unreadable or invalid."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -140,7 +140,7 @@ def _read_index(path: Path) -> dict[str, str]:
 class TensorWriter:
     """Writes tensors into files of limited size; the directory is complete when the `with` block ends.
 
-    Nothing waits in memory: a tensor gets room in a file, and is copied there.
+    It holds no tensor in memory: each is copied into a memory-mapped region of a file.
     """
 
     def __init__(self, directory: Path, file_bytes: int = FILE_BYTES) -> None:
@@ -153,7 +153,7 @@ class TensorWriter:
         self.room(name, tensor.shape, tensor.dtype).copy_(tensor.detach())
 
     def room(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The place of a new tensor in a file, to be filled while the `with` block lasts."""
+        """Return a new tensor that is memory-mapped to a file. Fill it before the `with` block ends."""
         size = math.prod(shape) * dtype.itemsize
         file = next((file for file in self._files if file.takes(size, dtype, self.file_bytes)), None)
         if file is None:
@@ -189,7 +189,7 @@ class TensorWriter:
 class _File:
     """A safetensors file that grows: 8 bytes with the length of a header in JSON, the header, the tensors' bytes.
 
-    The header is written last, into room that is left for it and filled up with blanks.
+    The header is written last, into reserved space of `HEADER_BYTES`, padded with blanks.
     """
 
     HEADER_BYTES = 1 << 17
@@ -202,7 +202,7 @@ class _File:
         path.write_bytes(b"")
 
     def takes(self, size: int, dtype: torch.dtype, most: int) -> bool:
-        """Whether it has room left, at a place that tensors of `dtype` can be at: holes are not allowed."""
+        """Return whether a tensor of `size` bytes fits and would be aligned; safetensors allows no gaps."""
         aligned = self.end % dtype.itemsize == 0
         return aligned and self.end + size <= most and self._header_bytes < self.HEADER_BYTES - 2000
 
@@ -213,7 +213,7 @@ class _File:
         self._header_bytes += len(json.dumps({name: self.entries[name]}))
         if start == self.end:
             return torch.empty(tuple(shape), dtype=dtype)
-        with self.path.open("r+b") as file:  # a full disk is an error here, a signal once memory is mapped
+        with self.path.open("r+b") as file:  # raises on a full disk; writing to mapped memory would get SIGBUS
             os.posix_fallocate(file.fileno(), 0, self.HEADER_BYTES + self.end)
         place = numpy.memmap(self.path, numpy.uint8, "r+", self.HEADER_BYTES + start, (self.end - start,))
         return torch.from_numpy(place).view(dtype).view(tuple(shape))

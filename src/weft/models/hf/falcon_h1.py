@@ -1,6 +1,6 @@
 """Falcon-H1 (arXiv:2507.22448): attention and Mamba-2 side by side, with fixed multipliers in many places.
 
-Theirs has more multipliers than ours: those of what a projection reads are multiplied into those of what it gives.
+Falcon-H1 also multiplies the inputs of projections. weft folds these factors into the multipliers of the outputs.
 """
 
 import math
@@ -22,7 +22,7 @@ PARALLEL: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """Read or write the fields that the table cannot express."""
+    """Return `HybridConfig` fields for the fields of config.json that `Family.fields` cannot map."""
     hidden, heads = raw.get("hidden_size", 4096), raw.get("mamba_n_heads", 128)
     inner = raw.get("mamba_d_ssm", 1024)
     inner = raw.get("mamba_expand", 2) * hidden if inner is None else inner
@@ -56,7 +56,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """And back."""
+    """Return config.json fields for the fields of `HybridConfig` that `Family.fields` cannot map."""
     head, scale = cfg.attention_head_dim**-0.5, cfg.attention_scale or cfg.attention_head_dim**-0.5
     high: Any = UNBOUNDED if cfg.time_step_limit_max is None else cfg.time_step_limit_max
     return {
@@ -81,7 +81,7 @@ def write(cfg: HybridConfig) -> Raw:
 
 
 def solved(function: Callable[[float], float], result: float, about: float) -> float:
-    """The number near `about` of which `function` is exactly `result`, or `about`."""
+    """Return the float among `about` and its neighbours for which `function` is exactly `result`, else `about`."""
     near = (about, math.nextafter(about, math.inf), math.nextafter(about, 0.0))
     return next((each for each in near if function(each) == result), about)
 

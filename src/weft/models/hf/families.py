@@ -1,4 +1,4 @@
-"""The list of families, and the family of a configuration."""
+"""The list of supported families, and functions that find the family of a model."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -42,11 +42,11 @@ ALL = (LLAMA, MISTRAL, MIXTRAL, *QWEN, DEEPSEEK_V3, *GLM, *GRANITES, *OTHERS)
 FAMILIES = {family.model_type: family for family in ALL}
 """The families by the `model_type` of their config.json. A program may add its own."""
 _NEAREST = 3
-"""Families whose reasons are printed where none can hold a model."""
+"""The number of families whose reasons are printed when no family can represent a model."""
 
 
 def raw_of(directory: Path) -> Raw:
-    """The content of the directory's config.json."""
+    """Return the content of the directory's config.json."""
     path = directory / THEIRS
     if not path.exists():
         raise ConversionError(f"{directory} has neither {THEIRS} nor {OURS}: it is no directory of a model")
@@ -57,7 +57,7 @@ def raw_of(directory: Path) -> Raw:
 
 
 def read_ours(directory: Path) -> Raw:
-    """The content of the directory's weft-model.json, with the fields of a `HybridConfig` under "model"."""
+    """Return the content of the directory's weft-model.json; "model" has the fields of a `HybridConfig`."""
     saved = read_json(directory / OURS)
     try:
         HybridConfig(**saved["model"])
@@ -68,7 +68,7 @@ def read_ours(directory: Path) -> Raw:
 
 
 def family_of(raw: Raw) -> Family:
-    """The family that a config.json names."""
+    """Return the family that a config.json names."""
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConversionError(f"model_type={kind!r}: there are {', '.join(FAMILIES)}")
@@ -76,10 +76,10 @@ def family_of(raw: Raw) -> Family:
 
 
 def config_of(directory: str | Path, *, ignored: Collection[str] = ()) -> HybridConfig:
-    """The configuration of the model in a directory, of Hugging Face files or converted.
+    """Return the configuration of the model in a directory of Hugging Face files or in weft's own form.
 
     `ignored`: unknown fields of config.json to ignore. Raises `ConversionError` for an unknown family, for quantized
-    weights, and for a field that changes the result and has no counterpart.
+    weights, and for a field that changes the result and has no counterpart in weft.
     """
     directory = Path(directory)
     if (directory / OURS).exists():
@@ -90,7 +90,7 @@ def config_of(directory: str | Path, *, ignored: Collection[str] = ()) -> Hybrid
 def described(
     directory: Path, raw: Raw, names: Collection[str], ignored: Collection[str] = ()
 ) -> tuple[Family, HybridConfig, Spelling]:
-    """The family and our configuration of a config.json, and how `names`, its directory's tensors, are spelled."""
+    """Return the family and configuration of a config.json, and the spelling of `names`, the tensors on disk."""
     try:
         text = full_text_of(raw)
         family = family_of(text)
@@ -102,8 +102,10 @@ def described(
 
 
 def opened(directory: Path, cfg: HybridConfig) -> tuple[dict[str, Place], Any]:
-    """Where the tensors of a model of `cfg` stand in a directory, which may spell the same symbols in other groups,
-    and the directory's files under these names."""
+    """Return the place of each of weft's tensors in a directory, and the directory's tensors by name.
+
+    The pattern in the directory may group the symbols of `cfg` in another way.
+    """
     files = TensorFiles(directory)
     if (directory / OURS).exists():
         there = HybridConfig(**read_ours(directory)["model"])
@@ -115,7 +117,10 @@ def opened(directory: Path, cfg: HybridConfig) -> tuple[dict[str, Place], Any]:
 
 
 def family_for(cfg: HybridConfig, model_type: str | None = None) -> tuple[Family, Raw]:
-    """A family that can hold a model of `cfg`, the one that is named or the first that can, and its config.json."""
+    """Return a family that can represent `cfg`, and its config.json. `model_type`: the only family to try.
+
+    Without `model_type`, the first family that can is returned. Raises `ConversionError` if none can.
+    """
     if model_type is not None and model_type not in FAMILIES:
         raise ConversionError(f"model_type={model_type!r}: there are {', '.join(FAMILIES)}")
     reasons = []
@@ -130,7 +135,7 @@ def family_for(cfg: HybridConfig, model_type: str | None = None) -> tuple[Family
 
 
 def _distance(reason: str) -> tuple[int, int]:
-    """How far a family is from representing a model: by fields, then the order of layers, then their kinds."""
+    """Return a sort key for a family's error: differing fields come first, then layer order, then layer kinds."""
     kinds = ("cannot hold", "", "has no layer")
     far = next((far for far, words in enumerate(kinds) if words and words in reason), 1)
     return far, reason.count("(it has") if far == 0 else reason.partition(" (pattern")[0].count(",")

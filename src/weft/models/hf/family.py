@@ -1,4 +1,4 @@
-"""A family of published models: tables from which both reading and writing follow."""
+"""A family of published models: tables of names that serve both reading and writing."""
 
 import dataclasses
 import re
@@ -21,9 +21,9 @@ from weft.models.pattern import LAYER_KEYS, TERMINAL
 from weft.moe.kinds import GATED
 
 Bound = Callable[[str, HybridConfig], Place]
-"""A place in the layer of that prefix."""
+"""A function that returns the place of a tensor in the layer whose names have this prefix."""
 Table = Mapping[str, str | Bound]
-"""Our modules or parameters inside of a layer to theirs."""
+"""Weft's modules or parameters inside a layer to their names or places on disk."""
 
 OUTER = {"embedding": "model.embed_tokens", "decoder.final_layernorm": "model.norm", "output_layer": "lm_head"}
 REQUIRED = {"attention_dropout": 0.0}
@@ -33,12 +33,12 @@ REQUIRED = {"attention_dropout": 0.0}
 class Family:
     """The tables of a family.
 
-    `fields`: their name to ours and its default there. `required`: what else they must have, because the result depends
-    on it and there is no other. `kept`: more of their fields that no result depends on. `read` and `write` do what the
-    table of fields cannot. `outer`: our modules outside of layers to theirs. `layer`: the prefix of layer {}, which
-    holds `symbols_per_layer` symbols. `tensors`: for each symbol, our modules (or parameters) to theirs. `depths`: its
-    prediction depths, None where none are published. `memory`: parts of names on disk, and what transformers calls
-    them in memory, which files of `state_dict()` have.
+    `fields`: names in config.json to names in `HybridConfig`, each with the family's default. `required`: fields of
+    config.json for which weft supports this value only. `kept`: fields of config.json that do not affect the result.
+    `read` and `write` convert the fields that the table cannot express. `outer`: weft's modules outside of layers to
+    names on disk. `layer`: the prefix of names in layer {}, which holds `symbols_per_layer` symbols. `tensors`: a table
+    for each layer symbol. `depths`: the prediction depths, None if none are published. `memory`: parts of names on disk
+    and what replaces them in transformers' `state_dict()`; files of a saved `state_dict()` have the latter.
     """
 
     model_type: str
@@ -56,10 +56,10 @@ class Family:
     memory: tuple[tuple[str, str], ...] = ()
 
     def config(self, raw: Raw, files: Container[str] = (), ignored: Collection[str] = ()) -> HybridConfig:
-        """Our configuration of a config.json, with the prediction depths whose tensors are in `files`.
+        """Return the configuration of the config.json `raw`, with the prediction depths whose tensors are in `files`.
 
-        `ignored`: fields to pass over although they are not known here. Raises `ConversionError` for every other field
-        that is not known, and for a value that no model can have.
+        `ignored`: unknown fields to ignore. Raises `ConversionError` for other unknown fields, and for a value that no
+        model can have.
         """
         raw = {name: value for name, value in raw.items() if name not in ignored}
         check_values(raw, self.fields)
@@ -94,7 +94,7 @@ class Family:
         return dataclasses.replace(cfg, pattern=cfg.pattern + f"/{part}" * count)
 
     def raw(self, cfg: HybridConfig) -> Raw:
-        """The config.json of our configuration. Raises `ConversionError` if this family cannot hold it."""
+        """Return the config.json of `cfg`. Raises `ConversionError` if this family cannot represent it."""
         self._check_symbols(cfg)
         theirs = {name: getattr(cfg, ours) for name, (ours, _) in self.fields.items()}
         theirs = {"architectures": [self.architecture], "model_type": self.model_type} | theirs
@@ -112,7 +112,7 @@ class Family:
         return theirs
 
     def places(self, cfg: HybridConfig, *, fused: bool = False) -> dict[str, Place]:
-        """Where each tensor of a model of `cfg` stands. `fused`: the matrices of all experts are one tensor."""
+        """Return the place on disk of each of weft's tensors. `fused`: one tensor holds the matrices of all experts."""
         places = {name: self._place_of(name, cfg) for name in tensor_names(cfg)}
         if not fused:
             return places
@@ -144,14 +144,14 @@ class Family:
         return self._place(layer.symbols[place], inner, prefix, cfg)
 
     def projections(self, cfg: HybridConfig) -> set[str]:
-        """The tensors by which the depths of a model of `cfg` are counted."""
+        """Return the names of the weights by which `Depths.count` counts the depths of a model of `cfg`."""
         if self.depths is None:
             return set()
         trunk, length = self._layers(cfg), len(cfg.parsed.symbols[1]) // self.symbols_per_layer
         return {self.depths.names(trunk, length, each)["project"] + ".weight" for each in range(cfg.parsed.depths)}
 
     def _copies(self, module: str, trunk: int, length: int, cfg: HybridConfig) -> list[str]:
-        """Where depths have `module` of the model again; a tied head is the embedding's."""
+        """Return the names of the depths' copies of `module`. A tied output layer is a copy of the embedding."""
         modules = [module, "output_layer"] if module == "embedding" and cfg.tie_word_embeddings else [module]
         if self.depths is None:
             return []
@@ -187,12 +187,12 @@ class Family:
 
 
 def tensor_names(cfg: HybridConfig) -> list[str]:
-    """The names of our tensors, in an order that does not depend on groups."""
+    """Return the names of weft's tensors, in an order that does not depend on how the pattern groups symbols."""
     return list(shapes_of(cfg))
 
 
 def shapes_of(cfg: HybridConfig) -> dict[str, list[int]]:
-    """The shapes of the tensors of a model of `cfg`, which is not built."""
+    """Return the shapes of the tensors of a model of `cfg` by name, without allocating them."""
     try:
         with torch.device("meta"):
             return {name: list(tensor.shape) for name, tensor in HybridModel(cfg).state_dict().items()}
@@ -204,17 +204,17 @@ def shapes_of(cfg: HybridConfig) -> dict[str, list[int]]:
 
 
 def flat(cfg: HybridConfig) -> str:
-    """The symbols of the main part, one after another."""
+    """Return the layer symbols of the main model as one string, without groups."""
     return "".join(layer.symbols for layer in cfg.parsed.layers)
 
 
 def relevant(cfg: HybridConfig) -> list[str]:
-    """The fields that the result of a model of `cfg` depends on."""
+    """Return the names of the fields that the result of a model of `cfg` depends on."""
     return [field.name for field in fields_of("".join(cfg.parsed.symbols[:2])) if field.metadata["rule"].result]
 
 
 def check_layer_types(raw: Raw, layers: int, known: Collection[str], family: str) -> None:
-    """Raise `ConversionError` unless `layer_types`, where it is given, names a known type for each of the layers."""
+    """Raise `ConversionError` if `layer_types` is given and does not name a known type for each layer."""
     kinds = raw.get("layer_types")
     if not kinds:
         return
@@ -226,9 +226,9 @@ def check_layer_types(raw: Raw, layers: int, known: Collection[str], family: str
 
 
 def windows_of(raw: Raw, layers: int, family: str, default: Callable[[int], bool], window: int | None) -> Raw:
-    """Our fields of `layer_types`, where these tell layers with a window from those without.
+    """Return `sliding_window` and `windowed` of `HybridConfig` from `layer_types`.
 
-    `default`: whether a layer has one where the list is absent.
+    `default`: returns whether the layer of a number has a window, where the list is absent.
     """
     check_layer_types(raw, layers, (SLIDING, FULL), family)
     given = raw.get("layer_types")
@@ -240,7 +240,7 @@ def windows_of(raw: Raw, layers: int, family: str, default: Callable[[int], bool
 
 
 def written_windows(cfg: HybridConfig) -> Raw:
-    """The inverse: their fields."""
+    """Return `sliding_window` and `layer_types` of config.json, the inverse of `windows_of`."""
     windows = [cfg.window_of(number) for number in range(flat(cfg).count("*"))]
     return {
         "sliding_window": cfg.sliding_window,
@@ -249,13 +249,13 @@ def written_windows(cfg: HybridConfig) -> Raw:
 
 
 def experts(template: str) -> Bound:
-    """The matrices of all experts, `template` with the expert's number."""
+    """Return the place of the matrices of all experts. `template`: their name on disk, with {} for the expert."""
     return lambda prefix, cfg: PerExpert(prefix + template, cfg.num_experts)
 
 
 def differences(cfg: HybridConfig, there: HybridConfig) -> list[str]:
-    """What makes a model of `cfg` another one than that of `there`, for a person, though all shapes may fit. The same
-    symbols in other groups do not."""
+    """Describe the fields in which the models of `cfg` and `there` differ, though all shapes may fit. Groups of symbols
+    do not count."""
     if cfg.parsed.symbols != there.parsed.symbols:
         return [f"pattern={cfg.pattern!r}, there {there.pattern!r}"]
     return [
@@ -266,7 +266,7 @@ def differences(cfg: HybridConfig, there: HybridConfig) -> list[str]:
 
 
 def plain(cfg: HybridConfig, name: str) -> Any:
-    """A field so that alike models have it alike, however they are spelled."""
+    """Return a field in a normal form that is equal for equivalent configurations."""
     if name == "pattern":
         return cfg.parsed.symbols
     if name == "windowed":

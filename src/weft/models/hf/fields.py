@@ -1,4 +1,4 @@
-"""The fields of a config.json: which carry no meaning for the result, and which values each may have."""
+"""The fields of a config.json: which do not affect the result, and which values each may have."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -32,36 +32,36 @@ MEANINGLESS = frozenset(
         *("_attn_implementation_internal", "_experts_implementation", "_experts_implementation_internal"),
         *("base_model_tp_plan", "base_model_pp_plan", "keys_to_ignore_at_inference", "ignore_index"),
         *("classifier_dropout", "gradient_checkpointing", "model_parallel", "neftune_noise_alpha"),
-        # Of generation, which older releases kept here.
+        # Generation settings, which older releases kept here.
         *("bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping"),
         *("encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id"),
         *("forced_eos_token_id", "length_penalty", "max_length", "min_length", "no_repeat_ngram_size"),
         *("num_beam_groups", "num_beams", "num_return_sequences", "output_scores", "remove_invalid_values"),
         *("repetition_penalty", "return_dict_in_generate", "suppress_tokens", "temperature", "top_k", "top_p"),
         "typical_p",
-        # Of other programs that read or wrote the file; transformers reads none of them.
+        # Fields of other programs; transformers reads none of them.
         *("is_llama_config", "rope_interleaved", "transformers.js_config", "unsloth_fixed", "unsloth_version"),
     )
 )
-"""Fields without meaning for a model: they pass, and come along."""
+"""Fields that do not affect a model. They are accepted, and kept when the model is saved."""
 WITHOUT_EFFECT: Mapping[str, Any] = {
     **dict.fromkeys(("hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "dropout"), 0),
     **dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop", "activation_dropout", "residual_dropout"), 0),
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window", "residual_in_fp32"), False),
     "pretraining_tp": 1,
 }
-"""Fields that a family may lack, and the value that switches them off: with it they pass."""
+"""Fields that a family may lack, and the value that switches them off. With this value they are accepted."""
 
 
 def lacking(raw: Raw, known: Collection[str]) -> set[str]:
-    """The fields of a config.json that are not among `known` and could change the result; null is no field."""
+    """Return the fields of a config.json that are not `known` and could change the result. null counts as absent."""
     unknown = {name for name in raw.keys() - set(known) if raw[name] is not None}
     return {name for name in unknown if name not in WITHOUT_EFFECT or raw[name] != WITHOUT_EFFECT[name]}
 
 
 MOST_LAYERS = 10_000
 LARGEST = 1 << 31
-"""Of a whole number, which could be a width."""
+"""The largest whole number that a field may have."""
 LAYERS = frozenset(("num_hidden_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers"))
 WHOLE = LAYERS | frozenset(
     (
@@ -104,11 +104,11 @@ LISTS = frozenset(
 )
 TABLES = frozenset(("rope_parameters", "rope_scaling", "quantization_config", "text_config", "linear_attn_config"))
 TEXTS = frozenset(("hybrid_override_pattern", "mtp_hybrid_override_pattern", "position_embedding_type"))
-"""What may stand under names that families read apart from their tables; null is allowed everywhere there."""
+"""Field names by type of value, for fields that families read without a table. null is allowed for all of them."""
 
 
 def check_values(raw: Raw, fields: Mapping[str, tuple[str, Any]]) -> None:
-    """Raise `ConversionError` for a value of another kind than its field has. `fields`: those of a family."""
+    """Raise `ConversionError` for a value of the wrong type or out of range. `fields`: those of a `Family`."""
     for name, value in raw.items():
         if name in fields:
             kinds = _kinds_of(fields[name][0])

@@ -1,4 +1,4 @@
-"""Gemma 3, text (arXiv:2503.19786): norms on both sides of each layer, and windows with a rotation of their own."""
+"""Gemma 3, text (arXiv:2503.19786): norms before and after each layer; windowed layers have another RoPE base."""
 
 import math
 
@@ -10,7 +10,7 @@ from weft.models.hf.llama import ATTENTION, MLP
 
 
 def read(raw: Raw) -> Raw:
-    """Read or write the fields that the table cannot express."""
+    """Return `HybridConfig` fields for the fields of config.json that `Family.fields` cannot map."""
     layers, every = raw.get("num_hidden_layers", 26), raw.get("sliding_window_pattern", 6)
     if raw.get("use_bidirectional_attention"):
         raise ConversionError("use_bidirectional_attention=True: weft's attention is causal")
@@ -31,7 +31,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """And back."""
+    """Return config.json fields for the fields of `HybridConfig` that `Family.fields` cannot map."""
     scalar = (cfg.attention_scale or cfg.attention_head_dim**-0.5) ** -2
     return {
         "num_hidden_layers": len(flat(cfg)) // 2,

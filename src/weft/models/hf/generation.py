@@ -1,4 +1,4 @@
-"""generation_config.json: how a published model chooses tokens, and its end tokens."""
+"""generation_config.json: the sampling settings and end tokens of a published model."""
 
 import json
 from dataclasses import dataclass
@@ -28,15 +28,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_new_tokens": (None, 0),
     "exponential_decay_length_penalty": (None,),
 }
-"""Fields that change what is chosen and are not followed, with the values that change nothing."""
+"""Sampling fields that weft does not support, with the values that have no effect."""
 MOST_LIKELY = 50
 """The default top-k of transformers."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """`sampling`: None where the files say nothing about it. `ends`: the tokens that end a text. `not_followed`: the
-    fields that weft does not follow."""
+    """The generation settings of a model. `sampling`: None if the files have none. `ends`: the tokens that end a text.
+    `not_followed`: fields with an effect that weft does not support, as "name=value"."""
 
     sampling: Sampling | None = None
     ends: frozenset[int] = frozenset()
@@ -44,7 +44,7 @@ class Generation:
 
 
 def generation_of(origin: Origin | None) -> Generation:
-    """The generation settings in the files of a model. Raises `ConversionError` for values out of range."""
+    """Return the generation settings in the files of a model. Raises `ConversionError` for values out of range."""
     if origin is None:
         return Generation()
     text = text_of(origin.raw)

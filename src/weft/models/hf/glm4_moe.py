@@ -1,4 +1,4 @@
-"""GLM-4.5 (arXiv:2508.06471): attention with half-rotated heads, dense layers first, then DeepSeek's experts."""
+"""GLM-4.5 (arXiv:2508.06471): attention that rotates half of each head; dense layers first, then DeepSeek's experts."""
 
 from weft.models.config import HybridConfig
 from weft.models.hf import depths, llama, rope
@@ -8,7 +8,7 @@ from weft.models.hf.llama import ATTENTION, COMMON, MLP
 
 
 def read(raw: Raw) -> Raw:
-    """Read or write the fields that the table cannot express."""
+    """Return `HybridConfig` fields for the fields of config.json that `Family.fields` cannot map."""
     layers, dense = raw.get("num_hidden_layers", 46), raw.get("first_k_dense_replace", 1)
     return {
         "pattern": "[*-]" * min(dense, layers) + "[*E]" * (layers - dense),
@@ -22,7 +22,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """And back."""
+    """Return config.json fields for the fields of `HybridConfig` that `Family.fields` cannot map."""
     return {
         **llama.write(cfg),
         "first_k_dense_replace": dense_first(cfg, "glm4_moe"),

@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash: DeepSeek-V3's layers, a dense one first."""
+"""GLM-4.7-Flash: DeepSeek-V3's layers, of which the first is dense."""
 
 from weft.errors import ConversionError
 from weft.models.config import HybridConfig
@@ -9,7 +9,7 @@ from weft.models.hf.llama import MLP
 
 
 def read(raw: Raw) -> Raw:
-    """Read or write the fields that the table cannot express."""
+    """Return `HybridConfig` fields for the fields of config.json that `Family.fields` cannot map."""
     layers = raw.get("num_hidden_layers", 47)
     kinds = raw.get("mlp_layer_types") or ["dense"] + ["sparse"] * (layers - 1)
     dense = kinds.count("dense")
@@ -27,7 +27,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """And back."""
+    """Return config.json fields for the fields of `HybridConfig` that `Family.fields` cannot map."""
     theirs, dense = deepseek_v3.write(cfg), dense_first(cfg, "glm4_moe_lite")
     kinds = ["dense"] * dense + ["sparse"] * (theirs["num_hidden_layers"] - dense)
     return {**theirs, "mlp_layer_types": kinds}

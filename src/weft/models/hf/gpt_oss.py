@@ -20,7 +20,7 @@ YARN = {
 
 
 def by_turns(name: str, part: int) -> Bound:
-    """Of gate and up, which take turns in the last dimension."""
+    """Return the place of gate (`part` 0) or up (1) in a tensor that interleaves them in its last dimension."""
     return lambda prefix, cfg: Half(prefix + name, part, dim=-1, by_turns=True)
 
 
@@ -37,7 +37,7 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """Read or write the fields that the table cannot express."""
+    """Return `HybridConfig` fields for the fields of config.json that `Family.fields` cannot map."""
     layers, window = raw.get("num_hidden_layers", 36), raw.get("sliding_window", 128)
     check_layer_types(raw, layers, (SLIDING, FULL), "gpt_oss")
     kinds: Sequence[str] = raw.get("layer_types") or [FULL if number % 2 else SLIDING for number in range(layers)]
@@ -56,7 +56,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """And back."""
+    """Return config.json fields for the fields of `HybridConfig` that `Family.fields` cannot map."""
     windows = [cfg.window_of(number) for number in range(flat(cfg).count("*"))]
     return {**llama.write(cfg), "layer_types": [FULL if each is None else SLIDING for each in windows]}
 

@@ -1,4 +1,4 @@
-"""Granite 4: Mamba-2 or attention, mostly without positions, and experts beside a shared one, or that alone."""
+"""Granite 4: Mamba-2 or attention, mostly without RoPE, then experts with a shared one, or the shared MLP alone."""
 
 from weft.errors import ConversionError
 from weft.models.config import HybridConfig
@@ -13,12 +13,12 @@ NAMES = {"M": "linear_attention", "*": "full_attention"}
 
 
 def half(name: str, part: int, *, of_experts: bool = False) -> Bound:
-    """The gate (0) or what it gates (1) of a matrix that has both, or of that of every expert."""
+    """Return the place of gate (`part` 0) or up (1) in a matrix that holds both. `of_experts`: one for each expert."""
     return lambda prefix, cfg: Half(prefix + name, part, dim=1 if of_experts else 0, turned=of_experts)
 
 
 def dense(ours: str) -> Table:
-    """The shared MLP under our name `ours`."""
+    """Return the table of the shared MLP. `ours`: the prefix of its names in weft."""
     return {
         f"{ours}gate_proj.weight": half("shared_mlp.input_linear.weight", 0),
         f"{ours}up_proj.weight": half("shared_mlp.input_linear.weight", 1),
@@ -37,7 +37,7 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """Read or write the fields that the table cannot express."""
+    """Return `HybridConfig` fields for the fields of config.json that `Family.fields` cannot map."""
     layers, experts = raw.get("num_hidden_layers", 32), raw.get("num_local_experts", 8)
     check_layer_types(raw, layers, MIXERS, "granitemoehybrid")
     mixers = raw.get("layer_types") or ["linear_attention"] * layers
@@ -64,7 +64,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """And back."""
+    """Return config.json fields for the fields of `HybridConfig` that `Family.fields` cannot map."""
     mixers, ends = flat(cfg)[::2], set(flat(cfg)[1::2])
     if len(ends) > 1:
         raise ConversionError(f"granitemoehybrid has experts in all layers or in none, and {cfg.pattern!r} has both")

@@ -19,18 +19,18 @@ NESTED = {
     "num_heads": "linear_num_heads",
     "short_conv_kernel_size": "linear_conv_kernel_dim",
 }
-"""In linear_attn_config, and the names that transformers gives these."""
+"""Fields of linear_attn_config, and transformers' names of them outside of it."""
 
 
 def in_proj(prefix: str, cfg: HybridConfig) -> Rows:
-    """Ours is one matrix of six."""
+    """Return the place of weft's input projection, one matrix that stacks six on disk."""
     inner, width = cfg.kda_num_heads * cfg.kda_head_dim, cfg.kda_head_dim
     names = ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj")
     return _below_each_other(prefix, dict(zip(names, (inner, inner, inner, cfg.kda_num_heads, width, width))))
 
 
 def conv1d(prefix: str, cfg: HybridConfig) -> Rows:
-    """Ours is one convolution of three."""
+    """Return the place of weft's convolution, which stacks three on disk."""
     inner = cfg.kda_num_heads * cfg.kda_head_dim
     return _below_each_other(prefix, {f"{each}_conv1d": inner for each in "qkv"})
 
@@ -59,7 +59,7 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """Read or write the fields that the table cannot express."""
+    """Return `HybridConfig` fields for the fields of config.json that `Family.fields` cannot map."""
     layers, given = raw.get("num_hidden_layers", 27), raw.get("linear_attn_config") or {}
     if unknown := given.keys() - {*LISTS, *NESTED}:
         raise ConversionError(f"linear_attn_config: weft has no {listed(unknown)}")
@@ -88,7 +88,8 @@ def read(raw: Raw) -> Raw:
 
 
 def _mixers(raw: Raw, layers: int, given: Raw) -> list[str]:
-    """As transformers finds them: in layer_types, in both lists of linear_attn_config, else every fourth."""
+    """Return the type of each layer, as transformers does: from layer_types, from both lists of linear_attn_config, or
+    full attention in every fourth layer."""
     if raw.get("layer_types") is not None:
         check_layer_types(raw, layers, MIXERS, "kimi_linear")
         return raw["layer_types"]
@@ -101,7 +102,7 @@ def _mixers(raw: Raw, layers: int, given: Raw) -> list[str]:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """And back."""
+    """Return config.json fields for the fields of `HybridConfig` that `Family.fields` cannot map."""
     mixers = list(enumerate(flat(cfg)[::2], start=1))
     return {
         "num_hidden_layers": len(mixers),
@@ -125,7 +126,7 @@ OTHER_NAMES = {
     "n_group": ("num_expert_group", 1),
     "norm_topk_prob": ("moe_renormalize", True),
 }
-"""DeepSeek-V3's names of fields to those here, with the defaults here."""
+"""DeepSeek-V3's names of fields to Kimi Linear's names and defaults."""
 KIMI_LINEAR = Family(
     model_type="kimi_linear",
     architecture="KimiLinearForCausalLM",

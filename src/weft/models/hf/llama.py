@@ -22,7 +22,7 @@ COMMON = {
 
 
 def read(raw: Raw) -> Raw:
-    """Read or write the fields that the table cannot express."""
+    """Return `HybridConfig` fields for the fields of config.json that `Family.fields` cannot map."""
     return {
         "pattern": "[*-]" * raw.get("num_hidden_layers", 32),
         "num_key_value_heads": raw.get("num_key_value_heads") or raw.get("num_attention_heads", 32),
@@ -32,7 +32,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """And back."""
+    """Return config.json fields for the fields of `HybridConfig` that `Family.fields` cannot map."""
     return {
         "num_hidden_layers": len(flat(cfg)) // 2,
         "num_key_value_heads": cfg.num_key_value_heads,

@@ -10,7 +10,7 @@ from weft.models.hf.nemotron_h import MAMBA
 
 
 def read(raw: Raw) -> Raw:
-    """Read or write the fields that the table cannot express."""
+    """Return `HybridConfig` fields for the fields of config.json that `Family.fields` cannot map."""
     heads, width = raw.get("num_heads", 128), raw.get("head_dim", 64)
     inner = raw.get("expand", 2) * raw.get("hidden_size", 4096)
     if heads * width != inner:
@@ -26,7 +26,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """And back."""
+    """Return config.json fields for the fields of `HybridConfig` that `Family.fields` cannot map."""
     high = UNBOUNDED if cfg.time_step_limit_max is None else cfg.time_step_limit_max
     return {
         "num_hidden_layers": len(flat(cfg)),

@@ -1,4 +1,4 @@
-"""MiniMax-M2: attention with norms over all heads and half-rotated heads, sigmoid-scored experts in every layer."""
+"""MiniMax-M2: attention with norms over all heads, which rotates half of each; sigmoid-scored experts in all layers."""
 
 from weft.errors import ConversionError
 from weft.models.config import HybridConfig
@@ -8,7 +8,7 @@ from weft.models.hf.llama import ATTENTION, COMMON
 
 
 def read(raw: Raw) -> Raw:
-    """Read or write the fields that the table cannot express."""
+    """Return `HybridConfig` fields for the fields of config.json that `Family.fields` cannot map."""
     layers, width = raw.get("num_hidden_layers", 62), raw.get("head_dim", 128)
     if any(kind != 1 for kind in raw.get("attn_type_list") or ()):
         raise ConversionError(f"attn_type_list={raw['attn_type_list']}: weft's minimax_m2 has full attention (1) only")
@@ -23,7 +23,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """And back."""
+    """Return config.json fields for the fields of `HybridConfig` that `Family.fields` cannot map."""
     return {**mixtral.write(cfg), **rope.write(cfg, partial=True)}
 
 

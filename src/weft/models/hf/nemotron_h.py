@@ -1,4 +1,4 @@
-"""Nemotron-H (arXiv:2504.03624): Mamba-2, attention without positions, squared-ReLU MLPs and experts, a layer each."""
+"""Nemotron-H (arXiv:2504.03624): each layer is Mamba-2, attention without RoPE, a squared-ReLU MLP or experts."""
 
 from weft.errors import ConversionError
 from weft.models.config import HybridConfig
@@ -23,7 +23,7 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """Read or write the fields that the table cannot express."""
+    """Return `HybridConfig` fields for the fields of config.json that `Family.fields` cannot map."""
     blocks = raw.get("layers_block_type") or raw.get("layer_types")
     if blocks is None and raw.get("hybrid_override_pattern") is None:
         raise ConversionError("nemotron_h: config.json has neither layers_block_type nor hybrid_override_pattern")
@@ -45,14 +45,14 @@ def read(raw: Raw) -> Raw:
 
 
 def of_a_depth(raw: Raw) -> str:
-    """The symbols of one prediction depth; the older field goes before what the newer one is by default."""
+    """Return the symbols of one prediction depth. Where the newer field has its default, the older field wins."""
     blocks = raw.get("mtp_layers_block_type") or ["full_attention", "moe"]
     symbols = "".join(SYMBOLS.get(name, name) for name in blocks)
     return raw.get("mtp_hybrid_override_pattern", symbols) if symbols == "*E" else symbols
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """And back."""
+    """Return config.json fields for the fields of `HybridConfig` that `Family.fields` cannot map."""
     return {
         "layers_block_type": [NAMES[symbol] for symbol in flat(cfg)],
         "time_step_min": cfg.time_step_limit_min,

@@ -30,13 +30,16 @@ OF_ANY = KEPT - {
 }
 """Fields that have the same meaning in the config.json of every family."""
 BESIDE = "beside/"
-"""In a converted directory the prefix of weights that are not of the text model."""
+"""The prefix, in weft's own directory, of weights that the text model does not use."""
 
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """`raw`: the config.json; `files`: contents of the other files; `beside`: the tensors that are not of the text
-    model, which stay in `directory` until they are copied; `ignored`: fields of config.json that were passed over."""
+    """The files of a loaded model besides its weights.
+
+    `raw`: the config.json. `files`: the contents of the other files. `beside`: the names of tensors that the text model
+    does not use; they stay in `directory` until they are copied. `ignored`: the ignored fields of config.json.
+    """
 
     family: str
     raw: Raw
@@ -47,7 +50,10 @@ class Origin:
     ignored: tuple[str, ...] = ()
 
     def config_json(self, family: Family, cfg: HybridConfig, described_here: Raw) -> Raw:
-        """The config.json of a model of `cfg` in that family: this one as it was, where it describes the model."""
+        """Return the config.json for `cfg` in `family`: the original if it describes `cfg`.
+
+        Otherwise it is `described_here` with the original's fields that have the same meaning in every family.
+        """
         if family.model_type == self.family:
             again = family.config(full_text_of(self.raw), family.projections(cfg), self.ignored)
             if not differences(cfg, again):
@@ -62,7 +68,10 @@ class Origin:
                 path.write_bytes(content)
 
     def copy_beside(self, writer: TensorWriter, *, ours: bool = False) -> None:
-        """The weights that are not of the text model, under the names that they have."""
+        """Write the weights that the text model does not use, under their original names.
+
+        `ours`: add the prefix that they have in weft's own directory.
+        """
         if not self.beside:
             return
         files = TensorFiles(self.directory)
@@ -71,7 +80,7 @@ class Origin:
             writer.put(BESIDE + name if ours else name, files[there][...])
 
     def described(self) -> Raw:
-        """The part of weft-model.json that describes the origin."""
+        """Return the part of weft-model.json that describes the origin."""
         spelling = dataclasses.asdict(self.spelling)
         return {"family": self.family, "config": self.raw, "spelling": spelling, "ignored": list(self.ignored)}
 
@@ -88,7 +97,7 @@ class Origin:
 
 
 def origin_of(directory: Path, ignored: Collection[str] = ()) -> Origin | None:
-    """The origin of the model in a directory; None if it never had a config.json."""
+    """Return the origin of the model in a directory; None if it never had a config.json."""
     files = _files_of(directory)
     if (directory / OURS).exists():
         saved = read_ours(directory)

@@ -8,7 +8,7 @@ from weft.models.hf.places import Half, Part
 
 
 def projection(number: int) -> Bound:
-    """Queries (0), keys (1) or values (2) of the matrix that has all of them."""
+    """Return the place of the projection of queries (0), keys (1) or values (2) in the matrix that holds all three."""
 
     def place(prefix: str, cfg: HybridConfig) -> Part:
         queries, keys = (heads * cfg.attention_head_dim for heads in (cfg.num_attention_heads, cfg.num_key_value_heads))
@@ -19,18 +19,18 @@ def projection(number: int) -> Bound:
 
 
 def half(number: int) -> Bound:
-    """The gate (0) or what it gates (1)."""
+    """Return the place of gate (0) or up (1) in the matrix that holds both."""
     return lambda prefix, cfg: Half(f"{prefix}mlp.gate_up_proj.weight", number, dim=0)
 
 
 def read(raw: Raw) -> Raw:
-    """Read or write the fields that the table cannot express."""
+    """Return `HybridConfig` fields for the fields of config.json that `Family.fields` cannot map."""
     ours = rope.read({"original_max_position_embeddings": 4096, **raw}, partial=1.0)
     return {**llama.read({**raw, "rope_parameters": None, "rope_scaling": None, "partial_rotary_factor": None}), **ours}
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """And back."""
+    """Return config.json fields for the fields of `HybridConfig` that `Family.fields` cannot map."""
     theirs = {**llama.write(cfg), **rope.write(cfg, partial=True)}
     del theirs["head_dim"], theirs["attention_bias"]
     scaling = cfg.rope_scaling or {}

@@ -1,14 +1,14 @@
 """Maps each of weft's tensors to tensors on disk.
 
-    Same        one tensor, as it is; it may be there several times
+    Same        one tensor, unchanged; the files may store copies of it
     PerExpert   [experts, in, out] from a matrix [out, in] of each expert
-    Rows        rows of several matrices, in another order
-    Half        one of two that are one tensor there, one behind the other or by turns
-    Part        some rows of one tensor, whose others are other tensors of ours
+    Rows        the rows of several matrices, in another order
+    Half        one half of a tensor that holds two of weft's, concatenated or interleaved
+    Part        some rows of a tensor that holds several of weft's
     Turned      [experts, in, out] from one tensor [experts, out, in]
-    Flat        one dimension of one tensor that has more, all others 1
+    Flat        one dimension from a tensor whose other dimensions are 1
 
-All are read by rows, so a rank reads only its part. Nothing is computed, so a tensor is written as it was read.
+All are read by rows, so a rank reads only its shard. Values are only moved, so a tensor is written as it was read.
 """
 
 import math
@@ -22,7 +22,7 @@ from torch import Tensor
 from weft.errors import ConversionError
 
 BLOCK_BYTES = 1 << 22
-"""Bytes that are read at a time when a tensor is copied from file to file."""
+"""The number of bytes read at a time when a tensor is copied from file to file."""
 
 
 class Place(Protocol):
@@ -30,26 +30,26 @@ class Place(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """The names of its tensors on disk."""
+        """The names of the tensors on disk that hold it."""
         ...
 
     def shape(self, files: Any) -> list[int]:
-        """Its shape on disk, in weft's layout."""
+        """Return the shape that weft's tensor has according to the files."""
         ...
 
     def rows(self, files: Any, start: int, end: int) -> Tensor:
-        """Its rows from `start` to `end`."""
+        """Read rows `start` to `end` of weft's tensor."""
         ...
 
     def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The tensors on disk, from weft's whole tensor."""
+        """Yield the name and content of each tensor on disk, from weft's whole tensor."""
         ...
 
 
 @dataclass(frozen=True)
 class Same:
-    """One tensor, as it is. `copies`: under other names it may be there again, and is written again. `repeats`: the
-    same, and is not written, as the head of a tied model."""
+    """One tensor, unchanged. `copies`: other names under which files may store it again; these are written too.
+    `repeats`: such names that are not written, as the output layer of a tied model."""
 
     name: str
     copies: tuple[str, ...] = ()
@@ -57,15 +57,15 @@ class Same:
 
     @property
     def names(self) -> Sequence[str]:
-        """See `Place`."""
+        """The names of the tensors on disk."""
         return [self.name]
 
     def shape(self, files: Any) -> list[int]:
-        """See `Place`."""
+        """Return the shape that weft's tensor has according to the files."""
         return files[self.name].get_shape()
 
     def rows(self, files: Any, start: int, end: int) -> Tensor:
-        """See `Place`."""
+        """Read rows `start` to `end` of weft's tensor."""
         rows = files[self.name][start:end]
         for copy in (*self.copies, *self.repeats):
             if copy in files and not torch.equal(files[copy][start:end], rows):
@@ -73,25 +73,25 @@ class Same:
         return rows
 
     def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """See `Place`."""
+        """Yield the name and content of each tensor on disk, from weft's whole tensor."""
         for name in (self.name, *self.copies):
             yield name, tensor
 
 
 @dataclass(frozen=True)
 class PerExpert:
-    """A matrix [out, in] of each expert, `template` with the expert's number."""
+    """A matrix [out, in] of each expert. `template`: its name on disk, with {} for the expert."""
 
     template: str
     experts: int
 
     @property
     def names(self) -> Sequence[str]:
-        """See `Place`."""
+        """The names of the tensors on disk."""
         return [self.template.format(expert) for expert in range(self.experts)]
 
     def shape(self, files: Any) -> list[int]:
-        """See `Place`."""
+        """Return the shape that weft's tensor has according to the files."""
         outputs, inputs = files[self.names[0]].get_shape()
         for name in self.names:
             if (other := files[name].get_shape()) != [outputs, inputs]:
@@ -99,7 +99,7 @@ class PerExpert:
         return [self.experts, inputs, outputs]
 
     def fused(self, gated: bool) -> "Turned | Half":
-        """The same where all experts are one tensor, and gate and up, where there is a gate, one together."""
+        """Return the place if one tensor holds all experts. `gated`: gate and up are also one tensor."""
         stem, name = self.template.removesuffix(".weight").split("{}.")
         part = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}.get(name)
         if part is None or not gated:
@@ -107,7 +107,7 @@ class PerExpert:
         return Half(f"{stem}gate_up_proj", part, dim=1, turned=True)
 
     def rows(self, files: Any, start: int, end: int) -> Tensor:
-        """See `Place`."""
+        """Read rows `start` to `end` of weft's tensor."""
         result = None
         for place, name in enumerate(self.names[start:end]):
             expert = files[name][:].T
@@ -117,30 +117,31 @@ class PerExpert:
         return result
 
     def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """See `Place`."""
+        """Yield the name and content of each tensor on disk, from weft's whole tensor."""
         for name, expert in zip(self.names, tensor.unbind()):
             yield name, expert.T
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows `order` of the matrices `sizes` (name to number of rows), one below the other."""
+    """Rows of several matrices. `sizes`: their names to their numbers of rows. `order`: for each row of weft's tensor,
+    its index in the stacked matrices."""
 
     sizes: Mapping[str, int]
     order: Tensor
 
     @property
     def names(self) -> Sequence[str]:
-        """See `Place`."""
+        """The names of the tensors on disk."""
         return list(self.sizes)
 
     def shape(self, files: Any) -> list[int]:
-        """See `Place`."""
+        """Return the shape that weft's tensor has according to the files."""
         shapes = [files[name].get_shape() for name in self.sizes]
         return [sum(shape[0] for shape in shapes), *shapes[0][1:]]
 
     def rows(self, files: Any, start: int, end: int) -> Tensor:
-        """See `Place`."""
+        """Read rows `start` to `end` of weft's tensor."""
         wanted, result, before = self.order[start:end], None, 0
         for name, size in self.sizes.items():
             here = (wanted >= before) & (wanted < before + size)
@@ -152,67 +153,67 @@ class Rows:
         return result
 
     def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """See `Place`."""
+        """Yield the name and content of each tensor on disk, from weft's whole tensor."""
         for name, order in zip(self.sizes, self.order.argsort().split(list(self.sizes.values()))):
             yield name, tensor[order]
 
 
 @dataclass(frozen=True)
 class Turned:
-    """One tensor [experts, out, in] of ours [experts, in, out]."""
+    """One tensor [experts, out, in], which weft holds as [experts, in, out]."""
 
     name: str
 
     @property
     def names(self) -> Sequence[str]:
-        """See `Place`."""
+        """The names of the tensors on disk."""
         return [self.name]
 
     def shape(self, files: Any) -> list[int]:
-        """See `Place`."""
+        """Return the shape that weft's tensor has according to the files."""
         experts, outputs, inputs = files[self.name].get_shape()
         return [experts, inputs, outputs]
 
     def rows(self, files: Any, start: int, end: int) -> Tensor:
-        """See `Place`."""
+        """Read rows `start` to `end` of weft's tensor."""
         return files[self.name][start:end].mT
 
     def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """See `Place`."""
+        """Yield the name and content of each tensor on disk, from weft's whole tensor."""
         yield self.name, tensor.mT
 
 
 @dataclass(frozen=True)
 class Flat:
-    """One tensor of the shape `there`, ours in one dimension."""
+    """One tensor with the shape `there` on disk, which weft holds in one dimension."""
 
     name: str
     there: tuple[int, ...]
 
     @property
     def names(self) -> Sequence[str]:
-        """See `Place`."""
+        """The names of the tensors on disk."""
         return [self.name]
 
     def shape(self, files: Any) -> list[int]:
-        """See `Place`."""
+        """Return the shape that weft's tensor has according to the files."""
         shape = files[self.name].get_shape()
         return [math.prod(shape)] if tuple(shape) == self.there else shape
 
     def rows(self, files: Any, start: int, end: int) -> Tensor:
-        """See `Place`."""
+        """Read rows `start` to `end` of weft's tensor."""
         return files[self.name][...].flatten()[start:end]
 
     def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """See `Place`."""
+        """Yield the name and content of each tensor on disk, from weft's whole tensor."""
         yield self.name, tensor.view(self.there)
 
 
 @dataclass(frozen=True)
 class Half:
-    """Half `part`, 0 or 1, of one tensor: of its dimension `dim`, or every other place of it where they are `by_turns`.
+    """Half `part` (0 or 1) of one tensor, split along dimension `dim`.
 
-    `turned`: the last two dimensions of the tensor are ours the other way round.
+    `by_turns`: the halves are interleaved, not concatenated. `turned`: weft swaps the last two dimensions.
     """
 
     name: str
@@ -223,17 +224,17 @@ class Half:
 
     @property
     def names(self) -> Sequence[str]:
-        """See `Place`."""
+        """The names of the tensors on disk."""
         return [self.name]
 
     def shape(self, files: Any) -> list[int]:
-        """See `Place`."""
+        """Return the shape that weft's tensor has according to the files."""
         shape = list(files[self.name].get_shape())
         shape[self.dim] //= 2
         return [*shape[:-2], shape[-1], shape[-2]] if self.turned else shape
 
     def rows(self, files: Any, start: int, end: int) -> Tensor:
-        """See `Place`."""
+        """Read rows `start` to `end` of weft's tensor."""
         if self.dim == 0:
             before = self.part * self.shape(files)[0]
             return files[self.name][before + start : before + end]
@@ -241,11 +242,11 @@ class Half:
         return mine.mT if self.turned else mine
 
     def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The half of the tensor there; `write` puts both together."""
+        """Yield the name of the whole tensor and the content of this half. `write` joins the halves."""
         yield self.name, tensor.mT if self.turned else tensor
 
     def of(self, whole: Tensor) -> Tensor:
-        """This half of the tensor there, a view."""
+        """Return this half of `whole`, the tensor on disk, as a view."""
         if not self.by_turns:
             return whole.chunk(2, self.dim)[self.part]
         return whole.unflatten(self.dim, (-1, 2)).select(self.dim, self.part)
@@ -253,7 +254,7 @@ class Half:
 
 @dataclass(frozen=True)
 class Part:
-    """Rows from `begin`, `size` of them, of one tensor of `total` rows."""
+    """`size` rows from row `begin` of one tensor that has `total` rows."""
 
     name: str
     begin: int
@@ -262,36 +263,36 @@ class Part:
 
     @property
     def names(self) -> Sequence[str]:
-        """See `Place`."""
+        """The names of the tensors on disk."""
         return [self.name]
 
     def shape(self, files: Any) -> list[int]:
-        """See `Place`."""
+        """Return the shape that weft's tensor has according to the files."""
         found = list(files[self.name].get_shape())
         if found[0] != self.total:
             raise ConversionError(f"{self.name} has the shape {found}, and must have {self.total} rows")
         return [self.size, *found[1:]]
 
     def rows(self, files: Any, start: int, end: int) -> Tensor:
-        """See `Place`."""
+        """Read rows `start` to `end` of weft's tensor."""
         return files[self.name][self.begin + start : self.begin + end]
 
     def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The rows of the tensor there; `write` puts all together."""
+        """Yield the name of the whole tensor and the content of these rows. `write` joins the parts."""
         yield self.name, tensor
 
 
 class Rooms(Protocol):
-    """Where tensors are written: `weft.models.hf.directory.TensorWriter`."""
+    """A destination of tensors, such as `weft.models.hf.directory.TensorWriter`."""
 
     def room(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor to be filled."""
+        """Return a new tensor, for the caller to fill."""
         ...
 
 
 def write(places: Mapping[str, Place], tensors: Iterable[tuple[str, Tensor]], rooms: Rooms) -> None:
-    """Copy our tensors to where they stand on disk; those that two of ours share take both as they come."""
-    waiting: dict[str, tuple[Tensor, int]] = {}  # with the number of elements that are still to come
+    """Copy weft's tensors to their places on disk. A tensor that holds several of weft's is filled part by part."""
+    waiting: dict[str, tuple[Tensor, int]] = {}  # unfinished tensors, with the number of elements to fill
     for ours, tensor in tensors:
         place = places[ours]
         for name, part in place.split(tensor):
@@ -314,7 +315,7 @@ def write(places: Mapping[str, Place], tensors: Iterable[tuple[str, Tensor]], ro
 
 
 def read_into(room: Tensor, place: Place, files: Any) -> None:
-    """Fill `room` with our tensor, by some rows at a time."""
+    """Fill `room` with weft's tensor, some rows at a time."""
     rows = max(1, BLOCK_BYTES * room.shape[0] // max(1, room.nbytes)) if room.dim() else 1
     for start in range(0, room.shape[0], rows):
         end = min(start + rows, room.shape[0])

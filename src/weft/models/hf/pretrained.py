@@ -1,4 +1,4 @@
-"""The short form: a model from a directory and back, in one call each."""
+"""Load a model from a directory, or save it to one, in one call."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -19,9 +19,10 @@ def from_pretrained(
     dtype: torch.dtype | None = None,
     ignored: Collection[str] = (),
 ) -> HybridModel:
-    """The model in a directory, in evaluation mode; with `meshes` sharded over them, each rank with its part.
+    """Load the model in a directory, in evaluation mode. `meshes`: the meshes to shard it over.
 
-    `dtype`: of its weights, fp32 where it is None. `ignored`: see `config_of`. Raises `ConversionError`.
+    `dtype`: the dtype of the weights; default: fp32. `ignored`: unknown fields of config.json to ignore. Raises
+    `ConversionError`.
     """
     cfg = config_of(directory, ignored=ignored)
     with torch.device("cpu" if meshes is None else "meta"):
@@ -35,5 +36,5 @@ def from_pretrained(
 
 
 def save_pretrained(model: HybridModel, directory: str | Path) -> None:
-    """Write a model and what it came with into a new directory; all ranks call it. See `weft.models.hf.save`."""
+    """Write a model with its config.json and tokenizer into a new directory, like `hf.save`. All ranks call it."""
     save(model, directory)

@@ -17,7 +17,7 @@ EXPERTS: Table = {
 
 
 def ends(raw: Raw, layers: int) -> list[str]:
-    """The kind that ends each layer: experts, except in `mlp_only_layers` and between sparse steps."""
+    """Return the last symbol of each layer: "E", or "-" in `mlp_only_layers` and between sparse steps."""
     dense, step = raw.get("mlp_only_layers") or (), raw.get("decoder_sparse_step", 1)
     if type(step) is not int or step < 1:
         raise ConversionError(f"decoder_sparse_step={step!r}: must be at least 1, where every layer ends in experts")
@@ -25,13 +25,13 @@ def ends(raw: Raw, layers: int) -> list[str]:
 
 
 def written_ends(cfg: HybridConfig) -> Raw:
-    """The inverse: their fields."""
+    """Return the fields of config.json, the inverse of `ends`."""
     places: Sequence[int] = [number for number, symbol in enumerate(flat(cfg)[1::2]) if symbol == "-"]
     return {"mlp_only_layers": places, "decoder_sparse_step": 1}
 
 
 def read(raw: Raw) -> Raw:
-    """Read or write the fields that the table cannot express."""
+    """Return `HybridConfig` fields for the fields of config.json that `Family.fields` cannot map."""
     layers = raw.get("num_hidden_layers", 32)
     check_layer_types(raw, layers, ("full_attention",), "qwen3")
     return {
@@ -43,7 +43,7 @@ def read(raw: Raw) -> Raw:
 
 
 def read_moe(raw: Raw) -> Raw:
-    """Read or write the fields that the table cannot express."""
+    """Return `HybridConfig` fields for the fields of config.json that `Family.fields` cannot map."""
     layers = raw.get("num_hidden_layers", 24)
     return {
         **read({"num_hidden_layers": layers, **raw}),
@@ -53,7 +53,7 @@ def read_moe(raw: Raw) -> Raw:
 
 
 def write_moe(cfg: HybridConfig) -> Raw:
-    """And back."""
+    """Return config.json fields for the fields of `HybridConfig` that `Family.fields` cannot map."""
     return {**write(cfg), **written_ends(cfg)}
 
 

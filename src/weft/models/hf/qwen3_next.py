@@ -1,4 +1,4 @@
-"""Qwen3-Next: gated delta nets and gated attention, experts beside a gated shared one, zero-centred norms."""
+"""Qwen3-Next: gated delta nets and gated attention, experts and a gated shared expert, zero-centred norms."""
 
 import torch
 
@@ -13,11 +13,14 @@ from weft.models.hf.qwen3 import ends, written_ends
 MIXERS = {"linear_attention": "G", "full_attention": "*"}
 NAMES = {symbol: name for name, symbol in MIXERS.items()}
 OF_IMAGES = ("mrope_section", "mrope_interleaved")
-"""How rotation deals its pairs to the axes of images; for text all axes are alike."""
+"""Fields that assign pairs of the rotation to the axes of images. For text all axes are equal."""
 
 
 def in_proj(prefix: str, cfg: HybridConfig) -> Rows:
-    """Ours is q, k, v, z, b, a, each of all heads; theirs are two matrices with the parts of each key head together."""
+    """Return the place of weft's input projection, whose rows are q, k, v, z, b, a, each for all heads.
+
+    On disk two matrices hold these rows, grouped by key head.
+    """
     heads, shared = cfg.linear_num_key_heads, cfg.linear_num_value_heads // cfg.linear_num_key_heads
     keys, values = cfg.linear_key_head_dim, cfg.linear_value_head_dim * shared
     sizes = {"in_proj_qkvz": heads * 2 * (keys + values), "in_proj_ba": heads * 2 * shared}
@@ -44,7 +47,7 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """Read or write the fields that the table cannot express."""
+    """Return `HybridConfig` fields for the fields of config.json that `Family.fields` cannot map."""
     count, interval = raw.get("num_hidden_layers", 48), raw.get("full_attention_interval", 4)
     if type(interval) is not int or interval < 1:
         raise ConversionError(f"full_attention_interval={interval!r}: must be at least 1")
@@ -64,7 +67,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """And back."""
+    """Return config.json fields for the fields of `HybridConfig` that `Family.fields` cannot map."""
     mixers = [NAMES[symbol] for symbol in flat(cfg)[::2]]
     return {**llama.write(cfg), "layer_types": mixers, **written_ends(cfg), **rope.write(cfg, partial=True)}
 

@@ -1,4 +1,4 @@
-"""Rotation in a config.json: `rope_parameters`, or older `rope_theta`, `rope_scaling` and `partial_rotary_factor`."""
+"""RoPE fields of a config.json: `rope_parameters`, or older `rope_theta`, `rope_scaling`, `partial_rotary_factor`."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,26 +8,27 @@ from weft.models.config import HybridConfig
 from weft.models.hf.fields import Raw
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-"""Layers by what they see, as `layer_types` and tables of rotation name them."""
+"""The names of layers without and with a window in `layer_types` and `rope_parameters`."""
 WITH_FIRST_CONTEXT = ("llama3", "yarn", "longrope", "dynamic")
-"""Types that need the length of the first context."""
+"""RoPE types that need the context length of the original training."""
 
 
 def read(raw: Raw, *, theta: float = 10000.0, partial: float | None = None, unused: Iterable[str] = ()) -> Raw:
-    """Our fields; `theta`, `partial`: the family's defaults, `partial` None where it rotates whole heads only.
+    """Return the RoPE fields of `HybridConfig`. `theta`: the family's default base.
 
-    `unused`: names in the table that mean nothing for text.
+    `partial`: the default fraction of a head that is rotated, None for families that rotate whole heads only.
+    `unused`: names in the table to ignore.
     """
     return of_table(raw.get("rope_parameters") or raw.get("rope_scaling") or {}, raw, theta, partial, unused)
 
 
 def of_table(table: Any, raw: Raw, theta: float, partial: float | None = None, unused: Iterable[str] = ()) -> Raw:
-    """Our fields of one table of rotation in the config.json `raw`."""
+    """Return the RoPE fields of `HybridConfig` from one table, such as `rope_parameters`, of the config.json `raw`."""
     if not isinstance(table, dict):
         raise ConversionError(f"rope_parameters={table!r}: must be an object")
     given = {name: value for name, value in table.items() if value is not None and name not in set(unused)}
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
-    kind = "longrope" if kind == "su" else kind  # the name that its first releases had
+    kind = "longrope" if kind == "su" else kind  # the name in its first releases
     given.pop("type", None)
     base = given.pop("rope_theta", None) or raw.get("rope_theta") or theta
     part = given.pop("partial_rotary_factor", None) or raw.get("partial_rotary_factor") or partial or 1.0
@@ -51,7 +52,7 @@ def of_table(table: Any, raw: Raw, theta: float, partial: float | None = None, u
 
 
 def write(cfg: HybridConfig, *, partial: bool = False) -> Raw:
-    """Theirs. `partial`: whether the family rotates parts of heads."""
+    """Return the RoPE fields of config.json. `partial`: whether the family rotates parts of heads."""
     scaling = dict(cfg.rope_scaling or {"rope_type": "default"})
     outside = {}
     if scaling["rope_type"] == "dynamic":
@@ -62,9 +63,9 @@ def write(cfg: HybridConfig, *, partial: bool = False) -> Raw:
 
 
 def by_layer_type(raw: Raw, theta: float, local: float) -> Raw:
-    """Our fields where layers with a window turn with another base, and without scaling.
+    """Return the RoPE fields of `HybridConfig` for a family whose windowed layers have another base and no scaling.
 
-    `theta`, `local`: the bases where config.json has none.
+    `theta`, `local`: the default bases of other and of windowed layers.
     """
     given = raw.get("rope_parameters") or {}
     if FULL in given or SLIDING in given:
@@ -80,7 +81,7 @@ def by_layer_type(raw: Raw, theta: float, local: float) -> Raw:
 
 
 def write_by_layer_type(cfg: HybridConfig) -> Raw:
-    """And back."""
+    """Return the RoPE fields of config.json, the inverse of `by_layer_type`."""
     everywhere = {"rope_theta": cfg.rope_theta, **(cfg.rope_scaling or {"rope_type": "default"})}
     windowed = everywhere
     if cfg.rope_local_theta is not None:

@@ -22,7 +22,7 @@ NESTED = "model.language_model."
 OF_TEXT = (NESTED, "lm_head.", "mtp.")
 OUTSIDE = "language_model."
 UNUSED = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
-"""Tensors that older releases store and that weft computes."""
+"""The names of tensors that older releases store and weft computes."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Spelling:
     outside: bool = False
 
     def theirs(self, name: str) -> str:
-        """The name in the directory, from a name in the tables."""
+        """Return the name in the directory, from a name in the tables."""
         for disk, memory in self.memory:
             name = name.replace(disk, memory)
         if self.nested and name.startswith("model."):
@@ -48,7 +48,7 @@ class Spelling:
         return OUTSIDE + name if self.outside else name
 
     def canonical(self, name: str) -> str | None:
-        """The name in the tables, from a name in the directory; None if the text model does not use the tensor."""
+        """Return the name in the tables, from a name in the directory; None if the text model has no such tensor."""
         if UNUSED.search(name) or (self.nested and not name.startswith(OF_TEXT)):
             return None
         if self.outside and not name.startswith(OUTSIDE):
@@ -62,7 +62,7 @@ class Spelling:
 
 
 def spelling_of(family: Family, names: Iterable[str]) -> Spelling:
-    """The spelling of a directory that holds tensors with these names."""
+    """Return the spelling of a directory whose tensors have these names."""
     names = list(names)
     nested = any(name.startswith(NESTED) for name in names)
     fused = any(re.search(r"\.experts\.(gate_up|up|down)_proj$", name) for name in names)
@@ -88,7 +88,7 @@ class Spelled:
         return self.files[self._names.get(name, name)]
 
     def dtype(self, name: str) -> Any:
-        """See `weft.models.hf.directory.TensorFiles`."""
+        """Return the dtype of a tensor. Raises `ConversionError` if it cannot be that of a weight."""
         return self.files.dtype(self._names.get(name, name))
 
     @property
@@ -98,13 +98,13 @@ class Spelled:
 
 
 def text_of(raw: Raw) -> Raw:
-    """The part of a config.json that describes the text model."""
+    """Return the part of a config.json that describes the text model."""
     text = raw.get("text_config")
     return text if isinstance(text, dict) and "model_type" in text else raw
 
 
 def full_text_of(raw: Raw) -> Raw:
-    """`text_of`, with the fields that the larger model sets for all parts.
+    """Return `text_of(raw)` with the fields that the larger model sets for all parts.
 
     Raises `ConversionError` if they conflict.
     """

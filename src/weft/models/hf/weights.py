@@ -1,4 +1,4 @@
-"""Weights between a model, sharded or not, and a directory; tensor by tensor, each rank what it keeps."""
+"""Load and save the weights of a model, sharded or not, tensor by tensor."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,12 +25,12 @@ from weft.models.model import HybridModel
 
 @torch.no_grad()
 def load(model: HybridModel, directory: str | Path, *, ignored: Collection[str] = ()) -> None:
-    """Fill the weights of `model`, sharded or not, from a directory; each rank reads its part.
+    """Fill the weights of `model`, sharded or not, from a directory. Each rank reads only its shard.
 
-    Weights keep the dtype that they have in `model`. What came with them (config.json, tokenizer, generation files)
-    stays with the model, as `model.origin`. `ignored`: see `config_of`. Raises `ConversionError` if the directory holds
-    a model of another configuration, and if a tensor is missing, unused, of another shape or of a dtype without
-    meaning, before anything is filled.
+    Weights keep the dtype that they have in `model`. The other files (config.json, tokenizer, generation settings)
+    are kept as `model.origin`. `ignored`: unknown fields of config.json to ignore. Raises `ConversionError`, before any
+    weight is filled, if the directory holds a model of another configuration, or if a tensor is missing, unused, of
+    another shape or of a dtype that weights cannot have.
     """
     directory = Path(directory)
     cfg = config_of(directory, ignored=ignored)
@@ -50,9 +50,9 @@ def load(model: HybridModel, directory: str | Path, *, ignored: Collection[str] 
 def save(model: HybridModel, directory: str | Path, model_type: str | None = None) -> None:
     """Write `model`, sharded or not, as a Hugging Face directory of the family `model_type`, or of one that fits.
 
-    A loaded model is written as it came: the family, the config.json but for the dtype, tokenizer and generation files.
-    All ranks call it, and hold one weight at a time; rank 0 writes. Raises `ConversionError` if no family can hold it,
-    and if the directory cannot be made or holds a model already: what one left would be read as the other's.
+    A loaded model keeps its family, its config.json except the dtype, and its tokenizer and generation files. All ranks
+    call it and gather one weight at a time; rank 0 writes. Raises `ConversionError` if no family can represent the
+    model, or if the directory cannot be made or already holds a model, whose files could be taken for the new one's.
     """
     if model.cut is not None and model.cut.ranks > 1:
         raise ConversionError(
@@ -77,7 +77,7 @@ def save(model: HybridModel, directory: str | Path, model_type: str | None = Non
 
 
 def with_dtype(raw: Raw, dtype: torch.dtype) -> Raw:
-    """A config.json that says in which dtype the weights beside it are."""
+    """Return a copy of the config.json `raw` that names `dtype` as that of the weights."""
     name = str(dtype).removeprefix("torch.")
     raw = {**raw, "torch_dtype" if "torch_dtype" in raw else "dtype": name}
     if text_of(raw) is not raw:
@@ -99,9 +99,9 @@ def check_complete(places: Mapping[str, Place], files: Any) -> None:
 
 
 def check_fits(shapes: Mapping[str, list[int]], places: Mapping[str, Place], files: Any) -> None:
-    """Raise `ConversionError` unless `files` has exactly the tensors of `places`, with these shapes, as numbers.
+    """Raise `ConversionError` unless `files` has exactly the tensors of `places`, with these shapes and valid dtypes.
 
-    `shapes`: of what this rank has, which with pipeline stages is a part of `places`.
+    `shapes`: those of this rank's tensors, which with pipeline stages are a part of `places`.
     """
     check_complete(places, files)
     for name, wanted in shapes.items():
@@ -112,7 +112,7 @@ def check_fits(shapes: Mapping[str, list[int]], places: Mapping[str, Place], fil
             raise ConversionError(f"{files.directory}: the parts of {name} differ in dtype ({shown})")
         try:
             shape = place.shape(files)
-        except (ValueError, IndexError) as error:  # another number of dimensions than the place has
+        except (ValueError, IndexError) as error:  # the tensor on disk has another number of dimensions
             found = files[place.names[0]].get_shape()
             reason = str(error) if isinstance(error, ConversionError) else f"{place.names[0]} has the shape {found}"
             raise ConversionError(f"{files.directory}: {reason}; {name} {wanted}") from error
@@ -121,19 +121,21 @@ def check_fits(shapes: Mapping[str, list[int]], places: Mapping[str, Place], fil
 
 
 class Renamed:
-    """A writer of tensors under the names that a directory spells in its own way."""
+    """A writer that translates names in a family's tables to the spelling of a directory."""
 
     def __init__(self, writer: TensorWriter, spelling: Spelling) -> None:
         self.writer, self.spelling = writer, spelling
 
     def room(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """See `TensorWriter.room`."""
+        """Return a new tensor that is memory-mapped to a file. `name`: the name in the family's tables."""
         return self.writer.room(self.spelling.theirs(name), shape, dtype)
 
 
 def _prepare(directory: Path) -> None:
-    """Make it, or raise: on all ranks alike, by what the first one sees, which begins to write when others may not
-    have looked yet."""
+    """Create the directory, or raise `ConversionError` on all ranks.
+
+    Only rank 0 looks: it may begin to write before others have looked.
+    """
     refusal: ConversionError | None = None
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
@@ -154,7 +156,7 @@ def _refuse_another(directory: Path) -> None:
 
 
 class _Nowhere(TensorWriter):
-    """Of ranks that do not write."""
+    """The writer of ranks that do not write."""
 
     def __init__(self) -> None:
         super().__init__(Path())
@@ -167,7 +169,7 @@ class _Nowhere(TensorWriter):
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, and the buffers that are saved, in the order of a state dict."""
+    """Yield the parameters and the persistent buffers, in the order of a state dict."""
     return iter(model.state_dict(keep_vars=True).items())
 
 
@@ -177,7 +179,7 @@ def _whole(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _parts(name: str, tensor: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """This rank's pieces of `tensor`, each with its start in the whole."""
+    """Yield this rank's pieces of `tensor`, each with its offsets in the whole tensor."""
     if not isinstance(tensor, DTensor):
         yield (0,) * max(tensor.dim(), 1), tensor
         return
