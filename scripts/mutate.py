@@ -591,6 +591,13 @@ MUTATIONS = [
         MEMBERSHIP + "test_a_root_that_was_forgotten_is_named_at_the_first_backward_and_can_be_sharded_then[2]",
     ),
     Mutation(
+        "the order of reductions is that of the units for ever",
+        "fsdp/runtime/consensus.py",
+        "reductions.agreed = tuple(reductions.arrived)",
+        "pass",
+        "fsdp/test_order.py::test_reductions_that_wait_for_the_turn_of_another_all_start_with_it[2]",
+    ),
+    Mutation(
         "what is reduced is what this rank trains",
         "fsdp/runtime/consensus.py",
         "        self._reduce(agreed.trains)\n",
@@ -774,6 +781,13 @@ MUTATIONS = [
         "            self._gather(tied, backward)",
         "            pass",
         BUCKETS + "test_units_whose_weights_are_shared_bring_their_bucket[2]",
+    ),
+    Mutation(
+        "gradients of small units on one rank are added up one by one",
+        "fsdp/runtime/buckets.py",
+        "return min((each.bundle_bytes for each in said), default=0)",
+        "return min((each.bundle_bytes for each in said if groups[0].groups[-1].size() > 1), default=0)",
+        BUCKETS + "test_one_rank_adds_up_the_gradients_of_small_units_at_once[1]",
     ),
     Mutation(
         "what travels together is summed from this rank on",
@@ -1253,8 +1267,8 @@ MUTATIONS = [
     Mutation(
         "gradients are used before they are reduced",
         "fsdp/runtime/reductions.py",
-        "            under_way.wait()",
-        "            pass",
+        "        under_way.wait()",
+        "        pass",
         STREAMS + "test_a_steady_step_has_no_wait_of_the_host[2-optim_grads_params-False]",
     ),
     Mutation(
@@ -1647,15 +1661,15 @@ MUTATIONS = [
     Mutation(
         "gradients are summed and not averaged",
         "fsdp/unit.py",
-        "return 1 / (group.mesh.size() * (self._divide_factor or 1))",
+        "return 1 / (group.ranks * (self._divide_factor or 1))",
         "return 1.0",
         "fsdp/test_behaviour.py::test_a_list_of_modules_is_one_unit[2]",
     ),
     Mutation(
         "gradient_divide_factor is ignored",
         "fsdp/unit.py",
-        "return 1 / (group.mesh.size() * (self._divide_factor or 1))",
-        "return 1 / group.mesh.size()",
+        "return 1 / (group.ranks * (self._divide_factor or 1))",
+        "return 1 / group.ranks",
         "fsdp/test_behaviour.py::test_gradient_divide_factors_replace_or_follow_the_average[2]",
     ),
     Mutation(

@@ -144,17 +144,16 @@ class Plain:
             dist.broadcast(part, group_src=peer, group=group)
         return Pending()
 
-    def reduce_scatter(self, output, partial, group, tag, *, scale, accumulate, inbox, sum_only):
+    def reduce_scatter(self, output, partial, group, tag, how):
         self.calls.add("reduce_scatter")
         dist.all_reduce(partial, group=group)
-        own = partial.view(group.size(), -1)[dist.get_rank(group)] * scale
-        output.copy_(output + own if accumulate else own)
+        how.take(output, partial.view(group.size(), -1)[dist.get_rank(group)], how.scale)
         return Pending()
 
-    def all_reduce(self, output, partial, group, tag, *, scale, accumulate, inbox):
+    def all_reduce(self, output, partial, group, tag, how):
         self.calls.add("all_reduce")
         dist.all_reduce(partial, group=group)
-        output.copy_(output + partial * scale if accumulate else partial * scale)
+        how.take(output, partial, how.scale)
         return Pending()
 
     def all_to_all(self, output, source, output_sizes, source_sizes, group, tag):

@@ -104,10 +104,9 @@ def circle(below: dict[str, set[str]]) -> dict[str, set[str]]:
     return left
 
 
-def test_imports_in_comm_and_fsdp_make_no_circle_nor_do_their_folders():
-    modules = {
-        "weft." + ".".join(file.relative_to(PACKAGE).with_suffix("").parts): file for file in files("comm", "fsdp")
-    }
+def test_imports_in_comm_fsdp_and_graphs_make_no_circle_nor_do_their_folders():
+    rooms = files("comm", "fsdp", "graphs")
+    modules = {"weft." + ".".join(file.relative_to(PACKAGE).with_suffix("").parts): file for file in rooms}
     names = {name.removesuffix(".__init__") for name in modules}
     below = {
         name: {f"{each}.__init__" if f"{each}.__init__" in modules else each for each in imports_of(file, names)}

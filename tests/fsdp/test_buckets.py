@@ -118,6 +118,15 @@ def test_units_of_one_message_have_divisors_of_their_own_and_add_to_what_is_ther
         assert equal_bit_by_bit(together, found(EACH, alike=alike)[0])
 
 
+@distributed(1)
+def test_one_rank_adds_up_the_gradients_of_small_units_at_once():
+    lanes = Counter()
+    together = train(model(None), lanes=lanes)
+    assert lanes == {"reductions": 1}
+    assert equal_bit_by_bit(together, train(model(EACH), lanes=lanes))
+    assert lanes == {"reduce": DEPTH}
+
+
 @distributed(2)
 def test_a_step_of_small_units_is_a_message_for_each_pass_and_one_for_the_gradients():
     lanes = Counter()

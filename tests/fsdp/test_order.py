@@ -276,6 +276,8 @@ def test_reductions_that_wait_for_the_turn_of_another_all_start_with_it():
     net.layers = torch.nn.ModuleList(net.layers[number] for number in (0, 3, 2, 1))
     [[(_, backward)]] = steps(net, 1)
     assert backward.goes("backward 1", "backward 2", "backward 3", "reduce 3", "reduce 2", "reduce 1", "backward 0")
+    [[(_, backward)]] = steps(net, 1)  # the ranks have agreed on the order that all of them had
+    assert backward.goes("backward 1", "reduce 1", "backward 2", "reduce 2", "backward 3", "reduce 3", "backward 0")
 
 
 # --- communicators ----------------------------------------------------------------------------------------------------

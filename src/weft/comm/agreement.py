@@ -89,6 +89,8 @@ class Agreement:
         differ anywhere.
         """
         log, self._log = self._log, []
+        if all(group.size() == 1 for group in groups):
+            return Agreed([*present], sorted(waiting, reverse=True), True, [*trains], [*resharded], [*uncaptured])
         out_of_turn = set(waiting)
         flags = [*present, *trains, *resharded, *uncaptured, *map(out_of_turn.__contains__, range(len(names)))]
         highest, union = agree(

@@ -5,17 +5,18 @@ no tags: every rank must issue the same ones in the same order. A bundle is one 
 runs as one group.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from weft.comm import streams
 from weft.comm.pending import Pending
 from weft.comm.sums import add_scaled
-from weft.comm.transport import Capabilities
+from weft.comm.transport import Adds, Capabilities, Scales, Several, Sizes, Sum, Wanted
 
 
 class BuiltIn:
@@ -27,7 +28,7 @@ class BuiltIn:
             tags=False, helpers=False, bundles=True, averages=averages, direct_sends=False, latency=2e-5, bandwidth=2e11
         )
 
-    def all_gather(self, full: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, tag: int) -> Pending:
+    def all_gather(self, full: Tensor, source: Tensor, group: ProcessGroup, tag: int) -> Pending:
         """In place: `source` is copied into `full` first, unless it lies there."""
         size = group.size()
         own = full.view(size, -1)[dist.get_rank(group)]
@@ -38,19 +39,12 @@ class BuiltIn:
         return _started(dist.all_gather_into_tensor(full, own, group=group, async_op=_beside(full)))
 
     def all_gather_bundle(
-        self,
-        fulls: Sequence[torch.Tensor | None],
-        sources: Sequence[torch.Tensor],
-        group: dist.ProcessGroup,
-        tag: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, fulls: Wanted, sources: Several, group: ProcessGroup, tag: int, dtype: torch.dtype
     ) -> Pending:
         """In place; what is not kept goes to memory of its own."""
         rank, size = dist.get_rank(group), group.size()
         wholes = [
-            torch.empty(size * source.numel(), dtype=dtype, device=device) if full is None else full
+            torch.empty(size * source.numel(), dtype=dtype, device=sources[0].device) if full is None else full
             for full, source in zip(fulls, sources)
         ]
         own = [whole.view(size, -1)[rank] for whole in wholes]
@@ -62,9 +56,7 @@ class BuiltIn:
         work = group.allgather_into_tensor_coalesced(wholes, own, options)
         return Pending([work], wholes.clear)  # the memory of what is not kept stays until then
 
-    def all_gather_uneven(
-        self, parts: Sequence[torch.Tensor], rank: int, group: dist.ProcessGroup, tag: int
-    ) -> Pending:
+    def all_gather_uneven(self, parts: Several, rank: int, group: ProcessGroup, tag: int) -> Pending:
         """Parts are padded to the size of the largest."""
         width = max(part.numel() for part in parts)
         padded = parts[rank].new_zeros(len(parts), width)
@@ -79,34 +71,17 @@ class BuiltIn:
         work = dist.all_gather_into_tensor(padded.view(-1), source, group=group, async_op=_beside(padded))
         return _started(work, spread)
 
-    def reduce_scatter(
-        self,
-        output: torch.Tensor,
-        partial: torch.Tensor,
-        group: dist.ProcessGroup,
-        tag: int,
-        *,
-        scale: float,
-        accumulate: bool,
-        inbox: torch.Tensor,
-        sum_only: bool,
-    ) -> Pending:
+    def reduce_scatter(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
         """An average where it is one, and the backend has it."""
-        op, scale = self._scaled(partial, scale, group.size(), sum_only)
-        beside = _beside(partial)
-        if not accumulate and scale == 1.0 and output.dtype == partial.dtype:
+        op, scale = self._scaled(partial, how.scale, group.size(), how.sum_only)
+        beside, inbox = _beside(partial), how.inbox
+        if not how.accumulate and scale == 1.0 and output.dtype == partial.dtype:
             return _started(dist.reduce_scatter_tensor(output, partial, op=op, group=group, async_op=beside))
         work = dist.reduce_scatter_tensor(inbox, partial, op=op, group=group, async_op=beside)
-        return _started(work, lambda: add_scaled(output, inbox, scale, accumulate))
+        return _started(work, lambda: how.take(output, inbox, scale))
 
     def reduce_scatter_bundle(
-        self,
-        outputs: Sequence[torch.Tensor],
-        partials: Sequence[torch.Tensor],
-        scales: Sequence[float],
-        adds: Sequence[bool],
-        group: dist.ProcessGroup,
-        tag: int,
+        self, outputs: Several, partials: Several, scales: Scales, adds: Adds, group: ProcessGroup, tag: int
     ) -> Pending:
         """Sums of all tensors arrive in memory of their own, and go to the outputs from there."""
         size = group.size()
@@ -123,30 +98,14 @@ class BuiltIn:
         work = group.reduce_scatter_tensor_coalesced(sums, list(partials), options)
         return Pending([work], take_sums)
 
-    def all_reduce(
-        self,
-        output: torch.Tensor,
-        partial: torch.Tensor,
-        group: dist.ProcessGroup,
-        tag: int,
-        *,
-        scale: float,
-        accumulate: bool,
-        inbox: torch.Tensor,
-    ) -> Pending:
+    def all_reduce(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
         """In `partial`."""
-        _, scale = self._scaled(partial, scale, group.size(), sum_only=True)
+        _, scale = self._scaled(partial, how.scale, group.size(), sum_only=True)
         works = [dist.all_reduce(partial, group=group, async_op=True)]
-        return Pending(works, lambda: add_scaled(output, partial, scale, accumulate))
+        return Pending(works, lambda: how.take(output, partial, scale))
 
     def all_to_all(
-        self,
-        output: torch.Tensor,
-        source: torch.Tensor,
-        output_sizes: Sequence[int],
-        source_sizes: Sequence[int],
-        group: dist.ProcessGroup,
-        tag: int,
+        self, output: Tensor, source: Tensor, output_sizes: Sizes, source_sizes: Sizes, group: ProcessGroup, tag: int
     ) -> Pending:
         """One call."""
         return _started(
@@ -159,7 +118,7 @@ class BuiltIn:
         """For a scattered result on its way to the output."""
         return partial_numel // size if scatters else 0
 
-    def _scaled(self, partial: torch.Tensor, scale: float, size: int, sum_only: bool) -> tuple[Any, float]:
+    def _scaled(self, partial: Tensor, scale: float, size: int, sum_only: bool) -> tuple[Any, float]:
         """The operation to ask for, and the factor that is left for afterwards."""
         if scale == 1 / size and not sum_only and self.capabilities.averages:
             return dist.ReduceOp.AVG, 1.0
@@ -169,7 +128,7 @@ class BuiltIn:
         return dist.ReduceOp.SUM, scale
 
 
-def _beside(tensor: torch.Tensor) -> bool:
+def _beside(tensor: Tensor) -> bool:
     """Whether a transfer runs beside the host by itself. With streams it runs on the current one, as if at once."""
     return not streams.has_streams(tensor.device)
 

@@ -7,23 +7,26 @@ of hangs watches them here; the others are watched at their wait.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from weft.comm.backends import backend_of, transport_of, world
 from weft.comm.groups import tag_of
 from weft.comm.pending import Pending
 from weft.comm.sums import add_scaled
+from weft.comm.transport import Adds, Scales, Several, Sizes, Sum, Wanted
 from weft.comm.watch.hang_detector import watching
 
 UNEVEN_TAGS = 700
 """The first of those of uneven parts, one for each size."""
 
 
-def all_gather(full: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, tag: int) -> Pending:
+def all_gather(full: Tensor, source: Tensor, group: ProcessGroup, tag: int) -> Pending:
     """Fill `full` with every rank's `source`, in rank order.
 
     `source` may be this rank's own slice of `full`; elsewhere it is copied there.
@@ -31,20 +34,12 @@ def all_gather(full: torch.Tensor, source: torch.Tensor, group: dist.ProcessGrou
     return transport_of(group, full.device).all_gather(full, source, group, tag)
 
 
-def all_gather_bundle(
-    fulls: Sequence[torch.Tensor | None],
-    sources: Sequence[torch.Tensor],
-    group: dist.ProcessGroup,
-    tag: int,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Pending:
+def all_gather_bundle(fulls: Wanted, sources: Several, group: ProcessGroup, tag: int, *, dtype: torch.dtype) -> Pending:
     """Fill each of `fulls` with every rank's own of `sources`, in rank order, at the cost of one message.
 
     None: that one is sent, and not kept. Sources are cast to `dtype`.
     """
-    return transport_of(group, device).all_gather_bundle(fulls, sources, group, tag, dtype=dtype, device=device)
+    return transport_of(group, sources[0].device).all_gather_bundle(fulls, sources, group, tag, dtype)
 
 
 def alone(work: Callable[[], Any], tag: int) -> Pending:
@@ -53,7 +48,7 @@ def alone(work: Callable[[], Any], tag: int) -> Pending:
     return Pending()
 
 
-def move(target: torch.Tensor, source: torch.Tensor, staging: torch.Tensor | None, tag: int = 0) -> Pending:
+def move(target: Tensor, source: Tensor, staging: Tensor | None, tag: int = 0) -> Pending:
     """Copy `source` to `target`, of which one may be in (pinned) CPU memory: the host does not wait. Nothing is sent.
 
     `staging`: memory on the device in `source`'s dtype, where that is not `target`'s: casting on the CPU would make the
@@ -67,65 +62,37 @@ def move(target: torch.Tensor, source: torch.Tensor, staging: torch.Tensor | Non
     return Pending()
 
 
-def reduce_scatter(
-    output: torch.Tensor,
-    partial: torch.Tensor,
-    group: dist.ProcessGroup,
-    tag: int,
-    *,
-    scale: float,
-    accumulate: bool,
-    inbox: torch.Tensor,
-    sum_only: bool = False,
-) -> Pending:
-    """`output` (+)= `scale` times the sum over ranks of their slice of `partial` for this rank.
+def reduce_scatter(output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, **how: Any) -> Pending:
+    """`output`, which never aliases `partial`, (+)= the sum over ranks of their slice of `partial` for this rank.
 
-    `output` never aliases `partial`. `inbox`: memory of `inbox_numel` elements in `partial`'s dtype. `sum_only`: never
-    let the backend average, but scale here.
+    `how`: the fields of a `Sum`.
     """
     if group.size() == 1:
-        add_scaled(output, partial, scale, accumulate)
+        add_scaled(output, partial, how["scale"], how["accumulate"])
         return Pending()
-    return transport_of(group, partial.device).reduce_scatter(
-        output, partial, group, tag, scale=scale, accumulate=accumulate, inbox=inbox, sum_only=sum_only
-    )
+    return transport_of(group, partial.device).reduce_scatter(output, partial, group, tag, Sum(**how))
 
 
 def reduce_scatter_bundle(
-    outputs: Sequence[torch.Tensor],
-    partials: Sequence[torch.Tensor],
-    scales: Sequence[float],
-    adds: Sequence[bool],
-    group: dist.ProcessGroup,
-    tag: int,
+    outputs: Several, partials: Several, scales: Scales, adds: Adds, group: ProcessGroup, tag: int
 ) -> Pending:
     """`reduce_scatter` of each, at the cost of one message; `adds`: which outputs are added to."""
+    if group.size() == 1:
+        for each in zip(outputs, partials, scales, adds):
+            add_scaled(*each)
+        return Pending()
     return transport_of(group, partials[0].device).reduce_scatter_bundle(outputs, partials, scales, adds, group, tag)
 
 
-def all_reduce(
-    output: torch.Tensor,
-    partial: torch.Tensor,
-    group: dist.ProcessGroup,
-    tag: int,
-    *,
-    scale: float,
-    accumulate: bool,
-    inbox: torch.Tensor,
-) -> Pending:
-    """`output` (+)= `scale` times the sum of `partial` over the ranks; `partial` is overwritten.
-
-    `inbox`: memory of `inbox_numel` elements in `partial`'s dtype.
-    """
+def all_reduce(output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, **how: Any) -> Pending:
+    """`output` (+)= the sum of `partial` over the ranks; `partial` is overwritten. `how`: the fields of a `Sum`."""
     if group.size() == 1:
-        return Pending([], lambda: add_scaled(output, partial, scale, accumulate))
-    return transport_of(group, partial.device).all_reduce(
-        output, partial, group, tag, scale=scale, accumulate=accumulate, inbox=inbox
-    )
+        return Pending([], lambda: add_scaled(output, partial, how["scale"], how["accumulate"]))
+    return transport_of(group, partial.device).all_reduce(output, partial, group, tag, Sum(**how))
 
 
 def inbox_numel(
-    reduction: Callable[..., Pending], partial_numel: int, group: dist.ProcessGroup, device: torch.device
+    reduction: Callable[..., Pending], partial_numel: int, group: ProcessGroup, device: torch.device
 ) -> int:
     """Elements that `reduction`, `reduce_scatter` or `all_reduce`, needs beside the partial tensor."""
     size = group.size()
@@ -135,12 +102,12 @@ def inbox_numel(
 
 
 def reduce_through(
-    hook: Callable[[torch.Tensor], None],
-    scratch: torch.Tensor,
+    hook: Callable[[Tensor], None],
+    scratch: Tensor,
     reduction: Callable[..., Pending],
-    output: torch.Tensor,
-    partial: torch.Tensor,
-    group: dist.ProcessGroup,
+    output: Tensor,
+    partial: Tensor,
+    group: ProcessGroup,
     tag: int,
     *,
     accumulate: bool,
@@ -160,12 +127,7 @@ def reduce_through(
 
 
 def all_to_all(
-    output: torch.Tensor,
-    source: torch.Tensor,
-    output_sizes: Sequence[int],
-    source_sizes: Sequence[int],
-    group: dist.ProcessGroup,
-    tag: int,
+    output: Tensor, source: Tensor, output_sizes: Sizes, source_sizes: Sizes, group: ProcessGroup, tag: int
 ) -> Pending:
     """Send the r-th part of `source` to rank r; `output` gets what the ranks sent here, in rank order.
 
@@ -174,9 +136,7 @@ def all_to_all(
     return transport_of(group, output.device).all_to_all(output, source, output_sizes, source_sizes, group, tag)
 
 
-def all_to_all_counts(
-    received: torch.Tensor, counts: torch.Tensor, host: torch.Tensor, group: dist.ProcessGroup, tag: int
-) -> Pending:
+def all_to_all_counts(received: Tensor, counts: Tensor, host: Tensor, group: ProcessGroup, tag: int) -> Pending:
     """Send the r-th equal part of `counts` to rank r; `received` gets the parts for this rank.
 
     `host`, [2, n] in (pinned) CPU memory, gets `counts` and `received`: its reader makes the host wait first.
@@ -191,12 +151,12 @@ def all_to_all_counts(
     return pending.followed_by(read)
 
 
-def send(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, peer: int, tag: int) -> Pending:
+def send(tensors: Several, group: ProcessGroup, peer: int, tag: int) -> Pending:
     """Send `tensors`, in this order, to the rank `peer` of `group`."""
     return Pending([group.send([tensor], peer, tag) for tensor in tensors])
 
 
-def receive(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, peer: int, tag: int) -> Pending:
+def receive(tensors: Several, group: ProcessGroup, peer: int, tag: int) -> Pending:
     """Fill `tensors`, in this order, with what the rank `peer` of `group` sends."""
     return Pending([group.recv([tensor], peer, tag) for tensor in tensors])
 
@@ -204,9 +164,7 @@ def receive(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, peer: int
 # --- what waits at once -----------------------------------------------------------------------------------------------
 
 
-def all_gather_uneven(
-    parts: Sequence[torch.Tensor], rank: int, group: dist.ProcessGroup, what: str = "a gather of uneven parts"
-) -> None:
+def all_gather_uneven(parts: Several, rank: int, group: ProcessGroup, what: str = "a gather of uneven parts") -> None:
     """Fill `parts[r]`, 1-D and of any size, with rank r's `parts[rank]`, and wait. `what`: what a person calls it."""
     kind = f"uneven/{[part.numel() for part in parts]}/{parts[rank].dtype}"
     with watching(kind, what, group):
@@ -218,7 +176,7 @@ def all_gather_uneven(
                 part.copy_(there)
 
 
-def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, what: str = "a broadcast") -> None:
+def broadcast(tensor: Tensor, group: ProcessGroup, what: str = "a broadcast") -> None:
     """Overwrite `tensor` with that of the group's first rank, and wait. `what`: what a person calls it."""
     if group.size() > 1:
         with watching(f"broadcast/{tensor.numel()}", what, group):
@@ -229,8 +187,8 @@ def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, what: str = "a bro
 
 
 def reduce_now(
-    tensor: torch.Tensor, op: Any, group: dist.ProcessGroup | None, what: str = "a reduction of a few numbers"
-) -> torch.Tensor:
+    tensor: Tensor, op: Any, group: ProcessGroup | None, what: str = "a reduction of a few numbers"
+) -> Tensor:
     """All-reduce a small tensor in place, wait, and return it. `group`: None is the world. `what`: what a person calls
     it.
 
@@ -253,12 +211,12 @@ def reduce_now(
 _SIGNS = {dist.ReduceOp.MAX: 1, dist.ReduceOp.MIN: -1}
 
 
-def _with_nans(tensor: torch.Tensor, sign: int) -> torch.Tensor:
+def _with_nans(tensor: Tensor, sign: int) -> Tensor:
     """The values, and `sign` where they are NaN, else 0: backends keep a NaN or lose it, as the ranks' order has it."""
     return torch.stack([tensor, tensor.isnan().to(tensor.dtype) * sign])
 
 
-def _movable(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _movable(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """`tensor`, or a copy on the device where it lies in CPU memory, which NCCL does not reach."""
     if tensor.device.type == "cpu" and not backend_of(group, tensor.device):
         return tensor.to("cuda")

@@ -22,7 +22,7 @@ from weft.comm.backends import transport_of
 from weft.comm.groups import CHANNEL_STRIDE
 from weft.comm.pending import Pending
 from weft.comm.timeline import Timeline, recording, span
-from weft.comm.transfers import Transfer
+from weft.comm.transfers import Transfer, begins_at_once
 from weft.comm.watch.hang_detector import Call, explain, hang_detector, watched
 
 ABANDONED_TIMEOUT = timedelta(seconds=10)
@@ -212,17 +212,16 @@ class Lane:
             )
         group = None
         for each in args:
-            if isinstance(each, dist.ProcessGroup):
+            if not isinstance(each, torch.Tensor) and isinstance(each, dist.ProcessGroup):  # slow on a tensor
                 group = each
                 break
-        call = self._call(group, channel)
+        call = None if group is None or group.size() == 1 else self._call(group, channel)
         if recording:
             collective = self._recorded(recording[0], collective, group)
         start = functools.partial(collective, *args, self.tag + CHANNEL_STRIDE * channel, **kwargs)
         if self.stream is None:
 
             def begin() -> Pending:
-                _has_begun(call)
                 if prepare is not None:
                     prepare()
                 try:
@@ -231,8 +230,17 @@ class Lane:
                     explain(error, call)
                     raise
 
+            def begin_late() -> Pending:
+                _has_begun(call)
+                return begin()
+
+            key = (group, self.tag, channel)
             earlier = after._transfer if after is not None else None
             gate = priority.gate_of(self.name) if group is not None else None
+            if earlier is None and gate is None and begins_at_once(key):
+                pending = begin()
+                over = pending.is_over and not recording  # a timeline has all waits
+                return Ticket(None if over else Transfer(lambda: pending, key), call=call, after=after)
             late = earlier is not None or gate is not None
             if late and group is not None and not transport_of(group, self._device).capabilities.tags:
                 # Without tags every rank must issue the collectives of a group in one order. A thread that starts this
@@ -242,7 +250,7 @@ class Lane:
                     earlier.complete()
             if earlier is not None and call is not None and (watch := hang_detector()) is not None:
                 watch.issued.off.add((call.key, call.number))
-            return Ticket(Transfer(begin, (group, self.tag, channel), earlier, gate), call=call, after=after)
+            return Ticket(Transfer(begin_late, key, earlier, gate), call=call, after=after)
         home = streams.current(self._device)
         if behind is None:
             self.stream.wait_stream(home)
@@ -276,9 +284,9 @@ class Lane:
         """What the collectives of a channel are called among the ranks."""
         return f"{group.group_name}/{self.name}/{channel}"
 
-    def _call(self, group: dist.ProcessGroup | None, channel: int) -> Call | None:
+    def _call(self, group: dist.ProcessGroup, channel: int) -> Call | None:
         watch = hang_detector()
-        if watch is None or group is None or group.size() == 1:
+        if watch is None:
             return None
         name = f"{self.name} of {watch.subject}" if self.name in _OF_UNITS else self.title
         return watch.issue(self.key(group, channel), name, group)

@@ -16,6 +16,11 @@ class Pending:
     finish: Callable[[], None] | None = None
     second: Callable[[], "Pending"] | None = None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing to wait for, and nothing left to do."""
+        return not self.works and self.finish is None and self.second is None
+
     def complete(self) -> None:
         """Wait for the transfers (on CUDA: make the current stream wait) and finish."""
         for work in self.works:

@@ -27,32 +27,16 @@ _SPIN_S = 1e-3
 
 
 class Checker(Protocol):
-    """What stands in for CUDA while streams are checked; its streams and their events are used like torch's."""
+    """What stands in for CUDA while streams are checked, with the functions of this file; its streams and events are
+    used like torch's. Inside `on_host`, work is the host's, in its memory."""
 
-    def new(self, name: str) -> Any:
-        """A stream."""
-        ...
-
-    def current(self) -> Any:
-        """The stream of what is computed now."""
-        ...
-
-    def on(self, stream: Any) -> AbstractContextManager:
-        """Inside, what is computed runs on `stream`."""
-        ...
-
-    def on_host(self) -> AbstractContextManager:
-        """Inside, what is computed is the host's, in memory of the host."""
-        ...
-
-    def lend(self, memory: torch.Tensor, stream: Any) -> None:
-        """`stream` uses `memory`, too."""
-
-    def taken(self, memory: torch.Tensor, describe: Callable[[], str]) -> None:
-        """`memory` gets another use."""
-
-    def note_unawaited(self, what: str) -> None:
-        """No stream waited for `what`, or gave it up."""
+    def new(self, name: str) -> Any: ...
+    def current(self) -> Any: ...
+    def on(self, stream: Any) -> AbstractContextManager: ...
+    def on_host(self) -> AbstractContextManager: ...
+    def lend(self, memory: torch.Tensor, stream: Any) -> None: ...
+    def taken(self, memory: torch.Tensor, describe: Callable[[], str]) -> None: ...
+    def note_unawaited(self, what: str) -> None: ...
 
 
 _checker: Checker | None = None

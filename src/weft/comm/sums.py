@@ -29,6 +29,8 @@ def add_scaled(output: torch.Tensor, value: torch.Tensor, scale: float, accumula
     """`output` (+)= `scale` times `value`."""
     if accumulate:
         output.add_(value, alpha=scale)
+    elif scale == 1.0:
+        output.copy_(value)
     elif output.dtype == value.dtype:
         torch.mul(value, scale, out=output)
     else:  # the product in the wider dtype

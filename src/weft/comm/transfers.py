@@ -52,7 +52,7 @@ class Transfer:
         needs: list[Callable[[], object]] = [] if gate is None or gate.is_set() else [gate.wait]
         if after is not None and not after._ends_at_once():
             needs.append(after._end)
-        if not needs and key not in _turns:
+        if not needs and begins_at_once(key):
             self._begin(start())
         else:
             self._put_off = threading.Event()
@@ -175,6 +175,11 @@ in_background = _crew.start
 _turns: dict[Hashable, threading.Event] = {}
 """Of each key, whether the last that was put off has begun."""
 _turns_lock = threading.Lock()
+
+
+def begins_at_once(key: Hashable) -> bool:
+    """Whether no earlier transfer of the key is still to begin."""
+    return key not in _turns
 
 
 def _in_turn(

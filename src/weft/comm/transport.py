@@ -11,12 +11,20 @@ A transport has no state: one instance serves all groups.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from weft.comm.pending import Pending
+from weft.comm.sums import add_scaled
+
+Several = Sequence[Tensor]
+Wanted = Sequence[Tensor | None]
+Sizes = Sequence[int]
+Scales = Sequence[float]
+Adds = Sequence[bool]
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,23 @@ class Capabilities:
         return int(self.latency * self.bandwidth)
 
 
+class Sum(NamedTuple):
+    """What becomes of a sum over the ranks: an output (+)= `scale` times it.
+
+    `accumulate`: the output is added to. `inbox`: memory of `inbox_numel` elements in the dtype of what is sent.
+    `sum_only`: the backend never averages; what it sums is scaled here.
+    """
+
+    scale: float
+    accumulate: bool
+    inbox: Tensor
+    sum_only: bool = False
+
+    def take(self, output: Tensor, total: Tensor, scale: float) -> None:
+        """`output` (+)= `scale` times `total`; the backend has scaled what `scale` leaves out."""
+        add_scaled(output, total, scale, self.accumulate)
+
+
 class Transport(Protocol):
     """Collectives over one backend. Each call starts its transfers and returns what is `Pending`.
 
@@ -60,78 +85,36 @@ class Transport(Protocol):
 
     capabilities: Capabilities
 
-    def all_gather(self, full: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, tag: int) -> Pending:
+    def all_gather(self, full: Tensor, source: Tensor, group: ProcessGroup, tag: int) -> Pending:
         """Fill `full` with every rank's `source`, in rank order. `source` may be this rank's own slice of `full`."""
         ...
 
     def all_gather_bundle(
-        self,
-        fulls: Sequence[torch.Tensor | None],
-        sources: Sequence[torch.Tensor],
-        group: dist.ProcessGroup,
-        tag: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, fulls: Wanted, sources: Several, group: ProcessGroup, tag: int, dtype: torch.dtype
     ) -> Pending:
         """Fill each of `fulls` with every rank's own of `sources`, cast to `dtype`; None: that one is not kept."""
         ...
 
-    def all_gather_uneven(
-        self, parts: Sequence[torch.Tensor], rank: int, group: dist.ProcessGroup, tag: int
-    ) -> Pending:
+    def all_gather_uneven(self, parts: Several, rank: int, group: ProcessGroup, tag: int) -> Pending:
         """Fill `parts[r]`, 1-D and of any size, with rank r's `parts[rank]`."""
         ...
 
-    def reduce_scatter(
-        self,
-        output: torch.Tensor,
-        partial: torch.Tensor,
-        group: dist.ProcessGroup,
-        tag: int,
-        *,
-        scale: float,
-        accumulate: bool,
-        inbox: torch.Tensor,
-        sum_only: bool,
-    ) -> Pending:
-        """`output` (+)= `scale` times the sum over ranks of their slice of `partial` for this rank."""
+    def reduce_scatter(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
+        """`output` (+)= the sum over ranks of their slice of `partial` for this rank, as `how` says."""
         ...
 
     def reduce_scatter_bundle(
-        self,
-        outputs: Sequence[torch.Tensor],
-        partials: Sequence[torch.Tensor],
-        scales: Sequence[float],
-        adds: Sequence[bool],
-        group: dist.ProcessGroup,
-        tag: int,
+        self, outputs: Several, partials: Several, scales: Scales, adds: Adds, group: ProcessGroup, tag: int
     ) -> Pending:
         """`reduce_scatter` of each; `adds`: which outputs are added to."""
         ...
 
-    def all_reduce(
-        self,
-        output: torch.Tensor,
-        partial: torch.Tensor,
-        group: dist.ProcessGroup,
-        tag: int,
-        *,
-        scale: float,
-        accumulate: bool,
-        inbox: torch.Tensor,
-    ) -> Pending:
-        """`output` (+)= `scale` times the sum of `partial` over the ranks; `partial` is overwritten."""
+    def all_reduce(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
+        """`output` (+)= the sum of `partial` over the ranks, as `how` says; `partial` is overwritten."""
         ...
 
     def all_to_all(
-        self,
-        output: torch.Tensor,
-        source: torch.Tensor,
-        output_sizes: Sequence[int],
-        source_sizes: Sequence[int],
-        group: dist.ProcessGroup,
-        tag: int,
+        self, output: Tensor, source: Tensor, output_sizes: Sizes, source_sizes: Sizes, group: ProcessGroup, tag: int
     ) -> Pending:
         """Send the r-th part of `source` to rank r; sizes are in rows."""
         ...

@@ -65,6 +65,8 @@ class FullParameters:
     def come(self, version: int) -> None:
         """They are here, and the main weights are at `version`: autograd reads only what was saved at that. Raises
         WeightsWritten if code wrote to their memory since they left."""
+        if version == self._version and not self._copies:
+            return
         from_gone = self._versions[0] == self._gone
         with behind_classes():
             strays = self._written() if from_gone else []

@@ -16,21 +16,25 @@ call                                 meaning
 begin_forward(unit)                  a module of `unit` is called; the outermost call begins a pass
 end_forward(error)                   the call is over; with the outermost one the pass is
 begin_backward(call)                 a backward reaches `call`; the first of a model begins a pass, autograd ends it
-scheduled(trace, ...)                around a pass whose events are known before it begins
-use(unit, holder), done(unit, ...)   the holder computes with the full weights in between
-keep(unit, holder)                   the full weights stay after `done`
+scheduled(trace, depth, backward)    around a pass whose events are known before it begins, and which gathers `depth`
+                                     units ahead; not `backward`: an evaluation
+use(unit, holder, named)             the holder needs the full weights from here on; `named`: the units that the user
+                                     wants to be gathered ahead, None for those that the plan says
+done(unit, holder, ...)              it needs them no longer; `backward_follows`: it was a forward, and has a backward
+keep(unit, holder)                   the full weights stay: after a forward until its backward, after that for good
 offer(unit)                          a backward begins in which modules of `unit` may write gradients themselves
 expect_more(more)                    whether a schedule has further microbatches whose gradients are added
-ready(unit)                          the gradients of `unit` in this backward are complete
-note_failure(what, error)            `what` ended in `error`, which may end the pass
-recover()                            what a failed pass has left goes
+ready(unit)                          the gradients of `unit` in this backward are complete: pack them, reduce if due
+note_failure(what, error)            `what` ended in `error`; it counts only if the pass ends by that
+recover()                            from outside: what a failed pass has left goes; whether a schedule drives the
+                                     units, so that hooks stand back
 """
 
-import weakref
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
+from weakref import ref
 
 import torch
 
@@ -82,116 +86,67 @@ def in_backward() -> bool:
 
 
 class DrivenUnit(Protocol):
-    """A unit as a driver sees it: what it is called, what its user chose, and who holds its weights."""
+    """A unit as a driver sees it: what it is called, what its user chose, and who holds its weights.
+
+    `calls`: forwards whose backward has not ended; each leaves when its graph goes. `turns`: backward uses another copy
+    of some weights than forward. `moves`: how often the gathered weights have moved. `awaits_reduction`: gradients
+    arrived that no reduction has taken. `lends`: a tensor lies in the memory of gathered weights. `acquire`: hold
+    weights that are here. `end_holds`: let those of these go that hold them. `keep_post_forward`: when the memory goes,
+    post-forward shards stay until backward, if that is asked for.
+    """
 
     name: str
     number: int
     kind: str
     policy: MixedPrecisionPolicy
-    calls: "weakref.WeakSet[Any]"
-    """Forwards whose backward has not ended."""
+    calls: set[ref[Any]]
     reshard_after_forward: bool | None
     reshard_after_backward: bool
     unshard_in_backward: bool
     turns: bool
-    """Whether backward uses another copy of some weights than forward."""
 
     @property
-    def holders(self) -> Collection[Any]:
-        """Who holds the full weights."""
-        ...
-
+    def holders(self) -> Collection[Any]: ...
     @property
-    def moves(self) -> int:
-        """How often the gathered weights have moved."""
-        ...
-
+    def moves(self) -> int: ...
     @property
-    def awaits_reduction(self) -> bool:
-        """Whether gradients arrived that no reduction has taken."""
-        ...
-
-    def lends(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies in the memory of gathered weights."""
-        ...
-
-    def acquire(self, holder: Any) -> None:
-        """Hold weights that are here."""
-
-    def end_holds(self, *holders: Hold) -> None:
-        """Let those of these go that hold the weights."""
-
-    def keep_post_forward(self) -> None:
-        """When the memory goes, post-forward shards stay until backward if that is asked for."""
+    def awaits_reduction(self) -> bool: ...
+    def lends(self, tensor: torch.Tensor) -> bool: ...
+    def acquire(self, holder: Any) -> None: ...
+    def end_holds(self, *holders: Hold) -> None: ...
+    def keep_post_forward(self) -> None: ...
 
 
 class BackwardCall(Protocol):
-    """A forward of a unit on its way through backward."""
+    """A forward of a unit on its way through backward. `begun`: its backward is under way, which `end` or, if it
+    failed, `abandon` ends."""
 
     unit: Any
 
     @property
-    def begun(self) -> bool:
-        """Whether its backward is under way."""
-        ...
-
-    def end(self) -> None:
-        """Its backward is over."""
-
-    def abandon(self) -> None:
-        """Its backward failed."""
+    def begun(self) -> bool: ...
+    def end(self) -> None: ...
+    def abandon(self) -> None: ...
 
 
 class Driver(Protocol):
-    """What runs around the calls of a unit's modules."""
+    """What runs around the calls of a unit's modules. `abandon`: the unit's forward, if it is in one, is over."""
 
-    def abandon(self) -> None:
-        """The unit's forward, if it is in one, is over."""
+    def abandon(self) -> None: ...
 
 
 class Engine(Protocol):
-    """What the units of one model share, as drivers see it."""
+    """What the units of one model share, as drivers see it: the table at the top of this file."""
 
-    @property
-    def in_schedule(self) -> bool:
-        """Whether a schedule drives the units: hooks stand back."""
-        ...
-
-    def begin_forward(self, outermost: Any) -> None:
-        """The module of `outermost` is called."""
-
-    def end_forward(self, error: BaseException | None = None) -> None:
-        """A sharded module's call ended."""
-
-    def begin_backward(self, call: BackwardCall) -> None:
-        """`call` is the next whose backward begins."""
-
-    def scheduled(self, trace: Trace, depth: int, *, backward: bool = True) -> AbstractContextManager[None]:
-        """Around a schedule with the events of `trace`, which gathers `depth` units ahead; not `backward`: an
-        evaluation."""
-        ...
-
-    def use(self, unit: Any, holder: Any, named: Sequence[Any] | None = None) -> None:
-        """`holder` needs the full weights of `unit` from here on. `named`: the units that the user wants to be gathered
-        ahead, None for those that the plan says."""
-
-    def done(self, unit: Any, holder: Any, *, backward_follows: bool = False) -> None:
-        """`holder` needs them no longer. `backward_follows`: of the end of a forward."""
-
-    def keep(self, unit: Any, holder: Any) -> None:
-        """`unit` stays: after a forward until its backward, after a backward for good."""
-
-    def offer(self, unit: Any) -> None:
-        """Make `main_grad` ready for the modules of `unit` that declared to use it."""
-
-    def expect_more(self, more: bool) -> None:
-        """Whether a schedule has further microbatches to reduce."""
-
-    def ready(self, unit: Any) -> None:
-        """Pack the gradients of `unit`, and reduce them if that is due."""
-
-    def note_failure(self, what: str, error: BaseException) -> None:
-        """`what` ended in `error`, which a caller may catch: it counts only if the pass ends by it."""
-
-    def recover(self) -> None:
-        """Begin from outside: what a failed pass has left goes."""
+    def begin_forward(self, outermost: Any) -> None: ...
+    def end_forward(self, error: BaseException | None = None) -> None: ...
+    def begin_backward(self, call: BackwardCall) -> None: ...
+    def scheduled(self, trace: Trace, depth: int, *, backward: bool = True) -> AbstractContextManager[None]: ...
+    def use(self, unit: Any, holder: Any, named: Sequence[Any] | None = None) -> None: ...
+    def done(self, unit: Any, holder: Any, *, backward_follows: bool = False) -> None: ...
+    def keep(self, unit: Any, holder: Any) -> None: ...
+    def offer(self, unit: Any) -> None: ...
+    def expect_more(self, more: bool) -> None: ...
+    def ready(self, unit: Any) -> None: ...
+    def note_failure(self, what: str, error: BaseException) -> None: ...
+    def recover(self) -> bool: ...

@@ -60,7 +60,7 @@ class ParameterGroup:
         self.owner: Callable[[], Any] = lambda: None
         self.plan = plan
         self.layout, self.mesh, self.placements, self.recipe = plan.layout, plan.mesh, plan.placements, plan.recipe
-        self.device, self.home, self.offload = plan.device, plan.home, plan.offload
+        self.device, self.home, self.offload, self.ranks = plan.device, plan.home, plan.offload, plan.mesh.size()
         self.trains = self.trainable = members[0].value.requires_grad
         """Whether some of it is not frozen here; and whether it has gradients here, which may be from before that."""
         self.agreed = self.trainable

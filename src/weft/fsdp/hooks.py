@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import forward_ad
 
 from weft.comm.ranges import Stretch, observed
@@ -54,7 +55,8 @@ class ForwardCall:
         self._engine = engine
         """Lives until then, though the root may be gone."""
         self._stretch: Stretch | None = None
-        self.unit.calls.add(self)
+        self._known = weakref.ref(self, self.unit.calls.discard)
+        self.unit.calls.add(self._known)
 
     @property
     def name(self) -> str:
@@ -66,13 +68,13 @@ class ForwardCall:
         if self.begun:
             return
         unit, driver = self.unit, self.driver
-        if self not in unit.calls:  # a second backward through a retained graph
+        if self._known not in unit.calls:  # a second backward through a retained graph
             if unit.moves != self._moves:
                 raise RuntimeError(
                     f"backward of {unit} runs again through a retained graph, but its gathered weights have moved "
                     "since: pass runtime=weft.RuntimeOptions(allocator='caching') to the root"
                 )
-            unit.calls.add(self)
+            unit.calls.add(self._known)
         engine = self._engine = driver.engine
         engine.begin_backward(self)
         self.begun = True
@@ -123,7 +125,7 @@ class ForwardCall:
             if self._stretch is not None:
                 self._stretch.end()
             if not self._retained:
-                self.unit.calls.discard(self)
+                self.unit.calls.discard(self._known)
 
 
 class _EndOfBackward(torch.autograd.Function):
@@ -132,13 +134,17 @@ class _EndOfBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: ForwardCall, *inputs: torch.Tensor) -> Any:
         ctx.call = call
-        ctx.set_materialize_grads(False)  # an input that nothing used has no gradient, not one of zeros
+        ctx.materialize_grads = False  # an input that nothing used has no gradient, not one of zeros
         return inputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         ctx.call.reach_inputs(gradients)
         return (None, *gradients)
+
+
+_mark: Callable[..., Any] = super(torch.autograd.Function, _EndOfBackward).apply
+"""`Function.apply` without its preparations for torch.func, under which a unit refuses to run."""
 
 
 class HookDriver(ABC):
@@ -165,7 +171,8 @@ class HookDriver(ABC):
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """`forward(*args, **kwargs)` of `module` with the unit's weights."""
         engine = self.engine
-        args, kwargs, finish = self._enter(engine, module, args, kwargs)
+        compiled = get_eval_frame_callback() is not None  # then torch.compile would trace what runs here
+        args, kwargs, finish = (self._enter_plainly if compiled else self._enter)(engine, module, args, kwargs)
         if finish is None:
             return self.unit.policy.cast_output(forward(*args, **kwargs))
         try:
@@ -178,14 +185,12 @@ class HookDriver(ABC):
                     "give it a clone(), or begin with what is not in place, such as ReLU(inplace=False)"
                 ) from error
             raise
-        return self._finish(engine, output, finish)
+        return (self._finish_plainly if compiled else self._finish)(engine, output, finish)
 
-    @torch.compiler.disable
     def _enter(self, engine: Engine, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """What comes before the forward; returns its inputs, cast and marked, and what to call behind it, None where
         hooks stand back."""
-        engine.recover()
-        if self.backwards or id(module) in self._entered or engine.in_schedule:
+        if engine.recover() or self.backwards or id(module) in self._entered:
             return *self.unit.policy.cast_inputs((args, kwargs)), None
         if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
             raise RuntimeError(
@@ -200,7 +205,6 @@ class HookDriver(ABC):
             self._fail(engine, error)
             raise
 
-    @torch.compiler.disable
     def _finish(self, engine: Engine, output: Any, finish: Callable[[], None]) -> Any:
         """What comes behind the forward; returns its output."""
         try:
@@ -212,6 +216,9 @@ class HookDriver(ABC):
             raise
         engine.end_forward()
         return output
+
+    _enter_plainly = torch.compiler.disable(_enter)
+    _finish_plainly = torch.compiler.disable(_finish)
 
     @torch.compiler.disable
     def _fail(self, engine: Engine, error: BaseException) -> None:
@@ -299,11 +306,11 @@ def _marked(call: ForwardCall, args: tuple, kwargs: dict) -> tuple[tuple, dict, 
     """The inputs with their differentiable tensors passed through the end-of-backward mark, and what gives lists that
     were made anew for it what the module has put into them."""
     if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
-        return (_EndOfBackward.apply(call, *args) if args[0].requires_grad else args), kwargs, _nothing
+        return (_mark(call, *args) if args[0].requires_grad else args), kwargs, _nothing
     tensors = [tensor for tensor in tensors_in((*args, *kwargs.values())) if tensor.requires_grad]
     if not tensors:
         return args, kwargs, _nothing
-    marks = _EndOfBackward.apply(call, *tensors)
+    marks = _mark(call, *tensors)
     marked = {id(tensor): mark for tensor, mark in zip(tensors, marks)}
     rebuilt: list[tuple[Any, Any]] = []
 

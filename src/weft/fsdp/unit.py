@@ -91,6 +91,8 @@ class Unit:
         self.groups = list(groups)
         self._list_groups()
         self.device = device
+        self._coming = [group for group in self.groups if group.transient is not None or group.refreshes]
+        """Those whose full weights are not always here and right, as those are that are the main weights themselves."""
         self.gathered = [group.transient for group in self.groups if group.transient is not None]
         """The memory of the gathered weights."""
         self.gathered_bytes = sum(each.nbytes for each in self.gathered)
@@ -124,7 +126,7 @@ class Unit:
         self.unshard_in_backward = True
         self.requires_gradient_sync = True
         self.requires_all_reduce = True
-        self.calls: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.calls: set[weakref.ref[Any]] = set()
         """Forwards whose backward has not ended, as long as their graphs live: autograd has views of the weights."""
         self._divide_factor = divide_factor
         self.replaced_factor: float | None = None
@@ -149,10 +151,7 @@ class Unit:
     @property
     def computes(self) -> bool:
         """Whether a holder computes with the full weights."""
-        for holder in self.holders:
-            if holder.computes:
-                return True
-        return False
+        return any(holder.computes for holder in self.holders)
 
     @property
     def is_stale(self) -> bool:
@@ -265,7 +264,7 @@ class Unit:
         if self.state is State.HERE:
             self.state = TRANSITIONS.get((self.state, "free")) or self._refuse("free")
             self.resident = False
-            for group in self.groups:
+            for group in self._coming:
                 if self._keeps_post_forward:
                     group.keep_post_forward(self.channels)
                 group.free()
@@ -286,7 +285,7 @@ class Unit:
     def forget(self) -> None:
         """Drop what stayed for a backward: the next gather starts from the main weights."""
         self._keeps_post_forward = False
-        for group in self.groups:
+        for group in self._coming:
             if group.post_forward is not None:
                 group.post_forward.drop()
 
@@ -295,8 +294,9 @@ class Unit:
         self.forget()
         if self.state is not State.AT_REST:
             self.free()  # before the model weights change that the gather reads
-        for group in self.groups:
+        for group in self._coming:
             group.await_refresh()
+        for group in self.groups:
             group.sync_requires_grad()
 
     def drop_holders(self) -> None:
@@ -335,11 +335,11 @@ class Unit:
 
     def _gather(self) -> None:
         self.channels.on_gather(self)
-        with profiled(self.name, "gather"):
-            for group in self.groups:
-                ticket = group.gather(self.channels)
-                if ticket is not None:
-                    self._tickets.append(ticket)
+        if self._coming:
+            with profiled(self.name, "gather"):
+                for group in self._coming:
+                    if (ticket := group.gather(self.channels)) is not None:
+                        self._tickets.append(ticket)
 
     def _let_go(self, holder: Any) -> None:
         event = "let go" if len(self.holders) > 1 else "let go last"
@@ -397,4 +397,4 @@ class Unit:
         """What the sum of gradients over the ranks is multiplied with."""
         if self.replaced_factor is not None:
             return 1 / self.replaced_factor
-        return 1 / (group.mesh.size() * (self._divide_factor or 1))
+        return 1 / (group.ranks * (self._divide_factor or 1))

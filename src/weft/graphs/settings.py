@@ -2,9 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import nn
 
 SCOPES = ("attn", "mamba", "mlp", "moe_router", "moe_preprocess", "experts", "finish")
@@ -18,16 +16,8 @@ _REFUSED = {
 
 
 @dataclass(frozen=True)
-class Graphs:
-    """Capture parts of a model and replay them: one launch in place of one for each operator.
-
-    `scopes`: parts of the layers of `weft.models`: "attn", "mamba", "mlp" (dense, and the shared expert), "moe_router",
-    "moe_preprocess" (only with "moe_router"), "experts" (only with `pad_to_capacity`) and "finish". `modules`: further
-    modules, by their names in the root's `named_modules()` or by a predicate of name and module; each lies in one unit,
-    and no other unit lies inside of it.
-    `warmup`: how many passes run eagerly after each plan of memory. `backend`: "cuda"; "tape" replays the operators one
-    by one on the CPU, which shows that the numbers are right and saves no time.
-    """
+class Settings:
+    """The fields of `weft.Graphs`, checked."""
 
     scopes: tuple[str, ...] = SCOPES
     modules: Choice | None = None
@@ -55,16 +45,3 @@ class Graphs:
             raise ValueError(f"warmup={self.warmup!r}: pass an int of at least 1; libraries start up in eager passes")
         if self.backend is not None and self.backend not in BACKENDS:
             raise ValueError(f"backend={self.backend!r}: choose among {', '.join(map(repr, BACKENDS))}, or None")
-
-    def table(
-        self,
-        root: nn.Module,
-        engine: Any,
-        unit_of: Callable[[nn.Module], Any],
-        owns: Callable[[nn.Parameter], bool],
-        device: torch.device,
-    ) -> Any:
-        """See `weft.fsdp.runtime.captures.Captures`."""
-        from weft.graphs.table import GraphTable
-
-        return GraphTable(self, root, engine, unit_of, owns, device)

@@ -14,7 +14,7 @@ from weft.debug import guard
 from weft.graphs.attributes import has_hooks
 from weft.graphs.call import GraphedCall
 from weft.graphs.capture import Backend, delaying
-from weft.graphs.settings import Graphs
+from weft.graphs.settings import Settings
 from weft.graphs.tape import TapeBackend
 
 WAY_OUT = "choose other modules in weft.Graphs(modules=...)"
@@ -40,7 +40,7 @@ class GraphTable:
 
     def __init__(
         self,
-        settings: Graphs,
+        settings: Settings,
         root: nn.Module,
         engine: Engine,
         unit_of: Callable[[nn.Module], Any],

@@ -21,8 +21,8 @@ class GradientFacts:
     """The gradients of one trainable group.
 
     `kind`: what groups that are reduced in one message have in common. `sent`: bytes that travel. `narrows`: packed
-    wide even if they travel at once. `waits`: they are reduced with the last backward of a step only. `declared`:
-    modules write them themselves. `download`: bytes of what is reduced on its way to CPU memory.
+    wide even if they travel at once. `declared`: modules write them themselves. `download`: bytes of what is reduced on
+    its way to CPU memory.
     """
 
     kind: Hashable | None

@@ -27,48 +27,29 @@ BACKWARD = ("backward", "accumulation")
 
 
 class Gathered(Protocol):
-    """What the rules ask of a unit, and do with it."""
+    """What the rules ask of a unit, and do with it.
+
+    `tied`: the units whose parameters it shares. `holders`: of its weights. `resident`: they are here or on their way.
+    `turns`: backward uses another copy than forward; `backward`: what is gathered, now or next, is that copy.
+    `turn`: have one of the copies, at once if it is held, else when it is gathered next. `prefetch`: start the gather,
+    unless it is resident. `has_room`: it can be gathered beside what is here. `free`: give the memory back, unless a
+    holder needs it.
+    """
 
     number: int
     gathered_bytes: int
+    resident: bool
+    turns: bool
+    backward: bool
 
     @property
-    def tied(self) -> Iterable[Any]:
-        """The units whose parameters it shares."""
-        ...
-
+    def tied(self) -> Iterable[Any]: ...
     @property
-    def holders(self) -> Collection[Any]:
-        """Who holds its weights."""
-        ...
-
-    @property
-    def resident(self) -> bool:
-        """Whether its weights are here or on their way."""
-        ...
-
-    @property
-    def turns(self) -> bool:
-        """Whether backward uses another copy of its weights than forward."""
-        ...
-
-    @property
-    def backward(self) -> bool:
-        """Whether what is gathered, or is gathered next, is the copy of backward."""
-        ...
-
-    def turn(self, backward: bool) -> None:
-        """Have the copy of forward or of `backward`: at once if it is held, else when it is gathered next."""
-
-    def prefetch(self) -> None:
-        """Start the gather, unless it is resident."""
-
-    def has_room(self) -> bool:
-        """Whether it can be gathered beside what is here."""
-        ...
-
-    def free(self) -> None:
-        """Give the memory back, unless a holder needs it."""
+    def holders(self) -> Collection[Any]: ...
+    def turn(self, backward: bool) -> None: ...
+    def prefetch(self) -> None: ...
+    def has_room(self) -> bool: ...
+    def free(self) -> None: ...
 
 
 class Bundle(Protocol):
@@ -87,7 +68,7 @@ class GatherOrder:
     """`units`: by number. `bundles`: of the units that are in one. `budget`: bytes to gather ahead, None for the next
     unit or bundle."""
 
-    def __init__(self, units: Sequence[Any], bundles: Mapping[int, Bundle], budget: int | None) -> None:
+    def __init__(self, units: Sequence[Gathered], bundles: Mapping[int, Bundle], budget: int | None) -> None:
         self.traces: dict[str, Trace] = {}
         """The last trace of each kind of pass."""
         self.events: list[tuple[str, int, int]] = []
@@ -202,7 +183,7 @@ class GatherOrder:
 
     # --- events -----------------------------------------------------------------------------------------------------
 
-    def use(self, unit: Any, named: Iterable[Any] | None = None, *, backward: bool = False) -> None:
+    def use(self, unit: Gathered, named: Iterable[Gathered] | None = None, *, backward: bool = False) -> None:
         """`unit` comes next: gather it, and ahead the `named` units, else those that the record predicts. `backward`:
         what comes computes gradients.
 
@@ -235,7 +216,7 @@ class GatherOrder:
                     break
                 self._gather(ahead, ahead.backward)
 
-    def stays(self, unit: Any) -> bool:
+    def stays(self, unit: Gathered) -> bool:
         """Whether `unit`, just released, is among what the pass needs next, so that its memory stays."""
         if not self._on_plan:
             return False
@@ -267,13 +248,13 @@ class GatherOrder:
                 return
             yield number
 
-    def _turn_ahead(self, unit: Any) -> None:
+    def _turn_ahead(self, unit: Gathered) -> None:
         """Let `unit`, which is gathered ahead, have the copy of its next use, unless another holds it."""
         if unit.turns and not unit.holders:
             coming = zip(self._expected[self._position :], self._backwards[self._position :])
             unit.turn(bool(next((use for number, use in coming if number == unit.number), self._kind == "backward")))
 
-    def _gather(self, unit: Any, backward: bool) -> None:
+    def _gather(self, unit: Gathered, backward: bool) -> None:
         """Start to gather `unit`, with its bundle if that did not travel in this pass."""
         for tied in unit.tied:
             self._gather(tied, backward)

@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
+Given = tuple[Tensor, Tensor] | Mapping[str, object]
+"""A microbatch as a caller gives it."""
 OWN = ("cache", "hidden", "losses", "number")
 """Names of parameters that entries of a microbatch cannot set."""
 

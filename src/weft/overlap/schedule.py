@@ -1,10 +1,10 @@
 """Forward and backward of many microbatches in the order of a table, with overlap, pipeline stages and sharding."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Literal, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.comm import priority
 from weft.overlap.agreed import agree_on_schedule
@@ -17,15 +17,16 @@ from weft.overlap.arguments import (
     require_taken,
     table_of,
 )
-from weft.overlap.microbatch import checked_microbatches
+from weft.overlap.layer import StagedModel
+from weft.overlap.microbatch import Given, checked_microbatches
 from weft.overlap.order import Step
 from weft.overlap.run import ScheduledRun
 from weft.pipeline.actions import Table
 
 
 def forward_backward(
-    model: Any,
-    microbatches: Sequence[tuple[Tensor, Tensor] | Mapping[str, Any]],
+    model: StagedModel,
+    microbatches: Sequence[Given],
     *,
     schedule: Table | str | None = None,
     overlap: bool = True,
@@ -76,6 +77,7 @@ def forward_backward(
             pipeline passed different tokens or labels.
     """
     layers, depths = layers_of(model), depths_of(model)
+    assert isinstance(model, nn.Module)  # layers_of has refused others
     cut = cut_of(model, layers)
     checked = checked_microbatches(microbatches)
     scales = checked_scales(loss_scale, len(checked))
@@ -128,9 +130,19 @@ def forward_backward(
     return run.losses()
 
 
+@overload
+def evaluate(model: StagedModel, microbatches: Sequence[Given], *, outputs: None = None) -> list[Tensor]: ...
+
+
+@overload
 def evaluate(
-    model: Any, microbatches: Sequence[tuple[Tensor, Tensor] | Mapping[str, Any]], *, outputs: str | None = None
-) -> Any:
+    model: StagedModel, microbatches: Sequence[Given], *, outputs: Literal["last", "all"]
+) -> tuple[list[Tensor], Tensor | None]: ...
+
+
+def evaluate(
+    model: StagedModel, microbatches: Sequence[Given], *, outputs: Literal["last", "all"] | None = None
+) -> list[Tensor] | tuple[list[Tensor], Tensor | None]:
     """Return the loss of each microbatch, without a backward. Gradients are not changed.
 
     For a model in pipeline stages, all ranks of the pipeline call this with the same microbatches and get all losses.
@@ -144,6 +156,7 @@ def evaluate(
     of different lengths or with prediction depths in training mode.
     """
     layers, depths = layers_of(model), depths_of(model)
+    assert isinstance(model, nn.Module)  # layers_of has refused others
     cut = cut_of(model, layers)
     checked = checked_microbatches(microbatches, labels=outputs is None)
     require_outputs(model, checked, depths, outputs)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 
@@ -172,7 +173,7 @@ class ModelUnits:
             if around.step.direction == BACKWARD:
                 self.engine.offer(unit)
             elif torch.is_grad_enabled():  # backward needs its weights at the same addresses
-                unit.calls.add(self if unit in self.outside else graph)
+                unit.calls.add(ref(self if unit in self.outside else graph, unit.calls.discard))
 
     def after(self, around: Around, graph: Any) -> None:
         """Release and reduce the units that no later step needs."""
@@ -180,7 +181,7 @@ class ModelUnits:
             return
         for unit, hold in around.release:
             if around.step.direction == BACKWARD:
-                unit.calls.discard(self if unit in self.outside else graph)
+                unit.calls.discard(ref(self if unit in self.outside else graph))
             self.engine.done(unit, hold)
         for unit in around.reduce:
             self.engine.ready(unit)

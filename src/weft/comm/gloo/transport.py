@@ -1,14 +1,14 @@
 """Collectives over gloo, of direct sends."""
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from weft.comm.gloo.sends import swap, terms_of
 from weft.comm.pending import Pending
-from weft.comm.sums import add_scaled, add_up, sum_into
-from weft.comm.transport import Capabilities
+from weft.comm.sums import add_up, sum_into
+from weft.comm.transport import Adds, Capabilities, Scales, Several, Sizes, Sum, Wanted
 
 SECOND_ROUND = 500
 """What is added to the tag of a lane for a second round of transfers."""
@@ -24,7 +24,7 @@ class Gloo:
         tags=True, helpers=True, bundles=True, averages=False, direct_sends=True, latency=2e-3, bandwidth=2e9
     )
 
-    def all_gather(self, full: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, tag: int) -> Pending:
+    def all_gather(self, full: Tensor, source: Tensor, group: ProcessGroup, tag: int) -> Pending:
         """`source` is copied into `full` while the sends are under way, unless it lies there."""
         rank, size = dist.get_rank(group), group.size()
         slices = full.view(size, -1)
@@ -34,20 +34,13 @@ class Gloo:
         return Pending(works)
 
     def all_gather_bundle(
-        self,
-        fulls: Sequence[torch.Tensor | None],
-        sources: Sequence[torch.Tensor],
-        group: dist.ProcessGroup,
-        tag: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, fulls: Wanted, sources: Several, group: ProcessGroup, tag: int, dtype: torch.dtype
     ) -> Pending:
         """One message to each rank: row r of a table, from or for rank r, holds the tensors one after another."""
         rank, size = dist.get_rank(group), group.size()
-        widths = [*map(torch.Tensor.numel, sources)]
-        table = torch.empty(size, sum(widths), dtype=dtype, device=device)
-        torch.cat([*map(torch.Tensor.detach, sources)], out=table[rank])
+        widths = [*map(Tensor.numel, sources)]
+        table = torch.empty(size, sum(widths), dtype=dtype, device=sources[0].device)
+        torch.cat([*map(Tensor.detach, sources)], out=table[rank])
 
         def spread() -> None:
             columns = table.split(widths, dim=1)
@@ -57,38 +50,19 @@ class Gloo:
 
         return Pending(swap(table, [table[rank]] * size, group, tag), spread)
 
-    def all_gather_uneven(
-        self, parts: Sequence[torch.Tensor], rank: int, group: dist.ProcessGroup, tag: int
-    ) -> Pending:
+    def all_gather_uneven(self, parts: Several, rank: int, group: ProcessGroup, tag: int) -> Pending:
         """Empty parts are not sent."""
         return Pending(swap(parts, [parts[rank]] * len(parts), group, tag))
 
-    def reduce_scatter(
-        self,
-        output: torch.Tensor,
-        partial: torch.Tensor,
-        group: dist.ProcessGroup,
-        tag: int,
-        *,
-        scale: float,
-        accumulate: bool,
-        inbox: torch.Tensor,
-        sum_only: bool,
-    ) -> Pending:
+    def reduce_scatter(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
         """Every rank gets its slice of all others and sums in rank order."""
         rank, size = dist.get_rank(group), group.size()
         slices = partial.view(size, -1)
-        terms = terms_of(slices[rank], inbox, rank, size)
-        return Pending(swap(terms, slices, group, tag), lambda: add_up(output, terms, scale, accumulate))
+        terms = terms_of(slices[rank], how.inbox, rank, size)
+        return Pending(swap(terms, slices, group, tag), lambda: add_up(output, terms, how.scale, how.accumulate))
 
     def reduce_scatter_bundle(
-        self,
-        outputs: Sequence[torch.Tensor],
-        partials: Sequence[torch.Tensor],
-        scales: Sequence[float],
-        adds: Sequence[bool],
-        group: dist.ProcessGroup,
-        tag: int,
+        self, outputs: Several, partials: Several, scales: Scales, adds: Adds, group: ProcessGroup, tag: int
     ) -> Pending:
         """One message to each rank; the sums are those of one reduction for each tensor, bit for bit."""
         rank, size = dist.get_rank(group), group.size()
@@ -109,17 +83,7 @@ class Gloo:
 
         return Pending(swap(arriving, leaving, group, tag), take_sums)
 
-    def all_reduce(
-        self,
-        output: torch.Tensor,
-        partial: torch.Tensor,
-        group: dist.ProcessGroup,
-        tag: int,
-        *,
-        scale: float,
-        accumulate: bool,
-        inbox: torch.Tensor,
-    ) -> Pending:
+    def all_reduce(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
         """Over
 
             2 ranks    each sends all it has; the sum is the output's, in its dtype
@@ -130,28 +94,22 @@ class Gloo:
         """
         rank, size = dist.get_rank(group), group.size()
         if size == 2:
-            terms = terms_of(partial, inbox, rank, size)
+            terms = terms_of(partial, how.inbox, rank, size)
             works = swap(terms, [partial] * size, group, tag)
-            return Pending(works, lambda: add_up(output, terms, scale, accumulate))
+            return Pending(works, lambda: add_up(output, terms, how.scale, how.accumulate))
         slices = partial.tensor_split(size)
         own = slices[rank]
-        terms = terms_of(own, inbox, rank, size)
+        terms = terms_of(own, how.inbox, rank, size)
 
         def go_round(tag: int) -> Pending:
-            sum_into(own, terms, scale)
+            sum_into(own, terms, how.scale)
             works = swap(slices, [own] * size, group, tag)
-            return Pending(works, lambda: add_scaled(output, partial, 1.0, accumulate))
+            return Pending(works, lambda: how.take(output, partial, 1.0))
 
         return Pending(swap(terms, slices, group, tag), second=lambda: go_round(tag + SECOND_ROUND))
 
     def all_to_all(
-        self,
-        output: torch.Tensor,
-        source: torch.Tensor,
-        output_sizes: Sequence[int],
-        source_sizes: Sequence[int],
-        group: dist.ProcessGroup,
-        tag: int,
+        self, output: Tensor, source: Tensor, output_sizes: Sizes, source_sizes: Sizes, group: ProcessGroup, tag: int
     ) -> Pending:
         """Rows go directly into place."""
         rank = dist.get_rank(group)

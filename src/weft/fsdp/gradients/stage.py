@@ -39,6 +39,7 @@ class GradientStage:
         describe: Callable[[], str],
     ) -> None:
         self._scatters = goal[axis].is_shard()
+        self._reduction = collectives.reduce_scatter if self._scatters else collectives.all_reduce
         self._group = group_of(plan.mesh, axis)
         self._plan = plan
         self._placements = placements
@@ -58,10 +59,6 @@ class GradientStage:
         """The open buffer's view of each tensor."""
         self.padding: list[torch.Tensor] = []
         """The views of what belongs to no tensor, of a whole buffer."""
-
-    @property
-    def _reduction(self) -> Callable[..., Any]:
-        return collectives.reduce_scatter if self._scatters else collectives.all_reduce
 
     def open(self, pool: Pool, *, accumulating: bool) -> FlatBuffer:
         """Take memory, with unspecified contents; `accumulating`: for more than what travels as it is."""

@@ -101,16 +101,13 @@ class Bucket:
                 self.group,
                 channel=self.channels[copy],
                 dtype=self._dtype,
-                device=self._lead.device,
             )
 
 
 def bundle_bytes(groups: Sequence[ParameterGroup]) -> int:
     """How many bytes travel in one message by default: what takes as long as the latency of a message, by what the
     slowest transport of `groups` says of itself."""
-    said = [
-        transport_of(group.groups[-1], group.device).capabilities for group in groups if group.groups[-1].size() > 1
-    ]
+    said = [transport_of(group.groups[-1], group.device).capabilities for group in groups]
     return min((each.bundle_bytes for each in said), default=0)
 
 

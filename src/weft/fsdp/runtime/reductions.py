@@ -5,7 +5,6 @@ lanes and tickets that those rules are applied to.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -18,14 +17,6 @@ from weft.fsdp.parameter import ShardedParameter
 from weft.fsdp.unit import Unit
 from weft.layout.gathers import GatherOrder
 from weft.layout.turns import Due, ReductionOrder, turns_of
-
-
-def _without_graph() -> AbstractContextManager:
-    """`torch.no_grad()`; in a backward, where it is the rule, at no cost."""
-    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
-
-
-_NOTHING: AbstractContextManager = nullcontext()
 
 
 class Reductions(ReductionOrder):
@@ -109,6 +100,10 @@ class Reductions(ReductionOrder):
         """Pack the gradients of `unit`; start their reduction if they are due, and if it is its turn."""
         if not unit.trainable_groups:
             return
+        if torch.is_grad_enabled():  # in a schedule; a backward has switched it off
+            with torch.no_grad():
+                self.reduce(unit)
+            return
         if self.defers(unit):
             self._gathers.waits(unit.number)
             self.pack(unit.number)
@@ -142,7 +137,8 @@ class Reductions(ReductionOrder):
         index, defer = unit.groups.index(group), self.defers(unit)
         if not group.gradients.is_open:
             self._gathers.events.append(("write", unit.number, -1 - index if defer else index))
-        self.make_room(unit.number, index, defer=defer)
+        with torch.no_grad():
+            self.make_room(unit.number, index, defer=defer)
         return group.gradients.place_of(parameter, self._channels.gradients, defer=defer)
 
     def offer_main_gradients(self, unit: Unit) -> None:
@@ -151,7 +147,8 @@ class Reductions(ReductionOrder):
             if group.trainable and group.gradients.declared:
                 defer = self.defers(unit)
                 self._gathers.events.append(("offer", unit.number, int(defer)))
-                self.make_room(unit.number, index, defer=defer)
+                with torch.no_grad():
+                    self.make_room(unit.number, index, defer=defer)
                 group.gradients.offer(self._channels.gradients, defer=defer)
 
     # --- what the rules ask and do ------------------------------------------------------------------------------------
@@ -168,7 +165,7 @@ class Reductions(ReductionOrder):
     def pack_group(self, unit: int, group: int, *, defer: bool) -> None:
         """Move what autograd left into the buffer that travels."""
         each = self._units[unit]
-        with _without_graph(), profiled(each.name, "reduce"):
+        with profiled(each.name, "reduce"):
             each.groups[group].gradients.pack(self._channels.gradients, defer=defer)
 
     def reduce_group(self, unit: int, group: int) -> Ticket:
@@ -176,7 +173,7 @@ class Reductions(ReductionOrder):
         each = self._units[unit]
         one = each.groups[group]
         finishes = self._finishes(each)
-        with _without_graph(), profiled(each.name, "reduce"):
+        with profiled(each.name, "reduce"):
             one.gradients.pack(self._channels.gradients, defer=False)
             return one.gradients.reduce(self._channels, each.scale_of(one), channel=one.channel, finishes=finishes)
 
@@ -186,7 +183,7 @@ class Reductions(ReductionOrder):
         groups = [group for unit in units for group in unit.trainable_groups]
         scales = [unit.scale_of(group) for unit in units for group in unit.trainable_groups]
         lead = groups[0]
-        with _without_graph(), profiled(f"{units[0].name} to {units[-1].name}", "reduce"):
+        with profiled(f"{units[0].name} to {units[-1].name}", "reduce"):
             outputs, partials, adds = zip(*[group.gradients.open_reduction() for group in groups])
             return self._channels.reductions.run(
                 reduce_scatter_bundle, outputs, partials, scales, adds, lead.groups[-1], channel=lead.channel
@@ -194,6 +191,5 @@ class Reductions(ReductionOrder):
 
     def finish_group(self, unit: int, group: int, under_way: Ticket) -> None:
         """Wait for reductions, and give their memory back."""
-        with _without_graph():
-            under_way.wait()
+        under_way.wait()
         self._units[unit].groups[group].gradients.reduced()

@@ -316,15 +316,17 @@ class Runtime(Shared):
         for unit in self.units:
             unit.drop_holders()
 
-    def recover(self) -> None:
-        """Calls from outside begin here: what a failed pass has left goes."""
+    def recover(self) -> bool:
+        """Calls from outside begin here: what a failed pass has left goes. Returns whether a schedule drives the
+        units."""
         if self.passes.current is not Pass.FAILED:
-            return
+            return self.passes.current is Pass.SCHEDULE
         if self._depth:
             raise RuntimeError(
                 "a backward inside of a forward failed, and the forward went on: let the exception leave the forward"
             )
         self._recover()
+        return False
 
     def reset(self) -> None:
         """Return every unit to rest and forget gradients that were not reduced."""

@@ -1,0 +1,35 @@
+"""`weft.Graphs`: what the user passes, and what the engine of a model makes its table of."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.graphs.settings import Settings
+from weft.graphs.table import Engine, GraphTable
+
+
+@dataclass(frozen=True)
+class Graphs(Settings):
+    """Capture parts of a model and replay them: one launch in place of one for each operator.
+
+    `scopes`: parts of the layers of `weft.models`: "attn", "mamba", "mlp" (dense, and the shared expert), "moe_router",
+    "moe_preprocess" (only with "moe_router"), "experts" (only with `pad_to_capacity`) and "finish". `modules`: further
+    modules, by their names in the root's `named_modules()` or by a predicate of name and module; each lies in one unit,
+    and no other unit lies inside of it.
+    `warmup`: how many passes run eagerly after each plan of memory. `backend`: "cuda"; "tape" replays the operators one
+    by one on the CPU, which shows that the numbers are right and saves no time.
+    """
+
+    def table(
+        self,
+        root: nn.Module,
+        engine: Engine,
+        unit_of: Callable[[nn.Module], Any],
+        owns: Callable[[nn.Parameter], bool],
+        device: torch.device,
+    ) -> GraphTable:
+        """See `weft.fsdp.runtime.captures.Captures`."""
+        return GraphTable(self, root, engine, unit_of, owns, device)
