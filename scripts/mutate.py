@@ -582,6 +582,13 @@ MUTATIONS = [
         PACKED + "test_no_document_predicts_the_next_and_no_label_of_one_is_lost",
     ),
     Mutation(
+        "a model that looks beyond borders is trained on packed documents",
+        "train/task/text.py",
+        "    if change > 0:\n",
+        "    if False:\n",
+        PACKED + "test_a_model_that_is_told_and_looks_beyond_borders_is_refused",
+    ),
+    Mutation(
         "a model of transformers keeps a cache and reads over borders",
         "train/task/text.py",
         'given["use_cache"] = False',

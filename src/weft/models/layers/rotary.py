@@ -49,6 +49,7 @@ class RotaryEmbedding(nn.Module):
         self.scaling = scaling
         self.interleave = interleave
         self.local: RotaryEmbedding | None = None
+        self._spelled = self.extra_repr()
         self.register_buffer("cos", torch.empty(FIRST_POSITIONS, width), persistent=False)
         self.register_buffer("sin", torch.empty(FIRST_POSITIONS, width), persistent=False)
         self.reset_parameters()
@@ -96,7 +97,7 @@ class RotaryEmbedding(nn.Module):
 
         They are made once per batch: queries and keys of all layers share them, and so do their backwards.
         """
-        name = f"{self.extra_repr()}, {self.cos.dtype} as {dtype}"  # all that they depend on
+        name = f"{self._spelled}, {self.cos.dtype} as {dtype}"  # all that they depend on
         both = documents.kept(self.cos.device, name, lambda: torch.stack(self._turns(documents, end)).to(dtype))
         return both[0], both[1]
 
