@@ -358,7 +358,7 @@ MUTATIONS = [
     Mutation(
         "positions of slices begin at 0",
         "models/context.py",
-        'return self._on(device, "position_ids", lambda: self.cut(self.whole.position_ids()))',
+        'return self.kept(device, "position_ids", lambda: self.cut(self.whole.position_ids()))',
         "return torch.arange(2 * self.width, device=device).expand(self.whole.batch, -1)",
         OF_MIXERS,
     ),
@@ -372,8 +372,8 @@ MUTATIONS = [
     Mutation(
         "a convolution reaches into another document in the slice before",
         "models/context.py",
-        'same = self._on(x.device, f"halo/{size}", make) == first',
-        'same = self._on(x.device, f"halo/{size}", make) >= 0',
+        'same = self.kept(x.device, f"halo/{size}", make) == first',
+        'same = self.kept(x.device, f"halo/{size}", make) >= 0',
         OF_MIXERS,
     ),
     Mutation(
@@ -422,8 +422,22 @@ MUTATIONS = [
     Mutation(
         "keys of whole rows are gathered for a window",
         "models/layers/attention.py",
-        "if self.window is None or not 0 < self.window - 1 <= slices.width:",
+        "if self.window is None or not 1 < self.window <= slices.width:",
         "if True:",
+        CONTEXT + "test_recurrences_send_as_much_for_long_rows_as_for_short_ones[2]",
+    ),
+    Mutation(
+        "context ranks that are tensor-parallel too keep what they gather",
+        "models/layers/gathered.py",
+        'return hooks is not None and not isinstance(getattr(hooks[0], "__self__", None), Positions)',
+        "return hooks is not None",
+        "models/test_shared_rows.py::test_activations_are_spread_over_context_and_tensor_parallel_ranks[4]",
+    ),
+    Mutation(
+        "context ranks send whole slices for a window as long as one",
+        "models/layers/attention.py",
+        "not 1 < self.window <= slices.width:",
+        "not 1 < self.window < slices.width:",
         CONTEXT + "test_recurrences_send_as_much_for_long_rows_as_for_short_ones[2]",
     ),
     Mutation(
@@ -450,8 +464,8 @@ MUTATIONS = [
     Mutation(
         "a window in blocks sees one position too many",
         "models/layers/attention.py",
-        "_scores(ones.tril(window - 1).triu(), like.dtype)",
-        "_scores(ones.tril(window).triu(), like.dtype)",
+        "F.pad(ones.tril(window - 1).triu(), (first, 0), value=True)",
+        "F.pad(ones.tril(window).triu(), (first, 0), value=True)",
         "models/layers/test_windows.py::test_a_window_in_blocks_equals_one_mask_over_everything[4-3]",
     ),
     Mutation(
@@ -468,7 +482,21 @@ MUTATIONS = [
         "with Rows(None, rows) as kept:",
         "models/test_shared_rows.py::test_activations_are_spread_over_context_and_tensor_parallel_ranks[4]",
     ),
+    Mutation(
+        "sinks take a mask over all scores",
+        "models/layers/attention.py",
+        "    if queries < seen:\n        first",
+        "    if queries < seen or sinks is not None:\n        first",
+        "models/layers/test_windows.py::test_sinks_without_a_window_take_memory_for_positions_and_none_for_scores",
+    ),
     # --- documents in one row -----------------------------------------------------------------------------------------
+    Mutation(
+        "each layer makes the rotations of a batch anew",
+        "models/layers/rotary.py",
+        "documents.kept(self.cos.device, name, lambda",
+        "(lambda _, name, make: make())(self.cos.device, name, lambda",
+        "models/test_documents.py::test_all_layers_share_one_table_of_rotations_of_a_batch",
+    ),
     Mutation(
         "attention sees the whole row",
         "models/layers/attention.py",
@@ -552,6 +580,13 @@ MUTATIONS = [
         "        if self.apart:\n",
         "        if False:\n",
         PACKED + "test_no_document_predicts_the_next_and_no_label_of_one_is_lost",
+    ),
+    Mutation(
+        "a model that looks beyond borders is trained on packed documents",
+        "train/task/text.py",
+        "    if change > 0:\n",
+        "    if False:\n",
+        PACKED + "test_a_model_that_is_told_and_looks_beyond_borders_is_refused",
     ),
     Mutation(
         "a model of transformers keeps a cache and reads over borders",

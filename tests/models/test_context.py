@@ -118,6 +118,9 @@ def test_odd_lengths_depths_and_padding_equal_one_process():
     mask[0, :9], mask[1, 20:] = 0, 0
     padded["documents"] = Documents.from_mask(mask)
     same(trained(build(cfg, meshes, {}), cut([padded], meshes)), trained(build(cfg), [padded]))
+    for window in (7, 8, 12):  # slices have 7 positions
+        cfg = config("**", sliding_window=window, attention_sinks=window == 12)
+        same(trained(build(cfg, meshes, {}), cut([given], meshes)), trained(build(cfg), [given]))
 
 
 @distributed(2)
@@ -187,14 +190,15 @@ def test_with_replicas_experts_under_the_schedule_and_stages():
 def test_recurrences_send_as_much_for_long_rows_as_for_short_ones():
     meshes = weft.init_meshes("cpu", cp=2)
     sent = {}
-    kinds = {**{kind: config(kind) for kind in "MG*+"}, "window": config("*", sliding_window=5, attention_sinks=True)}
+    windows = {window: config("*", sliding_window=window, attention_sinks=True) for window in (5, 8)}  # slices have 8
+    kinds = {**{kind: config(kind) for kind in "MG*+"}, **windows}
     for kind, cfg in kinds.items():
         for seq in (32, 128):
             with mock.patch.object(Gathering, "send", autospec=True, side_effect=Gathering.send) as send:
                 model = build(cfg, meshes)
                 model(**context_part(batch(None, seq), meshes)).backward()
             sent[kind, seq] = sum(part.numel() for call in send.call_args_list for part in call.args[1])
-    assert all(sent[kind, 32] == sent[kind, 128] > 0 for kind in ("M", "G", "window"))
+    assert all(sent[kind, 32] == sent[kind, 128] > 0 for kind in ("M", "G", *windows))
     assert sent["*", 128] == 4 * sent["*", 32] and sent["+", 128] == 4 * sent["+", 32]
 
 
@@ -284,6 +288,15 @@ def test_what_cannot_be_is_refused():
         context_part(given | {"images": torch.zeros(3)}, meshes)
     with pytest.raises(ValueError, match="'names' is a list: beside documents a batch has tensors"):
         context_part(given | {"names": ["a", "b"]}, meshes)
+    for wrong in (given["tokens"], (given["tokens"], given["labels"]), {"labels": given["labels"]}):
+        with pytest.raises(TypeError, match="a batch is a dict of tensors"):
+            context_part(wrong, meshes)
+    with pytest.raises(TypeError, match="documents is a Tensor: make it with"):
+        context_part(given | {"documents": given["tokens"]}, meshes)
+    with pytest.raises(TypeError, match="slices already: cut each batch once"):
+        context_part(context_part(given, meshes), meshes)
+    with pytest.raises(ValueError, match="mamba_kernel='mamba_ssm' on cp=2 ranks"):
+        build(config("M", mamba_kernel="mamba_ssm"), meshes)
     with pytest.raises(ValueError, match="slices of 2 tokens: a convolution sees 3"):
         model(**context_part(batch(None, 8), meshes))
     with pytest.raises(ValueError, match="meshes have no context ranks"):

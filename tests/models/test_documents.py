@@ -1,6 +1,7 @@
 """Documents in one row do not see each other."""
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch.testing import assert_close
 from weft.models import Documents, HybridConfig, HybridModel
 from weft.models.layers.delta_net import delta_chunked, delta_stepwise
 from weft.models.layers.mamba2 import ssd_chunked, ssd_stepwise
+from weft.models.layers.rotary import RotaryEmbedding
+from weft.overlap import evaluate
 
 SEQ = 23
 ROWS = ((7, 1, 9, 6), (2, 11, 10))
@@ -227,14 +230,19 @@ def test_documents_are_what_they_were_made_from():
         (lambda: Documents.from_cu_seqlens(torch.tensor([0, 4, 6]), 2, 3), "row 1 begins inside of a document"),
         (lambda: Documents.from_cu_seqlens(torch.tensor([0, 2, 2, 6]), 1, 6), "must begin with 0 and ascend"),
         (lambda: Documents.from_cu_seqlens(torch.tensor([1, 6]), 1, 6), "must begin with 0 and ascend"),
-        (lambda: Documents.from_mask(torch.tensor([[1, 0, 1]])), r"ids\[0, 2\]"),
+        (lambda: Documents.from_mask(torch.tensor([[1, 0, 1]])), "padding between tokens of row 0: each row"),
         (lambda: Documents.from_mask(torch.tensor([[2, 0, 1]])), "other values than 0 and 1"),
         (lambda: Documents.from_ids(torch.zeros(3, dtype=torch.int64)), r"shape \[3\]"),
         (lambda: Documents(1, 4, (0, 2), padding=(2,)), "indices of starts"),
+        (lambda: Documents.from_ids([[0, 0, 1]]), r"ids is a list: give a tensor of integers \[batch, seq\]"),
+        (lambda: Documents.from_cu_seqlens([0, 3], 1, 3), r"cu_seqlens is a list: give a tensor of integers"),
+        (lambda: Documents.from_cu_seqlens(torch.tensor([0.0, 3.0]), 1, 3), r"cu_seqlens has shape \[2\] and dtype"),
+        (lambda: Documents.from_mask([[1, 0]]), r"attention_mask is a list"),
+        (lambda: Documents.from_mask(torch.full((1, 2), 0.5)), r"attention_mask .* dtype torch.float32: give integers"),
     ],
 )
 def test_what_describes_no_documents_is_refused(make, said):
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises((ValueError, TypeError), match=said):
         make()
 
 
@@ -245,3 +253,19 @@ def test_documents_of_another_batch_and_beside_a_cache_are_refused():
         model(tokens[:, 1:], documents=borders())
     with pytest.raises(ValueError, match="documents beside a cache"):
         model(tokens, cache={}, documents=borders())
+    ids = borders().numbers()
+    with pytest.raises(TypeError, match="documents is a Tensor: make it with"):
+        model(tokens, documents=ids)
+    for wrong, raised in ((ids, TypeError), (Documents.from_ids(ids.view(1, -1)), ValueError)):
+        with pytest.raises(raised, match=r"documents (is a Tensor|of 1 rows of 46 tokens)"):
+            evaluate(model.eval(), [{"tokens": tokens, "documents": wrong}], outputs="all")
+
+
+def test_all_layers_share_one_table_of_rotations_of_a_batch():
+    model, documents = build(config("**[*-]"), torch.bfloat16), borders()
+    with mock.patch.object(RotaryEmbedding, "_turns", autospec=True, side_effect=RotaryEmbedding._turns) as turns:
+        for _ in range(2):
+            model(batch()[0], documents=documents)
+        assert turns.call_count == 1
+    found = model.float()(batch()[0], documents=documents)
+    assert torch.equal(found, model(batch()[0], documents=borders()))

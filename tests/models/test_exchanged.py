@@ -14,7 +14,7 @@ from tests.pool import distributed
 from weft.models import Documents, HybridModel, context_part
 from weft.models.context import Slices
 from weft.models.gathering import Exchanging, Gathering
-from weft.models.shared import check_exchanged
+from weft.models.shared import check_context
 from weft.overlap import forward_backward
 
 KINDS = {
@@ -146,11 +146,11 @@ def test_keys_and_values_travel_while_queries_are_computed():
 
 
 def test_heads_are_counted_on_the_ranks_that_share_them():
-    check_exchanged(exchanging("*", num_attention_heads=8), 4, 2)
+    check_context(exchanging("*", num_attention_heads=8), 4, 2)
     with pytest.raises(ValueError, match=r"num_attention_heads=4 on tp=2 ranks, whose 2 are exchanged over cp=4"):
-        check_exchanged(exchanging("*"), 4, 2)
+        check_context(exchanging("*"), 4, 2)
     with pytest.raises(ValueError, match=r"num_attention_heads=2 .* cp=4"):
-        check_exchanged(exchanging("P", num_attention_heads=2, num_key_value_heads=2), 4, 1)
+        check_context(exchanging("P", num_attention_heads=2, num_key_value_heads=2), 4, 1)
 
 
 @distributed(2)

@@ -116,6 +116,8 @@ RIGHT = [
     (2, "[*-]|[*-]/[*-]", ("sharding.pp=2", "model.tie_word_embeddings=true")),
     (4, "[*E][*E]", ("sharding.cp=2", "sharding.tp=2", "sharding.ep=2", "train.overlap=true", "train.halves=true")),
     (4, "[*-]P", ("sharding.cp=2", "sharding.tp=2", "model.context_attention=heads", PACKED)),
+    (2, "MG", ("sharding.tp=2", "model.mamba_kernel=mamba_ssm", "model.delta_kernel=fla")),
+    (4, "[*-]", ("sharding.cp=4", "model.context_attention=heads")),  # the copy has 4 heads, where 2 would do for tp
 ]
 
 

@@ -49,5 +49,12 @@ def test_sizes_that_do_not_fit_are_refused():
             config(*changes)
     with pytest.raises(ConfigError, match=r"sharding\.cp = 3: model\.num_attention_heads=4 .*cp=3: make"):
         config("sharding.cp=3", heads)
+    convolving = ["model.pattern=M", "sharding.cp=2"]
+    config(*convolving, "data.sequence_length=9")
+    with pytest.raises(ConfigError, match=r"data\.sequence_length = 8: must be at least 9 with sharding\.cp = 2"):
+        config(*convolving, "data.sequence_length=8")
+    for symbol, setting, kernel in (("M", "mamba_kernel", "mamba_ssm"), ("G", "delta_kernel", "fla")):
+        with pytest.raises(ConfigError, match=rf"sharding\.cp = 2: model\.{setting}='{kernel}' on cp=2 ranks"):
+            config(f"model.pattern={symbol}", "sharding.cp=2", f"model.{setting}={kernel}")
     with pytest.raises(ConfigError, match=r"sharding\.dp_shard = 4: must be the number of ranks, 4 / sharding\.cp = 2"):
         config("sharding.cp=2", "sharding.dp_shard=4").validate(4)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.train.command import write_config
-from tests.train.test_factory import configured
+from tests.train.test_factory import Tokens, configured
 from weft.models import Documents
 from weft.train.config import load_config, parse_config
 from weft.train.data.cache import Part
@@ -98,6 +98,27 @@ def test_a_model_of_transformers_is_told_where_documents_begin(pool, tmp_path):
     changes = [*write_documents(tmp_path), "data.sequence_length=128"]
     before, after = pool.run(1, seen_by_llama, path, changes)[0]
     assert before > 0 and torch.equal(before, after)
+
+
+class Recurrent(Tokens):
+    """It is told of borders, and adds a mean over all tokens before."""
+
+    def forward(self, tokens, position_ids):
+        before = self.embedding(tokens).cumsum(1) / torch.arange(1, 1 + tokens.shape[1])[:, None]
+        return self.head(before) + super().forward(tokens)
+
+
+def looks_beyond(path, changes):
+    with pytest.raises(
+        ConfigError, match=r"Recurrent is told .*, but the scores of a document change by \d+\.\d% with"
+    ):
+        task_of(load_config(path, changes), torch.device("cpu"), lambda line: None)
+    task_of(load_config(path, [*changes, "train.cross_documents=true"]), torch.device("cpu"), lambda line: None)
+
+
+def test_a_model_that_is_told_and_looks_beyond_borders_is_refused(pool, tmp_path):
+    path = configured(tmp_path, factory=f'"{__name__}:Recurrent"', options="{width = 16}")
+    pool.run(1, looks_beyond, path, write_documents(tmp_path))
 
 
 def refused(path, changes):

@@ -91,11 +91,11 @@ class Slices:
 
     def position_ids(self, device: torch.device) -> Tensor:
         """As `Documents.position_ids`, of the slices."""
-        return self._on(device, "position_ids", lambda: self.cut(self.whole.position_ids()))
+        return self.kept(device, "position_ids", lambda: self.cut(self.whole.position_ids()))
 
     def reaches(self, device: torch.device) -> Tensor:
         """As `Documents.reaches`, of the slices."""
-        return self._on(device, "reaches", lambda: self.cut(self.whole.reaches()))
+        return self.kept(device, "reaches", lambda: self.cut(self.whole.reaches()))
 
     def labels(self, labels: Tensor) -> Tensor:
         """What `context_part` has cut has its labels masked."""
@@ -105,6 +105,13 @@ class Slices:
         """As `Documents.following`; the slices behind are gathered."""
         whole = self._joined(gathered(self.group, values)[0].unbind())
         return self.cut(self.whole.following(whole, places, filling))
+
+    def kept(self, device: torch.device, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """As `Documents.kept`."""
+        if (device, name) not in self._made:
+            with torch.inference_mode(False):
+                self._made[device, name] = make().to(device)
+        return self._made[device, name]
 
     # --- attention ----------------------------------------------------------------------------------------------------
 
@@ -184,7 +191,7 @@ class Slices:
 
     def numbers(self, device: torch.device) -> Tensor:
         """The number of each position's document, [2 batch, width]."""
-        return self._on(device, "numbers", lambda: self._numbers)
+        return self.kept(device, "numbers", lambda: self._numbers)
 
     def before(self, device: torch.device) -> Tensor:
         """The document of the position before each slice, [2 batch]; -1 before a row."""
@@ -193,7 +200,7 @@ class Slices:
             numbers = F.pad(self.whole.numbers(), (1, 0), value=PADDING)
             return numbers[:, [number * self.width for number in self.mine]].flatten()
 
-        return self._on(device, "before", make)
+        return self.kept(device, "before", make)
 
     @cached_property
     def local(self) -> Documents:
@@ -216,7 +223,7 @@ class Slices:
             places = torch.tensor([number * self.width for number in self.mine])[:, None] + torch.arange(size)
             return numbers[:, places].flatten(0, 1)
 
-        same = self._on(x.device, f"halo/{size}", make) == first
+        same = self.kept(x.device, f"halo/{size}", make) == first
         return rows.masked_fill(~same.view(*same.shape, *[1] * (rows.dim() - 2)), 0)
 
     def carrying(
@@ -281,15 +288,20 @@ class Slices:
         parts = whole.split(self.width, dim=1)
         return [torch.cat((first, last), dim=1) for first, last in zip(parts[: self.ranks], reversed(parts))]
 
-    def _on(self, device: torch.device, name: str, make: Callable[[], Tensor]) -> Tensor:
-        if (device, name) not in self._made:
-            with torch.inference_mode(False):
-                self._made[device, name] = make().to(device)
-        return self._made[device, name]
-
 
 Borders = Documents | Slices
 """What layers are told about where documents begin."""
+
+
+def require_borders(documents: Any, tokens: Tensor) -> None:
+    """Raise unless `documents` are None or those of `tokens`."""
+    if not isinstance(documents, Documents | Slices | None):
+        raise TypeError(
+            f"documents is a {type(documents).__name__}: make it with weft.models.Documents, such as "
+            "Documents.from_ids(ids), Documents.from_position_ids(position_ids) or Documents.from_mask(attention_mask)"
+        )
+    if documents is not None:
+        documents.require(tokens)
 
 
 def context_part(batch: Mapping[str, Any], meshes: Meshes) -> dict[str, Any]:
@@ -301,17 +313,21 @@ def context_part(batch: Mapping[str, Any], meshes: Meshes) -> dict[str, Any]:
         part = context_part({"tokens": tokens, "labels": labels, "documents": documents}, meshes)
         loss = model(part.pop("tokens"), **part)
 
-    Raises `ValueError` without `meshes.cp`, for tensors of another shape than "tokens", and for what is no tensor.
+    Raises `ValueError` without `meshes.cp`, for tensors of another shape than "tokens", and for what is no tensor, and
+    `TypeError` for a batch without "tokens", and for documents that are none or are cut already.
     """
     if meshes.cp is None:
         raise ValueError(
             "meshes have no context ranks: make them with weft.init_meshes(cp=...), or leave this call out"
         )
+    if not isinstance(batch, Mapping) or not isinstance(batch.get("tokens"), Tensor):
+        raise TypeError('a batch is a dict of tensors [batch, seq, ...], of which one is "tokens"')
     group = group_of(meshes.cp, 0)
     tokens, given = batch["tokens"], batch.get("documents")
+    require_borders(given, tokens)
+    if isinstance(given, Slices):
+        raise TypeError("documents of this batch are slices already: cut each batch once")
     rows, seq = tokens.shape
-    if given is not None:
-        given.require(tokens)
     shared = 1 if meshes.tp is None else meshes.tp.size()  # the positions of a rank are cut once more
     missing = -seq % (2 * group.size() * shared // math.gcd(2, shared))
     whole = Documents(rows, seq, tuple(range(0, rows * seq, seq))) if given is None else given

@@ -12,7 +12,7 @@ A position attends only to its own document. A document never crosses rows.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -92,7 +92,7 @@ class Documents:
 
         Raises `ValueError` where a position is neither 0 nor one more than the position before it.
         """
-        positions = _matrix("position_ids", position_ids)
+        positions = _integers("position_ids", position_ids, "[batch, seq]")
         begins = positions == 0
         goes_on = torch.zeros_like(begins)
         goes_on[:, 1:] = positions[:, 1:] == positions[:, :-1] + 1
@@ -112,9 +112,7 @@ class Documents:
         Raises `ValueError` where they do not begin with 0, ascend and end with `batch * seq`, and where a document
         crosses rows.
         """
-        if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) < 2:
-            raise ValueError(f"cu_seqlens has shape {list(cu_seqlens.shape)}: give two integers or more")
-        *starts, end = cu_seqlens.tolist()
+        *starts, end = _integers("cu_seqlens", cu_seqlens, "[documents + 1]").tolist()
         if end != batch * seq:
             raise ValueError(
                 f"cu_seqlens ends with {end}: the lengths must add up to batch * seq = {batch} * {seq} = {batch * seq}"
@@ -127,7 +125,7 @@ class Documents:
 
         Raises `ValueError` for a number below -1, and for one that appears again in its row behind another number.
         """
-        ids = _matrix("ids", ids)
+        ids = _integers("ids", ids, "[batch, seq]")
         if bool((ids < PADDING).any()):
             raise ValueError(f"ids has {int(ids.min())}: numbers are at least 0, and {PADDING} is padding")
         begins = torch.ones_like(ids, dtype=torch.bool)
@@ -151,9 +149,18 @@ class Documents:
 
         Each row is one document. Raises `ValueError` for a row with padding between tokens.
         """
-        mask = _matrix("attention_mask", attention_mask.long())
-        if not bool(((mask == 0) | (mask == 1)).all()):
+        mask = attention_mask
+        if isinstance(mask, Tensor) and bool((is_one := mask == 1).logical_or(mask == 0).all()):
+            mask = is_one.long()  # floating-point masks are common, too
+        mask = _integers("attention_mask", mask, "[batch, seq]")
+        if bool(((mask != 0) & (mask != 1)).any()):
             raise ValueError("attention_mask has other values than 0 and 1; several documents: Documents.from_ids")
+        begins = mask.diff(dim=1, prepend=torch.zeros_like(mask[:, :1])) == 1
+        if bool((several := begins.sum(1) > 1).any()):
+            raise ValueError(
+                f"attention_mask has padding between tokens of row {int(several.nonzero()[0])}: each row is one "
+                "document; several documents: Documents.from_ids"
+            )
         return cls.from_ids(mask - 1)
 
     # --- what follows from it -----------------------------------------------------------------------------------------
@@ -181,7 +188,7 @@ class Documents:
             lengths = torch.tensor(self.lengths)
             return torch.repeat_interleave(torch.arange(len(lengths)), lengths).view(self.shape)
 
-        return self._on(device, "numbers", make)
+        return self.kept(device, "numbers", make)
 
     def position_ids(self, device: torch.device | str = "cpu") -> Tensor:
         """Positions that begin anew at each border, [batch, seq] int64."""
@@ -190,7 +197,7 @@ class Documents:
             starts = torch.tensor(self.starts)[self.numbers()]
             return torch.arange(self.batch * self.seq).view(self.shape) - starts
 
-        return self._on(device, "position_ids", make)
+        return self.kept(device, "position_ids", make)
 
     def reaches(self, device: torch.device | str = "cpu") -> Tensor:
         """The length of each position's document, 0 in padding, [batch, seq] int64."""
@@ -199,11 +206,11 @@ class Documents:
             lengths = torch.tensor([0 if i in self.padding else length for i, length in enumerate(self.lengths)])
             return lengths[self.numbers()]
 
-        return self._on(device, "reaches", make)
+        return self.kept(device, "reaches", make)
 
     def cu_seqlens(self, device: torch.device | str = "cpu") -> Tensor:
         """The starts in the flattened batch, then its length, int32, as kernels of variable length take them."""
-        return self._on(device, "cu_seqlens", lambda: torch.tensor([*self.starts, self.batch * self.seq]).int())
+        return self.kept(device, "cu_seqlens", lambda: torch.tensor([*self.starts, self.batch * self.seq]).int())
 
     def labels(self, labels: Tensor) -> Tensor:
         """`labels` [batch, seq], -100 at the last position of each document and in padding."""
@@ -218,7 +225,7 @@ class Documents:
                 ends[:, -1] = without[:, -1]
             return ends
 
-        return labels.masked_fill(self._on(labels.device, "labels", make), IGNORED_LABEL)
+        return labels.masked_fill(self.kept(labels.device, "labels", make), IGNORED_LABEL)
 
     def following(self, values: Tensor, places: int, filling: int) -> Tensor:
         """[batch, seq] shifted by `places` within each document; `filling` at the end of a document."""
@@ -255,12 +262,19 @@ class Documents:
 
     def convolution(self, before: int, device: torch.device) -> ConvolutionLayout:
         """With `before` empty places ahead of each document."""
-        places = self._on(
+        places = self.kept(
             device,
             f"convolution/{before}",
             lambda: torch.arange(self.batch * self.seq) + before * (self.numbers().flatten() + 1),
         )
         return ConvolutionLayout(places, self.batch * self.seq + before * len(self.starts))
+
+    def kept(self, device: torch.device | str, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """What `make` gives, on `device`. It is made once for each name and device, and lives as long as this."""
+        key = torch.device(device), name
+        if key not in self._made:
+            self._made[key] = self._placed(make(), key[0])
+        return self._made[key]
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
@@ -268,22 +282,18 @@ class Documents:
         """[batch * seq] bool."""
         return torch.isin(self.numbers().flatten(), torch.tensor(self.padding, dtype=torch.int64))
 
-    def _on(self, device: torch.device | str, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """A tensor that is made on the host once, and copied to each device once."""
-        key = torch.device(device), name
-        if key not in self._made:
-            self._made[key] = self._placed(make(), key[0])
-        return self._made[key]
-
     @staticmethod
     def _placed(tensor: Tensor, device: torch.device) -> Tensor:
         with torch.inference_mode(False):  # a tensor of inference mode could not be used in training afterwards
             return tensor.clone().to(device) if tensor.is_inference() else tensor.to(device)
 
 
-def _matrix(name: str, values: Tensor) -> Tensor:
-    if values.dim() != 2 or values.is_floating_point() or not values.numel():
-        raise ValueError(f"{name} has shape {list(values.shape)} and dtype {values.dtype}: give integers [batch, seq]")
+def _integers(name: str, values: Any, shape: str) -> Tensor:
+    """`values` on the host; `shape`: in words."""
+    if not isinstance(values, Tensor):
+        raise TypeError(f"{name} is a {type(values).__name__}: give a tensor of integers {shape}")
+    if values.dim() != shape.count(",") + 1 or values.is_floating_point() or not values.numel():
+        raise ValueError(f"{name} has shape {list(values.shape)} and dtype {values.dtype}: give integers {shape}")
     return values.detach().cpu().long()
 
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from weft.mesh import Meshes
 from weft.models.config import HybridConfig
-from weft.models.context import Borders, Slices
+from weft.models.context import Borders, Slices, require_borders
 from weft.models.cut import cut_of
 from weft.models.layers import Cache, Embedding, dispatcher_of
 from weft.models.layers.positions import Positions
 from weft.models.loss import cross_entropy
 from weft.models.prediction import PredictionDepth, Predictions, shifted
-from weft.models.shared import check_exchanged, check_shared
+from weft.models.shared import check_context, check_shared
 from weft.models.stack import Stack
 from weft.models.tensor_parallel import ends_of, share, tensor_ranks
 from weft.models.vocabulary import cut_cross_entropy
@@ -125,8 +125,13 @@ class HybridModel(nn.Module):
         """The prediction depths, first to last."""
         return [] if self.mtp is None else list(self.mtp.layers)
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Vectors of tokens; [batch, seq] int64 -> [batch, seq, hidden]."""
+    def embed(self, tokens: Tensor, documents: Borders | None = None) -> Tensor:
+        """Vectors of tokens; [batch, seq] int64 -> [batch, seq, hidden].
+
+        Raises `TypeError` for `documents` that are neither `Documents` nor from `context_part`, and `ValueError` for
+        those of another shape.
+        """
+        require_borders(documents, tokens)
         x_BSD, multiplier = self.embedding(tokens), self.cfg.embedding_multiplier
         if self.cfg.embedding_multiplier_rounded:
             multiplier = _rounded(multiplier, x_BSD.dtype)
@@ -254,15 +259,13 @@ class HybridModel(nn.Module):
                 "call weft.overlap.forward_backward"
             )
         self._require_slices(documents)
-        if documents is not None:
-            documents.require(tokens)
         if depths and (labels is not None or cache is not None):
             raise ValueError("depths=True beside labels or a cache: it gives scores of whole rows; leave one out")
         if self.ranks is not None and cache is not None:
             raise ValueError(f"tp={self.ranks.size}: a cache is of whole layers; generate with a model without tp")
         if documents is not None and cache is not None:
             raise ValueError("documents beside a cache: a cache continues one sequence per row; leave one out")
-        x_BSD, losses = self.decoder(self.embed(tokens), cache, documents)
+        x_BSD, losses = self.decoder(self.embed(tokens, documents), cache, documents)
         if depths:
             outputs, _ = self._outputs(x_BSD, tokens, self.depths, documents)
             return [self._all_scores(output) for output in outputs[1:]]
@@ -279,7 +282,7 @@ def require_usable(cfg: HybridConfig, meshes: Meshes) -> None:
     if meshes.tp is not None:
         check_shared(cfg, meshes.tp.size(), 1 if meshes.etp is None else meshes.etp.size())
     if meshes.cp is not None:
-        check_exchanged(cfg, meshes.cp.size(), 1 if meshes.tp is None else meshes.tp.size())
+        check_context(cfg, meshes.cp.size(), 1 if meshes.tp is None else meshes.tp.size())
     if meshes.ep is not None and "E" not in cfg.pattern:
         raise ValueError(
             f"ep={meshes.ep.size()}: pattern {cfg.pattern!r} has no 'E', so there are no experts to spread; use ep=1"

@@ -10,18 +10,34 @@ _DIVIDED = {
     "-": ("intermediate_size",),
 }
 """The sizes that are cut over the ranks, by the kinds of layers that have them."""
+_KERNELS = {"MP": ("mamba_kernel", "mamba_ssm"), "G": ("delta_kernel", "fla")}
+"""Those that cannot begin with the state of another slice."""
+_CONVOLUTIONS = {"MP": "conv_kernel", "G": "linear_conv_kernel_dim", "K": "kda_conv_kernel"}
 _FEW = {"*P": "num_key_value_heads", "MP": "mamba_n_groups", "G": "linear_num_key_heads"}
 """The sizes of which several ranks may share one."""
 
 
-def check_exchanged(cfg: HybridConfig, context: int, size: int) -> None:
-    """Raise `ValueError` for heads that `context` ranks cannot exchange where `size` ranks share each layer."""
+def check_context(cfg: HybridConfig, context: int, size: int) -> None:
+    """Raise `ValueError` for a model whose rows `context` ranks cannot share where `size` ranks share each layer."""
+    for kinds, (name, kernel) in _KERNELS.items():
+        if context > 1 and set(cfg.pattern) & set(kinds) and getattr(cfg, name) == kernel:
+            raise ValueError(
+                f"{name}={kernel!r} on cp={context} ranks: this kernel does not take a state from another slice of a "
+                "row; choose 'auto' or 'torch'"
+            )
     heads = cfg.num_attention_heads // size
     if cfg.context_attention == "heads" and set(cfg.pattern) & set("*P") and heads % context:
         raise ValueError(
             f"num_attention_heads={cfg.num_attention_heads} on tp={size} ranks, whose {heads} are exchanged over "
             f"cp={context}: make it a multiple of tp * cp = {size * context}, or set context_attention='gather'"
         )
+
+
+def least_row(cfg: HybridConfig, context: int) -> int:
+    """The shortest rows that `context` ranks can share: a convolution takes all that it sees of another slice from the
+    one before."""
+    widths = [getattr(cfg, name) for kinds, name in _CONVOLUTIONS.items() if set(cfg.pattern) & set(kinds)]
+    return 2 * context * max(max(widths, default=1) - 2, 0) + 1 if context > 1 else 1
 
 
 def check_shared(cfg: HybridConfig, size: int, experts: int) -> None:

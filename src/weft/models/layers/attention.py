@@ -96,7 +96,7 @@ class Attention(Block):
     ) -> tuple[Gathered | Exchanged, Callable[..., Tensor]]:
         """Keys and values on their way, and what computes with those that come."""
         if not self.exchanges:
-            if self.window is None or not 0 < self.window - 1 <= slices.width:
+            if self.window is None or not 1 < self.window <= slices.width:
                 return Gathered(slices.gathering, *parts), partial(attention_over, slices, **how)
             before = self.window - 1  # positions before a slice that it sees, which are in one other
             halo = partial(slices.haloing, before)
@@ -215,8 +215,9 @@ def causal_attention(
     if queries == 1 < seen and sinks is None:
         return _step(q_BSHC, k_BTHC, v_BTHC, scale)
     mask = None
-    if sinks is not None or 1 < queries < seen:
-        mask = torch.ones(queries, seen, dtype=torch.bool, device=q_BSHC.device).tril(seen - queries)
+    if queries < seen:
+        first = int(sinks is not None)
+        mask = torch.ones(queries, first + seen, dtype=torch.bool, device=q_BSHC.device).tril(first + seen - queries)
     return _attend(q_BSHC, k_BTHC, v_BTHC, mask, scale=scale, sinks=sinks)
 
 
@@ -235,11 +236,12 @@ def _in_blocks(
     queries, before, size = q_BSHC.shape[1], window - 1, max(window, LEAST_BLOCK)
     head = before - (k_BTHC.shape[1] - queries)
     blocks, tail = divmod(queries - head, size)
-    first, middle, last = q_BSHC.split((head, blocks * size, tail), dim=1)
-    band = _band(window, size, q_BSHC)
+    ahead, middle, last = q_BSHC.split((head, blocks * size, tail), dim=1)
+    first = int(sinks is not None)
+    band = _band(window, size, first, q_BSHC)
     found = []
     if head:
-        found.append(causal_attention(first, k_BTHC[:, :before], v_BTHC[:, :before], **how))
+        found.append(causal_attention(ahead, k_BTHC[:, :before], v_BTHC[:, :before], **how))
     if blocks:
         end = blocks * size + before
         keys, values = (
@@ -249,37 +251,33 @@ def _in_blocks(
         found.append(o_NLHC.unflatten(0, (-1, blocks)).flatten(1, 2))
     if tail:
         seen = tail + before
-        found.append(_attend(last, k_BTHC[:, -seen:], v_BTHC[:, -seen:], band[:tail, :seen], **how))
+        found.append(_attend(last, k_BTHC[:, -seen:], v_BTHC[:, -seen:], band[:tail, : first + seen], **how))
     return torch.cat(found, dim=1)
 
 
 LEAST_BLOCK = 64
 """Queries of a block, in windows that are no larger."""
-_bands: dict[tuple[int, int, torch.dtype, torch.device], Tensor] = {}
+_bands: dict[tuple[int, int, int, torch.dtype, torch.device], Tensor] = {}
 
 
-def _band(window: int, size: int, like: Tensor) -> Tensor:
-    """[size, size + window - 1], what scores of a block are added to: 0 in the window, else minus infinity.
+def _band(window: int, size: int, first: int, like: Tensor) -> Tensor:
+    """[size, first + size + window - 1], what scores of a block are added to: 0 in the window, else minus infinity.
 
-    It is made once for all layers and steps: autograd keeps no copy per layer.
+    All see the `first` ones. It is made once for all layers and steps: autograd keeps no copy per layer.
     """
-    key = window, size, like.dtype, like.device
+    key = window, size, first, like.dtype, like.device
     if type(like) is not Tensor or torch.compiler.is_compiling():  # made of another kind of tensors
-        return _made_band(window, size, like)
+        return _made_band(window, size, first, like)
     if key not in _bands:
         with torch.inference_mode(False):
-            _bands[key] = _made_band(window, size, like)
+            _bands[key] = _made_band(window, size, first, like)
     return _bands[key]
 
 
-def _made_band(window: int, size: int, like: Tensor) -> Tensor:
+def _made_band(window: int, size: int, first: int, like: Tensor) -> Tensor:
     ones = torch.ones(size, size + window - 1, dtype=torch.bool, device=like.device)
-    return _scores(ones.tril(window - 1).triu(), like.dtype)
-
-
-def _scores(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as what it adds to scores."""
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -torch.inf)
+    seen = F.pad(ones.tril(window - 1).triu(), (first, 0), value=True)
+    return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill(~seen, -torch.inf)
 
 
 def _attend(
@@ -291,10 +289,14 @@ def _attend(
     scale: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention under a mask, of which positions are seen or what is added to scores; None: causal."""
+    """Attention under a mask, of which positions are seen or what is added to scores; None: causal.
+
+    With sinks its first column is theirs.
+    """
+    queries, width = q_BSHC.shape[1], v_BTHC.shape[3]
     if sinks is not None:
-        assert mask is not None
-        mask, k_BTHC, v_BTHC = _with_sinks(sinks.to(q_BSHC.dtype), mask, k_BTHC, v_BTHC)
+        scale = q_BSHC.shape[3] ** -0.5 if scale is None else scale
+        q_BSHC, k_BTHC, v_BTHC = _with_sinks(sinks / scale, mask is None, q_BSHC, k_BTHC, v_BTHC)
     o_BHSC = F.scaled_dot_product_attention(
         q_BSHC.transpose(1, 2),
         k_BTHC.transpose(1, 2),
@@ -304,7 +306,8 @@ def _attend(
         scale=scale,
         enable_gqa=q_BSHC.shape[2] != k_BTHC.shape[2],
     )
-    return o_BHSC.transpose(1, 2)
+    o_BSHC = o_BHSC.transpose(1, 2)
+    return o_BSHC if sinks is None else o_BSHC[:, -queries:, :, :width]
 
 
 def _step(q_B1HC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor, scale: float | None) -> Tensor:
@@ -314,9 +317,24 @@ def _step(q_B1HC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor, scale: float | None) -
     return o_BGRC.flatten(1, 2).unsqueeze(1)
 
 
-def _with_sinks(sinks: Tensor, mask: Tensor, k_BTHC: Tensor, v_BTHC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One more position before all others, whose key and value are 0 and whose score the mask adds."""
-    scores = _scores(mask, sinks.dtype) if mask.dtype == torch.bool else mask
-    of_sinks = sinks.view(-1, 1, 1).expand(-1, mask.shape[0], 1)
-    bias_HST = torch.cat((of_sinks, scores.expand(len(sinks), -1, -1)), dim=-1)
-    return bias_HST, F.pad(k_BTHC, (0, 0, 0, 0, 1, 0)), F.pad(v_BTHC, (0, 0, 0, 0, 1, 0))
+CHANNELS = 8
+"""How many more channels a head has for its sink; kernels on CUDA copy heads of other widths than multiples of it."""
+
+
+def _with_sinks(
+    scores_H: Tensor, causal: bool, q_BSHC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One more position before all others, whose value is 0 and whose product with the queries of a head is its score.
+
+        q = [q ; score ; 0]     k = [0 ; 1 ; 0], [k ; 0 ; 0], ...     v = [0 ; 0], [v ; 0], ...
+
+    So scores of sinks need no mask, which would be as large as all scores. `causal`: one more query too, which sees
+    the sink alone, so that what is seen remains a triangle.
+    """
+    width = q_BSHC.shape[3]
+    scores_HC = F.pad(scores_H.to(q_BSHC.dtype).unsqueeze(-1), (width, CHANNELS - 1))
+    unit_C = F.pad(k_BTHC.new_ones(1), (width, CHANNELS - 1))
+    q_BSHC = F.pad(q_BSHC, (0, CHANNELS, 0, 0, int(causal), 0)) + scores_HC
+    k_BTHC = F.pad(k_BTHC, (0, CHANNELS))
+    k_BTHC = torch.cat((unit_C.expand(len(k_BTHC), 1, k_BTHC.shape[2], -1), k_BTHC), dim=1)
+    return q_BSHC, k_BTHC, F.pad(v_BTHC, (0, width + CHANNELS - v_BTHC.shape[3], 0, 0, 1, 0))

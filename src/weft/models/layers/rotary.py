@@ -49,6 +49,7 @@ class RotaryEmbedding(nn.Module):
         self.scaling = scaling
         self.interleave = interleave
         self.local: RotaryEmbedding | None = None
+        self._spelled = self.extra_repr()
         self.register_buffer("cos", torch.empty(FIRST_POSITIONS, width), persistent=False)
         self.register_buffer("sin", torch.empty(FIRST_POSITIONS, width), persistent=False)
         self.reset_parameters()
@@ -91,8 +92,16 @@ class RotaryEmbedding(nn.Module):
             self._fill(1 << (end - 1).bit_length())
         return self.cos[start:end], self.sin[start:end]
 
-    def _rows_of(self, documents: Borders, end: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of each position, [B, S, width]; each is below `end`, and each document is a sequence."""
+    def _rows_of(self, documents: Borders, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin of each position, [B, S, width] in `dtype`; each is below `end`, each document is a sequence.
+
+        They are made once per batch: queries and keys of all layers share them, and so do their backwards.
+        """
+        name = f"{self._spelled}, {self.cos.dtype} as {dtype}"  # all that they depend on
+        both = documents.kept(self.cos.device, name, lambda: torch.stack(self._turns(documents, end)).to(dtype))
+        return both[0], both[1]
+
+    def _turns(self, documents: Borders, end: int) -> tuple[Tensor, Tensor]:
         position_ids = documents.position_ids(self.cos.device)
         if not self._is_by_length:
             cos, sin = self._rows(0, end)
@@ -112,7 +121,7 @@ class RotaryEmbedding(nn.Module):
         `documents`: positions begin anew in each, and each is below `start` + S.
         """
         end = start + x_BSHC.shape[1]
-        tables = self._rows(start, end) if documents is None else self._rows_of(documents, end)
+        tables = self._rows(start, end) if documents is None else self._rows_of(documents, end, x_BSHC.dtype)
         cos, sin = (each.unsqueeze(-2).to(x_BSHC.dtype) for each in tables)
         turning, rest = x_BSHC.split((self.width, x_BSHC.shape[-1] - self.width), dim=-1)
         if self.interleave:

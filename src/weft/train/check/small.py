@@ -13,7 +13,7 @@ from math import gcd
 
 from weft.models import HybridConfig
 from weft.models.pattern import LogicalLayer
-from weft.models.shared import check_exchanged, check_shared
+from weft.models.shared import check_context, check_shared
 from weft.train.config import ShardingConfig, TrainConfig
 from weft.train.errors import ConfigError
 
@@ -74,7 +74,8 @@ def _with_plain_options(config: TrainConfig) -> TrainConfig:
         peak_tflops=0.0,
     )
     sharding = dataclasses.replace(config.sharding, offload=False, graphs=(), graphs_backend="cuda")
-    return dataclasses.replace(config, train=loop, sharding=sharding)
+    model = dataclasses.replace(config.hybrid, mamba_kernel="torch", delta_kernel="torch")
+    return dataclasses.replace(config, model=model, train=loop, sharding=sharding)
 
 
 def _on_fewer_ranks(config: TrainConfig, ranks: int) -> tuple[TrainConfig, int]:
@@ -182,7 +183,7 @@ def _first(model: HybridConfig, sharding: ShardingConfig, candidates: object) ->
     for changes in candidates:  # type: ignore[attr-defined]
         try:
             changed = dataclasses.replace(model, **changes)
-            check_exchanged(changed, sharding.cp, sharding.tp)
+            check_context(changed, sharding.cp, sharding.tp)
             if sharding.tp > 1:
                 check_shared(changed, sharding.tp, sharding.expert_ranks)
         except ValueError:

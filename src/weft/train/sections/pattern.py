@@ -1,7 +1,7 @@
 """Checks a model that a pattern describes against the other sections."""
 
 from weft.models import HybridConfig
-from weft.models.shared import check_exchanged, check_shared
+from weft.models.shared import check_context, check_shared, least_row
 from weft.train.errors import ConfigError
 from weft.train.sections.data import DataConfig
 from weft.train.sections.loop import LoopConfig
@@ -66,13 +66,16 @@ def _check_shared_layers(model: HybridConfig, data: DataConfig, sharding: Shardi
     rule = "has no effect without layers * or P, and with sharding.cp = 1; leave it out"
     require("model.context_attention", how, exchanged, rule)
     try:
-        check_exchanged(model, cp, tp)
+        check_context(model, cp, tp)
         if tp > 1:
             check_shared(model, tp, sharding.expert_ranks)
     except ValueError as error:
         axes = {"sharding.tp": tp, "sharding.cp": cp}
         shared = ", ".join(f"{name} = {size}" for name, size in axes.items() if size > 1)
         raise ConfigError(f"{shared}: model.{error}") from error
+    least = least_row(model, cp)
+    rule = f"must be at least {least} with sharding.cp = {cp}, so that a slice is as long as a convolution reaches back"
+    require("data.sequence_length", length, length >= least, rule)
     if tp == 1:
         return
     fits = length % tp == 0 or sharding.cp > 1

@@ -5,13 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import weft
 from weft.comm.groups import exchange_objects
-from weft.models import HybridConfig, HybridModel, context_part, shard
+from weft.models import Documents, HybridConfig, HybridModel, context_part, shard
 from weft.models.loss import cross_entropy
 from weft.overlap import evaluate
 from weft.train.config import TrainConfig
@@ -72,7 +73,8 @@ class TextTask:
             self._loss = imported("model.loss", config.model.loss) if config.model.loss else next_token_loss
             self.model: Any = own_model(factory_of(config.model), None, config, meshes, device)
             if self._loss is next_token_loss and data.packing == "whole" and not config.train.cross_documents:
-                _require_documents(self.model)
+                text = np.resize(training[0].tokens[:4096], (config.train.microbatch_size, data.sequence_length))
+                _require_documents(self.model, torch.from_numpy(text.astype(np.int64)).to(device))
         else:
             self.model = hybrid(config, config.model, meshes, device)
         self.experts = ExpertBalance(self.model, meshes.dense, config.train.expert_bias_rate)
@@ -152,8 +154,11 @@ def for_own_model(microbatch: Batch) -> Batch:
 DOCUMENT_NAMES = ("position_ids", "cu_seqlens")
 
 
-def _require_documents(model: nn.Module) -> None:
-    """Raise ConfigError for a model whose forward takes no positions of documents."""
+def _require_documents(model: nn.Module, text: torch.Tensor) -> None:
+    """Raise ConfigError for a model whose forward takes no positions of documents, or that looks beyond them.
+
+    `text`: tokens of the shape of a microbatch, so that nothing is compiled for another shape.
+    """
     takes = inspect.signature(model.forward).parameters
     if not any(name in takes for name in DOCUMENT_NAMES):
         raise ConfigError(
@@ -161,6 +166,31 @@ def _require_documents(model: nn.Module) -> None:
             "documents of a sequence would see each other; add one of them, name a model.loss of your own, or set "
             "train.cross_documents = true"
         )
+    change = _seen_of_others(model, text)
+    if change > 0:
+        raise ConfigError(
+            f'data.packing = "whole": {type(model).__name__} is told where documents begin, but the scores of a '
+            f"document change by {change:.1%} with the tokens of the one before it; some layers of many models, such "
+            "as recurrences and convolutions, do not see borders; use a model.pattern, name a model.loss of your own, "
+            "or set train.cross_documents = true"
+        )
+
+
+@torch.no_grad()
+def _seen_of_others(model: nn.Module, text: torch.Tensor) -> float:
+    """How much the scores of a document change with the tokens of the one before it, of the largest score; 0 for no
+    more than rounding. `text`: tokens [batch, seq]."""
+    training, half, found = model.training, text.shape[1] // 2, []
+    documents = Documents.from_ids((torch.arange(text.shape[1]) >= half).long().expand(text.shape))
+    other = text.clone()
+    other[:, :half] = text[:, -1:]
+    model.eval()
+    for tokens in (text, other):
+        found.append(_scores(model, for_own_model({"tokens": tokens, "labels": tokens, "documents": documents})))
+    model.train(training)
+    one, two = (each[:, half:] for each in found)
+    change = ((one - two).abs().max() / one.abs().max()).item()
+    return change if change > torch.finfo(one.dtype).eps ** 0.5 / 4 else 0.0  # also the rounding of experts' sums
 
 
 def next_token_loss(model: nn.Module, microbatch: Batch) -> torch.Tensor:
@@ -169,18 +199,19 @@ def next_token_loss(model: nn.Module, microbatch: Batch) -> torch.Tensor:
     With documents, the model also gets those of `position_ids` and `cu_seqlens` that its forward takes, and
     `use_cache=False`, because models of transformers ignore restarting positions if they use a cache.
     """
+    labels = microbatch["labels"] if isinstance(microbatch, dict) else microbatch[1]
+    return cross_entropy(_scores(model, microbatch), labels)
+
+
+def _scores(model: nn.Module, microbatch: Batch) -> torch.Tensor:
     given: dict[str, Any] = {}
     if isinstance(microbatch, dict):
         takes = inspect.signature(model.forward).parameters
         given = {name: microbatch[name] for name in DOCUMENT_NAMES if name in takes}
         if "use_cache" in takes:
             given["use_cache"] = False
-        tokens, labels = microbatch["tokens"], microbatch["labels"]
-    else:
-        tokens, labels = microbatch
-    found = model(tokens, **given)
-    logits = getattr(found, "logits", found)
-    return cross_entropy(logits, labels)
+    found = model(microbatch["tokens"] if isinstance(microbatch, dict) else microbatch[0], **given)
+    return getattr(found, "logits", found)
 
 
 def _vocabulary(config: TrainConfig) -> int | None:
