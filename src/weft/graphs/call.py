@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from weft.graphs.capture import Backend, CaptureRefused, delaying
-from weft.graphs.captured import Captured, Sample
+from weft.graphs.captured import Captured
 from weft.graphs.places import Places
+from weft.graphs.statics import Sample
 
 MOST_SIGNATURES = 4
 """Of one method: more differ from call to call, and each capture takes memory."""
@@ -63,7 +64,8 @@ class Signature:
     def watch(self, outputs: Sequence[Tensor]) -> None:
         """Remember the gradients that these get."""
         for number, output in enumerate(outputs):
-            output.register_hook(self._remember(number))
+            if output.requires_grad and not output.is_leaf:
+                output.register_hook(self._remember(number))
 
     def _remember(self, number: int) -> Callable[[Tensor], None]:
         gradients = self.gradients
@@ -144,7 +146,6 @@ class GraphedCall:
                 self.replays += 1
                 return captured.run(leaves, copies=not owner.in_schedule, queue=delaying())
         result = self._run(*args, **kwargs)
-        outputs = [each for each in tree_flatten(result)[0] if isinstance(each, Tensor) and each.requires_grad]
         if self.refused is not None:
             because = self.refused
         elif busy and not owner.in_schedule:
@@ -153,7 +154,7 @@ class GraphedCall:
             because = "captured in this pass"
         elif not signature.gradients:
             because = "new inputs"
-            signature.watch([each for each in outputs if not each.is_leaf])
+            signature.watch([each for each in tree_flatten(result)[0] if isinstance(each, Tensor)])
         elif not owner.may_capture():
             because = "warming up"
         else:
@@ -177,9 +178,10 @@ class GraphedCall:
     def _capture(
         self, owner: Owner, signature: Signature, leaves: Sequence[Any], spec: TreeSpec, places: Places
     ) -> str:
-        gradients = [signature.gradients[number] for number in sorted(signature.gradients)]
         try:
-            captured = Captured(owner.backend, self._run, leaves, spec, places, gradients, self._count, delaying())
+            captured = Captured(
+                owner.backend, self._run, leaves, spec, places, signature.gradients, self._count, delaying()
+            )
         except Exception as error:
             self.failed = True
             self.refuse(str(error) if isinstance(error, CaptureRefused) else f"{type(error).__name__}: {error}")

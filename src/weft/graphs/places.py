@@ -1,6 +1,6 @@
 """The parameters and buffers that a captured function may read: where they lie, and what they are now."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,11 @@ def range_of(tensor: Tensor, *, writable: bool = False) -> tuple[int, int, bool]
     start = tensor.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) if tensor.numel() else -1
     return start, start + (last + 1) * tensor.itemsize, writable
+
+
+def touches(one: tuple[int, int, bool], others: Iterable[tuple[int, int, bool]]) -> bool:
+    """Whether a range has bytes in common with others."""
+    return any(max(one[0], each[0]) < min(one[1], each[1]) for each in others)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -49,7 +54,7 @@ class Places:
         self._slots: list[tuple[dict[str, Any], str]] = []
         for module in self.modules:
             for slots in (module._parameters, module._buffers):
-                self._slots += [(slots, name) for name, there in slots.items() if there is not None]
+                self._slots += [(slots, name) for name in slots]  # None may become a tensor
 
     def addresses(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """What a graph holds: where each tensor lies; and which of them train, and which have hooks. Raises WeightsGone
