@@ -328,6 +328,20 @@ MUTATIONS = [
         PYTHON + "test_attributes_that_change_between_calls_lead_to_a_new_capture[a number]",
     ),
     Mutation(
+        "a changed attribute is met by a value that is equal and no longer the same",
+        "graphs/attributes.py",
+        "return kind, repr(value)  # also those of NumPy",
+        "return 0, value",
+        PYTHON + "test_what_changes_deep_inside_leads_to_a_new_capture[a sign]",
+    ),
+    Mutation(
+        "what cannot be compared is taken to stay as it is",
+        "graphs/attributes.py",
+        "if not known and _hides(kind, len(slots)):",
+        "if False:",
+        PYTHON + "test_state_that_cannot_be_compared_keeps_a_module_eager[ndarray]",
+    ),
+    Mutation(
         "a capture leaves behind what its own run changed",
         "graphs/captured.py",
         "            self.python.restore()\n",

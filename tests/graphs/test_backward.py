@@ -34,7 +34,7 @@ def compare(make, step_of, steps=8):
     torch.manual_seed(0)
     plain = make()
     net, owner = copy.deepcopy(plain), Always()
-    call = GraphedCall(owner, net.part, "forward", "part", [*net.part.modules()], lambda parameter: False)
+    call = GraphedCall(owner, net.part, "forward", "part", lambda it: [*it.modules()], lambda parameter: False)
     with poisoned():
         for step in range(steps):
             (found, refused), (expected, words) = (outcome(step_of, each, step) for each in (net, plain))
@@ -202,7 +202,7 @@ def test_a_buffer_that_comes_later_is_read_from_then_on():
     torch.manual_seed(0)
     plain = Net(Frozen())
     net, owner = copy.deepcopy(plain), Always()
-    call = GraphedCall(owner, net.part, "forward", "part", [*net.part.modules()], lambda parameter: False)
+    call = GraphedCall(owner, net.part, "forward", "part", lambda it: [*it.modules()], lambda parameter: False)
     for step in range(9):
         assert torch.equal(step_of(net, step)[0], step_of(plain, step)[0])
         call.enable()
@@ -235,7 +235,7 @@ def test_results_are_the_objects_and_have_the_layout_of_an_eager_call():
 
     torch.manual_seed(0)
     net, owner = Net(Returns()), Always()
-    call = GraphedCall(owner, net.part, "forward", "part", [*net.part.modules()], lambda parameter: False)
+    call = GraphedCall(owner, net.part, "forward", "part", lambda it: [*it.modules()], lambda parameter: False)
     for step in range(5):
         step_of(net, step)
         call.enable()

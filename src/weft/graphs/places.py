@@ -61,14 +61,14 @@ class Places:
         for weights that are not here."""
         places, flags = [], []
         for slots, name in self._slots:
-            tensor = slots[name]
+            tensor = slots.get(name)
             places.append(None if tensor is None else local(tensor).data_ptr())
             flags.append(None if tensor is None else (tensor.requires_grad, hooked(tensor)))
         return tuple(places), tuple(flags)
 
     def tensors(self) -> Iterator[Tensor]:
         """All of them."""
-        return (slots[name] for slots, name in self._slots if slots[name] is not None)
+        return (slots[name] for slots, name in self._slots if slots.get(name) is not None)
 
     def trained(self) -> list[nn.Parameter]:
         """The parameters that train, each once."""
