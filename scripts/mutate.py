@@ -80,6 +80,7 @@ PAIRED = "overlap/test_paired.py::"
 OF_CONFIGURATIONS = "train/test_check.py::"
 GRAPHS = "graphs/test_hooks.py::"
 KEYS = "graphs/test_keys.py::"
+BACKWARDS = "graphs/test_backward.py::"
 WRITES = "graphs/test_writes.py::test_both_conventions_are_replayed_in_the_first_microbatch_and_in_later_ones[2]"
 PYTHON = "graphs/test_python.py::"
 REPLAYS = "graphs/test_settings.py::test_a_replay_reads_nothing_of_the_one_before"
@@ -217,7 +218,7 @@ MUTATIONS = [
     Mutation(
         "a replay has the inputs of its capture",
         "graphs/captured.py",
-        "            static.copy_(given)",
+        "            static.fill(given)",
         "            pass",
         REPLAYS,
     ),
@@ -231,8 +232,8 @@ MUTATIONS = [
     Mutation(
         "static outputs change behind autograd's back",
         "graphs/captured.py",
-        "torch.autograd.graph.increment_version(self._changed if copies else [*self._changed, *outputs])",
-        "pass",
+        "self._changed if copies else [*self._changed, *self._outputs]",
+        "self._changed",
         "graphs/test_settings.py::test_an_output_that_the_next_replay_overwrites_is_refused_by_autograd",
     ),
     Mutation(
@@ -278,11 +279,32 @@ MUTATIONS = [
         GRAPHS + "test_a_capture_that_fails_on_one_rank_is_used_on_none[2]",
     ),
     Mutation(
-        "an output without a gradient has that of the backward before",
+        "an output without a gradient has one of zeros in a replay",
         "graphs/captured.py",
-        "                static.zero_()",
-        "                pass",
-        KEYS + "test_an_output_that_gets_no_gradient_adds_none_of_a_backward_before",
+        "ctx.set_materialize_grads(False)",
+        "ctx.set_materialize_grads(True)",
+        BACKWARDS + "test_an_output_without_a_gradient_leaves_its_weights_without_one",
+    ),
+    Mutation(
+        "gradients in any layout are copied into that of the first one",
+        "graphs/backward.py",
+        "key = tuple([None if each is None else each.stride() for each in gradients])",
+        "key = tuple([None if each is None else () for each in gradients])",
+        BACKWARDS + "test_gradients_that_arrive_in_other_layouts_are_those_of_eager_calls",
+    ),
+    Mutation(
+        "uses of a leaf come in the order of the forward",
+        "graphs/backward.py",
+        "(-node._sequence_nr(), index, node)",
+        "(node._sequence_nr(), index, node)",
+        BACKWARDS + "test_uses_inside_are_added_to_those_outside_in_the_order_of_an_eager_backward[True]",
+    ),
+    Mutation(
+        "a replay's backward reads buffers that were written to since its forward",
+        "graphs/captured.py",
+        "saved = [*self._read, *(",
+        "saved = [*(",
+        BACKWARDS + "test_writes_between_forward_and_backward_are_refused_as_by_an_eager_backward[a buffer]",
     ),
     Mutation(
         "a retained graph gives its capture away",
@@ -294,8 +316,8 @@ MUTATIONS = [
     Mutation(
         "gradients of inputs are those of the next replay",
         "graphs/captured.py",
-        "handed.append(None if gradient is None else gradient.clone())",
-        "handed.append(gradient)",
+        "None if each is None else copied(each) if may_be_kept else each.detach()",
+        "None if each is None else each.detach()",
         "graphs/test_scopes.py::test_delayed_weight_gradients_are_replayed_after_the_backward_that_queues_them[2]",
     ),
     Mutation(
@@ -304,6 +326,20 @@ MUTATIONS = [
         "elif not captured.python.same():",
         "elif False:",
         PYTHON + "test_attributes_that_change_between_calls_lead_to_a_new_capture[a number]",
+    ),
+    Mutation(
+        "a changed attribute is met by a value that is equal and no longer the same",
+        "graphs/attributes.py",
+        "return kind, repr(value)  # also those of NumPy",
+        "return 0, value",
+        PYTHON + "test_what_changes_deep_inside_leads_to_a_new_capture[a sign]",
+    ),
+    Mutation(
+        "what cannot be compared is taken to stay as it is",
+        "graphs/attributes.py",
+        "if not known and _hides(kind, len(slots)):",
+        "if False:",
+        PYTHON + "test_state_that_cannot_be_compared_keeps_a_module_eager[ndarray]",
     ),
     Mutation(
         "a capture leaves behind what its own run changed",
@@ -329,8 +365,8 @@ MUTATIONS = [
     Mutation(
         "static outputs that a backward reads may be written to",
         "graphs/captured.py",
-        "saved = [] if copies else captured.read_later(outputs)",
-        "saved = []",
+        "if shared or (read and not copies):",
+        "if shared:",
         "graphs/test_settings.py::test_an_output_that_its_backward_reads_must_not_be_written_to",
     ),
     Mutation(

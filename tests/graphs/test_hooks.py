@@ -350,11 +350,11 @@ def test_what_a_replay_and_the_pool_may_overwrite_is_poison():
         assert any(place.isnan().all() for place in released)
         (signature,) = vars(net[1])["forward"]._signatures.values()
         (found,) = signature.captured
-        assert found._inputs[0].isnan().all()
+        assert found._inputs[0].tensor.isnan().all()
         made = [each for each in found._forward.made.values() if each.is_floating_point()]
         assert made and all(each.isnan().all() for each in made)
         net(torch.ones(4, 8))
-        assert not found._inputs[0].isnan().any()
+        assert not found._inputs[0].tensor.isnan().any()
 
 
 @distributed(2)

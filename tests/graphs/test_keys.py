@@ -51,7 +51,7 @@ def pair(make):
     """A plain module, and a graphed copy with its call and the owner, which the call does not keep."""
     plain = make()
     module, owner = copy.deepcopy(plain), Always()
-    call = GraphedCall(owner, module, "forward", "scope", [*module.modules()], lambda parameter: False)
+    call = GraphedCall(owner, module, "forward", "scope", lambda it: [*it.modules()], lambda parameter: False)
     return plain, module, call, owner
 
 

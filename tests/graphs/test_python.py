@@ -1,6 +1,10 @@
 """The Python of a captured module: what a replay would not run, or would run as it was. Without ranks."""
 
+import collections
 import copy
+import functools
+import itertools
+import math
 import random
 from types import SimpleNamespace
 
@@ -10,6 +14,7 @@ import torch
 from torch import nn
 
 from tests.graphs.test_keys import Always
+from weft.graphs import attributes
 from weft.graphs.call import GraphedCall
 
 
@@ -31,7 +36,7 @@ class Base(nn.Module):
 
 def graphed(module):
     owner = Always()
-    return GraphedCall(owner, module, "forward", "scope", [*module.modules()], lambda parameter: False), owner
+    return GraphedCall(owner, module, "forward", "scope", lambda it: [*it.modules()], lambda parameter: False), owner
 
 
 def step(module, x):
@@ -88,6 +93,170 @@ CHANGES = {
 def test_attributes_that_change_between_calls_lead_to_a_new_capture(change):
     _, call = run(Base, at_five(change))
     assert (call.captures, call.replays) == (2, 5), call.eager
+
+
+class Pair:
+    """Has attributes in slots and in a dict, and is called."""
+
+    __slots__ = ("__dict__", "left")
+    kinds = {"a": [1.0]}
+
+    def __init__(self):
+        self.left, self.right = 1.0, 1.0
+
+    def __call__(self, y):
+        return y * self.left * self.right * self.kinds["a"][0]
+
+
+class Settings:
+    """Is never made."""
+
+    scale = 1.0
+
+
+class Hidden(nn.Module):
+    """No child of a module, for it lies in a tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, y):
+        return y * self.scale
+
+
+class Deep(Base):
+    """Reads what lies in all kinds of places."""
+
+    def __init__(self):
+        super().__init__()
+        self.pair, self.sign, self.kind = Pair(), 0.0, Settings
+        self.hidden = (Hidden(), {"a": [{"b": ({"scale": 1.0},)}]})
+        self.table, self.times = {1: 1.0}, functools.partial(times, factors=[1.0])
+        scale = [1.0]
+        self.closed = lambda y: y * scale[0]
+        self.scale = scale
+        self.order = collections.OrderedDict(a=1.0, b=2.0)
+
+    def forward(self, x):
+        hidden, deep = self.hidden
+        y = self.closed(self.times(hidden(self.pair(super().forward(x)))))
+        y = y * self.kind.scale * deep["a"][0]["b"][0]["scale"] * self.table.get(1, 2.0)
+        y = y * next(iter(self.order.values()))
+        return y + math.copysign(1.0, self.sign) + (self.sign is False)
+
+
+def times(y, factors):
+    return y * factors[0]
+
+
+DEEP = {
+    "a slot": lambda module: setattr(module.pair, "left", 3.0),
+    "a callable object": lambda module: setattr(module.pair, "right", 3.0),
+    "what an object's class has": lambda module: module.pair.kinds.update(a=[3.0]),
+    "a class": lambda module: setattr(module.kind, "scale", 3.0),
+    "a module that is no child": lambda module: setattr(module.hidden[0], "scale", 3.0),
+    "seven levels down": lambda module: module.hidden[1]["a"][0]["b"][0].update(scale=3.0),
+    "a key": lambda module: (module.table.clear(), module.table.update({2: 1.0})),
+    "an argument of a partial": lambda module: module.times.keywords["factors"].__setitem__(0, 3.0),
+    "what a closure has": lambda module: module.closed.__closure__[0].cell_contents.__setitem__(0, 3.0),
+    "another closure": lambda module: setattr(module.closed.__closure__[0], "cell_contents", [3.0]),
+    "a sign": lambda module: setattr(module, "sign", -0.0),
+    "a type": lambda module: setattr(module, "sign", False),
+    "an order": lambda module: module.order.move_to_end("a"),
+}
+
+
+@pytest.mark.parametrize("change", DEEP.values(), ids=DEEP)
+def test_what_changes_deep_inside_leads_to_a_new_capture(change):
+    def make():
+        Settings.scale, Pair.kinds = 1.0, {"a": [1.0]}
+        return Deep()
+
+    _, call = run(make, at_five(change))
+    assert (call.captures, call.replays) == (2, 5), call.eager
+
+
+def test_equal_values_in_new_objects_need_no_capture():
+    def renewed(module, number):
+        module.factor, module.options = float("1.0"), {"scale": float("1.0")}
+        module.cfg = SimpleNamespace(scale=float("1.0"))
+
+    _, call = run(Base, renewed)
+    assert (call.captures, call.replays) == (1, 6), call.eager
+
+
+class Grown(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((4,), 3.0))
+        self.register_buffer("offset", torch.ones(4))
+
+    def forward(self, x):
+        return x * self.scale + self.offset
+
+
+def test_a_child_that_comes_later_is_captured_with_its_weights_and_buffers():
+    def written(module, number):
+        if number == 4:
+            module.act = Grown()
+        if number == 6:
+            with torch.no_grad():
+                module.act.scale.mul_(2)
+                module.act.offset.mul_(2)
+
+    _, call = run(Base, written)
+    assert call.captures == 2 and call.replays >= 4, call.eager
+
+
+class Opaque(Base):
+    """Reads what is no attribute."""
+
+    def __init__(self, state):
+        super().__init__()
+        self.cfg = SimpleNamespace(scale=1.0, state=state)
+
+    def forward(self, x):
+        state = self.cfg.state
+        return super().forward(x) * float(state[0] if isinstance(state, numpy.ndarray) else next(state, 1.0))
+
+
+OPAQUE = {
+    "ndarray": lambda: numpy.ones(2),
+    "count": lambda: itertools.count(1),
+    "generator": lambda: (i for i in (1, 2)),
+}
+
+
+@pytest.mark.parametrize("kind", OPAQUE)
+def test_state_that_cannot_be_compared_keeps_a_module_eager(kind):
+    def between(module, number):
+        if number == 5 and kind == "ndarray":
+            module.cfg.state[0] = 2
+
+    _, call = run(lambda: Opaque(OPAQUE[kind]()), between)
+    words = f"it may read state that cannot be compared: Opaque.cfg.state is a {kind}"
+    assert call.replays == 0 and call.eager[words] > 0, call.eager
+
+
+def test_more_state_than_can_be_compared_before_each_call_keeps_a_module_eager(monkeypatch):
+    monkeypatch.setattr(attributes, "MOST", 200)
+    _, call = run(Base, lambda module, number: module.options.update({str(each): each for each in range(200)}))
+    assert call.replays == 0 and "it may read more state than is compared before each call (200 values)" in call.eager
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Mixtral", "GPT2"])
+def test_blocks_of_hugging_face_can_be_compared(kind):
+    import transformers
+
+    sizes = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    config = getattr(transformers, f"{kind}Config")(num_attention_heads=2, **sizes)
+    model = getattr(transformers, f"{kind}Model")(config)
+    found = attributes.Attributes([*model.modules()])
+    assert found.same() and found.difference() is None
+    config.initializer_range /= 2
+    assert not found.same() and "initializer_range" in found.difference()
 
 
 def test_attributes_that_change_with_each_call_end_the_captures_by_name():
@@ -213,8 +382,9 @@ class Signed(Base):
         return self.linear(x) * float(numpy.copysign(1.0, number))
 
 
-def test_minus_zero_is_a_number_of_its_own_and_nan_is_one():
-    module, numbers = Signed(), (0.0, -0.0, float("nan"))
+@pytest.mark.parametrize("kind", [float, numpy.float64])
+def test_minus_zero_is_a_number_of_its_own_and_nan_is_one(kind):
+    module, numbers = Signed(), [*map(kind, (0.0, -0.0, float("nan")))]
     call, _owner = graphed(module)
     x = torch.ones(1, 4)
     for number in numbers * 4:

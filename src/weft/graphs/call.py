@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from weft.graphs.capture import Backend, CaptureRefused, delaying
-from weft.graphs.captured import Captured, Sample
+from weft.graphs.captured import Captured
 from weft.graphs.places import Places
+from weft.graphs.statics import Sample
 
 MOST_SIGNATURES = 4
 """Of one method: more differ from call to call, and each capture takes memory."""
@@ -63,7 +64,8 @@ class Signature:
     def watch(self, outputs: Sequence[Tensor]) -> None:
         """Remember the gradients that these get."""
         for number, output in enumerate(outputs):
-            output.register_hook(self._remember(number))
+            if output.requires_grad and not output.is_leaf:
+                output.register_hook(self._remember(number))
 
     def _remember(self, number: int) -> Callable[[Tensor], None]:
         gradients = self.gradients
@@ -75,7 +77,7 @@ class Signature:
 
 
 class GraphedCall:
-    """In place of the method `name` of `module`. `scope`: what it is counted as. `inside`: the modules that it uses."""
+    """In place of the method `name` of `module`. `scope`: what it is counted as. `inside`: which modules it uses."""
 
     def __init__(
         self,
@@ -83,7 +85,7 @@ class GraphedCall:
         module: nn.Module,
         name: str,
         scope: str,
-        inside: Sequence[nn.Module],
+        inside: Callable[[nn.Module], Sequence[nn.Module]],
         is_owned: Callable[[nn.Parameter], bool],
     ) -> None:
         self.scope = scope
@@ -100,7 +102,7 @@ class GraphedCall:
         self._before: Callable[..., Any] | None = before._before if isinstance(before, GraphedCall) else before
         """What stood in place of the class's method."""
         self._method = getattr(type(module), name)
-        self._inside = [weakref.ref(each) for each in inside]
+        self._inside = inside
         self._is_owned = is_owned
         self._places: Places | None = None
         self._changes = 0
@@ -140,11 +142,11 @@ class GraphedCall:
                 self._drop_outdated(addresses)
             elif not captured.python.same():
                 self._changed(signature, captured)
+                return self(*args, **kwargs)  # with what its modules are now
             elif captured.ready:
                 self.replays += 1
                 return captured.run(leaves, copies=not owner.in_schedule, queue=delaying())
         result = self._run(*args, **kwargs)
-        outputs = [each for each in tree_flatten(result)[0] if isinstance(each, Tensor) and each.requires_grad]
         if self.refused is not None:
             because = self.refused
         elif busy and not owner.in_schedule:
@@ -153,7 +155,7 @@ class GraphedCall:
             because = "captured in this pass"
         elif not signature.gradients:
             because = "new inputs"
-            signature.watch([each for each in outputs if not each.is_leaf])
+            signature.watch([each for each in tree_flatten(result)[0] if isinstance(each, Tensor)])
         elif not owner.may_capture():
             because = "warming up"
         else:
@@ -173,13 +175,15 @@ class GraphedCall:
             self.refuse(f"attributes of its modules differ from call to call ({captured.python.difference()})")
         else:
             signature.captured = [each for each in signature.captured if each.holder() is not None]
+            self._places = None
 
     def _capture(
         self, owner: Owner, signature: Signature, leaves: Sequence[Any], spec: TreeSpec, places: Places
     ) -> str:
-        gradients = [signature.gradients[number] for number in sorted(signature.gradients)]
         try:
-            captured = Captured(owner.backend, self._run, leaves, spec, places, gradients, self._count, delaying())
+            captured = Captured(
+                owner.backend, self._run, leaves, spec, places, signature.gradients, self._count, delaying()
+            )
         except Exception as error:
             self.failed = True
             self.refuse(str(error) if isinstance(error, CaptureRefused) else f"{type(error).__name__}: {error}")
@@ -229,7 +233,8 @@ class GraphedCall:
 
     def _found_places(self) -> Places:
         if self._places is None:
-            self._places = Places([each for ref in self._inside if (each := ref()) is not None], self._is_owned)
+            module = self._module()
+            self._places = Places([] if module is None else self._inside(module), self._is_owned)
         return self._places
 
     def _key(self, leaves: Sequence[Any], spec: TreeSpec) -> Any:
@@ -246,8 +251,8 @@ class GraphedCall:
                 device = each.device
                 same = seen.setdefault(id(each), number)
                 described.append((each.shape, each.stride(), each.dtype, device, each.requires_grad, same))
-            elif type(each) is float:
-                described.append(each.hex())  # -0.0 is no 0.0, and NaN is NaN
+            elif isinstance(each, float):
+                described.append((type(each), each.hex()))  # -0.0 is no 0.0, and NaN is NaN
             elif isinstance(each, _NUMBERS):
                 described.append((type(each), each))
             else:

@@ -1,6 +1,6 @@
 """What a capture refuses, and what it asks of a backend and of a queue of delayed gradients."""
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from torch.overrides import _get_current_function_mode
@@ -50,8 +50,8 @@ class Recording(Protocol):
         ...
 
     @property
-    def reads(self) -> Set[int]:
-        """The storages that they read and do not make."""
+    def reads(self) -> Collection[tuple[int, int, bool]]:
+        """The memory that they read and do not make."""
         ...
 
     def memory(self) -> Ranges:

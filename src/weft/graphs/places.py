@@ -1,6 +1,6 @@
 """The parameters and buffers that a captured function may read: where they lie, and what they are now."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,11 @@ def range_of(tensor: Tensor, *, writable: bool = False) -> tuple[int, int, bool]
     start = tensor.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) if tensor.numel() else -1
     return start, start + (last + 1) * tensor.itemsize, writable
+
+
+def touches(one: tuple[int, int, bool], others: Iterable[tuple[int, int, bool]]) -> bool:
+    """Whether a range has bytes in common with others."""
+    return any(max(one[0], each[0]) < min(one[1], each[1]) for each in others)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -49,21 +54,21 @@ class Places:
         self._slots: list[tuple[dict[str, Any], str]] = []
         for module in self.modules:
             for slots in (module._parameters, module._buffers):
-                self._slots += [(slots, name) for name, there in slots.items() if there is not None]
+                self._slots += [(slots, name) for name in slots]  # None may become a tensor
 
     def addresses(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """What a graph holds: where each tensor lies; and which of them train, and which have hooks. Raises WeightsGone
         for weights that are not here."""
         places, flags = [], []
         for slots, name in self._slots:
-            tensor = slots[name]
+            tensor = slots.get(name)
             places.append(None if tensor is None else local(tensor).data_ptr())
             flags.append(None if tensor is None else (tensor.requires_grad, hooked(tensor)))
         return tuple(places), tuple(flags)
 
     def tensors(self) -> Iterator[Tensor]:
         """All of them."""
-        return (slots[name] for slots, name in self._slots if slots[name] is not None)
+        return (slots[name] for slots, name in self._slots if slots.get(name) is not None)
 
     def trained(self) -> list[nn.Parameter]:
         """The parameters that train, each once."""

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -59,19 +60,16 @@ class GraphTable:
             if any(module in other.modules() for other in named):
                 raise ValueError(f"graphs: {name!r} lies inside of another chosen module; {WAY_OUT}")
             named.append(module)
-            self.calls.append(GraphedCall(self, module, "forward", name, self._inside(module), owns))
+            self.calls.append(GraphedCall(self, module, "forward", name, partial(_inside, unit_of), owns))
         covered = {inner for module in named for inner in module.modules()}
         for module in root.modules():
             scopes = getattr(module, "graph_scopes", {})
             for method, (scope, parts) in scopes.items() if module not in covered else ():
                 if scope not in settings.scopes:
                     continue
-                inside = self._inside(module)
+                inside = partial(_inside, unit_of) if parts is None else partial(_of_parts, parts)
                 if parts is None:
-                    covered.update(inside)
-                else:
-                    used = [child for part in parts if (child := getattr(module, part)) is not None]
-                    inside = [module, *(each for child in used for each in child.modules())]
+                    covered.update(inside(module))
                 self.calls.append(GraphedCall(self, module, method, scope, inside, owns))
                 if (because := getattr(module, "graph_refused", lambda scope: None)(scope)) is not None:
                     self.calls[-1].refuse(because)
@@ -164,14 +162,21 @@ class GraphTable:
             if inner._compiled_call_impl is not None or hasattr(inner, "_orig_mod"):
                 raise ValueError(f"graphs: {whole!r} is compiled, and compiles graphs of its own; {WAY_OUT}")
 
-    def _inside(self, module: nn.Module) -> list[nn.Module]:
-        """The modules of its unit in it."""
-        found, ahead = [], [module]
-        while ahead:
-            each = ahead.pop()
-            found.append(each)
-            ahead += [child for child in each.children() if self._unit_of(child) is None]
-        return found
+
+def _inside(unit_of: Callable[[nn.Module], Any], module: nn.Module) -> list[nn.Module]:
+    """The modules of its unit in it."""
+    found, ahead = [], [module]
+    while ahead:
+        each = ahead.pop()
+        found.append(each)
+        ahead += [child for child in each.children() if unit_of(child) is None]
+    return found
+
+
+def _of_parts(parts: Sequence[str], module: nn.Module) -> list[nn.Module]:
+    """It, and the modules in its children of these names."""
+    used = [child for part in parts if (child := getattr(module, part)) is not None]
+    return [module, *(each for child in used for each in child.modules())]
 
 
 def _sum(calls: Any) -> dict[str, Any]:

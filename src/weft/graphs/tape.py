@@ -37,7 +37,7 @@ class Tape:
         self.calls: list[Call] = []
         self.made: dict[int, Tensor] = {}
         self.read: dict[int, Tensor] = {}
-        self.reads: set[int] = set()
+        self.reads: set[tuple[int, int, bool]] = set()
 
     @property
     def nbytes(self) -> int:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from weft.graphs.capture import CaptureRefused
-from weft.graphs.places import Ranges
+from weft.graphs.places import Ranges, range_of
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "dtensor")
@@ -41,8 +41,8 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.made: dict[int, int] = {}
         """Storages that the operators made: first byte, and how many."""
-        self.reads: set[int] = set()
-        """Storages that they read and did not make."""
+        self.reads: set[tuple[int, int, bool]] = set()
+        """What they read and did not make."""
         self._known = known
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -56,7 +56,7 @@ class Watch(TorchDispatchMode):
                 raise CaptureRefused(
                     f"{function} reads a tensor of shape {tuple(tensor.shape)} that is no argument, parameter or buffer"
                 )
-            self.reads.add(storage_of(tensor))
+            self.reads.add(range_of(tensor))
         for tensor in _written(function, args, kwargs):
             if storage_of(tensor) not in self.made and tensor.numel() and not self._known_as(tensor):
                 raise CaptureRefused(f"{function} writes to memory that is neither its own nor a buffer's")

@@ -1,0 +1,200 @@
+"""The backward of a captured function: a recording for each form in which gradients of its outputs come.
+
+form    which outputs have a gradient, and with which strides. An eager backward leaves out what only the others need,
+        and a kernel adds in another order where memory is laid out otherwise.
+use     an edge by which the backward brings a gradient to a leaf. An eager backward adds the uses of a leaf up one by
+        one, after those of later modules and before those of earlier ones. So a replay hands them out one by one.
+
+A form that comes first in a replay is recorded there. A form that cannot be recorded is differentiated eagerly.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from weft.graphs.capture import CaptureRefused, Recording
+from weft.graphs.places import Ranges, range_of, versions_set
+from weft.graphs.statics import Sample, Static, copied
+from weft.graphs.writes import MOST, Recordings
+
+Capture = Callable[[Callable[[], Any], Ranges], tuple[Any, Recording]]
+Samples = Sequence[Sample | None]
+
+
+class Uses:
+    """By which edges the graph behind `ends` uses `leaves`. `of`: the number of the leaf of each use, leaf by leaf and
+    in the order in which a backward comes to them."""
+
+    def __init__(self, ends: Sequence[GradientEdge], leaves: Sequence[Tensor]) -> None:
+        self._ends = ends
+        edges = [get_gradient_edge(each) for each in leaves]
+        number = {edge.node: leaf for leaf, edge in enumerate(edges)}
+        found: list[list[tuple[int, int, Any]]] = [[] for _ in leaves]
+        ahead, seen = [each.node for each in ends], set()
+        while ahead:
+            node = ahead.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            for index, (following, _) in enumerate(node.next_functions):
+                if following in number:
+                    found[number[following]].append((-node._sequence_nr(), index, node))  # later nodes come first
+                elif following is not None:
+                    ahead.append(following)
+        self.of = [leaf for leaf, uses in enumerate(found) for _ in uses]
+        self._wanted = [edge for edge, uses in zip(edges, found) if uses]
+        self._several = [len(uses) > 1 for uses in found if uses]
+        self._brought: list[Tensor | None] = []
+        taken: dict[Any, dict[int, int]] = {}
+        for uses in found:
+            for _, index, node in sorted(uses, key=lambda use: use[:2]) if len(uses) > 1 else ():
+                taken.setdefault(node, {})[index] = len(self._brought)
+                self._brought.append(None)
+        for node, places in taken.items():
+            node.register_hook(partial(_take, self._brought, places))
+        self._counts = [len(uses) for uses in found if uses]
+
+    def gradients(self, given: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """One for each use, of the outputs' gradients; the graph is retained."""
+        there = [(end, gradient) for end, gradient in zip(self._ends, given) if gradient is not None]
+        ends, heads = [end for end, _ in there], [gradient for _, gradient in there]
+        try:
+            found = torch.autograd.grad(ends, self._wanted, heads, retain_graph=True, allow_unused=True)
+            brought = iter(list(self._brought))
+        finally:
+            self._brought[:] = [None] * len(self._brought)
+        made: list[Tensor | None] = []
+        for count, gradient in zip(self._counts, found):
+            made += [gradient] if count == 1 else [next(brought) for _ in range(count)]
+        return made
+
+
+def _take(brought: list[Tensor | None], places: dict[int, int], gradients: Sequence[Any], _: Any) -> tuple[Any, ...]:
+    """A hook of a node: the gradients of some edges go here in place of along the edge."""
+    for index, place in places.items():
+        brought[place] = gradients[index]
+    return tuple(None if index in places else each for index, each in enumerate(gradients))
+
+
+class Form:
+    """The recordings of one form. `weights`: of what the backward delays."""
+
+    def __init__(self, statics: Sequence[Static | None], backward: Recordings, weights: Recordings | None) -> None:
+        self.statics, self.backward, self.weights = statics, backward, weights
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of all of it."""
+        statics = sum(each.tensor.untyped_storage().nbytes() for each in self.statics if each is not None)
+        return statics + self.backward.nbytes + (0 if self.weights is None else self.weights.nbytes)
+
+    @property
+    def reads(self) -> Ranges:
+        """The memory that they read and do not make."""
+        weights = [] if self.weights is None else self.weights.tried.recording.reads
+        return [*self.backward.tried.recording.reads, *weights]
+
+
+class Backward:
+    """`capture`: records a function that may use further memory. `saved`: what autograd has saved as it is now.
+    `trained`, `restored` and `count`: see `Recordings`. `delays`: what the function runs under, if gradients of
+    weights are delayed."""
+
+    def __init__(
+        self,
+        capture: Capture,
+        uses: Uses,
+        saved: Sequence[Tensor],
+        trained: Sequence[nn.Parameter],
+        restored: Callable[[], AbstractContextManager],
+        count: Callable[[str], None],
+        delays: Any,
+    ) -> None:
+        self._capture, self._uses, self._delays = capture, uses, delays
+        self._saved, self._versions = saved, [each._version for each in saved]
+        self._trained, self._restored, self._count = trained, restored, count
+        self._forms: dict[Any, Form | str] = {}
+
+    def record(self, samples: Samples) -> Form:
+        """A form for gradients like `samples`. Raises CaptureRefused."""
+        statics = [None if each is None else Static(each) for each in samples]
+        given = [None if each is None else each.tensor for each in statics]
+        of_statics = [range_of(each) for each in given if each is not None]
+        recordings = partial(Recordings, lambda function, more: self._capture(function, [*of_statics, *more]))
+        backward = recordings(partial(self._differentiate, given), self._trained, self._restored, self._count)
+        for each in backward.tried.result:
+            if each is not None:
+                copied(each)  # it can be
+        weights = None
+        if self._delays is not None and self._delays.queued:
+            if backward.writes:
+                raise CaptureRefused("some of its gradients of weights are delayed, and it writes others itself")
+            of_statics += backward.tried.recording.memory()
+            weights = recordings(self._delays.repeatable(), [], self._restored, self._count)
+        return Form(statics, backward, weights)
+
+    def begin(self, samples: Samples, full: Sequence[Sample]) -> Ranges | None:
+        """Record the form of `samples`, and return what any form reads: what that for gradients of all outputs reads.
+        None: it cannot be recorded. Raises CaptureRefused if that of `samples` cannot be."""
+        first = None
+        if any(samples):
+            first = self._forms[tuple(each and each.stride for each in samples)] = self.record(samples)
+        if first is not None and all(samples):
+            return first.reads
+        try:
+            return self.record(full).reads
+        except CaptureRefused:
+            return None
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of all forms."""
+        return sum(each.nbytes for each in self._forms.values() if isinstance(each, Form))
+
+    @property
+    def statics(self) -> Iterator[Tensor]:
+        """What gradients are copied into."""
+        forms = (each for each in self._forms.values() if isinstance(each, Form))
+        return (static.tensor for form in forms for static in form.statics if static is not None)
+
+    def run(
+        self, gradients: Sequence[Tensor | None], *, poisoned: bool
+    ) -> tuple[Sequence[Tensor | None], Callable[[], None] | None]:
+        """A gradient for each use, as memory that the next replay writes to, and what computes the delayed ones."""
+        key = tuple([None if each is None else each.stride() for each in gradients])
+        form = self._forms.get(key)
+        if form is None:
+            form = self._new(key, gradients)
+        if isinstance(form, str):
+            self._count(form)
+            with torch.enable_grad():
+                found = self._differentiate(gradients)
+            return found, None if self._delays is None else self._delays.repeatable()
+        for static, gradient in zip(form.statics, gradients):
+            if static is not None:
+                static.fill(gradient)  # type: ignore[arg-type]
+        found = form.backward.run(poisoned=poisoned)
+        return found, None if form.weights is None else partial(form.weights.run, poisoned=poisoned)
+
+    def _new(self, key: Any, gradients: Sequence[Tensor | None]) -> Form | str:
+        if len(self._forms) == MOST:
+            return f"its outputs get gradients in more than {MOST} forms"
+        form: Form | str
+        try:
+            with torch.enable_grad(), self._restored():
+                form = self.record([None if each is None else Sample.of(each) for each in gradients])
+        except CaptureRefused as error:
+            form = str(error)
+        self._forms[key] = form
+        return form
+
+    def _differentiate(self, given: Sequence[Tensor | None]) -> list[Tensor | None]:
+        if self._delays is not None:
+            self._delays.forget()
+        with versions_set(self._saved, self._versions), self._delays or nullcontext():
+            return self._uses.gradients(given)

@@ -1,0 +1,68 @@
+"""Tensors of fixed memory, laid out as those of an eager call: where strides differ, kernels add in another order.
+
+An expanded dimension stays one: its elements share memory, and a copy writes them once.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from weft.graphs.capture import CaptureRefused
+
+_Cut = tuple[slice, ...] | None
+
+
+class Sample(NamedTuple):
+    """A tensor of an eager call that a static one is made like."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Sample":
+        """What is remembered of `tensor`."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+
+class Static:
+    """`tensor`, of zeros, like a sample. Raises CaptureRefused where no copy can have the layout of the sample."""
+
+    def __init__(self, sample: Sample) -> None:
+        _check(sample.shape, sample.stride)
+        self.tensor = torch.empty_strided(sample.shape, sample.stride, dtype=sample.dtype, device=sample.device)
+        self._cut = _cut(self.tensor)
+        self._memory = self.tensor if self._cut is None else self.tensor[self._cut]
+        self._memory.zero_()
+
+    def fill(self, given: Tensor) -> None:
+        """Copy the values of `given`, which has the strides of the sample."""
+        self._memory.copy_(given if self._cut is None else given[self._cut])
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """The values of now, in new memory with the same strides. Raises CaptureRefused as `Static`."""
+    clone = tensor.clone()
+    if clone.stride() == tensor.stride():
+        return clone
+    static = Static(Sample.of(tensor))
+    static.fill(tensor)
+    return static.tensor
+
+
+def _cut(tensor: Tensor) -> _Cut:
+    """What of `tensor` has all of its memory; None: the whole."""
+    cut = tuple(slice(0, 1) if not stride else slice(None) for stride in tensor.stride())
+    return cut if any(each.stop for each in cut) else None
+
+
+def _check(shape: Sequence[int], strides: Sequence[int]) -> None:
+    end = 0
+    dimensions: Any = sorted((stride, size) for size, stride in zip(shape, strides) if stride and size > 1)
+    for stride, size in dimensions:
+        if stride <= end:
+            raise CaptureRefused(f"a tensor of shape {tuple(shape)} and strides {tuple(strides)} overlaps itself")
+        end += (size - 1) * stride
