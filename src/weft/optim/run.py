@@ -104,18 +104,28 @@ class FlatRun:
                     each.record.sharded.grad = self.part(each, local)
 
     def begin_step(self) -> None:
-        """Until `end_step` the gradient is the tensor that lies here. The group's gradients are taken over already."""
+        """Until `end_step` there is a gradient between `take_gradient` and `drop_gradient` alone. The group's gradients
+        are taken over already."""
         self._in_step = True
-        self._here = _something(self._window()) if any(self.present) else None
 
-    def end_step(self) -> None:
-        """The gradient is one over all ranks again; what the step wrote, the version counters know.
+    def take_gradient(self, wide: torch.Tensor | None) -> None:
+        """The gradient is the tensor that lies here, or that in the weights' dtype, in `wide` memory."""
+        self._here = _something(self._window()) if any(self.present) else None
+        if wide is not None and self._here is not None:
+            self._here = wide[: self._here.numel()].copy_(self._here)
+
+    def drop_gradient(self) -> None:
+        """There is none any more; what the step wrote, the version counters know.
 
         Fused kernels do not count, and the wrappers of the sharded parameters cannot: they only share the memory.
         """
         if self._here is not None:
             torch.autograd.graph.increment_version([self.flat, *self.parameters])
-        self._in_step, self._here = False, None
+        self._here = None
+
+    def end_step(self) -> None:
+        """The gradient is one over all ranks again."""
+        self._in_step = False
 
     def _window(self) -> torch.Tensor:
         return self.group.gradients.main.window(self._start, self._stop)
