@@ -1547,15 +1547,29 @@ MUTATIONS = [
     Mutation(
         "weights that stay are never made anew",
         "fsdp/runtime/freshness.py",
-        "        if changed:",
-        "        if False:",
+        "due = ordinary if words[0] else []",
+        "due = []",
         SEAMS + "test_freshness.py::test_weights_that_are_written_between_microbatches[2-optim-True-copy_]",
+    ),
+    Mutation(
+        "frozen weights keep their main weights beside the payload",
+        "fsdp/payload_only.py",
+        "stays = group.trainable or",
+        "stays = True or",
+        "fsdp/test_payload_only.py::test_adapters_train_on_a_base_whose_payload_alone_is_kept[2]",
+    ),
+    Mutation(
+        "small writes to weights that rest as payload are lost",
+        "fsdp/runtime/freshness.py",
+        "(stale and resting.has_passed)",
+        "False",
+        "fsdp/test_payload_only.py::test_small_writes_add_up_as_those_to_main_weights[2]",
     ),
     Mutation(
         "a write on one rank is not told to the others",
         "fsdp/runtime/freshness.py",
-        "changed = bool(highest)",
-        "pass",
+        "words, _ = agree(words",
+        "agree(words",
         SEAMS + "test_freshness.py::test_a_write_on_one_rank_is_a_write_on_all[2-optim]",
     ),
     Mutation(

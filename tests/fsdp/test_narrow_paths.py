@@ -189,7 +189,7 @@ def test_a_frozen_base_that_comes_quantized_trains_its_adapter():
         weft.fully_shard(net, mp_policy=policy)
         mains = {group.recipe.quantization: group.recipe.main for group in net._weft_unit.groups}
         assert mains == {recipe: torch.bfloat16, None: torch.float32}
-        before = plain.base.weight.clone()
+        before = dequantize(*quantize(plain.base.weight, recipe), recipe, torch.bfloat16)  # the payload alone is kept
         assert torch.equal(nets.full(net.base.weight), before)
         plain.bfloat16()
         if compute == "dequantize":
@@ -217,3 +217,54 @@ def test_weights_whose_scales_are_unknown_are_refused():
     net.weight = nn.Parameter(Packed(*quantize(torch.randn(32, 32), blockwise(16, 16))))
     with pytest.raises(ValueError, match="a Packed, a tensor with operators of its own"):
         weft.fully_shard(net)
+
+
+class _Travels(torch.autograd.Function):
+    """A weight with the values of its payload, and its gradient with those that travel."""
+
+    @staticmethod
+    def forward(ctx, weight: torch.Tensor, recipe, travels: torch.dtype) -> torch.Tensor:
+        ctx.travels = travels
+        return weight.clone() if recipe is None else dequantize(*quantize(weight, recipe), recipe, weight.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        return gradient.to(ctx.travels).to(gradient.dtype), None, None
+
+
+@pytest.mark.slow
+@distributed(2)
+def test_adam_in_fp64_equals_one_process():
+    """Adam divides by roots of second moments, which makes rounding in fp32 as large as a fault. In fp64 it cannot."""
+    sizes = {"width": 32, "hidden": 64}
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "shard"))
+    for travels, ties, microbatches, options in (
+        (torch.float64, False, 2, {"mesh": mesh, "outer_strategy": "optim"}),
+        (torch.float64, True, 1, {}),
+        (torch.bfloat16, False, 1, {"strategy": "optim"}),
+    ):
+        policy = weft.MixedPrecisionPolicy(
+            reduce_dtype=travels,
+            main_params_dtype=torch.float64,
+            param_quantization=mx(32),
+            quantize=lambda name, p, ties=ties: p.ndim == 2 and (ties or "embedding" not in name),
+        )
+        plain, net = nets.make(**sizes).double(), nets.shard(nets.make(**sizes).double(), mp_policy=policy, **options)
+        optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (plain, net)]
+        for batch in nets.data(3, 8):
+            for last, rows in enumerate(batch.chunk(microbatches)):
+                net.set_is_last_backward(last == microbatches - 1)
+                nets.loss_of(net, rows.chunk(2)[dist.get_rank()]).backward()
+                for part in rows.chunk(2):  # gradients travel by themselves, and are summed in fp64
+                    weights = {
+                        name: _Travels.apply(p, mx(32) if policy.quantize(name, p) else None, travels)
+                        for name, p in plain.named_parameters()
+                    }
+                    weights["head.weight"] = weights["embedding.weight"]
+                    outputs = torch.func.functional_call(plain, weights, (part[:, :-1],))
+                    (nn.functional.cross_entropy(outputs.flatten(0, 1), part[:, 1:].flatten()) / 2).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for one, other in zip(net.parameters(), plain.parameters()):
+            torch.testing.assert_close(nets.full(one), other.detach(), rtol=1e-13, atol=1e-13)

@@ -124,6 +124,29 @@ def test_optimizers_that_need_gradients_in_the_weights_dtype_say_so():
     torch.testing.assert_close(nets.full(copied), stepped, rtol=0, atol=0)
 
 
+@distributed(2)
+def test_flat_optimizers_take_gradients_of_a_narrower_dtype_than_the_weights():
+    policy = weft.MixedPrecisionPolicy(FP32, BF16, main_grads_dtype=BF16)
+    for options in ({"foreach": False}, {"fused": True}):
+        net, plain = shard(nets.make(), policy), nets.make()
+        flat = weft.optim.flat(torch.optim.AdamW, net, lr=1e-2, **options)
+        ordinary = torch.optim.AdamW(plain.parameters(), lr=1e-2, **options)
+        for batch in nets.data(3, 4):
+            nets.loss_of(net, mine(batch)).backward()
+            assert {(p.dtype, p.grad.dtype) for p in net.parameters()} == {(FP32, BF16)}
+            for one, other in zip(net.parameters(), plain.parameters()):
+                other.grad = nets.full(one.grad).float()
+            flat.step(), ordinary.step(), flat.zero_grad()
+        assert_weights(net, plain)
+        (room,) = flat._rooms.values()
+        most = max(group.main_weight.local.numel() for unit in net.modules() for group in groups_of(unit))
+        assert room.numel() <= most, "the gradients of one unit at a time are widened"
+
+
+def groups_of(module: nn.Module) -> list:
+    return module._weft_unit.groups if isinstance(module, weft.FSDPModule) else []
+
+
 # --- units that mix dtypes ------------------------------------------------------------------------------------------
 
 

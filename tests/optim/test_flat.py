@@ -241,15 +241,15 @@ def test_no_flat_tensor_of_a_step_is_empty():
     decays = [{"params": [p], "weight_decay": 0.1 * (p.ndim > 1)} for p in plain.parameters()]
     one = torch.optim.AdamW(decays, lr=0.1, fused=True)
     other = weft.optim.flat(torch.optim.AdamW, model, no_decay=lambda name, p: p.ndim < 2, lr=0.1, weight_decay=0.1)
-    stepped, end_step = [], FlatRun.end_step
+    stepped, drop_gradient = [], FlatRun.drop_gradient
 
     def looking(run):
         if run.flat.grad is not None:
             stepped.append((run.flat.numel(), run.flat.grad.numel()))
-        end_step(run)
+        drop_gradient(run)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FlatRun, "end_step", looking)
+        patch.setattr(FlatRun, "drop_gradient", looking)
         for both in (False, True, True):  # some have no gradient at first, which divides runs
             step(plain, one, torch.ones(8, 5), both)
             step(model, other, here(torch.ones(8, 5)), both)

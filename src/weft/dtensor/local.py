@@ -180,8 +180,8 @@ def explain_dtypes(func: Any, dtypes: set[torch.dtype], error: Exception) -> Non
     if len(dtypes) > 1:
         raise TypeError(
             f"{func} takes tensors of one dtype, not {' and '.join(sorted(map(str, dtypes)))}: Adam and fused "
-            "optimizers need gradients in the weights' dtype; leave out main_grads_dtype, or set main_params_dtype to "
-            "the same"
+            "optimizers need gradients in the weights' dtype; leave out main_grads_dtype, set main_params_dtype to the "
+            "same, or for narrower gradients use weft.optim.flat"
         ) from error
 
 

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from weft.comm.collectives import reduce_now
 from weft.comm.groups import group_of
+from weft.dtensor.deferred import DeferredDTensor, bring_all
 from weft.dtensor.local import (
     changed_by,
     element_wise,
@@ -57,6 +58,8 @@ _LOCAL_BY_NAME = {
 def run(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
     """The operator `func` on arguments among which are ruled tensors; `types`: the classes of its tensors."""
     kwargs = kwargs or {}
+    if DeferredDTensor in types:
+        bring_all((args, kwargs))
     if ShardedView in types:
         return _on_views(func, args, kwargs)
     rule = _known.get(func._op)
@@ -67,7 +70,7 @@ def run(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None 
 
 
 _known: dict[Any, Callable[[Any, tuple, dict], Any]] = {}
-"""The rules of operators that have been met; operators themselves are slow to look up."""
+"""By operator; operators themselves are slow to look up."""
 
 
 def _alias(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -350,15 +353,11 @@ def _on_views(func: Any, args: tuple, kwargs: dict) -> Any:
 def _refuse(func: Any, args: tuple, kwargs: dict) -> Any:
     if func._schema.name == "aten::resize_" and tuple(args[1]) == args[0].shape:  # what out= begins with
         return args[0]
+    ruled = next(leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, RuledDTensor))
     raise TypeError(
-        f"{func} would change the shape, the strides or the memory of a sharded tensor of shape "
-        f"{tuple(_ruled((args, kwargs))[0].shape)}, which are those of its unit's flat buffer: use the operator "
-        "without the underscore, and copy_() to write values"
+        f"{func} would change the shape, the strides or the memory of a sharded tensor of shape {tuple(ruled.shape)}, "
+        "which are those of its unit's flat buffer: use the operator without the underscore, or write with copy_()"
     )
-
-
-def _ruled(values: Any) -> list[Any]:
-    return [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, RuledDTensor)]
 
 
 def _write_through(func: Any, args: tuple, kwargs: dict) -> Any:

@@ -242,7 +242,7 @@ def _row(unit: Unit, group: ParameterGroup) -> tuple[str, ...]:
         str(len(group.parameters)),
         f"{group.layout.data_numel:,}",
         str(group.layout.shards),
-        str(group.recipe.main).removeprefix("torch."),
+        "payload" if group.payload_only is not None else str(group.recipe.main).removeprefix("torch."),
         str(group.recipe.compute).removeprefix("torch."),
         str(group.recipe.quantization or group.recipe.compute).removeprefix("torch."),
         f"{nbytes / 2**20:,.2f}",

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from weft.comm import collectives
@@ -34,13 +33,14 @@ from weft.comm.lanes import Ticket
 from weft.dtensor.uneven import local_of
 from weft.fsdp.autograd import FullParameters, behind_classes
 from weft.fsdp.channels import Channels
+from weft.fsdp.forms import forms_of
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.gradients.in_vain import IN_BACKWARD, never_runs
-from weft.fsdp.parameter import FULL, ShardedParameter, Unsharded
+from weft.fsdp.parameter import FULL, Unsharded
 from weft.fsdp.payload import payload_of, refresh_copies
+from weft.fsdp.payload_only import payload_only_of
 from weft.fsdp.plan import GroupPlan
 from weft.fsdp.post_forward import PostForwardShard
-from weft.fsdp.scaled import mark_scaled
 from weft.fsdp.weak import weakly
 from weft.memory.buffer import FlatBuffer
 from weft.memory.pool import Transient
@@ -82,8 +82,11 @@ class ParameterGroup:
         self.full, self.transient = self._make_full()
         self.transients = [each for each in (self.transient, self.payload.staging) if each is not None]
         """The memory that comes and goes with the gathered weights."""
-        self.parameters = self._make_parameters(members)
-        apart = self.main_weight.local.untyped_storage()._cdata != self.model_weight.local.untyped_storage()._cdata
+        self.parameters = forms_of(self, members)
+        self.payload_only = payload_only_of(self)
+        """The main weights, if they go while the payload is up to date; None if they stay."""
+        self.main_weight = self.payload_only or self.main_weight
+        apart = self.main_weight.storage._cdata != self.model_weight.storage._cdata
         fulls = [*map(FULL, self.parameters)]
         self.fulls = FullParameters(fulls, copies=apart or self.transient is not None, version=self.version)
         if self.transient is not None:
@@ -133,31 +136,6 @@ class ParameterGroup:
         transient = Transient(numel, self.recipe.gathered, self.device, describe=describe, filled=True)
         return FlatBuffer(self.layout, self.mesh, self.plan.whole, transient.tensor), transient
 
-    def _make_parameters(self, members: Sequence[Unsharded]) -> tuple[ShardedParameter, ...]:
-        """Full and sharded parameters with the attributes of the original ones, and their records."""
-        views = FlatBuffer(self.layout, self.mesh, self.plan.whole, self.full.local).views()
-        full = [
-            # `.data`: views with a version counter of their own, so that refilling them is no change to autograd.
-            nn.Parameter(each.parallel.full(view.data) if each.parallel else view.data, requires_grad=self.trainable)
-            for view, each in zip(views, members)
-        ]
-        mark_scaled(full, self.recipe)
-        sharded = [
-            nn.Parameter(tensor, requires_grad=self.trainable)
-            for tensor in self.main_weight.dtensors([each.parallel for each in members])
-        ]
-        for each, one, other in zip(members, full, sharded):
-            vars(one).update(vars(each.value))
-            vars(other).update(vars(each.value))
-            other._post_accumulate_grad_hooks = each.value._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-            if self.recipe.main_grad != self.recipe.main:
-                other.grad_dtype = self.recipe.main_grad
-        myself = weakref.ref(self)
-        return tuple(
-            ShardedParameter(number, each.slot, extent, each.parallel, one, other, myself)
-            for number, (each, extent, one, other) in enumerate(zip(members, self.layout.extents, full, sharded))
-        )
-
     def belong_to(self, owner: Any) -> None:
         """Be a group of `owner`, known only weakly, or neither would go without the collector."""
         self.owner = ref = weakref.ref(owner)
@@ -195,13 +173,13 @@ class ParameterGroup:
 
     def persistent_weights(self) -> dict[int, int]:
         """Bytes of the weights that stay at rest on this rank, by address: each memory once."""
-        storages = [buffer.local.untyped_storage() for buffer in (self.main_weight, *self.copies)]
+        storages = [buffer.storage for buffer in (self.main_weight, *self.copies)]
         return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
     @property
     def version(self) -> int:
         """Of the main weights: every write to them makes it higher."""
-        return self.main_weight.local._version
+        return self.main_weight.version
 
     @property
     def is_stale(self) -> bool:
@@ -213,9 +191,11 @@ class ParameterGroup:
         """Whether its model weights are to be made from the main weights before they are used or sent."""
         return self.refreshes and self._gathered_from is None
 
-    def outdate(self) -> None:
-        """Let the next gather start from the main weights, because some rank says so."""
-        self._gathered_from = None
+    def outdate(self, *, agreed: bool = False) -> None:
+        """Let the next gather start from the main weights, because some rank says so. A payload that is all there is
+        must be `agreed` to be outdated, or written to here."""
+        if self.payload_only is None or agreed or self.is_stale:
+            self._gathered_from = None
 
     def gather(self, channels: Channels) -> Ticket | None:
         """Start making the full weights those of the main weights; None where they already are."""
@@ -307,6 +287,22 @@ class ParameterGroup:
                 ticket.wait()
             self.payload.open(self.full.local)
 
+    def rest(self, *, quantize: bool = False) -> None:
+        """Let main weights go, which nothing reads any more, if the payload is made from them, or else is made now."""
+        if self.payload_only is None:
+            return
+        if quantize:
+            self.payload_only.quantize()
+            self._gathered_from = self.version
+        if not self.is_stale:
+            self.payload_only.let_go()
+
+    def keep_main_weights(self) -> None:
+        """Let main weights come that the payload alone was kept of, and stay."""
+        if self.payload_only is not None:
+            self.payload_only.bring()
+        self.payload_only = None
+
     @property
     def refreshed_bytes(self) -> int:
         """Bytes of the model weights that are gathered from the main weights once in a step."""
@@ -348,7 +344,7 @@ class ParameterGroup:
         if self.post_forward is not None:
             self.post_forward.drop()
         self.payload.open(self.full.local)
-        self.fulls.come(self.main_weight.local._version)
+        self.fulls.come(self.version)
 
     def gather_other(self, copy: int, channels: Channels) -> None:
         """Put another copy of the weights in the place of the one that is here. The computation waits for it."""

@@ -112,7 +112,7 @@ class Narrow:
 
     def write(self, own: torch.Tensor, source: torch.Tensor, pool: Pool, copy: int = 0) -> Callable[[], Any] | None:
         """See `Payload.write`. `source`: main weights, or the bytes that were made from them."""
-        return None if source.dtype == self.dtype else functools.partial(self._quantize, own, source, copy)
+        return None if source.dtype == self.dtype else functools.partial(self.fill, own, source, copy)
 
     def land(self, full: torch.Tensor, source: torch.Tensor, pool: Pool, copy: int = 0) -> torch.Tensor:
         """See `Payload.land`."""
@@ -197,7 +197,7 @@ class Narrow:
                 yield _Piece(number, matrix, offset + first, last - first, shape, scales_at)
                 scales_at += self._most_scale_bytes(number, shape)
 
-    def _quantize(self, own: torch.Tensor, main: torch.Tensor, copy: int) -> Pending:
+    def fill(self, own: torch.Tensor, main: torch.Tensor, copy: int = 0) -> Pending:
         """Fill the bytes of this rank's shard of a copy from its main weights."""
         begin = self._shard * self._plan.layout.shard_numel
         for piece in self._pieces(self._shard):
@@ -227,9 +227,18 @@ class Narrow:
     def _dequantize(self, come: torch.Tensor, full: torch.Tensor) -> None:
         """Fill the full weights from the bytes of all shards."""
         for place, codes, scales in self.unpacked(come):
-            numel = codes.numel() * self._recipe.values_per_byte
-            values = full[place : place + numel].view(*codes.shape[:-1], -1)
-            dequantize(codes, scales, self._recipe, out=values)
+            self._widen(codes, scales, full, place)
+
+    def restore(self, own: torch.Tensor, main: torch.Tensor) -> None:
+        """Fill this rank's main weights with the values of `own`, its bytes."""
+        begin = self._shard * self._plan.layout.shard_numel
+        for piece in self._pieces(self._shard):
+            codes, steps = self._bytes_of(own, piece, piece.place - begin, 0)
+            self._widen(codes, self._scales(piece, steps, 0), main, piece.place - begin)
+
+    def _widen(self, codes: torch.Tensor, scales: Any, target: torch.Tensor, place: int) -> None:
+        numel = codes.numel() * self._recipe.values_per_byte
+        dequantize(codes, scales, self._recipe, out=target[place : place + numel].view(*codes.shape[:-1], -1))
 
     def _assemble(self, come: torch.Tensor, full: torch.Tensor) -> None:
         """Fill full weights that stay quantized from the bytes of all shards: the codes, and behind them the scales."""

@@ -16,11 +16,13 @@ def quantization_shares(model: nn.Module) -> dict[str, Shares]:
     """The shares of saturated and of underflowed elements of the weights of each unit with quantized weights, by the
     unit's name ("" for the root), the same on all ranks.
 
-    Quantizes this rank's main weights again, and reduces the counts once. Collective. Do not call it between a forward
+    Quantizes this rank's main weights again, and reduces the counts once. Weights that are frozen and kept as payload
+    alone are not counted: what they have lost is not known any more. Collective. Do not call it between a forward
     and its backward. Raises ValueError for a model without sharded modules.
     """
     units = units_of(model)
-    narrow = [(unit.name, group) for unit in units for group in unit.groups if isinstance(group.payload, Narrow)]
+    groups = [(unit.name, group) for unit in units for group in unit.groups if group.payload_only is None]
+    narrow = [(name, group) for name, group in groups if isinstance(group.payload, Narrow)]
     if not narrow:
         return {}
     agree_on_maxima(group for _, group in narrow)

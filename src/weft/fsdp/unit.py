@@ -18,9 +18,8 @@ Everything else is an error that names the unit, its state and its holders. A ho
 forward or backward call, a step of a schedule, the user's `unshard()`, or one of the promises that another will be
 back. A unit at most makes way for another, with its values; only its holders let it go. It does not know its drivers.
 
-What is registered follows those who compute, and the user's `unshard()`: while one of them holds the weights, the full
-parameters, else the sharded ones. Between passes a module so shows what an optimizer, a freeze or a write is to find;
-autograd has views of the weights that wait for a backward.
+Full parameters are registered while a computation or the user's `unshard()` holds the weights, else the sharded ones,
+which an optimizer, a freeze or a write finds between passes. Autograd has views of weights that wait for a backward.
 
 Gradients have a life of their own, in `weft.fsdp.gradients.group`.
 """
@@ -297,6 +296,7 @@ class Unit:
         for group in self._coming:
             group.await_refresh()
         for group in self.groups:
+            group.rest()
             group.sync_requires_grad()
 
     def drop_holders(self) -> None:

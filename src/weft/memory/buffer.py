@@ -59,6 +59,16 @@ class FlatBuffer:
         """The index of this rank's piece."""
         return position_on(self.mesh, self.axes)
 
+    @property
+    def version(self) -> int:
+        """Every write to what lies here makes it higher."""
+        return self.local._version
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """The memory of what lies here."""
+        return self.local.untyped_storage()
+
     def part(self, placements: tuple[Placement, ...]) -> "FlatBuffer":
         """Return this rank's part of the buffer under `placements`, which cut it further; a view."""
         cut = FlatBuffer(self.layout, self.mesh, placements, self.local)

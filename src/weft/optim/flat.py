@@ -46,13 +46,17 @@ def flat(
     The result is an instance of `optimizer`; learning-rate schedulers work on it. Its `state_dict` has one entry per
     parameter name, with DTensors that Distributed Checkpoint saves and reshards.
 
+    Gradients of a narrower dtype than the weights (`main_grads_dtype`) are widened for an optimizer that does not take
+    them, one unit at a time.
+
     `.grad` of its tensors is a DTensor over all ranks, so that `torch.amp.GradScaler` decides the same on all of them.
 
-    Frozen parameters are included, and are updated once they have gradients.
+    Frozen parameters are included, and are updated once they have gradients. Frozen quantized parameters that keep only
+    their payload are not: build the optimizer again after you unfreeze one, or `step` raises ValueError.
 
-    Raises ValueError if `optimizer` is not element-wise, if it does not take the gradient dtype that `main_grads_dtype`
-    asks for, or if a trainable parameter is in no unit. Raises TypeError if `optimizer` is not a class or `model` is
-    not a module.
+    Raises ValueError if `optimizer` is not element-wise, if it does not take gradients of a wider dtype than the
+    weights that `main_grads_dtype` asks for, or if a trainable parameter is in no unit. Raises TypeError if `optimizer`
+    is not a class or `model` is not a module.
     """
     if not isinstance(optimizer, type):
         raise TypeError(
@@ -67,12 +71,18 @@ def flat(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     runs: dict[bool, list[FlatRun]] = {True: [], False: []}
     known: set[int] = set()
+    resting: dict[str, nn.Parameter] = {}
+    widened: set[ParameterGroup] = set()
     for group in (group for unit in units for group in unit.groups):
         known.update(id(each.sharded) for each in group.parameters)
         if not group.recipe.main.is_floating_point and not group.recipe.main.is_complex:
             continue  # can never be trained
-        if group.trainable:
-            _check_dtypes(group, optimizer, options)
+        if group.payload_only is not None:  # a view of its main weights would make them stay
+            resting |= {names[id(each.sharded)]: each.sharded for each in group.parameters}
+            continue
+        narrow = group.recipe.main_grad.itemsize < group.recipe.main.itemsize
+        if (group.trainable or narrow) and not _takes_dtypes(group, optimizer, options):
+            widened.add(group)
         for decay, run in runs_of(group, names, lambda name, p: no_decay is None or not no_decay(name, p)):
             runs[decay].append(run)
     outside = {name: p for name, p in model.named_parameters() if id(p) not in known}
@@ -86,6 +96,7 @@ def flat(
     made._runs = [*runs[True], *runs[False]]
     made._groups = list(dict.fromkeys(run.group for run in made._runs))
     made._outside = outside
+    made._resting, made._widened, made._rooms = resting, widened, {}
     return made
 
 
@@ -105,11 +116,16 @@ class FlatOptimizer(torch.optim.Optimizer):
     _runs: list[FlatRun]
     _groups: list[ParameterGroup]
     _outside: dict[str, nn.Parameter]
+    _resting: dict[str, nn.Parameter]
+    _widened: set[ParameterGroup]
+    """Whose gradients are of a narrower dtype than their weights, which `optimizer` does not take."""
+    _rooms: dict[Any, torch.Tensor]
 
     def step(self, closure: Any = None) -> Any:
         """Update the weights from the gradients of the sharded parameters.
 
-        Raises ValueError for a parameter that is not sharded and has been unfrozen since the optimizer was built.
+        Raises ValueError for a parameter that has been unfrozen since the optimizer was built, and that is not sharded
+        or had no main weights then.
         """
         if closure is not None:  # it makes the gradients
             with torch.enable_grad():
@@ -117,6 +133,11 @@ class FlatOptimizer(torch.optim.Optimizer):
         else:
             loss = None
         _refuse_unsharded(name for name, p in self._outside.items() if p.requires_grad and p.grad is not None)
+        if late := ", ".join(name for name, p in self._resting.items() if p.grad is not None):
+            raise ValueError(
+                f"{late}: frozen and without main weights when the optimizer was built, and has a gradient now; build "
+                "the optimizer again after you unfreeze parameters"
+            )
         for group in self._groups:
             group.gradients.main.take_over()
         for run in list(self._runs):
@@ -126,14 +147,37 @@ class FlatOptimizer(torch.optim.Optimizer):
         step = super().step
         if getattr(step, "hooked", False):  # torch has wrapped this method too: run hooks once
             step = step.__wrapped__.__get__(self)  # type: ignore[attr-defined]
+        narrow = [run for run in self._runs if run.group in self._widened]
         try:
             for run in self._runs:
                 run.begin_step()
-            step()
+            for runs in [[run for run in self._runs if run not in narrow], *([run] for run in narrow)]:
+                self._step_over(runs, step)
         finally:
             for run in self._runs:
                 run.end_step()
         return loss
+
+    def _step_over(self, runs: Sequence[FlatRun], step: Callable[[], Any]) -> None:
+        """`step`, which finds gradients of these runs alone: of one of those that are widened for it."""
+        wide = self._room_for(runs[0]) if runs and runs[0].group in self._widened else None
+        try:
+            for run in runs:
+                run.take_gradient(wide)
+            if any(run.flat.grad is not None for run in runs):
+                step()
+        finally:
+            for run in runs:
+                run.drop_gradient()
+
+    def _room_for(self, run: FlatRun) -> torch.Tensor:
+        """Memory for the gradient of `run` in the dtype of its weights, which is kept for all of them."""
+        kind = run.flat.dtype, run.flat.device
+        if kind not in self._rooms:
+            alike = [each for each in self._runs if each.group in self._widened and each.flat.dtype == kind[0]]
+            numel = max(each.flat.numel() for each in alike)
+            self._rooms[kind] = torch.empty(numel, dtype=kind[0], device=kind[1])
+        return self._rooms[kind]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop, or with `set_to_none=False` clear, the gradients of the sharded parameters."""
@@ -273,18 +317,24 @@ def _shared(values: Mapping[str, Any] | None, shaped: set[str]) -> Any:
 _classes: dict[type, Any] = {}
 
 
-def _check_dtypes(group: ParameterGroup, optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
-    """Raise ValueError if `optimizer` cannot step with the group's dtypes; a step of one element tries it."""
+def _takes_dtypes(group: ParameterGroup, optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> bool:
+    """Return whether `optimizer` steps with gradients in the group's dtype; a step of one element tries it.
+
+    Raises ValueError if they cannot be widened for it.
+    """
     main, main_grad = group.recipe.main, group.recipe.main_grad
     if main == main_grad:
-        return
+        return True
     probe = nn.Parameter(torch.zeros(1, dtype=main, device=group.home))
     probe.grad_dtype = main_grad
     probe.grad = torch.zeros(1, dtype=main_grad, device=group.device)
     try:
         optimizer([probe], **options).step()
     except RuntimeError as error:
+        if main_grad.itemsize < main.itemsize:  # no value is lost in the wider dtype
+            return False
         raise ValueError(
             f"{optimizer.__name__} does not take gradients in {main_grad} for weights in {main}: leave out "
             f"main_grads_dtype, or set main_params_dtype={main_grad}"
         ) from error
+    return True

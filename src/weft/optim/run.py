@@ -104,18 +104,28 @@ class FlatRun:
                     each.record.sharded.grad = self.part(each, local)
 
     def begin_step(self) -> None:
-        """Make `gradient` this rank's plain tensor until `end_step`. `take_over` of the group was called before."""
+        """Until `end_step`, `gradient` is a tensor only between `take_gradient` and `drop_gradient`. `take_over` of the
+        group was called before."""
         self._in_step = True
-        self._here = _something(self._window()) if any(self.present) else None
 
-    def end_step(self) -> None:
-        """Make `gradient` a DTensor again, and increment the version counters of the updated parameters.
+    def take_gradient(self, wide: torch.Tensor | None) -> None:
+        """Make `gradient` this rank's plain tensor, or a copy of it in `wide`, memory in the weights' dtype."""
+        self._here = _something(self._window()) if any(self.present) else None
+        if wide is not None and self._here is not None:
+            self._here = wide[: self._here.numel()].copy_(self._here)
+
+    def drop_gradient(self) -> None:
+        """Drop `gradient`, and increment the version counters of the updated parameters.
 
         Fused kernels do not increment them, and the sharded parameters only share memory with the flat one.
         """
         if self._here is not None:
             torch.autograd.graph.increment_version([self.flat, *self.parameters])
-        self._in_step, self._here = False, None
+        self._here = None
+
+    def end_step(self) -> None:
+        """Make `gradient` a DTensor over all ranks again."""
+        self._in_step = False
 
     def _window(self) -> torch.Tensor:
         return self.group.gradients.main.window(self._start, self._stop)

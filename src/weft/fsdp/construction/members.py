@@ -28,7 +28,7 @@ from weft.fsdp.originals import retire
 from weft.fsdp.parameter import Slot, Unsharded, record_of
 from weft.fsdp.plan import GroupPlan
 from weft.fsdp.precision import keeps_dtype
-from weft.fsdp.runtime.start import equalize
+from weft.fsdp.runtime.start import equalize, rest
 from weft.fsdp.unit import Unit
 
 
@@ -124,6 +124,7 @@ class Members:
                 record.stands_for(member.original)
                 retire(member.original)
             equalize(group)
+            rest(group)
         unit.register()
         for _, mine, record in self._tied:
             record.slot.share(mine.owners)

@@ -46,7 +46,10 @@ class Consensus:
             return None
         said = []
         for unit in self._every.units:
-            sizes = ", ".join(str(group.layout.data_numel) for group in unit.groups)
+            sizes = ", ".join(
+                f"{group.layout.data_numel}{' frozen and quantized' if group.payload_only else ''}"
+                for group in unit.groups
+            )
             said.append(f"{unit.name or 'the root'} ({unit.kind}, {sizes} elements)")
         trains = [any(p.requires_grad for p in map(SHARDED, group.parameters)) for group in self._every.groups]
         trains = self._agreement.same_structure(said, self._every.process_groups, trains)

@@ -6,6 +6,9 @@
     main weights were written, on any rank                   at the next pass: version counters tell, the ranks agree
     nothing                                                  no: the passes of a step use what the first has made
 
+An optimizer is not expected of weights that are frozen and rest as payload alone (`weft.fsdp.payload_only`): the ranks
+agree in each pass whether one has written to them or has unfrozen them.
+
 Weights that are gathered for each use need none of this: they are gathered from what the main weights are then.
 """
 
@@ -15,8 +18,10 @@ import torch.distributed as dist
 
 from weft.comm.control import agree
 from weft.fsdp.channels import Channels
+from weft.fsdp.group import ParameterGroup
+from weft.fsdp.payload_only import PayloadOnly
 from weft.fsdp.runtime.maxima import agree_on_maxima
-from weft.fsdp.unit import Unit
+from weft.fsdp.unit import State, Unit
 
 
 class Freshness:
@@ -38,15 +43,21 @@ class Freshness:
         following = [group for unit in units for group in unit.groups if group.refreshes]
         if not following:
             return
-        changed = self._certain or any(group.is_stale for group in following)
-        if self._checked and not self._certain:
-            (highest,), _ = agree([int(changed)], [], groups, "beginning of a pass", channel=self._channel)
-            changed = bool(highest)
+        ordinary = [group for group in following if group.payload_only is None]
+        resting = [group for group in following if group.payload_only is not None]
+        words = [int(self._certain or any(group.is_stale for group in ordinary)), *map(_word_of, resting)]
+        if self._checked and (resting or not self._certain):
+            words, _ = agree(words, [], groups, "beginning of a pass", channel=self._channel)
         self._certain = False
-        if changed:
-            for group in following:
-                group.outdate()
-            agree_on_maxima(following)  # before the first of them is quantized
+        due = ordinary if words[0] else []
+        for group, word in zip(resting, words[1:]):
+            due = [*due, group] if word else due
+            if word == PayloadOnly.NEEDED:
+                group.keep_main_weights()
+        for group in due:
+            group.outdate(agreed=True)
+        if due:
+            agree_on_maxima(due)  # before the first of them is quantized
         self.ahead.update(dict.fromkeys(inside))
 
     def expect_change(self) -> None:
@@ -76,6 +87,8 @@ class Freshness:
         for unit in made:
             for group in unit.groups:
                 group.await_refresh()
+                if unit.state is not State.ON_THE_WAY:  # a lane may still quantize
+                    group.rest()
 
     def forget(self) -> None:
         """A pass was abandoned: it is unknown what was made anew where."""
@@ -93,3 +106,12 @@ class Freshness:
         for group in unit.groups:
             group.refresh(self._channels)
         self._made.append(unit)
+
+
+def _word_of(group: ParameterGroup) -> int:
+    """What a rank says of weights that rest as payload alone."""
+    resting, stale = group.payload_only, group.is_stale
+    assert resting is not None
+    needed = resting.is_unfrozen or (stale and resting.has_passed)
+    resting.has_passed = True
+    return PayloadOnly.NEEDED if needed else PayloadOnly.WRITTEN * stale

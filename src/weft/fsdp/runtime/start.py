@@ -2,7 +2,8 @@
 
 when                           what happens
 -----------------------------  -----------------------------------------------------------------------------------
-a unit is made                 replicas get the values of the first of them, for any seeds of their ranks
+a unit is made                 replicas get the values of the first of them, for any seeds of their ranks; frozen
+                               weights are quantized, if their payload alone is kept
 the first pass of a root       parameters from the meta device that no one filled are an error, on every rank;
                                replicas of the others are made alike again, if they were filled differently
 a root's runtime is made       what tensor parallelism does not slice is made alike over the ranks of the slices
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from weft.comm import collectives
 from weft.fsdp.group import ParameterGroup
+from weft.fsdp.runtime.maxima import agree_on_maxima
 from weft.fsdp.unit import Unit
 from weft.memory.blank import has_blank
 
@@ -24,6 +26,14 @@ def equalize(group: ParameterGroup) -> None:
     for axis, ranks in enumerate(group.groups):
         if axis not in group.main_weight.axes and ranks.size() > 1:
             collectives.broadcast(group.main_weight.local, ranks)
+
+
+def rest(group: ParameterGroup) -> None:
+    """Quantize weights of which the payload alone is kept, and let the others go, if they have values and ranks make
+    their parts alone. Else the first pass does it. Collective for recipes with one scale per matrix."""
+    if group.payload_only is not None and not group.unfilled and not group.refreshed_bytes:
+        agree_on_maxima([group])
+        group.rest(quantize=True)
 
 
 def equalize_slices(groups: Sequence[ParameterGroup]) -> None:
@@ -39,6 +49,7 @@ def _equalize_over(group: ParameterGroup, slices: dist.ProcessGroup) -> None:
         return  # ranks of other experts have other parts of what is dense
     if not group.slice_groups:
         collectives.broadcast(group.main_weight.local, slices)
+        torch.autograd.graph.increment_version(group.main_weight.local)  # if a payload alone is kept, it is outdated
         return
     for each in group.parameters:
         if each.slices is None:  # slices of unequal size make its cuts differ from rank to rank
