@@ -116,8 +116,6 @@ def _run_pytest(source: Path, tests: Sequence[str], root: Path) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.chdir(root)
     os.environ.update(_environment(source))
-    if len(tests) == 1:  # no test before it has started threads
-        os.environ["WEFT_FORK"] = "1"
     sys.path[:0] = [str(source), str(root)]
     importlib.invalidate_caches()
     import pytest

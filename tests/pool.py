@@ -1,4 +1,5 @@
-"""Real gloo processes for tests: up to four workers, each started once for the whole run.
+"""Real gloo processes for tests: up to four workers, each forked once for the whole run, behind the imports of all
+tests.
 
     @distributed(2, 4)
     def test_all_ranks_agree(tmp_path):      # the body runs on every rank, once per world size
@@ -15,6 +16,9 @@ import inspect
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
+import signal
+import socket
 import sys
 import threading
 import time
@@ -24,7 +28,10 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import weft.debug
 from weft.fsdp.runtime import options
 
 if os.environ.get("WEFT_BUCKETS") != "1":
@@ -68,8 +75,9 @@ def distributed(*ranks: int, timeout: float = TIMEOUT_S, long: int | None = None
 class Pool:
     """Workers that run jobs; `run` returns what each rank returned, in rank order."""
 
-    def __init__(self) -> None:
-        self.workers: list[tuple[Any, Any]] = []
+    def __init__(self, template: "Template") -> None:
+        self.template = template
+        self.workers: list[tuple[int, Any]] = []
         self.port = 0
         self.jobs = 0
 
@@ -118,29 +126,66 @@ class Pool:
 
     def stop(self) -> None:
         """End the workers; the next `run` starts new ones."""
-        for process, pipe in self.workers:
-            process.kill()
+        for pid, pipe in self.workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
             pipe.close()
-        for process, _ in self.workers:
-            process.join()
         self.workers = []
 
     def _start(self, ranks: int) -> None:
         """Start workers until there are enough for `ranks`: a run of one small test need not wait for all."""
         assert ranks <= MAX_RANKS, f"{ranks} ranks: a test has at most {MAX_RANKS}"
-        # Forked from a process that has imported everything and done nothing, so that no thread is lost on the way;
-        # with WEFT_FORK this is one.
-        context = multiprocessing.get_context("fork" if os.environ.get("WEFT_FORK") == "1" else "forkserver")
-        if context.get_start_method() == "forkserver":
-            context.set_forkserver_preload(["weft.fsdp", "weft.models", "weft.optim", "weft.overlap"])
         while len(self.workers) < ranks:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, self.port if self.workers else 0), daemon=True)
-            process.start()
-            theirs.close()
-            if not self.workers:
-                self.port = ours.recv()
-            self.workers.append((process, ours))
+            port = self.port if self.workers else 0
+            pipe = self.template.fork(functools.partial(_serve, port=port))
+            pid, self.port = pipe.recv()
+            self.workers.append((pid, pipe))
+
+
+class Template:
+    """A process forked from this one, which forks others: each has imported what this one had, and lost no thread.
+
+    Make it before a test runs: a thread does not survive a fork.
+    """
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if not os.fork():
+            try:
+                self._socket.close()
+                self._fork_on_demand(theirs)
+            finally:
+                os._exit(0)
+        theirs.close()
+
+    def fork(self, body: Callable[[Any], None]) -> Any:
+        """A pipe to a process that runs `body` with the pipe's other end, and ends with it."""
+        ours, theirs = multiprocessing.Pipe()
+        socket.send_fds(self._socket, [pickle.dumps(body)], [theirs.fileno()])
+        theirs.close()
+        return ours
+
+    def stop(self) -> None:
+        """Fork no more."""
+        self._socket.close()
+
+    @staticmethod
+    def _fork_on_demand(asked: socket.socket) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes
+        while True:
+            said, pipes, _, _ = socket.recv_fds(asked, 1 << 16, 1)
+            if not said:
+                return
+            if not os.fork():
+                asked.close()
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                pickle.loads(said)(multiprocessing.connection.Connection(pipes[0]))
+                return
+            os.close(pipes[0])
 
 
 def _serve(pipe: Any, port: int) -> None:
@@ -148,17 +193,9 @@ def _serve(pipe: Any, port: int) -> None:
 
     With a store of files, which are polled, ranks would meet three times as slowly.
     """
-    import gc
-
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=not port, wait_for_workers=False)
-    if not port:
-        pipe.send(store.port)
-    gc.collect()
-    gc.freeze()  # a collection that a test asks for need not visit the objects of every import
+    pipe.send((os.getpid(), store.port))
     while True:
         try:
             job = pipe.recv()
@@ -183,11 +220,6 @@ def _run_job(
     checked: bool,
     pictures: bool,
 ) -> Any:
-    import torch
-    import torch.distributed as dist
-
-    import weft.debug
-
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     body: Any = importlib.import_module(name[0])
     for part in name[1].split("."):
