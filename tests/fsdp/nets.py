@@ -171,7 +171,7 @@ def assert_same(
 
 
 def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The whole tensors, detached; those that are sharded over all ranks in one message."""
+    """The whole tensors, detached. All ranks call it, and send one message for all tensors."""
     mine = {
         name: (_places_of(value).flatten(), value.detach().to_local().flatten())
         for name, value in tensors.items()
@@ -185,8 +185,8 @@ def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if name in mine:
             flat = mine[name][1].new_full((value.numel(),), -1)
             known = torch.zeros(value.numel(), dtype=torch.bool)
-            for part in parts:
-                places, values = part[name]
+            for rank in value.device_mesh.mesh.flatten().tolist():
+                places, values = parts[rank][name]
                 flat[places], known[places] = values, True
             assert known.all(), f"parts of {name} lie on no rank"
             found[name] = flat.view(value.shape)
