@@ -49,7 +49,7 @@ def no_world_is_left():
 def pytest_collection_finish(session):
     gc.collect()
     gc.freeze()  # a collection that a test asks for need not visit the objects of every import
-    session.config.stash[TEMPLATE] = Template()
+    session.config.stash[TEMPLATE] = Template(shown=session.config.option.capture == "no")
 
 
 def pytest_unconfigure(config):

@@ -48,6 +48,7 @@ class RankFailed(AssertionError):
 def distributed(*ranks: int, timeout: float = TIMEOUT_S, long: int | None = None) -> Callable[[Callable], Callable]:
     """Make a test whose body runs on every rank of a process group, once for each number in `ranks`.
 
+    Without numbers the test's own parameters have one that is called `ranks`: not every case needs each number.
     `make test-fast` runs it on the fewest only, `make test` on fewer than `long`.
 
     Fixtures and parameters reach the body by keyword and must survive pickling. Rank 0's return value is ignored.
@@ -64,6 +65,8 @@ def distributed(*ranks: int, timeout: float = TIMEOUT_S, long: int | None = None
         ]
         test.__signature__ = inspect.Signature(own)
         test.body = body
+        if not ranks:
+            return test
         few = min(ranks)
         marks = {each: pytest.mark.long if long and each >= long else pytest.mark.slow for each in ranks if each > few}
         cases = [pytest.param(each, marks=marks.get(each, ())) for each in ranks]
@@ -145,16 +148,20 @@ class Pool:
 class Template:
     """A process forked from this one, which forks others: each has imported what this one had, and lost no thread.
 
-    Make it before a test runs: a thread does not survive a fork.
+    Make it before a test runs: a thread does not survive a fork. What the processes print is seen with `shown` alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shown: bool) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sys.stdout.flush()
         sys.stderr.flush()
         if not os.fork():
             try:
                 self._socket.close()
+                if not shown:
+                    nowhere = os.open(os.devnull, os.O_WRONLY)
+                    os.dup2(nowhere, 1)
+                    os.dup2(nowhere, 2)
                 self._fork_on_demand(theirs)
             finally:
                 os._exit(0)
