@@ -8,6 +8,7 @@ answer, or if the text to be replaced is not in its file exactly once.
 """
 
 import argparse
+import os
 import shutil
 import signal
 import sys
@@ -2492,11 +2493,13 @@ def misfits(mutations: Sequence[Mutation]) -> list[str]:
 
 
 def mutated(mutation: Mutation, pristine: Path, folder: Path) -> Path:
-    """A copy of `pristine` in `folder`, mutated."""
+    """A copy of `pristine` in `folder`, mutated. Its other files are those of `pristine`."""
     source = folder / mutation.name.replace(" ", "-")
-    shutil.copytree(pristine, source)
+    shutil.copytree(pristine, source, copy_function=os.link)
     file = source / "weft" / mutation.file
-    file.write_text(file.read_text().replace(mutation.old, mutation.new))
+    text = file.read_text().replace(mutation.old, mutation.new)
+    file.unlink()
+    file.write_text(text)
     for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
         compiled.unlink()
     return source
@@ -2514,9 +2517,10 @@ def try_out(mutations: Sequence[Mutation], folder: Path, jobs: int) -> list[str]
     shutil.copytree(SOURCE, pristine)
     begin = time.monotonic()
     tests = list(dict.fromkeys(each.test for each in mutations))
-    (plain,) = run_in_turn([(lambda: pristine, tests)], ROOT, timeout=BASELINE_TIMEOUT_S, jobs=1)
-    if plain.status != 0:
-        return [f"{plain.output}\nwithout any mutation the named tests end with {plain.status}: they must pass"]
+    shares = [(lambda: pristine, tests[first::jobs]) for first in range(min(jobs, len(tests)))]
+    for plain in run_in_turn(shares, ROOT, timeout=BASELINE_TIMEOUT_S, jobs=jobs):
+        if plain.status != 0:
+            return [f"{plain.output}\nwithout any mutation the named tests end with {plain.status}: they must pass"]
     print(f"{len(tests)} tests pass without mutation ({time.monotonic() - begin:.0f} s)\n")
     print("| mutation | file | test | verdict | seconds |\n|---|---|---|---|---|", flush=True)
     trials = [(lambda each=each: mutated(each, pristine, folder), [each.test]) for each in mutations]
@@ -2550,7 +2554,7 @@ def main() -> int:
         print("\n".join(problems))
         return 1
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    import_what_weft_does(ROOT)
+    import_what_weft_does(ROOT, [each.test for each in chosen])
     with tempfile.TemporaryDirectory(prefix="weft-mutants-") as folder:
         reports = try_out(chosen, Path(folder), arguments.jobs)
     print("\n\n".join(["", *reports]) if reports else "", end="")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-LOOK_S = 0.05
+LOOK_S = 0.01
 """How often trials are asked whether they are over."""
 
 
@@ -29,10 +29,12 @@ class Outcome(NamedTuple):
     seconds: float
 
 
-def import_what_weft_does(root: Path) -> None:
-    """Import every module that weft, its tests and pytest need, but for their own."""
+def import_what_weft_does(root: Path, tests: Sequence[str]) -> None:
+    """Import every module that weft, `tests` below tests/ and pytest need, but for their own."""
     rooms = ("fsdp", "models", "models.hf", "optim", "overlap", "pipeline", "train", "checkpoint", "debug")
-    code = f"import sys, pytest, hypothesis, weft, {', '.join(f'weft.{room}' for room in rooms)}; print(*sys.modules)"
+    files = sorted({test.partition(".py")[0].replace("/", ".") for test in tests})
+    modules = [*(f"weft.{room}" for room in rooms), "tests.conftest", *(f"tests.{file}" for file in files)]
+    code = f"import sys, pytest, hypothesis, {', '.join(modules)}; print(*sys.modules)"
     found = subprocess.run(
         [sys.executable, "-c", code],
         cwd=root,
@@ -42,8 +44,8 @@ def import_what_weft_does(root: Path) -> None:
         check=True,
     )
     for name in found.stdout.split():
-        if name.partition(".")[0] not in ("weft", "__main__"):
-            with contextlib.suppress(ImportError):  # made by another module, not imported
+        if name.partition(".")[0] not in ("weft", "tests", "__main__"):
+            with contextlib.suppress(Exception):  # made by another module, not imported
                 importlib.import_module(name)
 
 
@@ -116,8 +118,7 @@ def _run_pytest(source: Path, tests: Sequence[str], root: Path) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.chdir(root)
     os.environ.update(_environment(source))
-    if len(tests) == 1:  # no test before it has started threads
-        os.environ["WEFT_FORK"] = "1"
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # to look for them takes as long as a small test
     sys.path[:0] = [str(source), str(root)]
     importlib.invalidate_caches()
     import pytest

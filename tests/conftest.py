@@ -6,14 +6,17 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.pool import Pool
+from tests.pool import Pool, Template
 
 torch.set_num_threads(1)
 
 
+TEMPLATE = pytest.StashKey[Template]()
+
+
 @pytest.fixture(scope="session")
-def pool():
-    workers = Pool()
+def pool(pytestconfig):
+    workers = Pool(pytestconfig.stash[TEMPLATE])
     yield workers
     workers.stop()
 
@@ -43,9 +46,15 @@ def no_world_is_left():
         pytest.fail("this test left a process group: end it, or let ranks of the pool run what needs one")
 
 
-def pytest_collection_finish():
+def pytest_collection_finish(session):
     gc.collect()
     gc.freeze()  # a collection that a test asks for need not visit the objects of every import
+    session.config.stash[TEMPLATE] = Template(shown=session.config.option.capture == "no")
+
+
+def pytest_unconfigure(config):
+    if template := config.stash.get(TEMPLATE, None):
+        template.stop()
 
 
 def pytest_collection_modifyitems(items):

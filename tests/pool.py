@@ -1,4 +1,5 @@
-"""Real gloo processes for tests: up to four workers, each started once for the whole run.
+"""Real gloo processes for tests: up to four workers, each forked once for the whole run, behind the imports of all
+tests.
 
     @distributed(2, 4)
     def test_all_ranks_agree(tmp_path):      # the body runs on every rank, once per world size
@@ -15,8 +16,11 @@ import inspect
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
+import signal
+import socket
 import sys
-import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -24,7 +28,10 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import weft.debug
 from weft.fsdp.runtime import options
 
 if os.environ.get("WEFT_BUCKETS") != "1":
@@ -41,6 +48,7 @@ class RankFailed(AssertionError):
 def distributed(*ranks: int, timeout: float = TIMEOUT_S, long: int | None = None) -> Callable[[Callable], Callable]:
     """Make a test whose body runs on every rank of a process group, once for each number in `ranks`.
 
+    Without numbers the test's own parameters have one that is called `ranks`: not every case needs each number.
     `make test-fast` runs it on the fewest only, `make test` on fewer than `long`.
 
     Fixtures and parameters reach the body by keyword and must survive pickling. Rank 0's return value is ignored.
@@ -57,6 +65,8 @@ def distributed(*ranks: int, timeout: float = TIMEOUT_S, long: int | None = None
         ]
         test.__signature__ = inspect.Signature(own)
         test.body = body
+        if not ranks:
+            return test
         few = min(ranks)
         marks = {each: pytest.mark.long if long and each >= long else pytest.mark.slow for each in ranks if each > few}
         cases = [pytest.param(each, marks=marks.get(each, ())) for each in ranks]
@@ -68,9 +78,10 @@ def distributed(*ranks: int, timeout: float = TIMEOUT_S, long: int | None = None
 class Pool:
     """Workers that run jobs; `run` returns what each rank returned, in rank order."""
 
-    def __init__(self) -> None:
-        self.workers: list[tuple[Any, Any]] = []
-        self.folder = tempfile.TemporaryDirectory(prefix="weft-pool-")
+    def __init__(self, template: "Template") -> None:
+        self.template = template
+        self.workers: list[tuple[int, Any]] = []
+        self.port = 0
         self.jobs = 0
 
     def run(
@@ -89,10 +100,9 @@ class Pool:
         """
         self._start(ranks)
         self.jobs += 1
-        store = os.path.join(self.folder.name, f"store-{self.jobs}")
         name = (body.__module__, body.__qualname__)
         for rank, (_, pipe) in enumerate(self.workers[:ranks]):
-            pipe.send((name, args, kwargs, rank, ranks, store, timeout, checked_streams, pictures))
+            pipe.send((name, args, kwargs, rank, ranks, self.jobs, timeout, checked_streams, pictures))
         answers: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + timeout
         waiting = {pipe: rank for rank, (_, pipe) in enumerate(self.workers[:ranks])}
@@ -119,65 +129,104 @@ class Pool:
 
     def stop(self) -> None:
         """End the workers; the next `run` starts new ones."""
-        for process, pipe in self.workers:
-            process.kill()
+        for pid, pipe in self.workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
             pipe.close()
-        for process, _ in self.workers:
-            process.join()
         self.workers = []
 
     def _start(self, ranks: int) -> None:
         """Start workers until there are enough for `ranks`: a run of one small test need not wait for all."""
         assert ranks <= MAX_RANKS, f"{ranks} ranks: a test has at most {MAX_RANKS}"
-        # Forked from a process that has imported everything and done nothing, so that no thread is lost on the way;
-        # with WEFT_FORK this is one.
-        context = multiprocessing.get_context("fork" if os.environ.get("WEFT_FORK") == "1" else "forkserver")
-        if context.get_start_method() == "forkserver":
-            context.set_forkserver_preload(["weft.fsdp", "weft.models", "weft.optim", "weft.overlap"])
         while len(self.workers) < ranks:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
-            theirs.close()
-            self.workers.append((process, ours))
+            port = self.port if self.workers else 0
+            pipe = self.template.fork(functools.partial(_serve, port=port))
+            pid, self.port = pipe.recv()
+            self.workers.append((pid, pipe))
 
 
-def _serve(pipe: Any) -> None:
-    import gc
+class Template:
+    """A process forked from this one, which forks others: each has imported what this one had, and lost no thread.
 
-    import torch
+    Make it before a test runs: a thread does not survive a fork. What the processes print is seen with `shown` alone.
+    """
 
+    def __init__(self, shown: bool) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if not os.fork():
+            try:
+                self._socket.close()
+                if not shown:
+                    nowhere = os.open(os.devnull, os.O_WRONLY)
+                    os.dup2(nowhere, 1)
+                    os.dup2(nowhere, 2)
+                self._fork_on_demand(theirs)
+            finally:
+                os._exit(0)
+        theirs.close()
+
+    def fork(self, body: Callable[[Any], None]) -> Any:
+        """A pipe to a process that runs `body` with the pipe's other end, and ends with it."""
+        ours, theirs = multiprocessing.Pipe()
+        socket.send_fds(self._socket, [pickle.dumps(body)], [theirs.fileno()])
+        theirs.close()
+        return ours
+
+    def stop(self) -> None:
+        """Fork no more."""
+        self._socket.close()
+
+    @staticmethod
+    def _fork_on_demand(asked: socket.socket) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes
+        while True:
+            said, pipes, _, _ = socket.recv_fds(asked, 1 << 16, 1)
+            if not said:
+                return
+            if not os.fork():
+                asked.close()
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                pickle.loads(said)(multiprocessing.connection.Connection(pipes[0]))
+                return
+            os.close(pipes[0])
+
+
+def _serve(pipe: Any, port: int) -> None:
+    """Run jobs. Without a `port` this worker keeps the store, in which the ranks of a job meet, and tells its port.
+
+    With a store of files, which are polled, ranks would meet three times as slowly.
+    """
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # a collection that a test asks for need not visit the objects of every import
+    store = dist.TCPStore("127.0.0.1", port, is_master=not port, wait_for_workers=False)
+    pipe.send((os.getpid(), store.port))
     while True:
         try:
             job = pipe.recv()
         except EOFError:
             return
         try:
-            answer = (True, _run_job(*job))
+            answer = (True, _run_job(store, *job))
         except BaseException:  # every failure of a rank, pytest's own exceptions too, belongs in the report
             answer = (False, traceback.format_exc())
         pipe.send(answer)
 
 
 def _run_job(
+    store: Any,
     name: tuple[str, str],
     args: tuple,
     kwargs: dict,
     rank: int,
     ranks: int,
-    store: str,
+    number: int,
     timeout: float,
     checked: bool,
     pictures: bool,
 ) -> Any:
-    import torch
-    import torch.distributed as dist
-
-    import weft.debug
-
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     body: Any = importlib.import_module(name[0])
     for part in name[1].split("."):
@@ -185,7 +234,7 @@ def _run_job(
     torch.manual_seed(0)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store, ranks),
+        store=dist.PrefixStore(f"job-{number}", store),
         rank=rank,
         world_size=ranks,
         timeout=timedelta(seconds=timeout),
@@ -200,7 +249,10 @@ def _run_job(
         dist.barrier()
         return result
     finally:
+        groups = list(dist.distributed_c10d._world.pg_map)
         dist.destroy_process_group()
+        # To free a group of gloo takes 15 to 30 ms, in which it sleeps: the next job does not wait for it.
+        threading.Thread(target=groups.clear).start()
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import nn
 
 import weft
+from tests.fsdp import nets
 from weft.checkpoint import CheckpointManager, ModelState, OptimizerState
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -41,8 +42,8 @@ def train(model, optimizer, steps):
         optimizer.zero_grad()
 
 
-def full(value):
-    return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone().numpy()
+def plain(model):
+    return {name: value.numpy() for name, value in nets.whole(model.state_dict()).items()}
 
 
 def state_of(model, optimizer):
@@ -55,14 +56,14 @@ def save_on(directory, strategy):
     model[1].seen.fill_(2)
     with CheckpointManager(directory) as manager:
         manager.save(2, state_of(model, optimizer))
-    return {name: full(value) for name, value in model.state_dict().items()}
+    return plain(model)
 
 
 def load_on(directory, strategy, again):
     """Load, and save what was loaded as it was loaded: `again` must then hold the same bytes."""
     model, optimizer = make(strategy)
     CheckpointManager(directory).load(state_of(model, optimizer))
-    weights = {name: full(value) for name, value in model.state_dict().items()}
+    weights = plain(model)
     with CheckpointManager(again) as manager:
         manager.save(2, state_of(model, optimizer))
     return weights
@@ -107,10 +108,10 @@ def test_every_strategy_saves_what_a_single_process_loads(pool, tmp_path, strate
 def go_on(directory, strategy):
     model, optimizer = make(strategy)
     CheckpointManager(directory).load(state_of(model, optimizer))
-    before = {name: full(value) for name, value in model.state_dict().items()}
+    before = plain(model)
     train(model, optimizer, 3)
     dist.barrier()
-    return before, {name: full(value) for name, value in model.state_dict().items()}
+    return before, plain(model)
 
 
 @pytest.mark.slow

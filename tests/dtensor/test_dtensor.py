@@ -576,14 +576,14 @@ def save(strategy, folder):
     net, optimizer = trained(strategy)
     state = state_of(net, optimizer)
     dcp.save(state, checkpoint_id=folder)
-    return {name: nets.full(value) for name, value in state.items()}
+    return nets.whole(state)
 
 
 def load(strategy, folder):
     net, optimizer = trained(strategy, seed=5)
     state = state_of(net, optimizer)
     dcp.load(state, checkpoint_id=folder)
-    return {name: nets.full(value) for name, value in state.items()}
+    return nets.whole(state)
 
 
 def save_bags(folder):

@@ -364,7 +364,7 @@ def script(fsdp, sequence):
         numbers.append([loss.detach(), nets.full(nn.utils.clip_grad_norm_(planned, 0.3))])
         optimizer.step()
         optimizer.zero_grad()
-    return [numbers, {name: nets.full(value) for name, value in net.state_dict().items()}], seen
+    return [numbers, nets.whole(net.state_dict())], seen
 
 
 @pytest.mark.slow
@@ -392,20 +392,16 @@ def trained(tp: int, seed: int = 0) -> dict[str, Any]:
     return state
 
 
-def whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: nets.full(value) for name, value in state.items()}
-
-
 def save(tp: int, folder: str) -> dict[str, torch.Tensor]:
     state = trained(tp)
     dcp.save(state, checkpoint_id=folder)
-    return whole(state)
+    return nets.whole(state)
 
 
 def load(tp: int, folder: str) -> dict[str, torch.Tensor]:
     state = trained(tp, seed=3)
     dcp.load(state, checkpoint_id=folder)
-    return whole(state)
+    return nets.whole(state)
 
 
 @pytest.mark.long

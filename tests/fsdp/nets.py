@@ -1,12 +1,14 @@
 """Small models, and the plain single-process run that every sharded run is compared with."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import checkpoint
 
 import weft
@@ -137,9 +139,9 @@ def train(
             losses.append(loss.detach())
         norms.append(full(clip(net, 0.5)))
         if step == len(batches):
-            gradients = {name: full(p.grad) for name, p in net.named_parameters() if p.grad is not None}
+            gradients = whole({name: p.grad for name, p in net.named_parameters() if p.grad is not None})
         opt.step()
-    weights = {name: full(value) for name, value in net.state_dict().items()}
+    weights = whole(net.state_dict())
     return {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights}
 
 
@@ -166,6 +168,41 @@ def assert_same(
         else:
             here[name], there[name] = value if value is None else full(value), plain
     torch.testing.assert_close(here, there, **tolerance)
+
+
+def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The whole tensors, detached. All ranks call it, and send one message for all tensors."""
+    mine = {
+        name: (_places_of(value).flatten(), value.detach().to_local().flatten())
+        for name, value in tensors.items()
+        if isinstance(value, DTensor)
+    }
+    parts: list[Any] = [None] * dist.get_world_size() if mine else []
+    if mine:
+        dist.all_gather_object(parts, mine)
+    found = {}
+    for name, value in tensors.items():
+        if name in mine:
+            flat = mine[name][1].new_full((value.numel(),), -1)
+            known = torch.zeros(value.numel(), dtype=torch.bool)
+            for rank in value.device_mesh.mesh.flatten().tolist():
+                places, values = parts[rank][name]
+                flat[places], known[places] = values, True
+            assert known.all(), f"parts of {name} lie on no rank"
+            found[name] = flat.view(value.shape)
+        else:
+            found[name] = value.detach().clone()
+    return found
+
+
+def _places_of(tensor: DTensor) -> torch.Tensor:
+    """The place in the whole tensor of each element of the part that lies here."""
+    places = torch.arange(tensor.numel()).view(tensor.shape)
+    if isinstance(tensor, UnevenDTensor):
+        return tensor.slice_of(places)
+    assert not any(each.is_partial() for each in tensor.placements), tensor.placements
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return places[tuple(slice(start, start + size) for start, size in zip(offsets, sizes))]
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

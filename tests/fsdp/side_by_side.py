@@ -94,9 +94,8 @@ def with_gradients(net: nn.Module) -> list[str]:
 
 def whole(net: nn.Module) -> dict[str, dict]:
     """Full weights and gradients, by name; a parameter without gradient is left out."""
-    weights = {name: nets.full(value) for name, value in net.state_dict().items()}
-    gradients = {name: nets.full(p.grad) for name, p in net.named_parameters() if p.grad is not None}
-    return {"weights": weights, "gradients": gradients}
+    gradients = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    return {"weights": nets.whole(net.state_dict()), "gradients": nets.whole(gradients)}
 
 
 def both(script: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
@@ -165,7 +164,7 @@ def a_step(net, optimizer, batch):
 def tensors(tree: Any) -> dict[str, torch.Tensor]:
     """The whole tensors of a tree, by path."""
     leaves = tree_flatten_with_path(tree)[0]
-    return {keystr(path): nets.full(leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return nets.whole({keystr(path): leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)})
 
 
 def facts_of(tree: Any) -> dict[str, Any]:

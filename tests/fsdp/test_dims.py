@@ -105,7 +105,7 @@ def test_values_go_in_and_out_by_every_way(tmp_path):
         expected = {name: value.clone() for name, value in plain.state_dict().items()}
 
         def same(model, expected=expected):
-            state = {name: nets.full(value) for name, value in model.state_dict().items()}
+            state = nets.whole(model.state_dict())
             torch.testing.assert_close(state, expected, rtol=0, atol=0)
 
         def clear(model):

@@ -308,5 +308,5 @@ def test_flat_optimizers_see_gradients_that_the_user_replaced():
             else nets.full(nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None]))
         )
         optimizer.step()
-        results.append({"norm": norm, **{name: nets.full(p) for name, p in net.named_parameters()}})
+        results.append({"norm": norm, **nets.whole(dict(net.named_parameters()))})
     torch.testing.assert_close(results[1], results[0])

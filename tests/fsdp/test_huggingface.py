@@ -73,12 +73,12 @@ def compare(plain: nn.Module, sharded: nn.Module) -> None:
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """Full gradients by name; a parameter without gradient is left out."""
-    return {name: nets.full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return nets.whole({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """The full state dict."""
-    return {name: nets.full(value) for name, value in model.state_dict().items()}
+    return nets.whole(model.state_dict())
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -189,7 +189,7 @@ def test_a_tensor_that_leaves_by_another_way_than_the_output_is_told():
             continue
         loss.backward()  # the weights have stayed
         torch.testing.assert_close(
-            {name: nets.full(p.grad) for name, p in blocks.named_parameters()},
+            nets.whole({name: p.grad for name, p in blocks.named_parameters()}),
             {name: p.grad for name, p in plain.named_parameters()},
         )
 

@@ -139,7 +139,7 @@ def assert_steady_and_tight(name: str, **options) -> None:
         assert counts["lower bound"] <= counts["slab"] <= 1.1 * counts["lower bound"], where
     train(plain, steps=3)
     train(plain, steps=10, seed=2)
-    weights = {key: nets.full(value) for key, value in sharded.state_dict().items()}
+    weights = nets.whole(sharded.state_dict())
     torch.testing.assert_close(weights, dict(plain.state_dict()), msg=lambda text: f"{name}, {options}: {text}")
 
 
@@ -283,7 +283,7 @@ def test_events_change_no_number_are_counted_and_lead_to_a_plan_that_knows_them(
         plain.step({})
         plain.step({})
         plain.run(event, cycles=4)
-        weights = {key: nets.full(value) for key, value in sharded.model.state_dict().items()}
+        weights = nets.whole(sharded.model.state_dict())
         torch.testing.assert_close(
             weights, dict(plain.model.state_dict()), msg=lambda text, event=event: f"{event}: {text}"
         )

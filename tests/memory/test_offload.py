@@ -94,7 +94,7 @@ def test_accumulation_evaluation_and_flat_optimizers_work_alike():
             x = net.blocks[0](net.blocks[0](torch.ones(2, 13)))
         x.float().sum().backward()
         nets.loss_of(net, data[1]).backward()
-        run["more gradients"] = {name: nets.full(p.grad) for name, p in net.named_parameters()}
+        run["more gradients"] = nets.whole({name: p.grad for name, p in net.named_parameters()})
         runs.append(run)
     torch.testing.assert_close(runs[1], runs[0])
 

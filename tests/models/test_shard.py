@@ -15,6 +15,7 @@ from torch.testing import assert_close
 
 import weft.fsdp
 import weft.overlap
+from tests.fsdp import nets
 from tests.fsdp.nets import full
 from tests.pool import distributed
 from weft.mesh import Meshes, init_meshes
@@ -143,8 +144,8 @@ def clipped_steps(model, batches, optimizer, clip, forward_backward):
         losses += forward_backward(model, list(zip(tokens.chunk(2), labels.chunk(2))))
         norms.append(full(clip(model)))
         optimizer.step()
-    gradients = {name: full(weight.grad) for name, weight in model.named_parameters()}
-    return torch.stack(losses), norms, gradients, {name: full(weight) for name, weight in model.named_parameters()}
+    gradients = nets.whole({name: weight.grad for name, weight in model.named_parameters()})
+    return torch.stack(losses), norms, gradients, nets.whole(dict(model.named_parameters()))
 
 
 def one_after_another(model, microbatches):
@@ -256,7 +257,7 @@ def gradients_of_both(cfg, meshes, run, **options):
         if given is not None:
             dist.all_reduce(losses)
             losses /= ranks
-        found.append((losses, {name: full(weight.grad) for name, weight in model.named_parameters()}))
+        found.append((losses, nets.whole({name: weight.grad for name, weight in model.named_parameters()})))
     return found
 
 

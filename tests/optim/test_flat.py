@@ -75,7 +75,7 @@ class Halves(nn.Module):
 def test_a_parameter_without_gradient_keeps_its_value_and_its_state():
     torch.manual_seed(0)
     model = weft.fully_shard(Halves())
-    before = {name: nets.full(p) for name, p in model.named_parameters()}
+    before = nets.whole(dict(model.named_parameters()))
     optimizer = weft.optim.flat(torch.optim.AdamW, model, lr=1e-2, weight_decay=0.5)
     for _ in range(3):
         optimizer.zero_grad()
@@ -99,7 +99,7 @@ def test_state_loads_under_another_strategy_and_training_goes_on_alike():
     net, optimizer = build("optim_grads_params")
     nets.train_here(net, batches[:3], optimizer=lambda _: optimizer)
     other, resumed = build("optim")
-    weights = {name: nets.full(value) for name, value in net.state_dict().items()}
+    weights = nets.whole(net.state_dict())
     other.load_state_dict(weights)
     state = optimizer.state_dict()
     state["state"] = {
@@ -137,7 +137,7 @@ def test_closures_make_the_gradients_and_assigned_gradients_are_clipped():
     for _ in range(2):
         expected = step(plain, one, lambda net: nn.utils.clip_grad_norm_(net.parameters(), 1.0))
         torch.testing.assert_close(step(model, other, lambda net: weft.optim.clip_grad_norm_(net, 1.0)), expected)
-    weights = {name: nets.full(value) for name, value in model.state_dict().items()}
+    weights = nets.whole(model.state_dict())
     torch.testing.assert_close(weights, dict(plain.state_dict()))
 
 
@@ -156,7 +156,7 @@ def make_alike(cls, **options) -> tuple[nn.Module, nn.Module]:
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: nets.full(parameter) for name, parameter in model.named_parameters()}
+    return nets.whole(dict(model.named_parameters()))
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, *inputs) -> None:
@@ -226,7 +226,7 @@ def test_a_parameter_counts_the_steps_in_which_it_had_a_gradient():
         "unused.bias": 2,
     }
     _, again = make_alike(Branch)
-    again.load_state_dict({name: nets.full(value) for name, value in model.state_dict().items()})
+    again.load_state_dict(nets.whole(model.state_dict()))
     resumed = weft.optim.flat(torch.optim.AdamW, again, lr=0.1)
     resumed.load_state_dict(state)
     for net, optimizer in ((again, resumed), (model, other)):

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.fsdp import nets
 from tests.train.command import assert_same_contents, contents, metrics, weft, write_config
-from tests.train.test_loop import full, reference, train_on
+from tests.train.test_loop import reference, train_on
 from weft.train import passes
 from weft.train.config import load_config
 from weft.train.files import parse_json
@@ -105,7 +106,7 @@ def predictions(path, directory, overrides):
     trainer.model.eval()
     with torch.no_grad():
         logits = trainer.model(tokens)
-    return logits, {name: full(value) for name, value in trainer.model.state_dict().items()}
+    return logits, nets.whole(trainer.model.state_dict())
 
 
 def last_step(path, directory):

@@ -9,8 +9,9 @@ import torch._dynamo.utils
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.fsdp import nets
 from tests.train.command import metrics, write_config
-from tests.train.test_loop import StopAt, full, reference
+from tests.train.test_loop import StopAt, reference
 from weft.fsdp.module import unit_of
 from weft.models import HybridModel
 from weft.train.config import load_config
@@ -31,7 +32,7 @@ def fit(path, directory, overrides=(), stop_at=STEPS, resume_from=None):
     config = load_config(path, overrides)
     stop.trainer = trainer = Trainer(config, Run(directory, resume_from), stop=stop, say=lambda line: None)
     trainer.run()
-    weights = {name: full(value) for name, value in trainer.model.state_dict().items()}
+    weights = nets.whole(trainer.model.state_dict())
     parameter = next(iter(trainer.model.decoder.layers[0].parameters()))
     group = unit_of(trainer.model.decoder.layers[0]).groups[0]
     facts = {

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.fsdp import nets
 from tests.train.command import metrics, write_config
 from weft.checkpoint import committed_steps
 from weft.models import HybridModel
@@ -42,12 +43,14 @@ def train_on(path, directory, overrides=(), *, stop_at, resume_from=None):
     trainer = Trainer(config, Run(directory, resume_from), stop=stop, say=said.append)
     stop.trainer = trainer
     trainer.run()
-    model = {name: full(value) for name, value in trainer.model.state_dict().items()}
-    moments = {
-        f"{name}/{key}": full(value)
-        for name, parameter in trainer.model.named_parameters()
-        for key, value in trainer.optimizer.state.get(parameter, {}).items()
-    }
+    model = nets.whole(trainer.model.state_dict())
+    moments = nets.whole(
+        {
+            f"{name}/{key}": value
+            for name, parameter in trainer.model.named_parameters()
+            for key, value in trainer.optimizer.state.get(parameter, {}).items()
+        }
+    )
     return metrics(directory), metrics(directory, "validation"), model, moments, said
 
 

@@ -7,8 +7,8 @@ from itertools import count
 
 import pytest
 
+from tests.fsdp import nets
 from tests.train.command import committed, metrics, write_config
-from tests.train.test_loop import full
 from weft.train import spikes
 from weft.train.config import ConfigError, load_config
 from weft.train.loop import Trainer
@@ -46,7 +46,7 @@ def trained(path, folder, overrides=(), poison=False):
 
     def moment(name, numbers):
         if name in ("start", "step"):
-            weights = {name: full(value) for name, value in trainer.model.state_dict().items()}
+            weights = nets.whole(trainer.model.state_dict())
             if seen and all(value.equal(seen[-1][name]) for name, value in weights.items()):
                 same.append(trainer.position.step)
             seen.append(weights)

@@ -18,6 +18,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 import weft
+from tests.fsdp import nets
 from tests.train.command import metrics
 from tests.train.test_loop import StopAt
 from weft.checkpoint import verify
@@ -72,7 +73,7 @@ def fit(folder, steps=7, model=None, **options):
     options = {"data": batches, "validation": batches, "config": settings(folder, steps), **options}
     trainer = Trainer(model=model or make_model(), loss=loss, say=lambda line: None, **options)
     trainer.run()
-    weights = {name: value.full_tensor().clone() for name, value in trainer.model.state_dict().items()}
+    weights = nets.whole(trainer.model.state_dict())
     return metrics(folder / "default"), metrics(folder / "default", "validation"), weights
 
 

@@ -83,7 +83,7 @@ def test_unshard_after_a_write_that_followed_a_forward_without_backward(write, s
         output = net(nets.data(1, 4, seed=7)[0])  # whose backward does not come
         write(net, optimizer)
         del output
-    plain.load_state_dict({name: nets.full(value) for name, value in sharded.state_dict().items()})
+    plain.load_state_dict(nets.whole(sharded.state_dict()))
     units = [*sharded.blocks, sharded]
     for unit in units:
         unit.unshard()
@@ -104,7 +104,7 @@ def test_a_step_that_followed_a_forward_without_backward_is_a_step_of_the_weight
             by_step(net, optimizer)
             optimizer.zero_grad()
         del outputs
-        now = {name: nets.full(value) for name, value in sharded.state_dict().items()}
+        now = nets.whole(sharded.state_dict())
         torch.testing.assert_close(now, dict(plain.state_dict()))
 
 
@@ -120,7 +120,7 @@ def test_load_state_dict_after_an_exception_in_backward(strategy):
         fail_in_backward(net, batches[1])
     plain.load_state_dict(wanted)
     sharded.load_state_dict(kept)
-    actual = {name: nets.full(value) for name, value in sharded.state_dict().items()}
+    actual = nets.whole(sharded.state_dict())
     torch.testing.assert_close(actual, wanted)
     for net in (plain, sharded):
         for parameter in net.parameters():
