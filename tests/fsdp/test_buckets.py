@@ -121,10 +121,10 @@ def test_units_of_one_message_have_divisors_of_their_own_and_add_to_what_is_ther
 @distributed(1)
 def test_one_rank_adds_up_the_gradients_of_small_units_at_once():
     lanes = Counter()
-    together = train(model(None), lanes=lanes)
-    assert lanes == {"reductions": 1}
-    assert equal_bit_by_bit(together, train(model(EACH), lanes=lanes))
-    assert lanes == {"reduce": DEPTH}
+    together = train(model(None), microbatches=2, lanes=lanes)
+    assert lanes == {"reductions": 2}
+    assert equal_bit_by_bit(together, train(model(EACH), microbatches=2, lanes=lanes))
+    assert lanes == {"reduce": 2 * DEPTH}
 
 
 @distributed(2)

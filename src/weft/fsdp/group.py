@@ -343,7 +343,8 @@ class ParameterGroup:
         """The gather is done: give back what it read on its way, and let autograd read what it brought."""
         if self.post_forward is not None:
             self.post_forward.drop()
-        self.payload.open(self.full.local)
+        if self.transient is not None or self.refreshes:
+            self.payload.open(self.full.local)
         self.fulls.come(self.version)
 
     def gather_other(self, copy: int, channels: Channels) -> None:

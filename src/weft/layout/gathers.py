@@ -201,7 +201,8 @@ class GatherOrder:
             unit.prefetch()
             for each in named:
                 self.events.append(("ahead", each.number, 0))
-                self._turn_ahead(each)
+                if each.turns:
+                    self._turn_ahead(each)
                 each.prefetch()
             self._wanted = self._look_ahead()
             return
@@ -210,7 +211,8 @@ class GatherOrder:
         self._wanted = self._look_ahead()
         for following in self._wanted:
             ahead = self._units[following]
-            self._turn_ahead(ahead)
+            if ahead.turns:
+                self._turn_ahead(ahead)
             if not ahead.resident:
                 if not ahead.has_room():
                     break
@@ -250,7 +252,7 @@ class GatherOrder:
 
     def _turn_ahead(self, unit: Gathered) -> None:
         """Let `unit`, which is gathered ahead, have the copy of its next use, unless another holds it."""
-        if unit.turns and not unit.holders:
+        if not unit.holders:
             coming = zip(self._expected[self._position :], self._backwards[self._position :])
             unit.turn(bool(next((use for number, use in coming if number == unit.number), self._kind == "backward")))
 

@@ -8,21 +8,18 @@ from torch import nn
 
 
 class CaptureTable(Protocol):
-    """The captures of one model."""
+    """The captures of one model. `failed`: which parts had one that failed here since the ranks agreed last. `agree`:
+    the pass is over; `failed`: which parts had one that failed on any rank."""
 
     @property
-    def failed(self) -> list[bool]:
-        """Of which parts a capture failed here since the ranks agreed last."""
-        ...
-
-    def agree(self, failed: Sequence[bool]) -> None:
-        """The pass is over; `failed`: of which parts a capture failed on any rank."""
-        ...
+    def failed(self) -> list[bool]: ...
+    def agree(self, failed: Sequence[bool]) -> None: ...
 
 
 @runtime_checkable
 class Captures(Protocol):
-    """A choice of parts."""
+    """A choice of parts. `table`: the captures of the model `root`. `unit_of`: the unit of each sharded module. `owns`:
+    whether a parameter is sharded."""
 
     def table(
         self,
@@ -31,7 +28,4 @@ class Captures(Protocol):
         unit_of: Callable[[nn.Module], Any],
         owns: Callable[[nn.Parameter], bool],
         device: torch.device,
-    ) -> CaptureTable:
-        """The captures of the model `root`. `unit_of`: the unit of each sharded module. `owns`: whether a parameter is
-        sharded."""
-        ...
+    ) -> CaptureTable: ...
