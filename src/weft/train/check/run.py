@@ -54,7 +54,7 @@ def check(config: TrainConfig, ranks: int, *, sizes_are_small: bool = False) -> 
     """
     if not isinstance(config.model, weft.models.HybridConfig):
         raise ConfigError(
-            "weft check: model.factory makes the model, and the step of such a model is not known here; check models "
+            "model.factory makes the model, and the step of such a model is not known to the check; check models "
             "that model.pattern describes"
         )
     if not sizes_are_small:
