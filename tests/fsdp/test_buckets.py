@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import weft
+from tests.pairs import all_pairs
 from tests.pool import distributed
 from weft.comm.backends import transport_of
 from weft.comm.lanes import Lane, Ticket
@@ -87,9 +88,8 @@ def equal_bit_by_bit(one, other):
     return all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@distributed(2, 4)
+@all_pairs(ranks=[4, 2], strategy=STRATEGIES[::-1], microbatches=[1, 2])
+@distributed()
 def test_the_bits_are_those_of_units_that_travel_by_themselves(strategy, microbatches):
     lanes = Counter()
     together = train(model(ALL, strategy=strategy), microbatches=microbatches, lanes=lanes)

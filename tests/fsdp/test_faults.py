@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import weft
+from tests.comm.test_hang_detector import patience
 from tests.fsdp import nets
 from tests.pool import distributed
 from weft.comm import collectives
-from weft.comm.watch import rules
 from weft.comm.watch.hang_detector import hang_detector
 from weft.fsdp.module import runtime_of
 
@@ -131,8 +131,9 @@ def test_a_parent_that_catches_its_child_s_exception_on_one_rank_goes_on_while_o
     net.zero_grad()
     if dist.get_rank() == 1:
         net.child.register_forward_pre_hook(fail)
-        net.pause = 3 * rules.CERTAIN_S
-    net(inputs[dist.get_rank()]).backward()
+        net.pause = 3 * 0.3
+    with patience(CERTAIN_S=0.3):
+        net(inputs[dist.get_rank()]).backward()
     assert not hang_detector().verdict
     torch.testing.assert_close(
         [nets.full(each.grad) for each in net.parameters()], [p.grad for p in plain.parameters()]

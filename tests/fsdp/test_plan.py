@@ -54,22 +54,28 @@ def check(options, microbatches):
     assert set(plan.addresses) == {unit.name for unit in net._weft_driver.runtime.units if unit.gathered_bytes}
 
 
-@pytest.mark.parametrize("name", CASES)
+def by_turns(cases):
+    """Each case with two microbatches or with one, in turn."""
+    return [(name, 2 - number % 2) for number, name in enumerate(cases)]
+
+
+@pytest.mark.parametrize(
+    ("name", "microbatches"),
+    [*by_turns(CASES), ("optim", 2), ("optim_grads", 1), ("optim_grads_params", 2), ("one alive", 2)],
+)
 @distributed(2)
-def test_the_peaks_of_the_plan_are_those_that_memory_reports(name):
-    check(CASES[name], 1)
-    check(CASES[name], 2)
+def test_the_peaks_of_the_plan_are_those_that_memory_reports(name, microbatches):
+    check(CASES[name], microbatches)
 
 
-@pytest.mark.parametrize("name", TWO_AXES)
+@pytest.mark.parametrize(("name", "microbatches"), [*by_turns(TWO_AXES), ("hfsdp", 1)])
 @distributed(4)
-def test_the_peaks_of_the_plan_are_those_that_memory_reports_over_two_axes(name):
+def test_the_peaks_of_the_plan_are_those_that_memory_reports_over_two_axes(name, microbatches):
     mesh = {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))}
     options = {**mesh, **TWO_AXES[name]}
     if options["mesh"] is None:
         del options["mesh"]
-    check(options, 1)
-    check(options, 2)
+    check(options, microbatches)
 
 
 @distributed(2)

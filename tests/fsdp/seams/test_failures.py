@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import weft
+from tests.comm.test_hang_detector import patience
 from tests.fsdp import nets
 from tests.fsdp.failing import FailsInBackward, Oops, fails_later, throw
 from tests.fsdp.seams.truth import (
@@ -287,10 +288,11 @@ def test_a_parent_that_catches_the_exception_of_its_child_on_one_rank(strategy):
     data = torch.randn(3, 4, 13, generator=torch.Generator().manual_seed(3))
     for number, batch in enumerate(data):
         with naming("step", number):
-            sharded.late = 3.0 if dist.get_rank() == 1 and number == 1 else 0.0
+            sharded.late = 0.9 if dist.get_rank() == 1 and number == 1 else 0.0
             for plain, rows in zip(models, batch.chunk(2)):
                 (plain(rows).square().mean() / 2).backward()
-            sharded(batch.chunk(2)[dist.get_rank()]).square().mean().backward()
+            with patience(CERTAIN_S=0.3):
+                sharded(batch.chunk(2)[dist.get_rank()]).square().mean().backward()
             for one, other in zip(models[0].parameters(), models[1].parameters()):
                 found = [each.grad for each in (one, other) if each.grad is not None]
                 one.grad, other.grad = (sum(found).clone() for _ in range(2))
