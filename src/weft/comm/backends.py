@@ -4,29 +4,46 @@
     --------------------   -----------    ------------------------------
     a device with streams  nccl           `BuiltIn`, with averages
     CPU                    gloo           `Gloo`
-    either                 any other      `BuiltIn`
+    either                 any other      that of its module, or `BuiltIn`
 
-Only this file and `groups`, which makes groups, know backends by name.
+The transport of a backend is `TRANSPORT` of the module `weft.comm.<backend>`, so another one is one file. Only this
+file and `groups`, which makes groups, know backends by name.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 
 import torch
 import torch.distributed as dist
 
 from weft.comm import streams
 from weft.comm.builtin import BuiltIn
-from weft.comm.gloo import Gloo
 from weft.comm.transport import Transport
 
 HOSTS = "gloo"
 """The backend for what lies in the memory of hosts."""
 _DEVICES = {"cpu": HOSTS, "cuda": f"cpu:{HOSTS},cuda:nccl"}
 
-TRANSPORTS: dict[str, Transport] = {HOSTS: Gloo(), "nccl": BuiltIn(averages=True)}
+
+class Transports(dict[str, Transport]):
+    """Transports by backend, each imported when it is needed first."""
+
+    def __missing__(self, backend: str) -> Transport:
+        name = f"{__package__}.{backend}"
+        try:
+            found = getattr(import_module(name), "TRANSPORT", _other)
+        except ModuleNotFoundError as error:
+            if error.name != name:
+                raise
+            found = _other
+        self[backend] = found
+        return found
+
+
+TRANSPORTS = Transports()
 """By the name of the backend. A package may add the transport of a backend that it has registered with torch."""
-_other = BuiltIn()
+_other: Transport = BuiltIn()
 _instead: Transport | None = None
 
 
@@ -48,7 +65,7 @@ def transport_of(group: dist.ProcessGroup, device: torch.device) -> Transport:
     backend = backend_of(group, device)
     if backend == HOSTS and (device.type != "cpu" or streams.has_streams(device)):
         return _other
-    return TRANSPORTS.get(backend, _other)
+    return TRANSPORTS[backend]
 
 
 @contextmanager

@@ -6,4 +6,6 @@ and have no tags. Summing in rank order makes a reduction bit-equal from run to 
 
 from weft.comm.gloo.transport import Gloo
 
-__all__ = ["Gloo"]
+__all__ = ["TRANSPORT", "Gloo"]
+
+TRANSPORT = Gloo()
