@@ -34,7 +34,7 @@ class Transports(dict[str, Transport]):
         try:
             found = getattr(import_module(name), "TRANSPORT", _other)
         except ModuleNotFoundError as error:
-            if error.name != name:
+            if not name.startswith(str(error.name)):  # the module is there, and misses another one
                 raise
             found = _other
         self[backend] = found
