@@ -107,7 +107,7 @@ def test_norms_by_parameter_count_what_is_sliced_and_what_is_not_once():
     torch.testing.assert_close(found, expected, check_dtype=False)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(4)
 def test_five_clipped_adamw_steps_equal_one_process():
     mesh = meshes()

@@ -52,7 +52,7 @@ def test_a_part_is_a_range_of_whole_slices():
 
 
 @pytest.mark.slow
-@distributed(2, 4)
+@distributed(2, 4, long=4)
 def test_training_and_what_the_parts_are_equals_one_process():
     ranks = dist.get_world_size()
     batches = nets.data(3, 4)

@@ -98,6 +98,7 @@ def test_with_pairs_at_both_ends_another_microbatch_computes_beside_every_exchan
     ), "without them the first forward and the last backward have nothing beside"
 
 
+@pytest.mark.long
 @distributed(2)
 def test_pairs_at_both_ends_change_no_loss_and_gradients_by_rounding_alone():
     """In a model that is not sharded not by a bit; else the gradients of two backwards are added up first."""

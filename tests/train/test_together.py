@@ -100,7 +100,7 @@ def test_spikes_averages_the_best_checkpoint_and_an_early_end(pool, tmp_path, la
     "ranks, changes, ways",
     [
         (2, {"optimizer__name": "Muon"}, []),
-        (4, {}, ["sharding.dp_replicate=2", "train.microbatch_size=1"]),
+        pytest.param(4, {}, ["sharding.dp_replicate=2", "train.microbatch_size=1"], marks=pytest.mark.long),
         (2, {}, ["sharding.offload=true"]),
         (2, {"optimizer__flat": True}, []),
     ],
