@@ -186,9 +186,11 @@ def _seen_of_others(model: nn.Module, text: torch.Tensor) -> float:
     other[:, :half] = text[:, -1:]
     model.eval()
     for tokens in (text, other):
-        found.append(_scores(model, for_own_model({"tokens": tokens, "labels": tokens, "documents": documents})))
+        scores = _scores(model, for_own_model({"tokens": tokens, "labels": tokens, "documents": documents}))
+        found.append(scores[:, half:].clone())  # all scores at once may be much memory
+        del scores
     model.train(training)
-    one, two = (each[:, half:] for each in found)
+    one, two = found
     change = ((one - two).abs().max() / one.abs().max()).item()
     return change if change > torch.finfo(one.dtype).eps ** 0.5 / 4 else 0.0  # also the rounding of experts' sums
 
