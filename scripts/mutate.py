@@ -1562,7 +1562,7 @@ MUTATIONS = [
     Mutation(
         "small writes to weights that rest as payload are lost",
         "fsdp/runtime/freshness.py",
-        "(stale and resting.has_passed)",
+        "(rewritten and resting.has_passed)",
         "False",
         "fsdp/test_payload_only.py::test_small_writes_add_up_as_those_to_main_weights[2]",
     ),

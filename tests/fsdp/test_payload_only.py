@@ -189,6 +189,15 @@ def test_a_write_on_one_rank_alone_is_one_on_all():
 
 
 @distributed(2)
+def test_after_a_first_pass_that_fails_the_payload_alone_is_kept_too():
+    net, plain = shard(adapted(), tensorwise(), strategy="optim_grads"), narrowed(adapted(), tensorwise())
+    with pytest.raises(RuntimeError, match="shapes"):
+        net(torch.ones(2, WIDTH + 1))
+    torch.testing.assert_close(net(torch.ones(2, WIDTH)), plain(torch.ones(2, WIDTH)))
+    assert gone(net)
+
+
+@distributed(2)
 def test_weights_that_are_unfrozen_have_main_weights_from_then_on():
     for recipe, strategy in ((tensorwise(), "optim_grads"), (mx(32), "optim_grads_params")):
         net, wanted = shard(adapted(), recipe, strategy=strategy), narrowed(adapted(), recipe)

@@ -110,8 +110,9 @@ class Freshness:
 
 def _word_of(group: ParameterGroup) -> int:
     """What a rank says of weights that rest as payload alone."""
-    resting, stale = group.payload_only, group.is_stale
+    resting = group.payload_only
     assert resting is not None
-    needed = resting.is_unfrozen or (stale and resting.has_passed)
+    rewritten = group.is_stale and not group.is_outdated  # outdated: by a pass that has failed
+    needed = resting.is_unfrozen or (rewritten and resting.has_passed)
     resting.has_passed = True
-    return PayloadOnly.NEEDED if needed else PayloadOnly.WRITTEN * stale
+    return PayloadOnly.NEEDED if needed else PayloadOnly.WRITTEN * group.is_stale
