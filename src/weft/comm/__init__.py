@@ -1,15 +1,17 @@
-"""How bytes move. Nothing above this room calls a collective or names a backend.
+"""Communication. Code outside of this folder calls no collective of torch and names no backend.
 
-lanes          ordered queues of communication beside the computation
-collectives    what lanes run, and what waits at once
-backends       which transport moves what
+lanes          ordered queues of communication that overlaps with computation
+collectives    the collectives that lanes run, and those that wait immediately
+backends       the choice of a transport for a group and a device
 transport      the protocol of a transport, and its capabilities
-gloo/          direct sends
-builtin        the collectives of NCCL, and of any other backend
+gloo/          the transport of direct sends over gloo
+builtin        the transport that uses the collectives of NCCL or any other backend
 groups         process groups, channels and tags
-transfers      transfers on the CPU that begin when something else has ended
+control        small messages between hosts on which all ranks agree
+priority       holding back lanes for more urgent communication
+transfers      transfers on the CPU that begin when other work has ended
 streams        the order of a device's work
-watch/         the detector of hangs, and what ranks agree on
-timeline       when communication ran
+watch/         the hang detector
+timeline       recording when communication ran
 ranges         names in a profile
 """

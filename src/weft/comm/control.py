@@ -1,7 +1,7 @@
-"""What hosts tell each other beside the data: a few words that all ranks agree on.
+"""Small messages between hosts: a few integers on which all ranks agree.
 
-They travel over gloo between the hosts, also where the data goes over NCCL. So no device is waited for: the host learns
-what the other hosts have queued, while the devices still compute.
+They are sent over gloo, also if data is sent over NCCL. So hosts do not wait for devices: they exchange what they have
+queued while the devices still compute.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from weft.comm.groups import host_group, tag_of
 from weft.comm.watch.hang_detector import watching
 
 TAGS = 200
-"""The first of those of the messages, one for each moment, apart from those of the lanes."""
+"""The first tag of these messages, which differ from the tags of lanes."""
 
 
 def agree(
@@ -26,11 +26,11 @@ def agree(
     *,
     channel: int,
 ) -> tuple[list[int], list[int]]:
-    """The highest of each of the `highest` words, and the bits that any rank has set in each of the `union` words.
+    """All-reduce integers: return the maximum of each of `highest`, and the bitwise or of each of `union`.
 
-    Over the ranks that `groups`, which are those of mesh axes, reach together. Words are below 2**63 in size. In
-    rounds of doubling distance, so that log2(n) messages do for n ranks. `what`: at which moment; words of another
-    moment or `channel`, which is that of a model, never pair with these.
+    `groups`: those of mesh axes; the result covers all ranks of the mesh. Integers are below 2**63 in magnitude. In
+    each of log2(n) rounds a rank sends one message, over twice the distance of the last. `what`: the purpose.
+    `channel`: the model's. Messages with another purpose or channel never match these.
     """
     tag = tag_of(TAGS, what, channel)
     border = len(highest)

@@ -1,10 +1,10 @@
-"""Process groups: those of mesh axes, others like them, and what keeps messages of one group apart.
+"""Process groups of mesh axes, groups derived from them, and the tags that distinguish messages of one group.
 
-tag of a message = CHANNEL_STRIDE * channel + a number below it that says what it belongs to
+tag of a message = CHANNEL_STRIDE * channel + a number below CHANNEL_STRIDE, by purpose:
 
-98          a wait that is to end         gloo.sends
+98          breaking waits                gloo.sends
 101..199    lanes, first round            lanes
-200..499    words of the hosts            control
+200..499    integers between hosts        control
 601..699    lanes, second round           gloo.transport
 700..999    uneven parts                  collectives
 """
@@ -40,9 +40,9 @@ _GONE = (
 
 
 def group_of(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
-    """The process group of one mesh axis that this rank is in. Raises RuntimeError if torch has destroyed it.
+    """Return this rank's process group of one mesh axis. Raises RuntimeError if torch has destroyed it.
 
-    Torch finds it by name. A mesh of an earlier world may be meant for this one: DTensors share equal meshes.
+    torch looks it up by name, so that a mesh of an earlier world works if this world has a group of the same name.
     """
     try:
         return mesh.get_group(axis)
@@ -60,22 +60,22 @@ def check_alive(groups: Iterable[dist.ProcessGroup]) -> None:
 # --- channels and tags ------------------------------------------------------------------------------------------------
 
 _of_groups: MutableMapping[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
-"""How many things of each kind a group has, for as long as there is the group."""
+"""Counters of each group, by kind, such as "channel"."""
 _made: MutableMapping[dist.ProcessGroup, dict[Any, Any]] = weakref.WeakKeyDictionary()
-"""The groups that are made once for a group, by what they are for."""
+"""The groups that are created once for a group, by purpose."""
 
 
 def _next(group: dist.ProcessGroup, kind: str) -> int:
-    """The number of a new one of this kind."""
+    """Count up `kind` for `group` and return the count."""
     counts = _of_groups.setdefault(group, Counter())
     counts[kind] += 1
     return counts[kind]
 
 
 def next_channel(group: dist.ProcessGroup) -> int:
-    """A number for something that runs over `group`: the same on its ranks, which all ask in the same order.
+    """Return a new channel number of `group`, equal on its ranks if all call this in the same order.
 
-    What has channels waits for other ranks, so that from now on waits are watched.
+    Also starts the hang detector, because the owner of a channel waits for other ranks.
     """
     channel = _next(group, "channel")
     if CHANNEL_STRIDE * (channel + 1) > _LARGEST_TAG:
@@ -86,7 +86,7 @@ def next_channel(group: dist.ProcessGroup) -> int:
 
 
 def tag_of(first: int, what: str, channel: int = 0) -> int:
-    """A tag of the kind that begins at `first`, for `what`: messages of something else wait, and do not pair."""
+    """Return the tag for purpose `what` among the tags from `first` on; messages with another tag do not match."""
     return CHANNEL_STRIDE * channel + first + zlib.crc32(what.encode()) % _TAGS_OF_A_KIND
 
 
@@ -94,7 +94,7 @@ def tag_of(first: int, what: str, channel: int = 0) -> int:
 
 
 def _made_like(group: dist.ProcessGroup, ranks: list[int], *, backend: str = "", **options: Any) -> Any:
-    """A new group of `ranks` with the timeout, options and description of `group`, and its backend unless another."""
+    """Create a group of `ranks` with the timeout, options and description of `group`, and its backend by default."""
     if ranks != sorted(ranks):
         options["sort_ranks"] = False
     if not backend:
@@ -105,7 +105,7 @@ def _made_like(group: dist.ProcessGroup, ranks: list[int], *, backend: str = "",
 
 
 def _made_within(group: dist.ProcessGroup, ranks: list[int], purpose: str, **options: Any) -> Any:
-    """A group like `group` of `ranks`, which are some of its own: only these call this, once for each `purpose`."""
+    """Create a group like `group` of some of its ranks, `ranks`. Only those call this, once for each `purpose`."""
     name = f"{group.group_name}/{purpose} {','.join(map(str, ranks))}"
     with _named(name):
         made = _made_like(group, ranks, use_local_synchronization=True, **options)
@@ -122,10 +122,10 @@ _naming = threading.Lock()
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Inside, a group that this thread makes is called `name`.
+    """Give groups that this thread creates inside of this context the name `name`.
 
-    Ranks find each other by the name. Torch's has the number of groups that a rank has made, and in a pipeline that is
-    not the same on all ranks: they would wait for each other without end.
+    Ranks find each other by the group's name. torch's names contain the number of groups that a rank has created, which
+    differs between ranks of a pipeline, so that they would deadlock.
     """
     c10d, caller = dist.distributed_c10d, threading.get_ident()
     with _naming:
@@ -146,7 +146,7 @@ def _backends(group: dist.ProcessGroup) -> list[Any]:
 
 
 def _timeout(group: dist.ProcessGroup) -> Any:
-    """The longest of its backends, None where none says."""
+    """Return the longest timeout of the group's backends; None if they have none."""
     found = [
         options._timeout
         for backend in _backends(group)
@@ -156,7 +156,7 @@ def _timeout(group: dist.ProcessGroup) -> Any:
 
 
 def _options(group: dist.ProcessGroup) -> Any:
-    """Those of NCCL, such as streams of high priority; torch gives the other backends none."""
+    """Return a copy of the group's NCCL options, such as high-priority streams; None without NCCL."""
     for backend in _backends(group):
         if backend.name() == "nccl":
             return copy.deepcopy(backend.options)
@@ -164,24 +164,24 @@ def _options(group: dist.ProcessGroup) -> Any:
 
 
 def twin_group(group: dist.ProcessGroup) -> Any:
-    """A second communicator over exactly the ranks of `group`, which all call this; no other rank does.
+    """Create a second communicator over the ranks of `group`. Exactly these ranks must call this.
 
-    One communicator runs its collectives one after another; on a twin they run beside those of the first.
+    A communicator runs its collectives one after another; those of a twin overlap with them.
     """
     return _made_within(group, dist.get_process_group_ranks(group), f"twin {_next(group, 'twin')}")
 
 
 def second_communicator(group: dist.ProcessGroup) -> Any:
-    """What carries messages beside those of `group`: `group` itself where all its messages have tags, else a twin."""
+    """Return a communicator whose messages overlap with those of `group`: `group` if they have tags, else a twin."""
     tagged = transport_of(group, torch.device("cpu")).capabilities.tags
     of_hosts = all(backend.name() == HOSTS for backend in _backends(group))
     return group if tagged and of_hosts else twin_group(group)
 
 
 def neighbours(group: dist.ProcessGroup, size: int) -> Any:
-    """A communicator over `size` ranks that lie side by side in `group`, this rank among them.
+    """Return a communicator over the block of `size` adjacent ranks of `group` that contains this rank.
 
-    Every rank of `group` calls this in the same order; it is made once for each size.
+    Every rank of `group` must call this in the same order. It is created once for each size.
     """
     made = _made.setdefault(group, {})
     if size not in made:
@@ -192,11 +192,11 @@ def neighbours(group: dist.ProcessGroup, size: int) -> Any:
 
 
 def pair_groups(group: dist.ProcessGroup, pairs: Sequence[tuple[int, int]], device: torch.device) -> list[Any]:
-    """A communicator for each of `pairs` of ranks of `group`, None where this rank is in none of the two.
+    """Return a communicator for each of `pairs` of ranks of `group`; None for pairs without this rank.
 
-    Every rank of `group` calls this in the same order, with the same pairs. By tags one communicator serves all that is
-    asked for the same two; without tags, where one thing runs after another, each has its own. None of them is `group`:
-    a broken wait ends its communicator for good.
+    Every rank of `group` must call this in the same order, with the same pairs. With tags, equal pairs share one
+    communicator; without, each has a separate one, because a communicator runs one message at a time. `group` itself is
+    never used, because breaking a wait closes the communicator permanently.
     """
     tagged = transport_of(group, device).capabilities.tags
     ranks = dist.get_process_group_ranks(group)
@@ -211,23 +211,23 @@ def pair_groups(group: dist.ProcessGroup, pairs: Sequence[tuple[int, int]], devi
 
 
 def group_beside(group: dist.ProcessGroup, purpose: str, *, timeout: timedelta) -> Any:
-    """A new gloo group of the ranks of `group`, which all ask for one in the same order for each `purpose`."""
+    """Create a gloo group of the ranks of `group`, which must all call this in the same order for each `purpose`."""
     ranks = dist.get_process_group_ranks(group)
     return _made_within(group, ranks, f"{purpose} {_next(group, purpose)}", backend=HOSTS, timeout=timeout)
 
 
 def end_transfers(group: dist.ProcessGroup) -> None:
-    """End what is under way over `group`, here and on the other ranks, which hear why. It carries nothing afterwards.
+    """Abort all transfers in flight over `group`, on all its ranks. The group cannot be used afterwards.
 
-    Over a backend without direct sends nothing is done.
+    Does nothing for a backend without direct sends.
     """
     break_waits(group)
 
 
 def host_group(group: dist.ProcessGroup) -> Any:
-    """A group of the same ranks that sends host memory: `group` itself, or a gloo group beside it.
+    """Return a group of the same ranks that sends CPU tensors: `group` itself, or an additional gloo group.
 
-    Collective over the ranks the first time, where it must be made.
+    The first call is collective if the gloo group must be created.
     """
     if backend_of(group, torch.device("cpu")) == HOSTS:
         return group
@@ -244,10 +244,10 @@ def exchange_objects(
     *,
     watched: bool = True,
 ) -> list[Any]:
-    """Every rank's `value`, in rank order, over the hosts' network. For errors and construction, not for every step.
+    """Gather every rank's `value`, in rank order, over gloo. It is slow: for errors and construction, not each step.
 
-    `group`: default is the world. `what`: what a person calls it. Not `watched`: on a thread of its own, beside which
-    the main thread may wait for something else.
+    `group`: default is the world. `what`: its name in errors. `watched`: False on a thread other than the main one,
+    because the hang detector watches one wait at a time.
     """
     group = group or world()
     everyone: list[Any] = [value] * group.size()
@@ -266,7 +266,7 @@ def first_rank_s(
     *,
     watched: bool = True,
 ) -> Any:
-    """The `value` of the first rank of the group, on all; the arguments are those of `exchange_objects`."""
+    """Broadcast the `value` of the group's first rank; the arguments are those of `exchange_objects`."""
     group = group or world()
     if is_pretended(group):
         return value

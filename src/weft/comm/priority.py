@@ -1,30 +1,30 @@
-"""What goes first where lanes share a link: an exchange that is about to leave, before gathers and reductions.
+"""Gives an exchange of activations priority over gathers and reductions on the same link.
 
-    expect()    a schedule: an exchange leaves within moments. Gathers and reductions that are issued now are held back
-    let_go()    the exchange has left: what was held back begins, in the order of its issue
+    expect()    a schedule is about to issue an exchange: gathers and reductions issued from now on are held back
+    let_go()    the exchange is issued: held-back communication starts, in the order of its issue
 
-What is waited for begins at once, and with it all that was held back: the order of exchanges and the rest differs then
-from that of other ranks, which tags allow. Streams and backends without tags hold nothing back: there ranks issue all
-communication of a group in one order.
+If the host waits for held-back communication, all of it starts immediately. Its order relative to exchanges may then
+differ between ranks, which is correct with tags. Streams and backends without tags hold nothing back, because ranks
+must issue all communication of a group in the same order there.
 """
 
 import threading
 
 YIELDING = frozenset(("gather", "gathers", "reduce", "reductions", "outer"))
-"""The lanes that are held back."""
+"""The names of the lanes that are held back."""
 
 _gate: threading.Event | None = None
 
 
 def expect() -> None:
-    """Hold back what is issued on lanes that yield, until `let_go`."""
+    """Hold back communication that is issued on yielding lanes, until `let_go`."""
     global _gate
     if _gate is None:
         _gate = threading.Event()
 
 
 def let_go() -> None:
-    """Let begin what was held back; without effect if nothing is expected."""
+    """Start communication that was held back; do nothing without an earlier `expect`."""
     global _gate
     if _gate is not None:
         _gate.set()
@@ -32,5 +32,5 @@ def let_go() -> None:
 
 
 def gate_of(lane: str) -> threading.Event | None:
-    """What a collective issued now on `lane` has to wait for, None for nothing."""
+    """Return the event that a collective issued now on `lane` has to wait for; None if it may start."""
     return _gate if lane in YIELDING else None

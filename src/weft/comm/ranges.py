@@ -1,11 +1,11 @@
 """Names in a profile: `weft/<unit>/<gather|forward|backward|reduce>`.
 
-who looks                                 what it gets
+observer                                  what weft emits
 ----------------------------------------  -----------------------------------------------------------
 torch's profiler                          ranges
-a timeline of the lanes, while it records labels, without the `weft/`
-a tool of NVIDIA's, where there is CUDA   NVTX ranges, always: the tool may come later than the process
-nothing                                   nothing, at no cost
+a `Timeline` that records                 labels, without the `weft/`
+NVIDIA's tools, if CUDA is initialised    NVTX ranges, always, because a tool may attach at any time
+none                                      nothing, at no cost
 """
 
 import threading
@@ -23,7 +23,10 @@ _NOTHING: AbstractContextManager = nullcontext()
 
 
 def profiled(unit: str, what: str) -> AbstractContextManager:
-    """A range of the profile, and the label of communication in a timeline, if there is one."""
+    """Return a context that is a range of the profile, or the label of communication in a timeline.
+
+    `unit`: the unit's name. `what`: "gather", "forward", "backward" or "reduce".
+    """
     if (watch := hang_detector()) is not None:
         watch.subject = unit or "the root"
     if not recording and not observed():
@@ -36,7 +39,7 @@ def _observed() -> bool:
 
 
 observed: Callable[[], bool] = _observed if _HAS_CUDA else torch.autograd._profiler_enabled
-"""Whether something looks at ranges now, or may later: a profiler of this process, or a tool of NVIDIA's."""
+"""Returns whether ranges may be observed: by torch's profiler now, or by NVIDIA's tools now or later."""
 
 
 class Stretch:
@@ -57,7 +60,7 @@ class Stretch:
 
 
 def _range(unit: str, what: str) -> AbstractContextManager | None:
-    """A range of a profile, None without a profiler."""
+    """Return a range of the profile; None without a profiler."""
     if torch.autograd._profiler_enabled():
         return record_function(f"weft/{unit or 'root'}/{what}")
     if _HAS_CUDA and torch.cuda.is_initialized() and not recording:

@@ -1,15 +1,15 @@
-"""When communication ran: lanes report to a timeline while one records, and cost one look while none does.
+"""Records when communication ran. Lanes report to a recording timeline; without one they check a list only.
 
     with Timeline() as timeline:
         step()
     for interval in timeline.intervals(): ...      # lane, label, issued, start, end: seconds since the recording began
 
             issued        start                       end
-    gather    |  - - - - -  |===========================|      waits while its communicator is busy, then moves
+    gather    |  - - - - -  |===========================|      waits while its communicator is busy, then runs
     reduce  |=============|                                    on the same communicator
 
-On CPU a thread waits for each transfer, so that an end is noticed when the work ends, not when it is asked for. On
-CUDA events are recorded on the lane's stream and read when the intervals are asked for.
+On CPU a thread waits for each transfer, so that its end is recorded when the work ends, not when the host waits for it.
+On CUDA, events are recorded on the lane's stream and read by `intervals`.
 """
 
 import threading
@@ -27,10 +27,10 @@ from weft.comm.transfers import in_background
 
 
 class Interval(NamedTuple):
-    """What ran on a lane, in seconds since the recording began.
+    """One operation on a lane; times are seconds since the recording began.
 
-    `start` is when it was issued and its communicator had done what was issued there before: one communicator runs its
-    operations one after another.
+    `start` is the time when the operation was issued and its communicator had finished all earlier ones, because a
+    communicator runs its operations one after another.
     """
 
     lane: str
@@ -42,7 +42,7 @@ class Interval(NamedTuple):
 
 @dataclass
 class _Entry:
-    """An interval under way: moments are seconds (CPU) or CUDA events."""
+    """An unfinished interval; times are seconds (CPU) or CUDA events."""
 
     lane: str
     label: str
@@ -52,11 +52,11 @@ class _Entry:
 
 
 class Timeline:
-    """Records what runs on lanes, and spans of computation, while it is entered. One records at a time."""
+    """A context that records operations on lanes and spans of computation. Only one can record at a time."""
 
     def __init__(self) -> None:
         self.label = ""
-        """What the communication issued now belongs to; `labelled` sets it."""
+        """The label of communication that is issued now; `labelled` sets it."""
         self._entries: list[_Entry] = []
         self._under_way: list[WatchedWorks] = []
         self._zero = 0.0
@@ -73,7 +73,7 @@ class Timeline:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Stop recording and wait for what is under way."""
+        """Stop recording and wait for operations in flight."""
         recording.clear()
         for works in self._under_way:
             works.done.wait()
@@ -81,11 +81,11 @@ class Timeline:
             torch.cuda.synchronize()
 
     def intervals(self) -> list[Interval]:
-        """What was recorded, in the order of issue. Ask after leaving the recording."""
+        """Return the recorded intervals, in the order of issue. Call it after leaving the context."""
         free: dict[Any, float] = {}
         found = []
         for entry in self._entries:
-            if entry.end is None:  # failed, or still under way
+            if entry.end is None:  # failed, or unfinished
                 continue
             issued, end = self._seconds(entry.issued), self._seconds(entry.end)
             start = min(max(issued, free.get(entry.channel, issued)), end)
@@ -95,7 +95,7 @@ class Timeline:
         return found
 
     def _now(self) -> Any:
-        """This moment: where the current stream is, if CUDA is in use, else of the host."""
+        """Return the current time: an event on the current stream if CUDA is initialised, otherwise host seconds."""
         return time.perf_counter() if self._zero_event is None else _event()
 
     def _seconds(self, moment: Any) -> float:
@@ -103,20 +103,20 @@ class Timeline:
             return moment - self._zero
         return self._zero_event.elapsed_time(moment) / 1e3
 
-    # --- what lanes report -------------------------------------------------------------------------------------------
+    # --- called by lanes ---------------------------------------------------------------------------------------------
 
     def begin(self, lane: str, label: str, channel: Any = None) -> _Entry:
-        """Something is issued on `lane`; what shares a `channel`, the communicator, runs in turn."""
+        """Record the issue of an operation on `lane`; operations with the same `channel` (communicator) run in turn."""
         entry = _Entry(lane, label, channel, self._now())
         self._entries.append(entry)
         return entry
 
     def end(self, entry: _Entry) -> None:
-        """It ended here: now, or where the current stream is."""
+        """Record the end of an operation: now, or at the current position of the current stream."""
         entry.end = self._now()
 
     def noting(self, entry: _Entry, pending: Pending) -> Pending:
-        """The same transfers, of which the end is noted when it comes: of the last round of them."""
+        """Wrap `pending` transfers so that the end of their last round is recorded."""
         if (second := pending.second) is not None:
             return Pending(pending.works, pending.finish, lambda: self.noting(entry, second()))
         if not pending.works:
@@ -129,7 +129,7 @@ class Timeline:
 
 
 class WatchedWorks:
-    """Asynchronous works for which a thread waits; `wait` waits for the thread. A work must not be waited for twice."""
+    """Asynchronous works for which a thread waits; `wait` waits for the thread. No work may be waited for twice."""
 
     def __init__(self, works: Sequence[Any], ended: Callable[[], None]) -> None:
         self._works = works
@@ -138,36 +138,36 @@ class WatchedWorks:
         self._failure: BaseException | None = None
 
     def run(self) -> None:
-        """Wait for the works: what the thread does."""
+        """Wait for the works, on the thread, and record their end."""
         try:
             for work in self._works:
                 work.wait()
             self._ended()
-        except BaseException as failure:  # belongs to the one that waits for the result
+        except BaseException as failure:  # raised by `wait`
             self._failure = failure
         self._works = ()
         self.done.set()
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Block until the works are done; raises what they raised."""
+        """Block until the works are done; raise their exception if they failed."""
         self.done.wait(timeout.total_seconds() if timeout is not None else None)
         if self._failure is not None:
             raise self._failure
 
 
 recording: list[Timeline] = []
-"""The timeline that records now, if there is one: a list of at most one, which costs nothing to look at."""
+"""The timeline that is recording, if any: a list of at most one, which is cheap to check."""
 
 
 def labelled(label: str) -> AbstractContextManager:
-    """What is issued inside is recorded under `label`."""
+    """Record communication that is issued inside of this context under `label`."""
     return _labelled(recording[0], label) if recording else _NOTHING
 
 
 def span(lane: str, label: str = "") -> AbstractContextManager:
-    """Record what runs inside, such as computation, as one interval of `lane`. On CUDA: on the current stream.
+    """Record the body of this context, such as computation, as one interval of `lane`; on CUDA on the current stream.
 
-    `label`: default is what `labelled` has set.
+    `label`: default is the label set by `labelled`.
     """
     return _span(recording[0], lane, label) if recording else _NOTHING
 

@@ -1,4 +1,4 @@
-"""Tensors that tell the truth about their cuts."""
+"""DTensors with uneven shards, and their operators."""
 
 from weft.dtensor import clipping as clipping  # which is done to many of them at once
 from weft.dtensor import placements as placements  # what they say of themselves

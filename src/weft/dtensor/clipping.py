@@ -1,10 +1,10 @@
-"""torch's clipping of gradients, and its norm of many tensors, where every tensor is sharded.
+"""Faster gradient clipping and norms of many tensors, for torch's functions if every tensor is sharded.
 
-torch makes a DTensor of each tensor's norm to take the norm of them all, with `foreach=False` combines each by itself,
-and computes what gradients are multiplied by on DTensors. Here that is done on plain values and at once:
+torch makes a DTensor of each tensor's norm and combines those; with `foreach=False` it combines each separately. It
+also computes the clipping factor on DTensors. The functions of this file use local tensors, all in one operation:
 
-    norm        of all that lies here, then one number over the ranks for what is spread over the same axes
-    clipping    one multiplication of a list of what lies here
+    norm        one norm of all local parts, then one all-reduced number for tensors sharded over the same axes
+    clipping    one foreach multiplication of all local parts
 """
 
 import functools
@@ -20,7 +20,7 @@ from weft.dtensor.uneven import UnevenDTensor, local_of
 
 
 def norm_at_once(torchs: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`torchs` norm of many tensors, taken at once where all are sharded."""
+    """Wrap torch's norm of many tensors, `torchs`: compute it in one operation if all tensors are sharded."""
 
     @functools.wraps(torchs)
     def total_norm(
@@ -30,7 +30,7 @@ def norm_at_once(torchs: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
         foreach: bool | None = None,
     ) -> torch.Tensor:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        if _all_sharded(tensors) and (order := float(norm_type)):  # one of 0 counts tensors, which are more than parts
+        if _all_sharded(tensors) and (order := float(norm_type)):  # order 0 would count parts in place of tensors
             total = _of_sharded(tensors, order)  # type: ignore[arg-type]
             if total is not None and not (error_if_nonfinite and not total.to_local().isfinite()):
                 return total
@@ -40,7 +40,7 @@ def norm_at_once(torchs: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 def clipping_at_once(torchs: Callable[..., None]) -> Callable[..., None]:
-    """`torchs` multiplication of gradients, done at once where all are sharded."""
+    """Wrap torch's clipping by a known norm, `torchs`: use one foreach operation if all gradients are sharded."""
 
     @functools.wraps(torchs)
     def clip(
@@ -67,15 +67,15 @@ def _all_sharded(tensors: list[Any]) -> bool:
 
 
 def _is_replicated(value: Any) -> bool:
-    """Whether it is a plain tensor, or a DTensor that is the same everywhere."""
+    """Return whether `value` is a plain tensor or a replicated DTensor."""
     return not isinstance(value, DTensor) or all(placement.is_replicate() for placement in value.placements)
 
 
 @torch.no_grad()
 def _of_sharded(tensors: list[UnevenDTensor], order: float) -> DTensor | None:
-    """The norm of all of them; None where they have several devices or dtypes, or no mesh in common.
+    """Return the norm of all `tensors`; None if they have several devices or dtypes, or no common mesh.
 
-    One number of each rank is combined, not one for each tensor: so small a message is there in half the time.
+    Each rank contributes one number, not one per tensor, because such a small message takes half of the time.
     """
     together = alike(tensors)
     mesh = common_mesh([tensors[first].device_mesh for first, *_ in together])

@@ -1,6 +1,6 @@
-"""Norms of tensors that are cut unevenly: of the parts that lie here, then combined over the ranks that hold others.
+"""Norms of unevenly sharded tensors: norms of the local parts, then combined over ranks.
 
-Both are computed in fp32 at least, and rounded to the tensors' dtype once.
+Both are computed in at least fp32, and rounded to the tensors' dtype once.
 """
 
 import math
@@ -20,17 +20,21 @@ from weft.dtensor.uneven import UnevenDTensor, spec_of
 
 
 def replicated(value: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """A DTensor of `value`, which is the same on all ranks of `mesh`."""
+    """Return a replicated DTensor of `value`, which must be the same on all ranks of `mesh`."""
     return _with_spec(value, spec_of(mesh, (Replicate(),) * mesh.ndim, value.shape, value.stride(), value.dtype))
 
 
 def _with_spec(value: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    # Without DTensor's __init__, which does nothing and takes its time; `from_local` takes four times as long.
+    # DTensor's __init__ does nothing and takes time; `from_local` takes four times as long.
     return DTensor.__new__(DTensor, value, spec, requires_grad=False)  # type: ignore[call-arg]
 
 
 def combined_norms(parts: torch.Tensor, order: float, like: UnevenDTensor) -> torch.Tensor:
-    """Norms of whole tensors from those of their `parts`, `wide`, for as many tensors as there are numbers."""
+    """Combine norms of local `parts`, one number per tensor, to norms of the whole tensors. Collective.
+
+    `parts`: 1-D or 0-D, in the dtype of `wide`, overwritten. `like`: one of the tensors, all of which are sharded over
+    the same axes.
+    """
     if not like.axes:
         return parts
     if math.isinf(order):
@@ -41,12 +45,12 @@ def combined_norms(parts: torch.Tensor, order: float, like: UnevenDTensor) -> to
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to add in: squares of fp16 numbers are infinite from 256 on and 0 below 2e-4."""
+    """Return the dtype for sums: at least fp32, because squares of fp16 numbers overflow from 256 on."""
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
 def part_norm(part: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
-    """The norm of what lies here, `wide` unless it is asked for in another dtype than that of `part`."""
+    """Return the norm of a local part, 0-D, in `wide` of its dtype, or in `dtype` if that is another one."""
     inner = _inner(part, dtype)
     if not part.numel():
         return torch.full((), math.inf if order < 0 else 0.0, dtype=inner.to_real(), device=part.device)
@@ -54,7 +58,7 @@ def part_norm(part: torch.Tensor, order: float, dtype: torch.dtype | None) -> to
 
 
 def part_norms(parts: list[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """`part_norm` of each, which all have one dtype, at once."""
+    """Return the `part_norm` of each of `parts`, which have one dtype, with one foreach operation."""
     here, inner = holding(parts), _inner(parts[0], dtype)
     norms = iter(torch._foreach_norm(list(compress(parts, here)), order, dtype=inner) if any(here) else ())
     if all(here):
@@ -66,12 +70,12 @@ def part_norms(parts: list[torch.Tensor], order: float, dtype: torch.dtype | Non
 def _inner(part: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     if dtype is None or dtype == part.dtype:
         return wide(part.dtype)
-    torch.linalg.vector_norm(part.new_zeros(1), dtype=dtype)  # raises for one that is narrower, where nothing lies too
+    torch.linalg.vector_norm(part.new_zeros(1), dtype=dtype)  # raises for a narrower dtype, also if the part is empty
     return dtype
 
 
 def foreach_norm(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """The norms of many tensors: one kernel, and one all-reduce for those that are `alike`."""
+    """Compute `torch._foreach_norm` of many tensors: one kernel and one all-reduce for each list of `alike`."""
     tensors, order = args[0], float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
     norms: list[Any] = [None] * len(tensors)
@@ -88,7 +92,7 @@ def foreach_norm(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
 
 
 def alike(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """The places of those that are cut over the same axes of one mesh, and have one dtype."""
+    """Return lists of indices of the tensors that are sharded over the same axes of one mesh and have one dtype."""
     together: dict[tuple[int, tuple[int, ...], torch.dtype], list[int]] = {}
     for number, tensor in enumerate(tensors):
         if isinstance(tensor, UnevenDTensor):
@@ -97,23 +101,23 @@ def alike(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def _norms_of(tensors: Sequence[UnevenDTensor], order: float, dtype: torch.dtype | None) -> torch.Tensor:
-    """The norms of tensors that are `alike`, 1-D."""
+    """Return the norms, 1-D, of tensors of one list of `alike`. Collective."""
     norms = torch.stack(part_norms(parts_of(tensors), order, dtype))
     return combined_norms(norms, order, tensors[0]).to((dtype or tensors[0].dtype).to_real())
 
 
 def _all_replicated(values: torch.Tensor, mesh: DeviceMesh) -> list[DTensor]:
-    """`replicated` each of `values`, 1-D."""
+    """Return a replicated DTensor of each number of `values`, 1-D."""
     each = values.unbind()
     one: Any = replicated(values, mesh)[0]
-    spec = one._spec  # which torch keeps: `stack` knows it again without a comparison
+    spec = one._spec  # one spec for all: `stack` recognises it without comparing
     return [_with_spec(value, spec) for value in each]
 
 
 def common_mesh(meshes: list[DeviceMesh]) -> DeviceMesh | None:
-    """A mesh on which a value is replicated if it is on one of `meshes`; None where there is none.
+    """Return a mesh on which values that are replicated on any of `meshes` are replicated too; None if there is none.
 
-    One whose first axes are those of all others, or any where they all lay out the same ranks.
+    That is a mesh whose first axes are those of all others, or the largest if all consist of the same ranks.
     """
     longest = max(meshes, key=lambda mesh: mesh.ndim)
     groups = [group_of(longest, axis) for axis in range(longest.ndim)]

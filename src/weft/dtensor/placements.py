@@ -1,14 +1,15 @@
-"""What a sharded tensor says of where it lies: `Shard(dim)` where all parts are alike, else one that knows its cuts.
+"""The placements of sharded tensors: `Shard(dim)` for even cuts, otherwise a subclass that stores the cuts.
 
-    parameter.placements                        torch takes it as     `DTensor.from_local` takes it as
+    parameter.placements                        torch treats it as    `DTensor.from_local` treats it as
     ------------------------------------------  --------------------  --------------------------------------------------
     Shard(dim), of even cuts                    even cuts             even cuts
-    UnevenShard(dim, cuts), equal to Shard(dim) even cuts             these cuts: the part that lies here is one of them
+    UnevenShard(dim, cuts), equal to Shard(dim) even cuts             these cuts, of which the local tensor is a part
 
-So what is distributed like a parameter, by `distribute_tensor` or `redistribute`, is an even DTensor of the right
-values, which `copy_` and other operators take with any cuts; and what is made of the parameter's local part is cut
-as the parameter is. `from_local` has no hook for a placement: it multiplies the local shape with the number of ranks,
-differently on each. So it is wrapped, and `redistribute`, for placements of these classes alone.
+Tensors distributed with a parameter's placements, by `distribute_tensor` or `redistribute`, are even DTensors with the
+same values, which `copy_` and other operators accept with any cuts. Tensors made from the parameter's local part by
+`from_local` have the parameter's cuts. `from_local` has no hook for a placement: it would multiply the local shape
+with the number of ranks, with another result on each rank. Therefore weft wraps `from_local` and `redistribute`, which
+change for placements of these classes only.
 """
 
 import functools
@@ -26,7 +27,10 @@ from weft.layout.cuts import Cuts
 
 
 class _Uneven:
-    """Over one of the axes of `cuts`. `even`: what torch takes it as; `shape`: of the whole tensor."""
+    """A placement over one of the axes of `cuts`.
+
+    `even`: the placement of even cuts, as which torch treats it. `shape`: the shape of the whole tensor.
+    """
 
     dim: int
 
@@ -43,15 +47,15 @@ class _Uneven:
 
 
 class UnevenShard(_Uneven, Shard):
-    """`Shard(dim)`."""
+    """`Shard(dim)` with uneven cuts."""
 
 
 class UnevenStridedShard(_Uneven, _StridedShard):
-    """The same of a tensor that tensor parallelism slices along the dimension that is cut."""
+    """`UnevenShard` of a tensor that tensor parallelism slices along the same dimension."""
 
 
 def placements_of(tensor: UnevenDTensor) -> tuple[Placement, ...]:
-    """Where `tensor` lies, one placement per mesh axis."""
+    """Return the placements of `tensor`, one per mesh axis."""
     cuts, spec = tensor._cuts, tensor._spec
     if cuts.is_even or not cuts.axes:
         return spec.placements
@@ -63,7 +67,7 @@ def placements_of(tensor: UnevenDTensor) -> tuple[Placement, ...]:
 
 
 def plain(placements: Sequence[Placement]) -> list[Placement]:
-    """What torch takes `placements` as."""
+    """Return `placements` with torch's own placements, of even cuts, in place of weft's."""
     return [each.even if isinstance(each, _Uneven) else each for each in placements]
 
 
@@ -86,7 +90,10 @@ class _FromLocal(torch.autograd.Function):
 def _like_a_part(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], given: torch.Size | None
 ) -> UnevenDTensor:
-    """The tensor of which `local` is the part that lies here. Raises ValueError where it is no part of these cuts."""
+    """Return the tensor with these placements of which `local` is this rank's part.
+
+    Raises ValueError if `local` does not have the shape of the part.
+    """
     first: Any = next(each for each in placements if isinstance(each, _Uneven))
     cuts, shape = first.cuts, first.shape
     if [axis for axis, each in enumerate(placements) if isinstance(each, _Uneven)] != sorted(cuts.axes):
@@ -106,7 +113,7 @@ def _like_a_part(
 
 
 def taking_parts(from_local: Callable[..., DTensor]) -> Callable[..., DTensor]:
-    """`DTensor.from_local` that also takes the placements of uneven parts."""
+    """Wrap `DTensor.from_local` to accept the placements of uneven parts too."""
 
     @functools.wraps(from_local)
     def wrapped(local_tensor: torch.Tensor, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:
@@ -120,7 +127,7 @@ def taking_parts(from_local: Callable[..., DTensor]) -> Callable[..., DTensor]:
 
 
 def taking_even(redistribute: Callable[..., DTensor]) -> Callable[..., DTensor]:
-    """`DTensor.redistribute` that takes the placements of uneven parts for torch's own."""
+    """Wrap `DTensor.redistribute` to treat the placements of uneven parts as torch's own."""
 
     @functools.wraps(redistribute)
     def wrapped(self: DTensor, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:

@@ -1,10 +1,10 @@
 """`set_model_state_dict` and `set_optimizer_state_dict` from full tensors, for tensors that are cut unevenly.
 
-torch's Distributed State Dict asks a DTensor for nothing when it distributes full tensors (`full_state_dict=True`, with
-`broadcast_from_rank0=True` or without): it computes even slices from the placements and writes those. There is no hook
-for a DTensor that is cut otherwise. What there is: one function for each of the two ways, which writes its results into
-a dictionary that starts out as the current state. So weft wraps these two functions and passes a dictionary of its own,
-which takes a full tensor for an `UnevenDTensor` and keeps the slice that lies here. Everything else is torch's.
+torch's Distributed State Dict distributes full tensors (`full_state_dict=True`, with or without
+`broadcast_from_rank0=True`) by even slices, which it computes from placements. There is no hook for a DTensor with
+other cuts. In both cases one function writes its results into a dictionary that starts as the current state. weft
+wraps these two functions and passes a dictionary that, for an `UnevenDTensor`, replaces a full tensor by this rank's
+part of it.
 """
 
 import functools
@@ -17,9 +17,9 @@ from weft.dtensor.uneven import UnevenDTensor
 
 
 class _Sliced(dict):
-    """A state dict in which an uneven tensor stays one: a full tensor for it is cut as it is.
+    """A state dict that cuts a full tensor as the uneven tensor with the same key is cut.
 
-    torch sets `(current, full)` before it broadcasts into `full`, and asks for it by `get` when that is done.
+    torch sets `(current, full)` before it broadcasts into `full`, and calls `get` after the broadcast.
     """
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -43,7 +43,7 @@ def _cut(like: UnevenDTensor, value: torch.Tensor) -> UnevenDTensor:
 
 
 def slicing(function: Callable[..., None]) -> Callable[..., None]:
-    """`function`, a torch function that distributes full tensors, with uneven ones cut as they are."""
+    """Wrap `function`, which distributes full tensors in torch, to cut uneven tensors by their cuts."""
 
     @functools.wraps(function)
     def distribute(full_state_dict: dict, local_state_dict: dict, *args: Any, **kwargs: Any) -> None:

@@ -1,22 +1,22 @@
-"""How torch's optimizers step over small sharded parameters by default.
+"""Chooses `foreach=True` for torch's optimizers if they step over small sharded parameters on CPU.
 
-On CPU torch steps tensor by tensor, since a list of tensors is no faster there. Of sharded tensors every operator on
-every tensor is a call from torch into Python, which costs more than a small tensor's arithmetic; on lists it is one,
-and on lists of what lies here there is none.
+On CPU torch steps tensor by tensor, because lists of plain tensors are no faster. With sharded tensors, each operator
+on each tensor calls from torch into Python, which costs more than a small tensor's arithmetic. An operator on a list is
+one such call, and on a list of local parts there is none.
 
-    whose step           parameters of the group           foreach, fused    steps
+    optimizer            parameters of the group           foreach, fused    steps
     -------------------  --------------------------------  ----------------  -----------------------------------
     Adam's, AdamW's,     all sharded, on CPU, in fp32      None, None        over lists, as with `foreach=True`:
-      SGD's, Adagrad's     or fp64 like gradients and                          the same values bit for bit; of parts
-                           states, on average at most                          where all of a parameter's are cut alike
+      SGD's, Adagrad's     or fp64 like gradients and                          bitwise the same values; over local parts
+                           states, on average at most                          if a parameter's tensors have equal cuts
                            `SMALL` elements for a rank
-    anybody's            anything else                     anything          as torch chooses
+    any                  anything else                     anything          as torch chooses
 
-Left to torch as well is what `foreach=True` would refuse or do with a side effect: numbers that are tensors, Nesterov's
-momentum, which then changes the gradients, and steps that autograd is to know.
+torch also chooses if `foreach=True` would raise or have a side effect: with hyperparameters that are tensors, with
+Nesterov momentum, which then changes the gradients, and with differentiable steps.
 
-torch makes this choice in the functions that its optimizers call with the parameters of a group. There it is made here,
-behind what the user's hooks change, and nothing tells of it in the optimizer, which may be saved at any time.
+torch chooses in the functions that its optimizers call with the parameters of a group. weft wraps these functions, so
+that it sees what the user's hooks have changed, and stores nothing in the optimizer.
 """
 
 import functools
@@ -30,13 +30,13 @@ from weft.dtensor.local import kinds_of, parts_of
 from weft.dtensor.uneven import UnevenDTensor
 
 _EXACT = [{(torch.device("cpu"), dtype)} for dtype in (torch.float32, torch.float64)]
-"""What all tensors are. Of narrower numbers, of some or of all, torch's steps over lists round otherwise."""
+"""The device and dtype that all tensors must have. With narrower dtypes, torch's steps over lists round differently."""
 SMALL = 4096
-"""Elements of a tensor above which arithmetic is what costs, and a list's intermediate results take memory."""
+"""Elements of a tensor above which arithmetic dominates, and intermediate results of a list take much memory."""
 
 
 def choosing_lists(step: Callable[..., None]) -> Callable[..., None]:
-    """`step`, that of one of torch's optimizers, going over lists where that is right."""
+    """Wrap `step`, the function of one of torch's optimizers, to step over lists if `_goes_over_lists` says so."""
 
     @functools.wraps(step)
     def choosing(params: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
@@ -51,11 +51,14 @@ def choosing_lists(step: Callable[..., None]) -> Callable[..., None]:
 
 
 def _goes_over_lists(parameters: Sequence[Any], lists: Sequence[Any], options: dict[str, Any]) -> bool:
-    """The same on all ranks, not by parts: on the way over lists, tensors may be gathered in another order."""
+    """Return whether to step over lists.
+
+    The answer must not depend on local parts: ranks must agree, as lists may gather tensors in another order.
+    """
     if options.get("foreach", True) is not None or options.get("fused") is not None:
         return False
     if options.get("nesterov") or options.get("differentiable") or torch.is_grad_enabled():
-        return False  # SGD's step is not told whether it is differentiable, but called with gradients enabled then
+        return False  # SGD's step has no option `differentiable`: it is called with gradients enabled then
     if any(isinstance(value, (torch.Tensor, list, tuple)) for value in options.values()):
         return False
     if set(map(type, parameters)) != {UnevenDTensor} or not all(isinstance(values, list) for values in lists):
@@ -67,7 +70,7 @@ def _goes_over_lists(parameters: Sequence[Any], lists: Sequence[Any], options: d
 
 
 def _are_cut_alike(parameters: Sequence[Any], lists: Sequence[list[Any]]) -> bool:
-    """Whether each of `lists` has, for each parameter, a tensor that is cut as it is, or 0-D ones or None for all."""
+    """Return whether each of `lists` has tensors with the parameters' cuts, or only 0-D tensors and None."""
     cuts, shaped = [each._cuts for each in parameters], any(each.dim() for each in parameters)
     for values in lists:
         if len(values) not in (0, len(parameters)):
@@ -82,11 +85,11 @@ def _are_cut_alike(parameters: Sequence[Any], lists: Sequence[list[Any]]) -> boo
 
 
 def _step_parts(step: Callable, parameters: Sequence[Any], lists: Sequence[list[Any]], options: dict[str, Any]) -> None:
-    """`step` on what lies here. A momentum that begins with it goes into its list as a sharded tensor."""
+    """Run `step` on local parts. A momentum buffer that it creates becomes a sharded tensor in its list."""
     parts = [parts_of(values) for values in (parameters, *lists)]
     _, *states = lists  # the gradients stay as they are
     written = [each for values in (parameters, *states) for each in values if type(each) is UnevenDTensor]
-    torch.autograd.graph.increment_version(written)  # of the parts torch does it
+    torch.autograd.graph.increment_version(written)  # torch increments those of the parts only
     before = [list(values) for values in parts]
     step(*parts, **options)
     for values, old, new in zip(lists, before[1:], parts[1:]):

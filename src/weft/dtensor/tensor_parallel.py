@@ -1,20 +1,20 @@
 """Parameters that `parallelize_module` has spread over a tensor-parallel axis before weft shards them.
 
     before      DTensor on (tp)        placed by the plan: Shard(dim), or Replicate() for norms
-    at rest     UnevenDTensor (dp, tp) this tp rank's slice, cut over the data-parallel ranks like any other tensor
-    while held  DTensor on (tp)        the slice gathered again, for the module's own communication over tp
+    sharded     UnevenDTensor (dp, tp) this tp rank's slice, cut over the data-parallel ranks like any other tensor
+    unsharded   DTensor on (tp)        the slice gathered again, for the module's communication over tp
 
 A parameter may be a DTensor over the whole mesh instead, replicated over the data-parallel axes (`dp_mesh_dims`):
 
-    before      DTensor on (dp, tp)    Replicate() on dp, and what the plan says on tp
-    at rest     UnevenDTensor (dp, tp) as above
-    while held  DTensor on (dp, tp)    as before, so that activations may be DTensors over the whole mesh too
+    before      DTensor on (dp, tp)    Replicate() on dp, and the plan's placement on tp
+    sharded     UnevenDTensor (dp, tp) as above
+    unsharded   DTensor on (dp, tp)    as before, so that activations may be DTensors over the whole mesh too
 
-Where all axes of that mesh are data-parallel, it is sharded as a plain parameter is, and a DTensor while held. What its
-gradient is on the data-parallel axes, partial as a rule, is reduced as that of a plain parameter is.
+If all axes of that mesh are data-parallel, the parameter is sharded like a plain one, and a DTensor while it is
+unsharded. Its gradient, usually partial on the data-parallel axes, is reduced like that of a plain parameter.
 
-Weft's flat buffers hold tp-local slices and know nothing of all this. A gradient that is partial over tp, as that of a
-norm between sequence-parallel regions, is reduced over tp before it is packed.
+Flat buffers hold tp-local slices, without any special case. A gradient that is partial over tp, such as that of a norm
+between sequence-parallel regions, is reduced over tp before it is packed.
 """
 
 import math
@@ -35,58 +35,59 @@ from weft.dtensor.uneven import UnevenDTensor, spec_of
 from weft.layout.cuts import Cuts
 
 EXPERT = "_weft_expert"
-"""The attribute of a parameter of experts that lie over expert-parallel ranks, whether they are cut besides or not."""
+"""The attribute that marks parameters of experts that are spread over expert-parallel ranks."""
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """Where a parameter lies on the tensor-parallel axis; `mesh`: the data-parallel axes and, behind them, that one."""
+    """The placement of a parameter over the tensor-parallel axis."""
 
     spec: DTensorSpec | None
-    """On that axis; None where all axes are data-parallel."""
+    """The spec over the tensor-parallel axis; None if all axes are data-parallel."""
     mesh: DeviceMesh
+    """The data-parallel axes, followed by the tensor-parallel one."""
     whole: DTensorSpec | None = None
-    """Of a parameter that lies over the whole mesh."""
+    """The spec over the whole mesh, of a parameter that was distributed over it; None otherwise."""
     is_expert: bool = False
 
     @property
     def held(self) -> DTensorSpec:
-        """What the parameter is while it is gathered."""
+        """The spec of the parameter while it is unsharded."""
         spec = self.whole or self.spec
         assert spec is not None
         return spec
 
     @property
     def beyond(self) -> tuple[Placement, ...]:
-        """The placements on the axes behind the data-parallel ones."""
+        """The placements on the axes after the data-parallel ones."""
         return self.spec.placements if self.spec is not None else ()
 
     @property
     def ranks(self) -> dist.ProcessGroup | None:
-        """Those of the tensor-parallel axis, of several the last over which it is cut."""
+        """The process group of the tensor-parallel axis; of several axes, the last over which the parameter is cut."""
         cut = [axis for axis, placement in enumerate(self.beyond) if placement.is_shard()]
         return group_of(self.spec.mesh, cut[-1] if cut else 0) if self.spec is not None else None
 
     @property
     def is_spread(self) -> bool:
-        """Whether each rank of the axis holds a slice, not the whole."""
+        """Whether each rank of the axis holds a slice of the parameter, not all of it."""
         return any(placement.is_shard() for placement in self.beyond)
 
     @property
     def slices(self) -> int:
-        """In how many slices the parameter lies."""
+        """The number of slices of the parameter."""
         return self._slices_along(None)
 
     def _slices_along(self, dim: int | None) -> int:
-        """Over how many ranks it is cut along `dim`; None: along any."""
+        """Return the number of slices along `dim`; None: along any dimension."""
         if self.spec is None:
             return 1
         cut = ((axis, each) for axis, each in enumerate(self.beyond) if each.is_shard())
         return math.prod(self.spec.mesh.size(axis) for axis, each in cut if dim is None or each.is_shard(dim))
 
     def full(self, local: torch.Tensor) -> DTensor:
-        """The parameter as the plan placed it, from this rank's slice."""
-        order = sorted(range(local.dim()), key=local.stride, reverse=True)  # as the slice lies in memory
+        """Return the parameter as the plan placed it, from this rank's slice."""
+        order = sorted(range(local.dim()), key=local.stride, reverse=True)  # the slice's memory format
         held = self.held
         whole = torch.empty([held.shape[dim] for dim in order], device="meta")
         stride = whole.permute([order.index(dim) for dim in range(local.dim())]).stride()
@@ -94,14 +95,17 @@ class TensorParallel:
         return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
 
     def sharded(self, local: torch.Tensor, cuts: Cuts, placements: tuple[Placement, ...]) -> UnevenDTensor:
-        """The parameter over both kinds of axes; `cuts` and `placements` say how its slice lies over the first."""
+        """Return the sharded parameter over both kinds of axes.
+
+        `local`: this rank's part. `cuts`, `placements`: those of the slice over the data-parallel axes.
+        """
         if (slices := self._slices_along(cuts.dim)) > 1:
-            again = _StridedShard(cuts.dim, split_factor=slices)  # torch's word for cutting slices the same way
+            again = _StridedShard(cuts.dim, split_factor=slices)  # torch's placement for cutting slices once more
             placements = tuple(again if p in self.beyond and p.is_shard() else p for p in placements)
         return UnevenDTensor.make(local, cuts, self.mesh, (*placements, *self.beyond), shape=self.held.shape)
 
     def slice_of_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """This rank's slice of a gradient of `full`, reduced over the axis where it is partial."""
+        """Return this rank's slice of the gradient of `full`, reduced over the axis if it is partial."""
         given = cast(DTensor, gradient)
         if self.whole is None:
             return given.redistribute(placements=self.beyond).to_local()
@@ -114,11 +118,11 @@ class TensorParallel:
 def tensor_parallel_of(
     parameter: nn.Parameter, mesh: DeviceMesh, where: str, replicas: Collection[str] = ()
 ) -> TensorParallel | None:
-    """How `parameter` lies beside the data-parallel `mesh`; None for one that no plan has placed.
+    """Return the tensor-parallel placement of `parameter`; None if it is a plain tensor.
 
-    `where`: names the parameter in errors. `replicas`: the axes that are data-parallel, of a parameter that lies over
-    the whole mesh. Raises ValueError for a mesh or placement that does not go together with data parallelism over
-    `mesh`.
+    `mesh`: the data-parallel axes. `where`: the parameter's name in errors. `replicas`: the names of the data-parallel
+    axes, for parameters over the whole mesh. Raises ValueError for a mesh or placement that cannot be combined with
+    data parallelism over `mesh`.
     """
     if not isinstance(parameter, DTensor):
         return None
@@ -152,7 +156,7 @@ def tensor_parallel_of(
 
 
 def _beside(spec: DTensorSpec, replicas: Collection[str], where: str) -> DTensorSpec | None:
-    """What `spec`, of a parameter over the whole mesh, says of the axis beside the data-parallel `replicas`, if any."""
+    """Return the part of `spec`, which is over the whole mesh, for the axis that is not in `replicas`, or None."""
     names = spec.mesh.mesh_dim_names or ()
     for name, placement in zip(names, spec.placements):
         if name in replicas and not placement.is_replicate():

@@ -1,13 +1,13 @@
-"""A DTensor that tells the truth about uneven cuts.
+"""A DTensor with uneven shards.
 
-torch's `Shard(0)` means even chunks of rows. A flat buffer cuts where padding is least: between rows of unequal number,
-or inside a row. `UnevenDTensor` is a DTensor that carries its cuts and answers for them: to
-`full_tensor`, to checkpoints, and to operators by the rules of `rules.py`.
+torch's `Shard(0)` means even chunks of rows. A flat buffer is cut where padding is least: parts may have different
+numbers of rows, or end inside a row. `UnevenDTensor` stores its cuts and uses them in `full_tensor`, for checkpoints,
+and in operators, by the rules of `rules.py`.
 
-A part is a range of the flattened tensor. It has whole rows' shape where its cuts allow, else it is 1-D; on a rank that
-holds none of the tensor it has zero elements.
+A part is a range of the flattened tensor. It consists of whole rows if its cuts allow, otherwise it is 1-D. On a rank
+without any of the tensor it has zero elements.
 
-With tensor parallelism the mesh has one axis more, and what is cut is this rank's slice over that axis:
+With tensor parallelism the mesh has one axis more, and the cuts are those of this rank's slice over that axis:
 
     mesh (dp, tp), placements (_, Shard(1))      tensor | slice of tp 0 | slice of tp 1 |
                                                         |   cuts over   |   cuts over   |
@@ -43,21 +43,21 @@ from weft.mesh import position_on
 def spec_of(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
 ) -> DTensorSpec:
-    """What a DTensor of this global shape knows of itself."""
+    """Return the spec of a DTensor with this global shape and stride."""
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What lies here of a tensor."""
+    """Return the local tensor of a DTensor, or a plain `tensor` itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 class RuledDTensor(DTensor):
-    """A DTensor whose operators run by weft's rules, which know these classes: `rules.py` sets `__torch_dispatch__`."""
+    """A DTensor whose operators follow weft's rules: `rules.py` sets `__torch_dispatch__`."""
 
     @property
     def data(self) -> Any:  # type: ignore[override]
-        """The tensor without its history: it shares memory, so what is written to it arrives."""
+        """The tensor detached from autograd; it shares memory, so writes to it change this tensor."""
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
@@ -69,12 +69,12 @@ class RuledDTensor(DTensor):
         )
 
     def data_ptr(self) -> int:
-        """0, as for torch's: what has memory is the local tensor."""
+        """Return 0, as torch's DTensor does: only the local tensor has memory."""
         return 0
 
 
 class UnevenDTensor(RuledDTensor):
-    """A DTensor whose parts are those of `cuts`."""
+    """A DTensor whose parts are ranges of the flattened tensor, given by `Cuts`."""
 
     _cuts: Cuts
 
@@ -87,33 +87,42 @@ class UnevenDTensor(RuledDTensor):
         placements: tuple[Placement, ...],
         shape: torch.Size | None = None,
     ) -> "UnevenDTensor":
-        """The tensor whose part on this rank is `local`; `shape`: where `cuts` are those of a slice, the whole one."""
+        """Return the tensor whose part on this rank is `local`.
+
+        `shape`: the shape of the whole tensor, if `cuts` are those of a slice of it.
+        """
         shape = torch.Size(cuts.shape) if shape is None else shape
         stride = torch.empty(shape, device="meta").stride()
         return cls._wrap(local, spec_of(mesh, placements, shape, stride, local.dtype), _one(cuts))
 
     @classmethod
     def _wrap(cls, local: torch.Tensor, spec: DTensorSpec, cuts: Cuts, requires_grad: bool = False) -> "UnevenDTensor":
-        # Without DTensor's __init__, which does nothing and takes its time.
+        # DTensor's __init__ does nothing and takes time.
         made: Any = cls.__new__(cls, local, spec, requires_grad=requires_grad)
         made._cuts = cuts
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """What DTensor's says. To `torch.compile`, which would make even DTensors of it: to leave the code as it is."""
+        """Return what DTensor returns; while `torch.compile` traces, make it skip the code.
+
+        A compiled graph would create DTensors with even cuts.
+        """
         if torch._guards.TracingContext.try_get() is not None:
             _leave_uncompiled()
         return super().__tensor_flatten__()
 
     def like(self, local: torch.Tensor) -> "UnevenDTensor":
-        """The tensor with this one's cuts and other values."""
+        """Return a tensor with this one's cuts and the values `local` on this rank."""
         spec = self._spec
         if local.dtype != spec.tensor_meta.dtype:  # type: ignore[union-attr]
             spec = spec_of(spec.mesh, spec.placements, spec.shape, spec.stride, local.dtype)
         return UnevenDTensor._wrap(local, spec, self._cuts)
 
     def owned_alike(self, local: torch.Tensor | None, meta: torch.Tensor) -> "UnevenDTensor":
-        """A tensor with `meta`'s shape and strides that lies whole where this one does; `local`: it, on that rank."""
+        """Return a tensor with `meta`'s shape and strides that is whole on the rank that owns all of this one.
+
+        `local`: the tensor, on that rank; None on others.
+        """
         owner = self.owner
         assert owner is not None
         borders = (0,) * (owner + 1) + (meta.numel(),) * (self._cuts.parts - owner)
@@ -126,7 +135,7 @@ class UnevenDTensor(RuledDTensor):
 
     @property
     def slice_placements(self) -> tuple[Placement, ...]:
-        """Where the slices that are cut lie, were they gathered: sharded over tensor-parallel axes only."""
+        """The placements of gathered slices: sharded over tensor-parallel axes only."""
         cut = self._cuts.axes
         return tuple(Replicate() if axis in cut else p for axis, p in enumerate(self._spec.placements))
 
@@ -140,28 +149,28 @@ class UnevenDTensor(RuledDTensor):
 
     @property
     def owner(self) -> int | None:
-        """The part that holds all of the tensor, of which others hold nothing; None where it is spread, or whole."""
+        """The index of the part that holds all elements while others are empty; None if there is no such part."""
         return self._cuts.owner if self.axes == self._cuts.axes else None
 
     @property
     def part(self) -> int:
-        """Which part of the cuts lies on this rank."""
+        """The index of this rank's part in the cuts."""
         return position_on(self._spec.mesh, self._cuts.axes)
 
     def combine(self, value: torch.Tensor, op: Any) -> torch.Tensor:
-        """All-reduce a small tensor, in place, over the ranks that hold other elements."""
+        """All-reduce `value`, a small tensor, in place over the ranks that hold other elements; return it."""
         for axis in self.axes:
             collectives.reduce_now(value, op, group_of(self._spec.mesh, axis), f"a reduction of {tuple(self.shape)}")
         return value
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """This rank's part."""
+        """Return this rank's part; differentiable."""
         if self.requires_grad and torch.is_grad_enabled():
             return _ToLocal.apply(self)
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """The whole tensor, on every rank. Collective."""
+        """Return the whole tensor, on every rank; differentiable. Collective."""
         if self.requires_grad and torch.is_grad_enabled():
             return _ToFull.apply(self)
         return self._gathered()
@@ -169,20 +178,20 @@ class UnevenDTensor(RuledDTensor):
     def redistribute(  # type: ignore[override]
         self, device_mesh: DeviceMesh | None = None, placements: Any = None, **kwargs: Any
     ) -> DTensor:
-        """An even DTensor with these placements and the same values. Collective."""
+        """Return an even DTensor with these placements and the same values. Collective."""
         mesh = device_mesh or self._spec.mesh
         full = DTensor.from_local(self.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False)
         return full.redistribute(placements=placements or self._spec.placements)
 
     def slice_of(self, full: torch.Tensor) -> torch.Tensor:
-        """The part of `full`, a plain tensor of the global shape, that lies here."""
+        """Return this rank's part of `full`, a plain tensor of the global shape."""
         cuts, part = self._cuts, self.part
         if self.shape != cuts.shape:
             full = full[tuple(slice(at, at + size) for at, size in zip(self._slice_offsets(), cuts.shape))]
         return cuts.shaped(cuts.flattened(full)[cuts.borders[part] : cuts.borders[part + 1]], part)
 
     def _slice_offsets(self) -> tuple[int, ...]:
-        """Where in the tensor the slice begins that is cut."""
+        """Return the offsets, per dimension, of this rank's tensor-parallel slice in the tensor."""
         return compute_local_shape_and_global_offset(self.shape, self._spec.mesh, self.slice_placements)[1]
 
     def _gathered(self) -> torch.Tensor:
@@ -198,7 +207,7 @@ class UnevenDTensor(RuledDTensor):
         flat = torch.empty(math.prod(self._cuts.shape), dtype=self.dtype, device=self._local_tensor.device)
         borders, part = self._cuts.borders, self.part
         flat[borders[part] : borders[part + 1]] = self._cuts.flattened(self._local_tensor.detach())
-        span = 1  # neighbouring parts that are here already: the finest cuts are gathered first
+        span = 1  # adjacent parts that are gathered already: the axis of the finest cuts is first
         for axis in reversed(self._cuts.axes):
             size, rank = self._spec.mesh.size(axis), self._spec.mesh.get_local_rank(axis)
             first = part // (span * size) * (span * size)
@@ -224,7 +233,7 @@ class UnevenDTensor(RuledDTensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """What `torch.save` writes: this rank's part, with what it is a part of."""
+        """Serialise this rank's part, with its spec and cuts."""
         return _rebuilt, (
             self._local_tensor,
             self._spec,
@@ -259,13 +268,13 @@ class UnevenDTensor(RuledDTensor):
         local = self._local_tensor.detach()
         for offsets, sizes, start in self._boxes():
             if index.offset is None or torch.Size(offsets) == index.offset:
-                if local.shape == torch.Size(sizes):  # torchao's states of few bits know no other views
+                if local.shape == torch.Size(sizes):  # torchao's low-bit states support no other views
                     return local
                 return local.view(-1)[start : start + math.prod(sizes)].view(sizes)
         raise ValueError(f"{index.fqn}: no part of this tensor at offset {index.offset} lies on this rank")
 
     def _boxes(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-        """What lies here as rectangles of the tensor: `(offsets, sizes, first element within the part)`."""
+        """Yield this rank's part as rectangles of the tensor: `(offsets, sizes, first element in the part)`."""
         if self.shape == self._cuts.shape:
             yield from self._cuts.boxes(self.part)
         elif self._local_tensor.numel():
@@ -275,7 +284,7 @@ class UnevenDTensor(RuledDTensor):
 
 
 class _ByRules(TorchDispatchMode):
-    """Operators with ruled tensors go by their rules."""
+    """Dispatches operators with ruled tensors to weft's rules."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch._C._EnableTorchFunction():
@@ -285,7 +294,7 @@ class _ByRules(TorchDispatchMode):
 
 
 _ATTRIBUTES = {"device", "dtype", "grad", "grad_dtype", "grad_fn", "is_leaf", "ndim", "requires_grad", "shape"}
-"""What is often asked for and no operator."""
+"""Attributes that are read often and run no operator."""
 
 
 def _ask_the_rules_first(
@@ -299,7 +308,7 @@ def _ask_the_rules_first(
 
 
 _BYPASSED = torch.__version__ < "2.13"
-"""Operators of a DTensor's subclass do not reach its own dispatch, nor do those that autograd itself calls."""
+"""Whether operators on a DTensor's subclass, and those that autograd calls, bypass the subclass's dispatch."""
 
 if _BYPASSED:
     RuledDTensor.__torch_function__ = classmethod(_ask_the_rules_first)  # type: ignore[assignment]
@@ -337,7 +346,7 @@ class _ToFull(torch.autograd.Function):
 
 
 def _leave_uncompiled() -> None:
-    """Raise what makes torch, which traces, run the code as it is written, or RuntimeError where it must not."""
+    """Make `torch.compile`, which traces, skip the frame; raise RuntimeError if `fullgraph=True` forbids that."""
     from torch._dynamo.exc import SkipFrame
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -354,7 +363,7 @@ _in_use: MutableMapping[tuple, Cuts] = weakref.WeakValueDictionary()
 
 
 def _one(cuts: Cuts) -> Cuts:
-    """Of equal cuts always the same object: optimizers ask of thousands of tensors whether they are cut alike."""
+    """Return the same object for equal cuts, because optimizers compare the cuts of thousands of tensors."""
     return _in_use.setdefault((cuts.shape, cuts.borders, cuts.axes, cuts.dim), cuts)
 
 

@@ -1,1 +1,1 @@
-"""Arithmetic: where every element lies, and which memory can be shared. Nothing here communicates."""
+"""Arithmetic without tensors or communication: offsets of all elements, sharing of memory, and plans of steps."""

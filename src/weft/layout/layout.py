@@ -1,12 +1,12 @@
-"""Where every element of a unit lies: one flat buffer, cut into equal shards.
+"""The layout of a unit's tensors in one flat buffer, which is cut into equal shards.
 
     tensors       A [3, 4]              B [5]        C [2, 3]
     flat buffer   aaaa aaaa|aaaa .... bb bbb|cccccc ........|
                   shard 0   shard 1         shard 2          .  padding,  |  shard border
 
-A layout is plain arithmetic over shapes: it knows nothing of processes or memory. A tensor prefers to be cut between
-whole dim-0 rows, then between rows of its trailing dimensions, then between single elements, which always fit within
-one alignment unit per shard.
+A layout is arithmetic over shapes, without processes or memory. Tensors are cut between whole dim-0 rows if possible,
+otherwise between rows of trailing dimensions, otherwise between single elements. The last always fit, with at most one
+alignment unit of padding per shard.
 """
 
 import math
@@ -20,7 +20,7 @@ ALIGNMENT_BYTES = 128
 """Every shard starts and ends on a multiple of this many bytes."""
 
 KERNEL_ALIGNMENT_BYTES = 16
-"""Tensors start on a multiple of this many bytes where that fits: kernels read whole vectors."""
+"""Tensors start on a multiple of this many bytes if that fits, because kernels read whole vectors."""
 
 PREFERENCE = 1 / 256
 """The padding, as a fraction of the data, that a coarser cut may cost."""
@@ -28,9 +28,9 @@ PREFERENCE = 1 / 256
 
 @dataclass(frozen=True)
 class Extent:
-    """One tensor's place: `offset` in the flat buffer, in elements, and the `granularity` of its cuts.
+    """The position of one tensor: `offset` in the flat buffer, in elements, and the `granularity` of its cuts.
 
-    `dim`: the dimension that varies slowest in the buffer, so that cuts go through it.
+    `dim`: the dimension that is first in the buffer, and that is therefore cut.
     """
 
     shape: tuple[int, ...]
@@ -40,23 +40,23 @@ class Extent:
 
     @property
     def stored(self) -> tuple[int, ...]:
-        """The shape in which the tensor lies in the buffer: `dim` first."""
+        """The shape of the tensor in the buffer: `dim` first."""
         return dim_first(self.shape, self.dim)
 
     @property
     def numel(self) -> int:
-        """Elements of the tensor."""
+        """The number of elements of the tensor."""
         return math.prod(self.shape)
 
     @property
     def end(self) -> int:
-        """The offset behind the last element."""
+        """The offset after the last element."""
         return self.offset + self.numel
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The places of a unit's tensors in a flat buffer of `shards * shard_numel` elements."""
+    """The positions of a unit's tensors in a flat buffer of `shards * shard_numel` elements."""
 
     extents: tuple[Extent, ...]
     shards: int
@@ -64,22 +64,24 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole buffer, padding included."""
+        """The number of elements of the whole buffer, padding included."""
         return self.shards * self.shard_numel
 
     @cached_property
     def data_numel(self) -> int:
-        """Elements that belong to a tensor."""
+        """The number of elements of all tensors, without padding."""
         return sum(extent.numel for extent in self.extents)
 
     @property
     def padding(self) -> float:
-        """Padding as a fraction of the data."""
+        """The padding as a fraction of the data."""
         return (self.numel - self.data_numel) / max(self.data_numel, 1)
 
     def cuts(self, tensor: int, pieces: int | None = None) -> tuple[int, ...]:
-        """Borders inside one tensor, in its own elements: piece r of the buffer in `pieces` (default: the shards)
-        holds `[cuts[r], cuts[r + 1])`."""
+        """Return the borders inside tensor number `tensor`, as element numbers of that tensor.
+
+        Of `pieces` equal pieces of the buffer (default: the shards), piece r has its elements `[cuts[r], cuts[r + 1])`.
+        """
         extent = self.extents[tensor]
         pieces = pieces or self.shards
         numel = self.numel // pieces
@@ -101,15 +103,14 @@ def plan_layout(
     granularities: Sequence[int] | None = None,
     dims: Sequence[int] | None = None,
 ) -> Layout:
-    """Lay tensors of these shapes, in this order, into `shards` equal shards.
+    """Return a layout of tensors with these shapes, in this order, in `shards` equal shards.
 
-    `itemsize`: bytes of an element, the smallest of the dtypes that use the layout. `granularities`: per tensor,
-    the number of elements between which a cut is never made (1: anywhere; the tensor's size: never cut; where it does
-    not divide the size, the last piece is smaller). `dims`: per
-    tensor, the dimension to lay first and to cut; default: 0.
+    `itemsize`: bytes of an element, the smallest of the dtypes that use the layout. `granularities`: per tensor, the
+    number of elements that cuts keep together (1: cuts anywhere; the tensor's size: never cut). If it does not divide
+    the size, the last piece is smaller. `dims`: per tensor, the dimension that is stored first and cut; default: 0.
 
-    The shard size is the smallest that allows the coarsest cuts whose padding is at most `PREFERENCE` of the data
-    or one alignment unit per shard; only granularities demanded by the caller may cost more.
+    The shard size is the smallest that allows the coarsest cuts whose padding is at most `PREFERENCE` of the data or
+    one alignment unit per shard. Only `granularities` may cause more padding.
 
     Raises ValueError for no shards or for a granularity below 1.
     """
@@ -139,12 +140,12 @@ def plan_layout(
             if placed is None:
                 continue
             fineness = sum(chain.index(step) for (_, step), chain in zip(placed, chains))
-            if best is None or fineness < best[0]:  # of equally coarse cuts the first, which pads least
+            if best is None or fineness < best[0]:  # among equally coarse cuts the first has the least padding
                 best = fineness, placed, shard_numel
     if best is not None:
         return _layout(tensors, *best[1:], shards)
 
-    # Nothing fits: what remains is the demanded granularity, with shards as large as it takes.
+    # Nothing fits into the budget: use the demanded granularities only, with shards as large as necessary.
     loose = [[step] for step in demanded]
     for shard_numel in _larger_shards(tight, max(sizes), demanded, align):
         placed = _place(sizes, loose, shard_numel, shards, 1)
@@ -154,12 +155,12 @@ def plan_layout(
 
 
 def padding_of(shapes: Sequence[Sequence[int]], shard_size: int, *, dtype: torch.dtype = torch.float32) -> float:
-    """The padding of one unit with these tensor shapes over `shard_size` ranks, as a fraction of its data."""
+    """Return the padding of a unit with these tensor shapes over `shard_size` ranks, as a fraction of its data."""
     return plan_layout(shapes, shard_size, itemsize=dtype.itemsize).padding
 
 
 def dim_first(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    """`shape` with dimension `dim` moved to the front."""
+    """Return `shape` with dimension `dim` moved to the front."""
     return (shape[dim], *shape[:dim], *shape[dim + 1 :]) if dim else shape
 
 
@@ -168,14 +169,14 @@ def _round_up(value: int, step: int) -> int:
 
 
 def _preferred_steps(shape: Sequence[int], size: int, demanded: int) -> list[int]:
-    """Granularities from whole dim-0 rows down to the demanded one, each a multiple of it."""
+    """Return granularities from whole dim-0 rows down to the demanded one, each a multiple of it."""
     rows = [math.prod(shape[dim:]) for dim in range(1, len(shape))]
     steps = [step for step in rows if step > demanded and step % demanded == 0 and size]
     return list(dict.fromkeys([*steps, demanded]))
 
 
 def _shard_steps(chains: list[list[int]], align: int) -> set[int]:
-    """What the shard size may be a multiple of: all tensors' rows, one tensor's rows, or the alignment alone."""
+    """Return numbers to try as divisors of the shard size: of all tensors' rows, of one tensor's, or the alignment."""
     steps = {align}
     for depth in range(max((len(chain) for chain in chains), default=0)):
         wanted = {chain[min(depth, len(chain) - 1)] for chain in chains}
@@ -185,8 +186,11 @@ def _shard_steps(chains: list[list[int]], align: int) -> set[int]:
 
 
 def _larger_shards(tight: int, largest: int, demanded: list[int], align: int) -> list[int]:
-    """Shard sizes to try for blocks that must stay whole, ascending: multiples of blocks, which can be cut at every
-    border, and in the end one that always fits, since each border wastes less than the largest tensor."""
+    """Return ascending shard sizes to try for blocks that must stay whole.
+
+    They are multiples of blocks, which can be cut at every border. The last one always fits, because each border wastes
+    less than the largest tensor.
+    """
     most = _round_up(tight + largest, align)
     sizes = {most}
     for step in {align, *(math.lcm(step, align) for step in demanded), math.lcm(*demanded, align)}:
@@ -200,7 +204,7 @@ def _larger_shards(tight: int, largest: int, demanded: list[int], align: int) ->
 def _place(
     sizes: list[int], chains: list[list[int]], shard_numel: int, shards: int, start: int
 ) -> list[tuple[int, int]] | None:
-    """`(offset, granularity)` per tensor, or None where the tensors do not fit into the shards."""
+    """Return `(offset, granularity)` of each tensor, or None if the tensors do not fit into the shards."""
     placed = []
     cursor = 0
     slack = shards * shard_numel - sum(sizes)
@@ -210,7 +214,7 @@ def _place(
         cursor = _round_up(cursor, start)
         for step in chain:
             offset = _first_fit(cursor, size, step, shard_numel, start)
-            # A coarse cut may use its share of the padding, not that of the tensors behind it.
+            # A coarse cut may use its share of the padding, not the share of later tensors.
             if offset is not None and (step == chain[-1] or (offset - cursor) * choosers <= slack):
                 break
         else:
@@ -223,16 +227,17 @@ def _place(
 
 
 def _first_fit(cursor: int, size: int, step: int, shard_numel: int, start: int) -> int | None:
-    """The first offset from `cursor` on, a multiple of `start` as `cursor` and the borders are, with every border
-    inside the tensor a multiple of `step` from it. What does not begin before the next border begins behind it as it
-    would behind any other.
+    """Return the first offset from `cursor` on such that borders in the tensor are multiples of `step` from the offset.
+
+    The offset is a multiple of `start`, as `cursor` and the borders are. Only the next two shards are tried, because
+    all later borders are alike. None: no offset fits.
     """
     border = (cursor // shard_numel + 1) * shard_numel
     for first, end in ((cursor, border), (border, border + shard_numel)):
         if first + size <= end:
             return first
-        nearest = first + (end - first) % step  # at the end, where not one piece fits before
-        # Offsets `step` apart repeat what they leave over `start`.
+        nearest = first + (end - first) % step  # `end` itself if no piece fits before it
+        # Of offsets `step` apart, the remainders modulo `start` repeat.
         offset = next((at for at in range(nearest, min(end, nearest + step * start), step) if at % start == 0), None)
         if offset is not None and (offset + size <= end + shard_numel or shard_numel % step == 0):
             return offset

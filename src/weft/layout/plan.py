@@ -1,14 +1,13 @@
-"""The plan of a step: what is gathered, given back and reduced at each event, and how many bytes are alive behind it.
+"""The plan of a step: what is gathered, freed and reduced at each event, and how many bytes are live after it.
 
-    trace       what happened, or will            layout.trace
-    rules       what is done about it             layout.gathers, layout.turns: the executor's own
-    facts       how many bytes each unit takes    UnitFacts
+    trace       the events of each pass           layout.trace
+    rules       the actions for each event        layout.gathers, layout.turns, which the executor uses too
+    facts       the bytes of each unit            UnitFacts
     --------------------------------------------------------------------------------------
     plan        events with their actions, collectives in order, bytes at each event, addresses
 
-A plan is a pure value: `compile_plan` applies the rules of the executor to numbers in place of units. So it says what
-the executor does without a process group, a tensor or a device. Two steps are compiled one after the other, and the
-plan is the second: what stays from one step to the next is here when it begins.
+`compile_plan` applies the executor's rules to numbers in place of units, without a process group, a tensor or a device.
+It compiles two steps in a row and returns the second, which starts with everything that stays from step to step.
 """
 
 import hashlib
@@ -28,9 +27,10 @@ from weft.layout.walk import Walk
 class Plan:
     """One step of a model on one rank.
 
-    `steps`: its events. `collectives`: in their order. `peak_bytes`: by role, the most that is alive at once.
-    `addresses`: byte offsets of the units' weights in the slab, by name. `alive`: the sets of units whose weights are
-    here at once. `off_plan`: how many passes differed from their record and were served on demand, by reason.
+    `steps`: its events. `collectives`: in order of their start. `peak_bytes`: the largest number of live bytes, by
+    role. `slab`: offsets of the units' weights in memory. `alive`: the sets of units whose weights are gathered at the
+    same time. `names`: of the units, by number. `off_plan`: the number of passes that differed from their record and
+    were run on demand, by reason.
     """
 
     steps: tuple[Step, ...]
@@ -43,36 +43,36 @@ class Plan:
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
-        """What happens in the step."""
+        """The events of the step, in order."""
         return tuple(step.event for step in self.steps)
 
     @cached_property
     def hash(self) -> str:
-        """Of the collectives: the same on all ranks that do the same."""
+        """A hash of the collectives, equal on all ranks that run the same ones."""
         return hashlib.blake2b(repr(self.collectives).encode(), digest_size=8).hexdigest()
 
     @property
     def addresses(self) -> dict[str, int]:
-        """Where the gathered weights of each unit begin in the slab, by the unit's name."""
+        """The byte offset of each unit's gathered weights in the slab, by the unit's name."""
         offsets: dict[Any, int] = dict(self.slab.offsets)
         first = {number: offsets[number, group] for number, group in sorted(offsets, reverse=True)}
         return {self.names[number]: first[number] for number in sorted(first)}
 
     def meet(self, one: int, other: int) -> bool:
-        """Whether the weights of two units are ever here at once."""
+        """Return whether the weights of units `one` and `other` are ever gathered at the same time."""
         return any(one in here and other in here for here in self.alive)
 
     def bytes_at(self, number: int) -> int:
-        """Transient bytes on this rank behind event `number`. Raises IndexError for one that is not there."""
+        """Return the transient bytes on this rank after event `number`. Raises IndexError if there is no such event."""
         return self.steps[number].weights + self.steps[number].gradients
 
     @property
     def bytes_moved(self) -> int:
-        """Of all messages of the step, whole ones."""
+        """The total bytes of all messages of the step."""
         return sum(each.nbytes for each in self.collectives)
 
     def table(self, most: int = 200) -> str:
-        """The events as text, one a line, with what they lead to."""
+        """Return the first `most` events as text, one per line, with their actions and the live bytes after them."""
         lines = [f"{'event':32}{'actions':56}{'weights':>14}{'gradients':>14}"]
         for step in self.steps[:most]:
             actions = ", ".join(f"{each.what} {self._named(each.units)}" for each in step.actions)
@@ -87,7 +87,10 @@ class Plan:
 def compile_plan(
     traces: Mapping[str, Trace], units: Sequence[UnitFacts], limits: Limits, off_plan: Mapping[str, int] | None = None
 ) -> Plan:
-    """The plan of a step in which the passes go as in `traces`, by kind."""
+    """Return the plan of a step with the passes `traces`, by kind.
+
+    `units`: the bytes of each unit. `limits`: the limits on memory and buckets. `off_plan`: see `Plan`.
+    """
     walk = Walk(traces, units, limits)
     walk.step()
     walk.start_counting()

@@ -1,4 +1,4 @@
-"""Which transient buffers can share memory: interval colouring over all lifetimes of a step.
+"""Assigns memory to transient buffers, shared between those that are never live together, by interval colouring.
 
     time  ->         0    1    2    3    4    5    6    7
     block 0          =====                         =====        bottom
@@ -6,10 +6,10 @@
     block 2                    ===============                  bottom
     root             ===================================        below all of them
 
-A buffer has one place for all its lifetimes, so that its address never changes. Two buffers overlap in the slab only if
-they never are alive together. The slab is no higher than it must be: buffers that meet all others are stacked, the rest
-is put against the bottom and the top of what is left. That is exact for layers which are gathered one ahead, of
-any sizes: neighbours take opposite sides. Where more are alive together, a few orders and heights are tried.
+A buffer has one offset for all its lifetimes, so that its address never changes. Two buffers overlap in the slab only
+if they are never live together. Buffers that are live together with all others are stacked; the rest is placed at the
+bottom and the top of the remaining space. That is optimal for layers of any sizes that are gathered one ahead: adjacent
+layers take opposite ends. If more are live together, a few orders and heights are tried.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from weft.layout.layout import ALIGNMENT_BYTES as ALIGNMENT
 
 STEPS = 50
-"""Heights to try grow by this fraction of what the largest two neighbours take."""
+"""Heights to try grow by 1 / `STEPS` of the size of the largest two buffers that are live together."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class SlabPlan:
 
 
 def plan_slab(sizes: Mapping[Hashable, int], meet: Callable[[Hashable, Hashable], bool]) -> SlabPlan:
-    """Places for buffers of these sizes, in bytes, in the order of their first lives.
+    """Return offsets for buffers of these `sizes`, in bytes, given in the order of their first use.
 
-    `meet(a, b)`, symmetric: whether the two are ever alive together.
+    `meet(a, b)`, symmetric: whether the two are ever live together.
     """
     names = list(sizes)
     near: dict[Hashable, set[Hashable]] = {name: set() for name in names}
@@ -51,7 +51,7 @@ _Meetings = Mapping[Hashable, set[Hashable]]
 
 
 def _arrange(names: list[Hashable], sizes: _Sizes, near: _Meetings, base: int, offsets: dict[Hashable, int]) -> int:
-    """Place `names` from `base` on; returns how high they reach."""
+    """Assign `offsets` to `names` from `base` on; return the end of the highest one."""
     top = base
     for part in _parts(names, near):
         common = [name for name in part if len(near[name].intersection(part)) == len(part) - 1]
@@ -70,7 +70,7 @@ def _arrange(names: list[Hashable], sizes: _Sizes, near: _Meetings, base: int, o
 
 
 def _parts(names: list[Hashable], near: _Meetings) -> Iterable[list[Hashable]]:
-    """Groups of `names` of which none meets one of another group; each walked from neighbour to neighbour."""
+    """Yield the connected components of `names`, where buffers that are live together are connected."""
     left = dict.fromkeys(names)
     while left:
         part = [next(iter(left))]
@@ -84,7 +84,7 @@ def _parts(names: list[Hashable], near: _Meetings) -> Iterable[list[Hashable]]:
 
 
 def _pack(names: list[Hashable], sizes: _Sizes, near: _Meetings) -> tuple[dict[Hashable, int], int]:
-    """Offsets for buffers of which none meets all others, and the height they take."""
+    """Return offsets for buffers, none of which is live together with all others, and the height that they take."""
     largest_first = sorted(names, key=lambda name: -sizes[name])
     best = _against_the_walls(largest_first, sizes, near, None)
     assert best is not None
@@ -101,7 +101,10 @@ def _pack(names: list[Hashable], sizes: _Sizes, near: _Meetings) -> tuple[dict[H
 def _against_the_walls(
     order: list[Hashable], sizes: _Sizes, near: _Meetings, height: int | None
 ) -> dict[Hashable, int] | None:
-    """Each in turn at the bottom, else at the top, else in the first gap that fits; None where one fits nowhere."""
+    """Place each buffer in `order` at the bottom, at the top of `height`, or in the first gap that fits.
+
+    Returns None if a buffer fits nowhere. `height`: None for no limit.
+    """
     placed: dict[Hashable, int] = {}
     for name in order:
         size = sizes[name]

@@ -1,4 +1,4 @@
-"""What a plan says of one event of a step."""
+"""The entries of a plan: events, their actions and collectives."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ WEIGHTS, GRADIENTS = "gathered weights", "partial gradients"
 
 
 class Collective(NamedTuple):
-    """`operation`: "all-gather" or "reduce-scatter". `units`: by number. `nbytes`: of the whole message."""
+    """A collective: `operation` is "all-gather" or "reduce-scatter", `nbytes` the size of the whole message."""
 
     operation: str
     units: tuple[int, ...]
@@ -17,14 +17,14 @@ class Collective(NamedTuple):
 
 
 class Action(NamedTuple):
-    """What an event leads to: "refresh", "gather", "free", "pack", "reduce" or "finish", of these units."""
+    """An action of the executor: "refresh", "gather", "free", "pack", "reduce" or "finish", for these units."""
 
     what: str
     units: tuple[int, ...]
 
 
 class Step(NamedTuple):
-    """An event of a pass, what it leads to, and the transient bytes that are alive behind it, by role."""
+    """An event of a pass of this `kind`, its actions, and the live bytes of weights and gradients after it."""
 
     kind: str
     event: Event

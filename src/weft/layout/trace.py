@@ -1,4 +1,4 @@
-"""What happened in one pass of one model on one rank, in order: no time, no bytes, no tensors.
+"""The trace of a pass: the events of one model on one rank, in order, without times, bytes or tensors.
 
     forward of a root with two layers     backward
     ---------------------------------     ------------------------------------
@@ -9,16 +9,16 @@
 
     event    meaning
     -----    -----------------------------------------------------------------------------------
-    use      a holder computes with the full weights from here on
-    ahead    the user named this unit, to be gathered with the last one in use
-    keep     the full weights stay: after a forward until the backward, after a backward for good
-    done     the holder computes with them no longer
-    offer    modules of the unit may write gradients of their parameters themselves, from here on
-    write    a module is about to write one
+    use      a module starts to compute with the full weights
+    ahead    the user has asked to gather this unit together with the last one in use
+    keep     the full weights stay: after a forward until the backward, after a backward permanently
+    done     the module has finished computing with them
+    offer    modules of the unit may now write gradients of their parameters directly into buffers
+    write    a module is about to write a gradient
     ready    the gradients of this backward are complete, and are reduced
     later    the gradients of this backward are complete, and wait for another backward
 
-Two passes are alike if their traces are equal.
+Two passes count as the same if their traces are equal.
 """
 
 from collections.abc import Sequence
@@ -28,12 +28,11 @@ from typing import NamedTuple
 
 
 class Event(NamedTuple):
-    """`unit`: its number in the model.
+    """One event; `unit`: the unit's number in the model.
 
-    `detail`: of a use, 1 if it is in backward and the unit has other weights there than in forward; of the end of a
-    forward, 1 if a backward follows; of `ready`, 1 if these are the last reductions of a step; of an offer, 1 if the
-    gradients wait for another backward; of a write, which of the unit's trainable groups, and -1 less that where they
-    wait.
+    `detail` of `use`: 1 in backward, if the unit has other weights there than in forward. Of `done` in a forward: 1 if
+    a backward follows. Of `ready`: 1 for the last reductions of a step. Of `offer`: 1 if the gradients wait for another
+    backward. Of `write`: the number n of the unit's trainable group, or -1 - n if the gradients wait.
     """
 
     what: str
@@ -50,19 +49,19 @@ class Trace:
 
     @cached_property
     def uses(self) -> tuple[int, ...]:
-        """The units in the order of their use."""
+        """The numbers of the units in the order of their use."""
         return tuple(event.unit for event in self.events if event.what == "use")
 
     @cached_property
     def backwards(self) -> tuple[int, ...]:
-        """Of each use, its detail."""
+        """The detail of each use, in order."""
         return tuple(event.detail for event in self.events if event.what == "use")
 
     def turned(self) -> tuple[int, ...]:
-        """The uses of the backward that this forward predicts: the unit that was done last comes first."""
+        """Return the uses of the backward that this forward predicts: its units in reverse order of `done`."""
         return tuple(event.unit for event in reversed(self.events) if event.what == "done" and event.detail)
 
 
 def alike(one: Trace | None, events: Sequence[tuple[str, int, int]]) -> bool:
-    """Whether a pass with these events leaves the record `one` as it is."""
+    """Return whether `one` is a trace of exactly these events."""
     return one is not None and one.events == tuple(events)

@@ -1,20 +1,20 @@
-"""In which order reductions start, which travel together, and how many are alive: rules over anything that is reduced.
+"""Rules for reductions: their order, which units share a message, and how many are in flight.
 
-Every rank must start the same reductions in the same order, also where a unit's backward runs on some ranks only. So
-there is an agreed order, that of the last backward in which all ranks had the same one, and in the first one that of
-the units from the last to the first:
+Every rank must start the same reductions in the same order, even if a unit's backward runs on some ranks only.
+Therefore ranks agree on an order: that of the last backward in which all ranks had the same one. In the first backward
+it is the reverse order of the units:
 
     agreed order     head   right  left   inner
-    this rank        head          left   inner        `right` did not run here
-    starts           head                              what is ready out of turn waits, packed,
-    at the end              right  left   inner        until the backward is over; `right` adds zeros
+    this rank        head          left   inner        the backward of `right` did not run on this rank
+    starts           head                              units that are ready out of order are packed and wait
+    at the end              right  left   inner        until the end of backward; `right` adds zeros
 
-A rank that follows the order starts each reduction as soon as the unit's backward is over. What is not in the order at
-all is reduced at the very end, when the ranks know what each of them has.
+A rank that follows the order starts each reduction at the end of the unit's backward. Units that are not in the order
+are reduced at the end of the pass, after the ranks have exchanged which units they have.
 
-Small units that follow each other in the order take one turn, when the last of them is ready, and one message. The
-order and the sizes are the same on all ranks, and so is what travels together. The executor applies these rules to
-gradients, `layout.plan` to numbers of bytes.
+Small units that are adjacent in the order form one turn: they share a message, which starts when the last of them is
+ready. Order and sizes are the same on all ranks, and so are the turns. The executor applies these rules to gradients,
+`layout.plan` to numbers of bytes.
 """
 
 from abc import ABC, abstractmethod
@@ -24,8 +24,10 @@ from typing import Any, NamedTuple
 
 
 class Due(NamedTuple):
-    """A unit whose gradients are reduced in turn. `kind`: what units of one message have in common, None: it travels by
-    itself. `nbytes`: what it sends."""
+    """A unit whose gradients are to be reduced. Units with the same `kind` may share a message; None: it never shares.
+
+    `nbytes`: the bytes that it sends.
+    """
 
     unit: int
     kind: Hashable | None
@@ -33,13 +35,13 @@ class Due(NamedTuple):
 
 
 def turns_of(due: Iterable[Due], most: int) -> list[tuple[int, ...]]:
-    """Units in the agreed order, those together that take one turn of at most `most` bytes."""
+    """Divide units, in the agreed order, into turns: units that share a message of at most `most` bytes."""
     turns: list[tuple[int, ...]] = []
     turn: list[int] = []
     spent, kind = 0, None
     for each in due:
         joins = kind is not None and each.kind == kind and spent + each.nbytes <= most
-        if turn and (not joins or each.unit in turn):  # one that is reduced twice
+        if turn and (not joins or each.unit in turn):  # a unit may be reduced twice in a backward
             turns.append(tuple(turn))
             turn, spent = [], 0
         turn.append(each.unit)
@@ -48,66 +50,66 @@ def turns_of(due: Iterable[Due], most: int) -> list[tuple[int, ...]]:
 
 
 class ReductionOrder(ABC):
-    """The rules; what has groups and buffers, or numbers of bytes in their place, is a class below. Units and their
-    groups are numbered.
+    """The rules. Subclasses implement them for buffers, or for numbers of bytes. Units and their groups are numbered.
 
-    `most_alive`: how many units' gradients may be, those of one turn counting as one.
+    `most_alive`: the number of units whose gradients may be live at once; the units of one turn count as one.
     """
 
     def __init__(self, most_alive: int) -> None:
         self.most_alive = most_alive
         self.waits_for_room = True
-        """Whether few are kept alive. Where the host waits itself, it could wait endlessly for a rank that waits for it
-        in the backward of another model."""
+        """Whether `most_alive` is enforced. A host that waits itself could deadlock with a rank that waits for it in
+        the backward of another model."""
         self.arrived: list[int] = []
-        """The units whose gradients were to be reduced in this backward, in their order."""
+        """The units whose gradients were ready in this backward, in order."""
         self.waiting: set[int] = set()
         """The units that are packed and wait for their turn."""
         self._in_turn = True
         self._turns: deque[tuple[int, ...]] = deque()
-        """What is left of the order in this backward."""
+        """The remaining turns of this backward."""
         self._under_way: deque[tuple[int, int, int, Any]] = deque()
-        """The first unit of the turn, unit and group, and what is waited for."""
+        """Reductions in flight: the first unit of the turn, unit, group, and the handle for `finish_group`."""
 
-    # --- what is asked and done ---------------------------------------------------------------------------------------
+    # --- implemented by subclasses ------------------------------------------------------------------------------------
 
     @abstractmethod
     def groups_of(self, unit: int) -> Sequence[int]:
-        """The groups of the unit whose gradients are reduced."""
+        """Return the groups of the unit whose gradients are reduced."""
 
     @abstractmethod
     def has_buffer(self, unit: int, group: int) -> bool:
-        """Whether the gradients have memory to be packed into, or will be written into it by a module."""
+        """Return whether there is a buffer to pack gradients into, or a module will write them into one."""
 
     @abstractmethod
     def pack_group(self, unit: int, group: int, *, defer: bool) -> None:
-        """Move what autograd left into the buffer that travels later; `defer`: more is added before it does."""
+        """Move autograd's gradients into the buffer to reduce later; `defer`: another backward adds to it first."""
 
     @abstractmethod
     def reduce_group(self, unit: int, group: int) -> Any:
-        """Pack what autograd left, and start the reductions of all that is packed; returns what `finish_group` waits
-        for."""
+        """Pack autograd's gradients, and start the reductions of the group; return a handle for `finish_group`."""
 
     @abstractmethod
     def reduce_turn(self, turn: Sequence[int]) -> Any:
-        """Start those of all groups of several units in one message; returns what `finish_group` waits for."""
+        """Start the reductions of all groups of several units in one message; return a handle for `finish_group`."""
 
     @abstractmethod
     def finish_group(self, unit: int, group: int, under_way: Any) -> None:
-        """Wait for reductions, and give their memory back."""
+        """Wait for the reductions of handle `under_way`, and free their memory."""
 
     # --- the rules ----------------------------------------------------------------------------------------------------
 
     def take_turns(self, turns: Iterable[tuple[int, ...]] | None) -> None:
-        """A backward begins, which takes these turns; None: a schedule's, which has an order of its own, or none."""
+        """Begin a backward with these turns; None: no agreed order, as in the backward of a pipeline schedule."""
         self.arrived.clear()
         self.waiting.clear()
         self._in_turn = turns is not None
         self._turns = deque(turns or ())
 
     def ready(self, unit: int, *, in_order: bool = True) -> bool:
-        """The gradients of `unit` are due: start their reduction if it is its turn. Not `in_order`: at once. Returns
-        whether it kept to the order."""
+        """Start the reduction of `unit`, whose gradients are ready, if it is its turn; otherwise pack them.
+
+        `in_order=False` starts it immediately. Returns whether the unit follows the order.
+        """
         if not self._in_turn or not in_order:
             self._start(unit)
             return False
@@ -122,33 +124,33 @@ class ReductionOrder(ABC):
         return True
 
     def pack(self, unit: int, groups: Sequence[int] | None = None) -> None:
-        """Pack gradients that are reduced later, of these groups or of all that are reduced."""
+        """Pack gradients that are reduced later, of `groups` or of all groups with gradients."""
         for group in self.groups_of(unit) if groups is None else groups:
             self._finish_own(unit, group)
             self.pack_group(unit, group, defer=True)
 
     def start(self, unit: int, groups: Sequence[int]) -> None:
-        """Start the reductions of these groups, of what they have here."""
+        """Start the reductions of these groups."""
         for group in groups:
             self.make_room(unit, group, defer=False)
             self._under_way.append((unit, unit, group, self.reduce_group(unit, group)))
         self._leave_room()
 
     def complete(self) -> None:
-        """The backward is over here: take the turns that are left. Where nothing was packed the gradients are zeros."""
+        """Run the remaining turns at the end of backward, with zeros for units without gradients on this rank."""
         while self._turns:
             self._take(self._turns[0])
 
     def add(self, units: Iterable[int]) -> None:
-        """Reduce these units, which waited on some rank for a turn that did not come."""
+        """Reduce these units, which are ready on some rank and are not in the agreed order."""
         for unit in units:
             self._take((unit,))
 
     def make_room(self, unit: int, group: int, *, defer: bool) -> None:
-        """Wait until gradients may be packed: none of the group's own under way, not too many of other units.
+        """Wait until gradients may be packed: none of this group in flight, and not too many of other units.
 
-        The unit's own gradients are one live buffer, autograd's or the one they are written into; while they are packed
-        there are both.
+        The unit's gradients are one live buffer, autograd's or the one that they are packed into, and two while they
+        are packed.
         """
         self._finish_own(unit, group)
         if not defer:
@@ -161,7 +163,7 @@ class ReductionOrder(ABC):
             self._finish_oldest()
 
     def drop(self) -> list[Any]:
-        """Forget all reductions under way; returns what they were waited for by."""
+        """Forget all reductions in flight; return their handles."""
         dropped = [each[3] for each in self._under_way]
         self._under_way.clear()
         return dropped
@@ -172,7 +174,7 @@ class ReductionOrder(ABC):
             return
         self._turns.popleft()
         for unit in turn:
-            if unit not in self.waiting:  # it did not run here
+            if unit not in self.waiting:  # its backward did not run on this rank
                 self.pack(unit)
         self.waiting.difference_update(turn)
         handle = self.reduce_turn(turn)
@@ -188,13 +190,13 @@ class ReductionOrder(ABC):
         self.start(unit, self.groups_of(unit))
 
     def _leave_room(self) -> None:
-        """Wait until there is room for the gradients that the next backward brings."""
+        """Wait until there is room for the gradients of the next unit's backward."""
         self._keep_under_way(self.most_alive - 1)
 
     def _keep_under_way(self, most: int, apart_from: int | None = None) -> None:
-        """Wait until the packed gradients of at most `most` units are being reduced, not counting one."""
+        """Wait until reductions of at most `most` units are in flight, not counting unit `apart_from`."""
         most = max(most, 0)
-        while self.waits_for_room and len(self._under_way) > most:  # groups, of which a unit may have several
+        while self.waits_for_room and len(self._under_way) > most:  # entries are groups; a unit may have several
             if len({each[0] for each in self._under_way} - {apart_from}) <= most:
                 return
             self._finish_oldest()

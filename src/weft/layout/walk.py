@@ -1,17 +1,17 @@
-"""The executor in numbers: what it takes and gives at each event of a step.
+"""A simulation of the executor: the memory that it allocates and frees at each event of a step.
 
-It applies the executor's own rules, `layout.gathers` and `layout.turns`, to units that are numbers of bytes:
+It applies the executor's rules, `layout.gathers` and `layout.turns`, to units that are only numbers of bytes:
 
     event      weights                                        gradients
     --------   --------------------------------------------   -------------------------------------------
-    use        gather it and what comes ahead, hold it
-    keep       hold it until the backward, or for good
-    done       let go; give back what nothing needs soon
-    offer                                                     open the buffers that modules write to
-    write                                                     open that buffer
-    ready                                                     pack, take turns, finish the oldest
+    use        gather and hold them, gather units ahead
+    keep       hold them until backward, or permanently
+    done       release; free weights that are not used soon
+    offer                                                     allocate the buffers that modules write to
+    write                                                     allocate that buffer
+    ready                                                     pack, run turns, finish the oldest
     later                                                     pack
-    the end    give back all but what the backward needs      take the turns that are left, finish all
+    the end    free all but the weights for backward          run the remaining turns, finish all
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -24,11 +24,11 @@ from weft.layout.trace import Event, Trace
 from weft.layout.turns import Due, ReductionOrder, turns_of
 
 PASSES = ("forward", "accumulation", "forward", "backward", "evaluation", "schedule")
-"""In which order the passes that are known follow each other in a step."""
+"""The order of the passes of a step; passes without a trace are skipped."""
 
 
 class _Unit:
-    """A unit in numbers: whether its weights are here, and who holds them."""
+    """A simulated unit: whether its weights are gathered, and who holds them."""
 
     def __init__(self, walk: "Walk", number: int, facts: UnitFacts) -> None:
         self.number = number
@@ -41,24 +41,24 @@ class _Unit:
         self.holders: list[str] = []
         self.tied: list[_Unit] = []
         self.keeps_shard = False
-        """Whether a post-forward shard stays when the memory goes."""
+        """Whether a post-forward shard stays when the weights are freed."""
         self.shard_held = False
         self._staging = 0
         self._walk = walk
 
     def has_room(self) -> bool:
-        """Each has a place of its own beside what is alive with it."""
+        """Return True: the plan gives every unit memory that no live unit uses."""
         return True
 
     def prefetch(self) -> None:
-        """Start the gather."""
+        """Start to gather the unit and units tied to it, unless they are gathered."""
         for unit in self.tied:
             unit.prefetch()
         if not self.resident:
             self._walk.gather((self,))
 
     def turn(self, backward: bool) -> None:
-        """Have the copy of forward or of backward."""
+        """Switch to the copy of the weights for forward or for backward."""
         if not self.turns or self.backward == backward:
             return
         self.free()
@@ -72,20 +72,20 @@ class _Unit:
                 self._walk.collectives.append(Collective("all-gather", (self.number,), nbytes))
 
     def come(self) -> None:
-        """The gather has started."""
+        """Allocate the weights: the gather has started."""
         self.resident, self.arrived = True, False
         self._staging = 0 if self.shard_held else self.facts.staging
         self._walk.take(WEIGHTS, self.gathered_bytes + self._staging)
 
     def arrive(self) -> None:
-        """The gather is over."""
+        """Free the staging memory: the gather has finished."""
         if self.resident and not self.arrived:
             self.arrived = True
             self._walk.give(WEIGHTS, self._staging)
             self.drop_shard()
 
     def acquire(self, holder: str) -> None:
-        """Hold the weights."""
+        """Gather the weights and hold them for `holder`."""
         for unit in self.tied:
             unit.acquire(holder)
         self.prefetch()
@@ -94,14 +94,14 @@ class _Unit:
         self.holders.append(holder)
 
     def release(self, holder: str) -> None:
-        """Let go of them."""
+        """Remove `holder` from the holders of the weights."""
         if holder in self.holders:
             self.holders.remove(holder)
         for unit in self.tied:
             unit.release(holder)
 
     def free(self) -> None:
-        """Give the memory back, unless it is held."""
+        """Free the weights, unless they are held."""
         if self.resident and not self.holders:
             self.arrive()
             self.resident = False
@@ -113,7 +113,7 @@ class _Unit:
                 self._walk.acts.append(Action("free", (self.number,)))
 
     def drop_shard(self) -> None:
-        """What stayed for the backward goes."""
+        """Free the post-forward shard."""
         if self.shard_held:
             self.shard_held = False
             self._walk.give(WEIGHTS, self.facts.post_forward)
@@ -125,7 +125,7 @@ class _Bundle:
         self._walk, self.units = walk, units
 
     def gather(self, backward: bool) -> None:
-        """Start the gather of those of its units that are not here."""
+        """Start to gather the units of the bundle that are not gathered, in one message."""
         coming = [unit for unit in self.units if not unit.resident]
         for unit in coming:
             unit.turn(backward)
@@ -133,7 +133,7 @@ class _Bundle:
 
 
 class Walk:
-    """The executor in numbers: what it takes and gives at each event."""
+    """A simulation of the executor, which records steps, collectives and live bytes."""
 
     def __init__(self, traces: Mapping[str, Trace], units: Sequence[UnitFacts], limits: Limits) -> None:
         self.steps: list[Step] = []
@@ -143,7 +143,7 @@ class Walk:
         self.peak = dict(self.live)
         self._traces = traces
         self._refreshed: set[int] = set()
-        """The units whose model weights follow the main weights in this step."""
+        """The units whose model weights were updated from the main weights in this step."""
         self._limits = limits
         self.units = [_Unit(self, number, facts) for number, facts in enumerate(units)]
         for unit in self.units:
@@ -155,26 +155,26 @@ class Walk:
         self._gathers.traces.update(traces)
         self._gradients = _Gradients(self, limits.max_live_reduce_buffers)
         self.alive: dict[frozenset[int], None] = {}
-        """The sets of units whose weights are here at once."""
+        """The sets of units whose weights are gathered at the same time."""
 
     # --- what is counted --------------------------------------------------------------------------------------------
 
     def start_counting(self) -> None:
-        """From here on this is the step that the plan is of."""
+        """Start the recorded step: forget earlier records, and keep live memory."""
         self.steps, self.collectives, self.acts = [], [], []
         self.peak = dict(self.live)
 
     def take(self, role: str, nbytes: int) -> None:
-        """Memory comes."""
+        """Allocate bytes of this role."""
         self.live[role] += nbytes
         self.peak[role] = max(self.peak[role], self.live[role])
 
     def give(self, role: str, nbytes: int) -> None:
-        """Memory goes."""
+        """Free bytes of this role."""
         self.live[role] -= nbytes
 
     def gather(self, units: Sequence[_Unit], message: Sequence[_Unit] | None = None) -> None:
-        """Start the gather of `units`, as part of a message that has more of them or not."""
+        """Start to gather `units`; `message`: the units of the whole message, if they are more."""
         for unit in units:
             unit.come()
         self.alive[frozenset(unit.number for unit in self.units if unit.resident)] = None
@@ -190,7 +190,7 @@ class Walk:
             self.collectives.append(Collective("all-gather", numbers, nbytes))
 
     def sizes(self) -> dict[Hashable, int]:
-        """Bytes of all gathered weights, by unit and group."""
+        """Return the bytes of all gathered weights, by unit and group."""
         return {
             (unit.number, group): nbytes
             for unit in self.units
@@ -201,7 +201,7 @@ class Walk:
     # --- passes -----------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Every pass that is known, once: a backward needs a forward."""
+        """Run each pass that has a trace; a forward precedes each backward."""
         self._refreshed.clear()
         known = [kind for kind in PASSES if kind in self._traces]
         if "accumulation" not in known and known.count("forward") == 2:
@@ -214,7 +214,7 @@ class Walk:
         if not ends_forward:
             self._begin_reductions(trace)
         if trace.kind in ("forward", "evaluation", "schedule"):
-            for unit in self.units:  # what an earlier pass left for a backward goes
+            for unit in self.units:  # free weights that an earlier forward kept for its backward
                 unit.holders = [holder for holder in unit.holders if holder == "for good"]
                 unit.keeps_shard = False
                 unit.drop_shard()
@@ -307,14 +307,14 @@ class Walk:
 
 
 class _Gradients(ReductionOrder):
-    """Gradients in numbers: which buffers of which group are open."""
+    """Simulated gradients: the open buffers of each group."""
 
     def __init__(self, walk: Walk, most_alive: int) -> None:
         super().__init__(most_alive)
         self.finishes = True
         self._walk = walk
         self._open: dict[tuple[int, int], dict[Hashable, int]] = {}
-        """Bytes of the open buffers of a group, by stage and role; what accumulates and travels may be one."""
+        """Bytes of the open buffers of a group, by stage and role; one buffer may both accumulate and be sent."""
 
     def _facts(self, unit: int, group: int) -> GradientFacts:
         facts = self._walk.units[unit].facts.gradients[group]
@@ -328,7 +328,7 @@ class _Gradients(ReductionOrder):
             self._walk.take(GRADIENTS, nbytes)
 
     def _buffer(self, unit: int, group: int, stage: int, *, accumulating: bool) -> None:
-        """Open the buffer of a stage, unless it is."""
+        """Open the buffer of a stage, unless it is open."""
         facts = self._facts(unit, group).stages[stage]
         if any(isinstance(key, tuple) and key[0] == stage for key in self._open.get((unit, group), {})):
             return
@@ -336,32 +336,32 @@ class _Gradients(ReductionOrder):
         self._hold(unit, group, (stage, "wide" if wide else "narrow"), facts.accumulating if wide else facts.travelling)
 
     def groups_of(self, unit: int) -> Sequence[int]:
-        """The groups that have gradients."""
+        """Return the groups of the unit that have gradients."""
         return [number for number, facts in enumerate(self._walk.units[unit].facts.gradients) if facts is not None]
 
     def has_buffer(self, unit: int, group: int) -> bool:
-        """Whether there is one to pack into."""
+        """Return whether there is a buffer to pack into, or a module will write into one."""
         return (unit, group) in self._open or self._facts(unit, group).declared
 
     def offer(self, unit: int, *, defer: bool) -> None:
-        """A backward begins in which modules of the unit may write gradients themselves."""
+        """Open the buffers into which modules of the unit may write gradients in this backward."""
         for group in self.groups_of(unit):
             if self._facts(unit, group).declared:
                 self.open(unit, group, defer=defer)
 
     def open(self, unit: int, group: int, *, defer: bool) -> None:
-        """A module is about to write."""
+        """Open the buffer into which a module is about to write."""
         if group in self.groups_of(unit):
             self.make_room(unit, group, defer=defer)
             self._buffer(unit, group, 0, accumulating=defer or self._facts(unit, group).narrows)
 
     def pack_group(self, unit: int, group: int, *, defer: bool) -> None:
-        """Open the buffer that travels."""
+        """Open the buffer that is sent."""
         self._buffer(unit, group, 0, accumulating=defer or self._facts(unit, group).narrows)
         self._walk.acts.append(Action("pack", (unit,)))
 
     def reduce_group(self, unit: int, group: int) -> None:
-        """Open the buffer that travels, and what the reductions need."""
+        """Open the buffer that is sent, and the memory that the reductions need."""
         self.pack_group(unit, group, defer=False)
         facts = self._facts(unit, group)
         stages = range(len(facts.stages) if self.finishes else 1)
@@ -377,13 +377,13 @@ class _Gradients(ReductionOrder):
         self._walk.collectives.append(Collective("reduce-scatter", (unit,), facts.sent))
 
     def reduce_turn(self, turn: Sequence[int]) -> None:
-        """Several units in one message."""
+        """Record the reductions of several units in one message."""
         sent = sum(group.sent for unit in turn for group in self._walk.units[unit].facts.trained())
         self._walk.acts.append(Action("reduce", tuple(turn)))
         self._walk.collectives.append(Collective("reduce-scatter", tuple(turn), sent))
 
     def finish_group(self, unit: int, group: int, under_way: Any) -> None:
-        """Give back what the reductions took: of later stages, when they are the last."""
+        """Free the memory of the reductions; buffers of later stages only after the last reductions of a step."""
         buffers = self._open.get((unit, group), {})
         stays = () if self.finishes else tuple(key for key in buffers if isinstance(key, tuple) and key[0] > 0)
         for key in [key for key in buffers if key not in stays]:

@@ -13,7 +13,7 @@ from weft.models.pattern import Pattern, parse
 class HybridConfig(Kinds):
     """The configuration of a hybrid model: the fields of `weft.models.kinds` for all models and for each kind of layer.
 
-    A wrong value is a `ValueError` at once, with the rule and the fix.
+    Construction raises ValueError for a wrong value, with the rule and the fix.
     """
 
     def __post_init__(self) -> None:
@@ -30,7 +30,7 @@ class HybridConfig(Kinds):
 
     @property
     def parsed(self) -> Pattern:
-        """The pattern, parsed."""
+        """The parsed pattern."""
         return parse(self.pattern)
 
     @property

@@ -1,6 +1,6 @@
-"""Cuts a hybrid model into stages: at the `|` of its pattern, otherwise into segments of equal cost.
+"""Cuts a hybrid model into pipeline stages: at the `|` of its pattern, or without any into segments of equal cost.
 
-The cost of a layer is the number of weights that a token passes through; of the experts, only those that it visits.
+The cost of a layer is the number of weights that a token uses. Of the experts, only those that it visits count.
 The last stage also has the head and the prediction depths. Each depth costs a projection, its layers and the head
 again.
 """
@@ -22,9 +22,9 @@ from weft.pipeline.placement import Cut, balanced
 
 
 def cut_of(cfg: HybridConfig, meshes: Meshes | None, chunks: int | None, placement: str) -> Cut | None:
-    """The cut of a model of `cfg` over the pipeline of `meshes`, None for a model in one piece.
+    """Return the cut of a model of `cfg` over the pipeline of `meshes`; None for a model in one piece.
 
-    `chunks`: how many stages each rank has; None: what the pattern's segments make, one without any.
+    `chunks`: the number of stages per rank; None: as many as the pattern's segments give, 1 if it has no `|`.
     """
     mesh = meshes.pp if meshes is not None else None
     ranks = mesh.size() if mesh is not None else 1
@@ -58,7 +58,7 @@ def cut_of(cfg: HybridConfig, meshes: Meshes | None, chunks: int | None, placeme
 
 
 def layer_costs(cfg: HybridConfig, layers: tuple[LogicalLayer, ...]) -> list[float]:
-    """The weights that a token meets in each of `layers`."""
+    """Return the number of weights that a token uses in each of `layers`."""
     kinds = {symbols: _cost(cfg, symbols) for symbols in Counter(layer.symbols for layer in layers)}
     return [kinds[layer.symbols] for layer in layers]
 

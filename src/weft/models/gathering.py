@@ -1,8 +1,8 @@
-"""What ranks gather of each other, sum for each other or exchange, and the gradients that come back.
+"""Differentiable collectives of context and tensor-parallel ranks: all-gather, reduce-scatter and all-to-all.
 
-forward     start_gathering(...)   queries, ...          the result
-            starts to send         computed meanwhile    awaits what came
-backward    awaits the sum         computed meanwhile    starts to send gradients
+            start_gathering(...)         other computation    finish = the returned function
+forward     starts the all-gather        overlaps             waits for it
+backward    waits for the reduce-scatter overlaps             starts the reduce-scatter of gradients
 
 Context ranks use the lane "context", tensor-parallel ranks the lane "tensor".
 """
@@ -31,18 +31,19 @@ def _lane(name: str, device: torch.device) -> Lane:
 
 
 def start_gathering(group: dist.ProcessGroup, *parts: Tensor, lane: str = CONTEXT) -> Callable[[], list[Tensor]]:
-    """Begin to gather tensors of one dtype; the result gives [ranks, ...] each, differentiable.
+    """Start to all-gather `parts`, tensors of one dtype; return a function that waits and returns [ranks, ...] of each.
 
-    In backward their gradients begin to travel where the result was asked for, and are awaited where this was called:
-    what was computed in between runs beside them, in both directions.
+    The result is differentiable. Backward starts to reduce-scatter gradients at the returned function and waits for
+    them here, so that what is computed in between overlaps with communication in both directions.
     """
     return _started(Gathering(group, [part.shape for part in parts], lane), parts)
 
 
 def start_exchanging(group: dist.ProcessGroup, *parts: Tensor, lane: str = CONTEXT) -> Callable[[], list[Tensor]]:
-    """Begin to send the r-th of each [ranks, ...] to rank r; the result gives what each rank sent here, [ranks, ...].
+    """Start to send row r of each part [ranks, ...] to rank r; return a function that waits and returns the received
+    rows [ranks, ...] of each.
 
-    In backward gradients travel as those of `start_gathering` do.
+    Gradients are exchanged at the same places as those of `start_gathering`.
     """
     return _started(Exchanging(group, [part.shape[1:] for part in parts], lane), parts)
 
@@ -53,17 +54,17 @@ def _started(work: "Gathering", parts: Sequence[Tensor]) -> Callable[[], list[Te
 
 
 def gathered(group: dist.ProcessGroup, *parts: Tensor, lane: str = CONTEXT) -> list[Tensor]:
-    """`start_gathering`, awaited."""
+    """All-gather `parts` as `start_gathering` does, and wait: return [ranks, ...] of each."""
     return start_gathering(group, *parts, lane=lane)()
 
 
 def summed(group: dist.ProcessGroup, parts: Tensor, *, lane: str) -> Tensor:
-    """[ranks, ...], a part for each rank -> the sum over the ranks of the part for this one, differentiable."""
+    """Reduce-scatter `parts` [ranks, ...]: return the sum over the ranks of the row of this rank. Differentiable."""
     return _Summed.apply(Gathering(group, [parts.shape[1:]], lane), parts)
 
 
 class Gathering:
-    """Tensors on their way to all ranks, or their gradients on the way back."""
+    """An all-gather of tensors in forward, and the reduce-scatter of their gradients in backward."""
 
     def __init__(self, group: dist.ProcessGroup, shapes: Sequence[torch.Size], lane: str = CONTEXT) -> None:
         self._group = group
@@ -74,19 +75,19 @@ class Gathering:
         self._buffers: tuple[Tensor, ...] = ()
 
     def send(self, parts: Sequence[Tensor]) -> None:
-        """All ranks' parts are to come here."""
+        """Start the all-gather of `parts`."""
         source = torch.cat([part.detach().reshape(-1) for part in parts])
         full = source.new_empty(self._group.size() * source.numel())
         self._ticket = _lane(self._lane, source.device).run(all_gather, full, source, self._group)
         self._buffers = full, source
 
     def receive(self) -> list[Tensor]:
-        """They have come, [ranks, ...] each."""
+        """Wait for `send`; return [ranks, ...] of each part."""
         full = self._awaited()[0].view(self._group.size(), -1)
         return [part.unflatten(1, shape) for part, shape in zip(full.split(self._sizes, dim=1), self._shapes)]
 
     def send_back(self, gradients: Sequence[Tensor]) -> None:
-        """The gradients of what came are to be summed where it came from."""
+        """Start the reduce-scatter of `gradients`, [ranks, ...] for each part."""
         partial = torch.cat([each.flatten(1) for each in gradients], dim=1).view(-1)
         output = partial.new_empty(sum(self._sizes))
         inbox = partial.new_empty(inbox_numel(reduce_scatter, partial.numel(), self._group, partial.device))
@@ -95,7 +96,7 @@ class Gathering:
         self._buffers = output, partial, inbox
 
     def receive_back(self) -> list[Tensor]:
-        """They have been."""
+        """Wait for `send_back`; return the summed gradient of each of this rank's parts."""
         parts = self._awaited()[0].split(self._sizes)
         return [part.view(shape) for part, shape in zip(parts, self._shapes)]
 
@@ -107,21 +108,21 @@ class Gathering:
 
 
 class Exchanging(Gathering):
-    """Tensors of which each rank gets its own part, or their gradients on the way back."""
+    """An all-to-all of tensors in forward, and the one of their gradients in backward."""
 
     def send(self, parts: Sequence[Tensor]) -> None:
-        """Each rank's parts for this one are to come here."""
+        """Start the all-to-all of `parts`, [ranks, ...] each."""
         source = torch.cat([part.detach().flatten(1) for part in parts], dim=1)
         output, rows = torch.empty_like(source), [1] * self._group.size()
         self._ticket = _lane(self._lane, source.device).run(all_to_all, output, source, rows, rows, self._group)
         self._buffers = output, source
 
     def send_back(self, gradients: Sequence[Tensor]) -> None:
-        """The gradients of what came are to go where it came from."""
+        """Start the all-to-all of `gradients`, which returns each to the rank that sent the value."""
         self.send(gradients)
 
     def receive_back(self) -> list[Tensor]:
-        """They have, [ranks, ...] each."""
+        """Wait for `send_back`; return the gradients [ranks, ...] of each part."""
         return self.receive()
 
 

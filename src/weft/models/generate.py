@@ -1,4 +1,4 @@
-"""Generates text token by token. Each layer keeps its state of the tokens before."""
+"""Generates text token by token, with a cache of each layer's state after earlier tokens."""
 
 import math
 from collections.abc import Collection, Iterator, Sequence
@@ -16,13 +16,13 @@ class Sampling:
     """How the next token is chosen. Raises ValueError for values out of range."""
 
     temperature: float = 1.0
-    """Scores are divided by this; 0 takes the best token."""
+    """Divisor of the logits; 0 takes the best token."""
     top_k: int = 0
-    """Tokens are drawn from this many of the best ones; 0: all."""
+    """The number of best tokens to sample from; 0: all."""
     top_p: float = 1.0
-    """Tokens are drawn from the best ones that together have this probability."""
+    """The next token is sampled from the smallest set of best tokens with at least this total probability."""
     repetition_penalty: float = 1.0
-    """Positive scores of earlier tokens are divided by this, negative ones multiplied."""
+    """Positive logits of earlier tokens are divided by this, negative ones multiplied."""
 
     def __post_init__(self) -> None:
         for name, fits, rule in (
@@ -35,7 +35,7 @@ class Sampling:
                 raise ValueError(f"{name}={getattr(self, name)}: {rule}")
 
     def choose(self, scores_BV: Tensor, seen_BS: Tensor, generator: torch.Generator | None) -> Tensor:
-        """The next token of each row, [B], from its scores and the tokens that have been there."""
+        """Return the next token of each row, [B], from its logits and the tokens `seen_BS` that it already has."""
         if self.repetition_penalty != 1:
             there = scores_BV.gather(-1, seen_BS)
             there = torch.where(there < 0, there * self.repetition_penalty, there / self.repetition_penalty)
@@ -46,7 +46,7 @@ class Sampling:
         if self.top_k:
             shares = shares[:, : self.top_k]
             shares = shares / shares.sum(-1, keepdim=True)
-        before = shares.cumsum(-1) - shares  # of the better ones: the best token always remains
+        before = shares.cumsum(-1) - shares  # the probability of all better tokens, so that the best token remains
         place = torch.multinomial(shares.masked_fill(before >= self.top_p, 0), 1, generator=generator)
         return order.gather(-1, place)[:, 0]
 
@@ -61,11 +61,11 @@ def generate(
     among: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
-    """The tokens that follow `tokens` [B, S] int64, one [B] after another, without end.
+    """Yield the tokens that follow `tokens` [B, S] int64, [B] per step, without end.
 
-    `lengths`: how many of each row are a prompt, where they differ; -1 is given for a row as long as others still read.
-    The model sees no padding: it reads the shortest prompt at once, then all rows together token by token, those of a
-    longer prompt as they are given. `among`: the tokens that may follow, 1-D; all where it is None.
+    `lengths`: the number of prompt tokens in each row; None: S. While a row still reads its prompt, -1 is yielded for
+    it. The model sees no padding: it reads as many tokens as the shortest prompt has at once, then one token of each
+    row per step, taken from the prompt as long as it lasts. `among`: the tokens that may follow, 1-D; None: all.
     """
     cache: Cache = {}
     lengths = [tokens.shape[1]] * len(tokens) if lengths is None else list(lengths)
@@ -93,10 +93,10 @@ def generate(
 def continuations(
     model: Any, prompts: Sequence[Sequence[int]], *, ends: Collection[int] = (), most: int, **options: Any
 ) -> Iterator[list[int | None]]:
-    """What follows each of `prompts`: at each step the next token of each, None where it has none.
+    """Yield at each step the next token of each of `prompts`, None for those without one.
 
-    A prompt has no more after one of `ends`, which is not given, and after `most` tokens. It stops with the last one.
-    `options`: those of `generate`.
+    A continuation ends before a token of `ends`, or after `most` tokens. The iterator ends with the last continuation.
+    `options`: keyword arguments of `generate`.
     """
     lengths = [len(prompt) for prompt in prompts]
     tokens = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)

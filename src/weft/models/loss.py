@@ -8,27 +8,27 @@ from torch import Tensor
 
 IGNORED_LABEL = -100
 
-# Elements that are worked on at a time: what a core's cache holds, or enough to keep an accelerator busy.
+# Elements per chunk of the loss: as many as a core's cache holds, or enough to keep an accelerator busy.
 CHUNK = {"cpu": 1 << 16}
 DEFAULT_CHUNK = 1 << 26
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy over the labels that are not -100.
+    """Return the mean cross-entropy over the labels that are not -100.
 
-    logits: [..., vocabulary]; labels: [...] int64. Returns a scalar, NaN where every label is -100; computed
-    in float32, or in float64 for such logits.
-    The gradient is computed together with the loss, in the dtype of `logits` and a few rows at a time: it is
-    the only other tensor of the logits' size, and evaluation has none. Because backward turns it into its
-    result in place, one loss can be backpropagated once, `retain_graph` or not; a second time is a
-    `RuntimeError`.
+    logits: [..., vocabulary]; labels: [...] int64. Returns a scalar, NaN if every label is -100; computed in float32,
+    or in float64 for float64 logits.
+
+    Forward also computes the gradient, in the dtype of `logits` and a few rows at a time. It is the only other tensor
+    of the logits' size; without autograd there is none. Backward scales it in place, so a loss can be backpropagated
+    once, even with `retain_graph`. A second backward raises `RuntimeError`.
     """
     check_labels(logits, labels)
     return _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten())
 
 
 def check_labels(logits: Tensor, labels: Tensor) -> None:
-    """Raise `ValueError` unless each position has a label."""
+    """Raise `ValueError` unless `labels` [...] has one label for each position of `logits` [..., vocabulary]."""
     if labels.shape != logits.shape[:-1]:
         raise ValueError(
             f"labels have shape {tuple(labels.shape)} and logits {tuple(logits.shape)}: one label "
@@ -69,8 +69,8 @@ class _CrossEntropy(torch.autograd.Function):
             raise RuntimeError("a cross-entropy loss can be backpropagated once; compute it again for a second time")
         ctx.spent = True
         gradient, count = ctx.saved_tensors
-        # The mean and what scales the loss come in here and in full precision: rounded to a half precision
-        # first, they would bend every gradient alike, and in float16 small ones would vanish.
+        # The factor (1 / count, times the loss's gradient) is applied here in full precision. Rounded to half
+        # precision first, it would bias every gradient, and small ones would underflow in float16.
         scale = loss_gradient / count.clamp(min=1)
         for part in rows_at_a_time(gradient):
             gradient[part] = gradient[part].to(scale.dtype).mul_(scale)
@@ -78,6 +78,6 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def rows_at_a_time(x_NV: Tensor) -> Iterator[slice]:
-    """Slices of rows that are small enough to be worked on at a time."""
+    """Return slices of rows, each small enough to be processed at once."""
     rows = max(1, CHUNK.get(x_NV.device.type, DEFAULT_CHUNK) // x_NV.shape[-1])
     return (slice(start, start + rows) for start in range(0, len(x_NV), rows))

@@ -1,7 +1,7 @@
 """Chooses the weights of a hybrid model that are quantized.
 
 quantized        projections of attention, recurrent layers and MLPs; shared and routed experts
-left as they are norms, biases, convolutions, decays, routers and other gates, embedding, head, projections of depths
+unquantized      norms, biases, convolutions, decays, routers and other gates, embedding, head, projections of depths
 """
 
 from collections.abc import Iterator
@@ -20,9 +20,9 @@ _MARK = "is_quantized"
 
 
 def choose_weights(model: HybridModel, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """`policy` with a function that knows which weights of `model` are quantized, unless the user has passed one.
+    """Return `policy` with a `quantize` function for the weights of `model`, unless the user has passed one.
 
-    Raises ValueError for `except_ends` that leaves no layer.
+    Raises ValueError if `except_ends` leaves no layer to quantize.
     """
     if policy.param_quantization is None or not (policy.quantize is None or isinstance(policy.quantize, ExceptEnds)):
         return policy
@@ -38,12 +38,12 @@ def choose_weights(model: HybridModel, policy: MixedPrecisionPolicy) -> MixedPre
     for number, block in _blocks(model):
         if ends.first <= number < count - ends.last:
             for weight in _weights(block):
-                vars(weight)[_MARK] = True  # which stays when experts are spread over ranks
+                vars(weight)[_MARK] = True  # a mark that remains when experts are spread over ranks
     return replace(policy, quantize=lambda name, parameter: _MARK in vars(parameter))
 
 
 def _blocks(model: HybridModel) -> Iterator[tuple[int, nn.Module]]:
-    """The blocks that this rank has, with the numbers of their physical layers in the whole model, from 0 on."""
+    """Yield this rank's blocks, each after the number of its physical layer in the whole model, from 0."""
     parsed = model.cfg.parsed
     of_main = sum(len(each.symbols) for each in parsed.layers)
     of_depth = sum(len(each.symbols) for each in parsed.prediction)
@@ -59,7 +59,7 @@ def _blocks(model: HybridModel) -> Iterator[tuple[int, nn.Module]]:
 def _weights(block: nn.Module) -> Iterator[nn.Parameter]:
     for module in block.modules():
         if isinstance(module, nn.Linear):
-            if module.out_features > 1:  # else it is a gate
+            if module.out_features > 1:  # a projection to one number is a gate
                 yield cast(nn.Parameter, module.weight)
         elif isinstance(module, GroupedExperts):
             yield from (each for each in module.parameters(recurse=False) if each.ndim == 3)

@@ -14,9 +14,8 @@
     |        pipeline segment border, in the main part only
     /        start of a multi-token-prediction part; each further one is one more depth
 
-`M[*-]|M[*E]/[*E]` is two pipeline segments, each a Mamba layer and an attention layer, and one prediction
-depth. A physical layer is a symbol, counted from 1; a logical layer is a group or a lone symbol, counted from
-0.
+`M[*-]|M[*E]/[*E]` is two pipeline segments, each a Mamba layer and an attention layer, and one prediction depth.
+A physical layer is a symbol, counted from 1. A logical layer is a group or a symbol outside of groups, counted from 0.
 """
 
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ TERMINAL = "-E"
 
 @dataclass(frozen=True)
 class LogicalLayer:
-    """A logical layer: its number, its members' symbols, and the number of its first physical layer."""
+    """A logical layer: its number, the symbols of its blocks, and the number of its first physical layer."""
 
     index: int
     symbols: str
@@ -49,20 +48,20 @@ class Pattern:
 
     @property
     def layers(self) -> tuple[LogicalLayer, ...]:
-        """The logical layers of the main part, all segments one after another."""
+        """The logical layers of the main part, of all segments in order."""
         return tuple(layer for segment in self.segments for layer in segment)
 
     @property
     def symbols(self) -> tuple[str, str, int]:
-        """The symbols without groups and segments: of the main part, of one prediction part, and how many there are."""
+        """The symbols of the main part and of one prediction part, without `[ ] |`, and the number of depths."""
         main, prediction = ("".join(layer.symbols for layer in part) for part in (self.layers, self.prediction))
         return main, prediction, self.depths
 
     def stage(self, pp_rank: int, chunk: int = 0, *, pp_size: int) -> tuple[LogicalLayer, ...]:
-        """The logical layers that pipeline rank `pp_rank` of `pp_size` holds in its `chunk`-th model chunk.
+        """Return the logical layers of chunk `chunk` of pipeline rank `pp_rank` of `pp_size`.
 
-        Segments go round the ranks: rank r has the segments r, r + pp_size, r + 2 pp_size, ... Their number is thus a
-        multiple of `pp_size`, else `PatternError`. Raises `ValueError` for a rank or a chunk that does not exist.
+        Rank r has the segments r, r + pp_size, r + 2 pp_size, ... Raises `PatternError` if the number of segments is
+        not a multiple of `pp_size`, `ValueError` for a rank or a chunk that does not exist.
         """
         count = len(self.segments)
         if pp_size < 1 or count % pp_size:
@@ -81,10 +80,10 @@ class Pattern:
 
 
 def parse(text: str) -> Pattern:
-    """Parse a pattern, or raise `PatternError` with the position (from 0), the part and the rule."""
+    """Parse a pattern. Raises `PatternError` with the position (from 0), the wrong part and the rule."""
     main: list[list[LogicalLayer]] = [[]]
     depths: list[list[LogicalLayer]] = []
-    part = main  # where layers go: the segments of the main part, or one list for a prediction part
+    part = main  # the current part: the segments of the main part, or one list for a prediction part
     opened: int | None = None
     attention: str | None = None  # the kind of attention that this part uses
 

@@ -5,7 +5,7 @@ Depth k = 1, 2, ... predicts the token k positions after the one that the model 
 x_k = W [norm(embed(tokens shifted by k)) ; norm(h_(k-1))]     h_0 the model's output after its final norm
 h_k = norm(stack(x_k))                                         scored by the model's own head
 
-The mean of the depths' losses is added to the model's in training, times `mtp_loss_coef`.
+In training, the mean of the depths' losses times `mtp_loss_coef` is added to the model's loss.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,13 +29,13 @@ from weft.overlap import StagedLayer
 
 
 class PredictionDepth(Stack):
-    """One depth: a projection of the next tokens and of the depth before, and a stack of layers.
+    """One depth: a projection of the next tokens' embeddings and the previous depth's output, and a stack of layers.
 
     It is a `weft.overlap.StagedDepth`.
     """
 
     added_loss: Tensor
-    """The sum of its cross-entropies in training since `prediction_losses` read it, fp32."""
+    """The sum of this depth's cross-entropies in training since the last `prediction_losses`, fp32."""
 
     def __init__(self, cfg: HybridConfig, source: WeightSource, meshes: Meshes | None) -> None:
         super().__init__(cfg, cfg.parsed.prediction, source, meshes)
@@ -50,7 +50,7 @@ class PredictionDepth(Stack):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Forget the losses; the parts reset their own parameters."""
+        """Set the summed losses to 0; submodules reset their own parameters."""
         nn.init.zeros_(self.added_loss)
 
     @property
@@ -59,24 +59,27 @@ class PredictionDepth(Stack):
         return list(self.layers)
 
     def enter(self, following: Tensor, previous: Tensor) -> Tensor:
-        """The embedded tokens that follow and the depth before, [B, S, D] each -> the first layer's input."""
-        previous = previous.view_as(previous)  # however this runs, the norm's gradients meet before the head's
+        """Return the first layer's input from the next tokens' embeddings and the previous depth's output, [B, S, D].
+
+        `following`: the embeddings. `previous`: the output.
+        """
+        previous = previous.view_as(previous)  # a node of its own, so that autograd always sums in the same order
         return self.project(torch.cat((self.embedding_norm(following), self.hidden_norm(previous)), dim=-1))
 
     def leave(self, hidden: Tensor) -> Tensor:
-        """The last layer's output, normalised."""
+        """Return the final norm of the last layer's output."""
         return self.final_layernorm(hidden)
 
     def forward(  # type: ignore[override]
         self, following: Tensor, previous: Tensor, documents: Borders | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """From `enter` to `leave`: its output, and what its layers add to the loss."""
+        """Run `enter`, the layers and `leave`; return the output and the losses that layers add, such as balancing."""
         x_BSD, losses = super().forward(self.enter(following, previous), documents=documents)
         return self.leave(x_BSD), losses
 
 
 class Predictions(nn.Module):
-    """The depths of a model, one after another."""
+    """The prediction depths of a model, in order."""
 
     def __init__(self, cfg: HybridConfig, source: WeightSource, meshes: Meshes | None) -> None:
         super().__init__()
@@ -91,20 +94,20 @@ class Predictions(nn.Module):
         loss_of: Callable[[Tensor, Tensor], Tensor],
         documents: Borders | None = None,
     ) -> Iterator[Tensor]:
-        """The contribution of each depth to the loss: its share of the mean of the depths' cross-entropies."""
+        """Yield the loss of each depth, scaled so that their sum is `mtp_loss_coef` times the mean cross-entropy."""
         for number, (depth, output_BSD) in enumerate(zip(self.layers, outputs, strict=True), start=1):
             targets = shifted(labels, number, IGNORED_LABEL, documents)
             loss, count = loss_of(output_BSD, targets), (targets != IGNORED_LABEL).sum()
             if isinstance(documents, Slices):
                 loss, count = documents.mean(loss, targets), documents.total(count)
-            loss = loss.where(count > 0, 0.0)  # not the mean of nothing
-            if not in_backward():  # what is computed again was counted when it first came
+            loss = loss.where(count > 0, 0.0)  # without labels the mean is NaN
+            if not in_backward():  # recomputation must not count a loss twice
                 depth.added_loss += loss.detach()
             yield loss * (self.coef / len(self.layers))
 
 
 def shifted(tokens: Tensor, places: int, filling: int, documents: Borders | None = None) -> Tensor:
-    """[B, S] shifted by `places`, with `filling` at the end of each row, or of each document."""
+    """Return `tokens` [B, S] shifted left by `places`, with `filling` at the end of each row or document."""
     if documents is not None:
         return documents.following(tokens, places, filling)
     return F.pad(tokens[:, places:], (0, min(places, tokens.shape[1])), value=filling)
@@ -112,7 +115,10 @@ def shifted(tokens: Tensor, places: int, filling: int, documents: Borders | None
 
 @torch.no_grad()
 def prediction_losses(model: nn.Module) -> Tensor:
-    """The sum of each depth's cross-entropies over the training forwards since the last call, [depths] fp32."""
+    """Return and reset the sum of each depth's cross-entropies over the training forwards since the last call.
+
+    The result is [depths] in fp32.
+    """
     depths = [module for module in model.modules() if isinstance(module, PredictionDepth)]
     losses = [depth.added_loss.clone() for depth in depths]
     for depth in depths:

@@ -1,12 +1,12 @@
-"""Checkpoints of the same layers in other groups: `[*-][*E]` loads what `*-*E` saved, and the reverse.
+"""Loads checkpoints of the same layers in other groups: a model `[*-][*E]` loads those of `*-*E`, and the reverse.
 
-Two spellings of the same symbols differ in the numbers of their logical layers, and in nothing else:
+Two patterns with the same symbols differ only in the numbers of their logical layers:
 
     [*-][*E]   decoder.layers.0.self_attention   .0.mlp   .1.self_attention   .1.mlp
     *-*E       decoder.layers.0.self_attention   .1.mlp   .2.self_attention   .3.mlp
 
-The keys of a checkpoint's weights show its spelling: the number of blocks of each logical layer. So weights, optimizer
-state and averages of any spelling can be loaded, bit for bit.
+The keys of a checkpoint's weights show how many blocks each logical layer has, and so its groups. Weights, optimizer
+state and averages of any grouping can be loaded bitwise.
 """
 
 import re
@@ -19,15 +19,15 @@ from weft.models.config import HybridConfig
 from weft.models.pattern import LAYER_KEYS, LogicalLayer
 
 BLOCK = re.compile(r"((?:decoder|mtp\.layers\.\d+)\.layers)\.(\d+)\.(mixer|self_attention|mlp)\b")
-"""The stack, the logical layer and the block of a key."""
+"""Matches the stack, the number of the logical layer and the block in a key."""
 Numbers = Mapping[tuple[str, int, str], int]
-"""Another number for a stack's layer and block."""
+"""(stack, logical layer, block) -> the number of the logical layer in the other pattern."""
 
 
 def renumbered(state: Mapping[str, Any], cfg: HybridConfig) -> dict[str, Any]:
-    """`state` of a model of `cfg`, for `CheckpointManager.load` from one that groups the same symbols in any way.
+    """Wrap `state` for `CheckpointManager.load` from a checkpoint with other groups of the same symbols as `cfg`.
 
-    Its first entry is the model's. Where the symbols are others, keys stay as they are, and loading lists them.
+    Its first entry must be the model. If the checkpoint has other symbols, keys are unchanged, and loading lists them.
     """
     spelling = _Spelling(cfg)
     model = next(iter(state))
@@ -38,7 +38,7 @@ def renumbered(state: Mapping[str, Any], cfg: HybridConfig) -> dict[str, Any]:
 
 
 class _Spelling:
-    """The numbers that our keys have in a checkpoint, once its keys are seen."""
+    """The numbers of the model's logical layers in a checkpoint, known after `look_at`."""
 
     def __init__(self, cfg: HybridConfig) -> None:
         pattern = cfg.parsed
@@ -48,7 +48,7 @@ class _Spelling:
         self.ours: Numbers = {}
 
     def look_at(self, keys: Iterable[str]) -> None:
-        """Learn from the keys of the weights in a checkpoint."""
+        """Derive the numbers from the keys of the weights in a checkpoint."""
         blocks: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
         for found in filter(None, map(BLOCK.match, keys)):
             blocks[found[1]][int(found[2])].add(found[3])
@@ -58,7 +58,7 @@ class _Spelling:
 
 
 def _numbers(stack: str, layers: Iterable[LogicalLayer], stored: Mapping[int, set[str]]) -> Numbers:
-    """From our numbers to the stored ones; nothing where the stored blocks are not those of `layers`, in order."""
+    """Map the model's numbers to the stored ones; empty unless the stored blocks are those of `layers`, in order."""
     mine = [(layer.index, LAYER_KEYS[symbol]) for layer in layers for symbol in layer.symbols]
     places, start = {}, 0
     for number, keys in sorted(stored.items()):
@@ -71,7 +71,7 @@ def _numbers(stack: str, layers: Iterable[LogicalLayer], stored: Mapping[int, se
 
 
 class _Renumbered:
-    """A part of a checkpoint under the stored names, seen from a model with others."""
+    """A stateful object whose state dict uses a checkpoint's names in place of the model's."""
 
     def __init__(self, inner: Stateful, spelling: _Spelling, *, decides: bool) -> None:
         self.inner, self.spelling, self.decides = inner, spelling, decides
@@ -93,7 +93,7 @@ class _Renumbered:
 
 
 def _translated(tree: Any, numbers: Numbers) -> Any:
-    """`tree` with other numbers in its names."""
+    """Return `tree` with the logical layers in its names renumbered."""
 
     def name(text: str) -> str:
         return BLOCK.sub(lambda found: _written(found, numbers), text)

@@ -13,11 +13,11 @@ TYPES: dict[str, tuple[set[str], set[str]]] = {
     "dynamic": ({"factor", "original_max_position_embeddings"}, set()),
     "longrope": ({"short_factor", "long_factor", "factor", "original_max_position_embeddings"}, {"attention_factor"}),
 }
-"""Each `rope_type` with the numbers that it needs and those that it may have."""
+"""Each `rope_type` with the names of its required and its optional numbers."""
 
 
 def check_rope_scaling(scaling: Mapping[str, Any], pairs: int) -> None:
-    """Raise ValueError, with the rule, for a table that no rotation of `pairs` pairs can follow."""
+    """Raise ValueError, with the rule, if `scaling` is not valid for a rotation of `pairs` pairs of elements."""
     given = dict(scaling)
     kind = given.pop("rope_type", None)
     if not isinstance(kind, str) or kind not in TYPES:

@@ -1,4 +1,4 @@
-"""Sharding a hybrid model."""
+"""Shards a hybrid model, with one unit per logical layer."""
 
 from dataclasses import replace
 from typing import Any
@@ -50,15 +50,16 @@ def _shard_experts(layer: Any, meshes: Meshes, options: dict[str, Any]) -> None:
 
 
 def _for_experts(options: dict[str, Any], meshes: Meshes) -> dict[str, Any]:
-    """The options of expert units: a rank's experts see the tokens of the whole expert-parallel group.
+    """Return the options of expert units, with the divisor of their gradients.
 
-    Whole experts are cut over tensor-parallel ranks as well, whose gradients are parts of a sum.
+    A rank's experts see the tokens of the whole expert-parallel group, so the divisor is larger by its size. Without
+    `etp`, whole experts are also sharded over tensor-parallel ranks, whose gradients are to be summed, not averaged.
     """
     assert meshes.ep is not None
     divisor = (options.get("gradient_divide_factor") or 1) * meshes.ep.size()
     if meshes.tp is not None and meshes.etp is None:
         divisor /= meshes.tp.size()
     changed = {"gradient_divide_factor": divisor}
-    if meshes.expert.ndim == 1:  # the expert mesh reaches over what is an outer axis elsewhere
+    if meshes.expert.ndim == 1:  # the one axis includes the outer axis of the dense mesh
         changed["outer_strategy"] = "no_shard"
     return {**options, **changed}

@@ -18,7 +18,7 @@ from weft.overlap.layer import beside_forward
 
 
 class Layer(nn.Module):
-    """One logical layer: a lone block or a group of blocks, each under its own checkpoint key.
+    """One logical layer: a single block or a group of blocks, each with its own checkpoint key.
 
     It is a `weft.overlap.StagedLayer`: the blocks before a terminal `-` or `E` belong to `attend`.
     """
@@ -34,7 +34,7 @@ class Layer(nn.Module):
         super().__init__()
         self.symbols = layer.symbols
         for number, symbol in enumerate(layer.symbols, start=layer.physical):
-            # Named by the physical layer, so that both spellings of a group start from the same weights.
+            # Seeded by the physical layer, so that initial weights do not depend on the groups of the pattern.
             block: Any = layer_class(symbol)(cfg, source / str(number), beside)
             if ranks is not None:
                 share(block, cuts_of(symbol, cfg, ranks.experts), ranks)
@@ -46,15 +46,15 @@ class Layer(nn.Module):
     def forward(
         self, x_BSD: Tensor, cache: Cache | None = None, documents: Borders | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """[B, S, D] -> [B, S, D], and what the layer adds to the loss, a scalar or None.
+        """Return the output [B, S, D], and a loss that the layer adds, such as balancing, a scalar or None.
 
-        With a cache, `x_BSD` are the positions after those that it knows (see `HybridModel.forward`).
+        With a cache, `x_BSD` are the positions after the cached ones (see `HybridModel.forward`).
         """
         return run_stages(self, x_BSD, **_given(cache=cache, documents=documents))
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """See `weft.overlap.StagedLayer`."""
+        """The names of the layer's stages, in order (see `weft.overlap.StagedLayer`)."""
         if self._terminal is None:
             return ("attend",)
         if self.dispatcher is None:
@@ -63,13 +63,13 @@ class Layer(nn.Module):
 
     @property
     def dispatcher(self) -> Dispatcher | None:
-        """The dispatcher that exchanges this layer's rows, if its experts are spread over ranks."""
+        """The dispatcher of this layer's tokens, if its experts are spread over ranks; None otherwise."""
         moves = self._terminal.dispatcher if self._terminal is not None else None
         return moves if moves is not None and len(moves.experts) < moves.num_experts else None
 
     @property
     def _terminal(self) -> Any:
-        """The MLP or the experts that end the layer, if one does."""
+        """The MLP or the experts at the end of the layer; None without one."""
         if self.symbols[-1] not in TERMINAL:
             return None
         key = LAYER_KEYS[self.symbols[-1]]
@@ -82,7 +82,7 @@ class Layer(nn.Module):
         return terminal
 
     def attend(self, x_BSD: Tensor, cache: Cache | None = None, documents: Borders | None = None) -> Crossing:
-        """All blocks before the terminal one, and the part of the terminal one before its experts."""
+        """Run all blocks before the terminal one, and the part of the terminal one before its experts."""
         terminal = self._terminal
         if terminal is not None and (what := beside_forward(terminal)):
             raise ValueError(
@@ -98,20 +98,20 @@ class Layer(nn.Module):
         return Crossing(x_BSD) if terminal is None else terminal.split(x_BSD)
 
     def experts(self, rows: Tensor, handle: Any) -> Tensor:
-        """The MLP, or the experts of this rank."""
+        """Run the MLP, or the experts of this rank, on `rows`."""
         return self._terminal.run_experts(rows, handle)
 
     def finish(self, rows: Tensor, kept: dict[str, Tensor], handle: Any) -> Tensor:
-        """Weighting and residual; -> [B, S, D]."""
+        """Weight the experts' outputs and add the residual stream; return [B, S, D]."""
         return self._terminal.join(rows, kept, handle)
 
     def expert_modules(self) -> Sequence[nn.Module]:
-        """The modules that only `experts` calls."""
+        """Return the modules that only `experts` calls."""
         return [] if self._terminal is None else self._terminal.expert_modules()
 
 
 class Layers(nn.ModuleList):
-    """Layers under the numbers that they have in the whole model; an index counts those that are here."""
+    """Layers named by their numbers in the whole model. An index counts the layers of this rank."""
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -123,9 +123,9 @@ class Layers(nn.ModuleList):
 
 
 class Stack(nn.Module):
-    """Logical layers one after another and a final norm.
+    """Logical layers in order, and a final norm.
 
-    `here`: which of `layers` this rank has, in its order; None: all. `ends`: whether it has the final norm.
+    `here`: the indices of the `layers` that this rank has; None: all. `ends`: whether this rank has the final norm.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Stack(nn.Module):
     def forward(
         self, x_BSD: Tensor, cache: Cache | None = None, documents: Borders | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """[B, S, D] -> [B, S, D] before the final norm, and what the layers add to the loss."""
+        """Run the layers; return their output [B, S, D], without the final norm, and the losses that they add."""
         losses, beside = [], _given(cache=cache, documents=documents)
         for layer in self.layers:
             x_BSD, loss = layer(x_BSD, **beside)

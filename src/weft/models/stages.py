@@ -1,4 +1,4 @@
-"""Small values that the stages of a model exchange besides activations, such as losses by name."""
+"""Exchanges small values between the pipeline stages of a model, such as losses by name."""
 
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ Found = TypeVar("Found")
 
 
 class Stages:
-    """The stages that a model is cut into, seen from one of them; one where it is not cut."""
+    """The pipeline stages of a model, seen from this rank; a model without a pipeline has one."""
 
     def __init__(self, model: nn.Module) -> None:
         self._cut = parts_of(model)
@@ -20,23 +20,23 @@ class Stages:
 
     @property
     def have_first_rank(self) -> bool:
-        """Whether the first rank of the world is in this pipeline."""
+        """Whether global rank 0 is in this rank's pipeline."""
         if self._cut is None or self._cut.group is None:
             return dist.get_rank() == 0
         return dist.get_process_group_ranks(self._cut.group)[0] == 0
 
     def all_of(self, value: Found) -> list[Found]:
-        """The values of all ranks of the pipeline, in order. Collective."""
+        """Return the values of all ranks of the pipeline, in rank order. Collective."""
         if self._cut is None or self._cut.group is None:
             return [value]
         return exchange_objects(value, self._cut.group, "what stages report")
 
     def merged(self, named: dict[str, Found]) -> dict[str, Found]:
-        """The entries of all stages. Collective."""
+        """Return the entries of all stages as one dictionary. Collective."""
         return {name: value for stage in self.all_of(named) for name, value in stage.items()}
 
     def count_parameters(self) -> int:
-        """The numbers that the whole model trains. Collective."""
+        """Return the number of parameter elements of the whole model; shared ones count once. Collective."""
         copies = self._model.shared_ends if self._cut is not None and self._cut.has_copies else ()
         again = {id(parameter) for module in copies for parameter in module.parameters()}
         return sum(

@@ -1,4 +1,4 @@
-"""A pattern as a table: the layer, the unit and the parameters of each symbol."""
+"""A pattern as a table: the layer, the sharding unit and the number of parameters of each symbol."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,11 @@ from weft.models.pattern import LAYER_KEYS, LAYER_NAMES
 
 @dataclass(frozen=True)
 class Row:
-    """One symbol: `physical` counts symbols from 1, `logical` groups and lone symbols from 0.
+    """One symbol: `physical` counts symbols from 1, `logical` counts logical layers from 0.
 
-    `segment`: its number from 0, or the depth for a prediction part.
+    `segment`: the number of the pipeline segment from 0, or "depth n" in a prediction part.
 
-    `unit`: what it is sharded with. `parameters`: how many numbers it trains.
+    `unit`: the name of the sharded module that it belongs to. `parameters`: the number of its parameter elements.
     """
 
     symbol: str
@@ -28,7 +28,7 @@ class Row:
 
 
 def rows_of(cfg: HybridConfig) -> list[Row]:
-    """The rows of the pattern of `cfg`; no memory is used for weights."""
+    """Return one row per symbol of the pattern of `cfg`; weights are on the meta device and use no memory."""
     with torch.device("meta"):
         model = HybridModel(cfg)
     pattern = cfg.parsed

@@ -1,14 +1,13 @@
-"""Tensor parallelism with sequence parallelism: the ranks of an axis share every layer.
+"""Tensor parallelism with sequence parallelism: the `tp` ranks of a mesh axis share every layer.
 
 Between blocks each of the `tp` ranks has a part of the positions, [B, S / tp, D]. A block gathers the positions and
-computes with its heads, groups or columns. Its last projection gives a part of a sum, which is summed and scattered
-over the positions again:
+computes with its heads, groups or columns. The output of its last projection is reduce-scattered over the positions:
 
     x [B, S/tp, D]   norm   gather   [B, S, D]   this rank's heads   last projection   sum, scatter   [B, S/tp, D]
 
-`cuts_of` is the one list of how every parameter lies. What is not cut has a partial gradient on each rank, which is
-summed over the ranks: a norm sees this rank's positions only, and what lies between gathering and scattering this
-rank's heads. See `weft.moe.parts`.
+`cuts_of` lists how each parameter is divided. A parameter that is not cut has a partial gradient on each rank, which
+is summed over the ranks: norms see this rank's positions only, modules between gathering and scattering see this
+rank's heads only. See `weft.moe.parts`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,53 +36,56 @@ class TensorRanks:
 
     mesh: DeviceMesh
     experts: str = CUT
-    """How an expert lies: `CUT` over them, `ALIKE` on each, or `SPREAD` with the others over expert-parallel ranks."""
+    """`CUT`: experts are cut over the ranks. `ALIKE`: each rank has all. `SPREAD`: expert-parallel ranks have some."""
 
     @cached_property
     def group(self) -> dist.ProcessGroup:
-        """Their process group."""
+        """The process group of the ranks."""
         return group_of(self.mesh, 0)
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """The number of ranks."""
         return self.mesh.size()
 
     @property
     def rank(self) -> int:
-        """The number of this one."""
+        """The index of this rank."""
         return self.mesh.get_local_rank()
 
     def gather(self, x: Tensor) -> Tensor:
-        """Each rank's positions [B, S / size, ...] -> all, [B, S, ...]. In backward gradients are summed."""
+        """Gather each rank's positions [B, S / size, ...] to [B, S, ...]. Backward sums gradients over the ranks."""
         return torch.cat(self.stacked(x).unbind(), dim=1)
 
     def scatter(self, x: Tensor) -> Tensor:
-        """The sum over the ranks of [B, S, ...] -> this rank's positions of it, [B, S / size, ...]."""
+        """Sum [B, S, ...] over the ranks; return this rank's positions of the sum, [B, S / size, ...]."""
         return summed(self.group, torch.stack(x.chunk(self.size, dim=1)), lane=LANE)
 
     def stacked(self, x: Tensor) -> Tensor:
-        """What each rank has, [size, ...]. In backward gradients are summed."""
+        """Gather `x` of each rank to [size, ...]. Backward sums gradients over the ranks."""
         return gathered(self.group, x, lane=LANE)[0]
 
     def mean(self, x: Tensor, first: int, count: int) -> Tensor:
-        """The mean over `count` ranks from `first` on; every rank of the axis calls it."""
+        """Return the mean of `x` over `count` ranks from rank `first`. Every rank of the axis must call it."""
         return self.stacked(x)[first : first + count].mean(0)
 
     def joined(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-        """The parts of all ranks along `dim`, of `sizes`, together; every rank computes the same from them."""
+        """Concatenate the ranks' parts, of `sizes` along `dim`.
+
+        Backward does not sum gradients: every rank must compute the same from the result.
+        """
         return _Joined.apply(x, self, dim, tuple(sizes))
 
     def shared(self, loss: Tensor) -> Tensor:
-        """A loss that every rank computes alike; its gradient is this rank's share, as all others are."""
+        """Return `loss`, which every rank computes equally, with its gradient divided by the number of ranks."""
         return _Shared.apply(loss, self.size)
 
     def positions(self, x: Tensor) -> Tensor:
-        """This rank's positions of what every rank has, [B, S, ...] -> [B, S / size, ...]."""
+        """Return this rank's positions [B, S / size, ...] of `x` [B, S, ...], which every rank has."""
         return x.chunk(self.size, dim=1)[self.rank]
 
     def require(self, tokens: Tensor) -> None:
-        """Raise `ValueError` unless the positions of `tokens` [B, S] divide."""
+        """Raise `ValueError` unless the number of ranks divides the positions of `tokens` [B, S]."""
         if tokens.shape[1] % self.size:
             raise ValueError(
                 f"{tokens.shape[1]} positions on tp={self.size} ranks, of which each has as many: make the rows a "
@@ -92,21 +94,22 @@ class TensorRanks:
 
 
 def tensor_ranks(meshes: Meshes | None) -> TensorRanks | None:
-    """Those of `meshes`, None where every rank has whole layers."""
+    """Return the tensor-parallel ranks of `meshes`; None if every rank has whole layers."""
     if meshes is None or meshes.tp is None:
         return None
     return TensorRanks(meshes.tp, CUT if meshes.etp is not None else ALIKE if meshes.ep is None else SPREAD)
 
 
-# --- how every parameter lies -----------------------------------------------------------------------------------------
+# --- how every parameter is divided -----------------------------------------------------------------------------------
 
 WHOLE = None
-"""On every rank, with a partial gradient."""
+"""The parameter is whole on every rank, with a partial gradient."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The last projection of a block: its input is cut, its output a sum over the ranks, its bias is added once."""
+    """The last projection of a block: its input columns are cut, its output is summed over the ranks, its bias is added
+    once."""
 
     units: int
     width: int = 1
@@ -114,7 +117,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Not on the tensor-parallel axis: experts that `GroupedExperts.spread` lays over others."""
+    """The parameter is not divided here: `GroupedExperts.spread` distributes experts over expert-parallel ranks."""
 
 
 Lies = Cut | Rows | Elsewhere | None
@@ -125,7 +128,7 @@ def _columns(*sections: tuple[int, int], dim: int = 0) -> Cut:
 
 
 def cuts_of(symbol: str, cfg: HybridConfig, experts: str = CUT) -> dict[str, Lies]:
-    """How the parameters of a block lie, by their names or by those of their modules; `experts`: see `TensorRanks`."""
+    """Return how each parameter of a block is divided, by its name or its module's; `experts`: see `TensorRanks`."""
     norms: dict[str, Lies] = {"norm": WHOLE, "post_norm": WHOLE}
     lies = norms | _KINDS[symbol](cfg)
     if symbol != "E" or experts == CUT:
@@ -247,14 +250,14 @@ _KINDS = {
 
 
 def ends_of(cfg: HybridConfig) -> dict[str, Lies]:
-    """How what is outside of blocks lies."""
+    """Return how each parameter outside of blocks is divided, by the name of its module."""
     tokens = _columns((cfg.vocab_size, 1))
     norms = dict.fromkeys(("final_layernorm", "embedding_norm", "hidden_norm"), WHOLE)
     return {"embedding": tokens, "output_layer": tokens, "project": WHOLE, **norms}
 
 
 def share(module: nn.Module, lies: Mapping[str, Lies], ranks: TensorRanks, path: str = "") -> None:
-    """Turn the parameters of `module` into what `lies` says; `path`: what `module` is called in it."""
+    """Replace the parameters of `module` by this rank's parts, as `lies` says; `path`: the name of `module` in it."""
     for owner_name, owner in module.named_modules():
         where = ".".join(filter(None, (path, owner_name)))
         for name, parameter in list(owner._parameters.items()):
@@ -272,7 +275,7 @@ def share(module: nn.Module, lies: Mapping[str, Lies], ranks: TensorRanks, path:
                 place(owner, name, ranks.mesh, how)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- autograd ---------------------------------------------------------------------------------------------------------
 
 
 class _Joined(torch.autograd.Function):

@@ -1,6 +1,6 @@
-"""The next-token loss over scores that are cut over the vocabulary: no rank has all of them.
+"""The next-token loss over logits that are cut along the vocabulary, so that no rank has all of them.
 
-Ranks exchange the largest score of each row, then the sum of its exponentials and the score of its label.
+Ranks all-reduce the largest logit of each row, then the sum of its exponentials and the logit of its label.
 """
 
 from typing import Any
@@ -16,9 +16,10 @@ WHAT = "scores of tensor-parallel ranks"
 
 
 def cut_cross_entropy(logits: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-    """`weft.models.loss.cross_entropy`, of which every rank of `group` has the scores of tokens from `first` on.
+    """Return `weft.models.loss.cross_entropy` of logits that are cut over `group`. Collective.
 
-    logits: [..., tokens of this rank]. Each rank returns the same; its gradient is that of the loss.
+    logits: [..., tokens of this rank], for the tokens from `first` on. Every rank returns the same loss; backward gives
+    the whole gradient of this rank's logits.
     """
     check_labels(logits, labels)
     return _CutCrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), first, group)

@@ -1,4 +1,4 @@
-"""Narrow formats for weights: recipes, and the pure functions that carry them out."""
+"""Low-precision formats for weights: recipes, and functions that quantize, dequantize and multiply."""
 
 from weft.quantize.choice import ExceptEnds, except_ends
 from weft.quantize.decode import dequantize

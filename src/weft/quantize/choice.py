@@ -1,4 +1,4 @@
-"""Which weights of a model are quantized, said in numbers of layers."""
+"""Selects the weights to quantize by numbers of layers."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,8 +6,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ExceptEnds:
-    """All but the first and the last layers; made by `except_ends`. Only a model that numbers its layers knows them:
-    `weft.models.shard` asks for `first` and `last`."""
+    """Selects all but the first and the last layers; made by `except_ends`.
+
+    Only `weft.models.shard` can use it, because it knows the order of layers.
+    """
 
     first: int
     last: int
@@ -26,9 +28,9 @@ class ExceptEnds:
 
 
 def except_ends(first: int = 1, last: int = 1) -> ExceptEnds:
-    """For `MixedPrecisionPolicy(quantize=...)` with `weft.models.shard`: layers at the ends stay in the compute dtype.
+    """Return a choice for `MixedPrecisionPolicy(quantize=...)`: the first and last layers keep the compute dtype.
 
-    Physical layers of the whole model are counted, on all stages of a pipeline: each member of a group counts, and
-    prediction depths come last.
+    Use it with `weft.models.shard`. `first` and `last` count physical layers of the whole model, over all pipeline
+    stages: each member of a group counts, and prediction depths come last.
     """
     return ExceptEnds(first, last)

@@ -1,13 +1,13 @@
-"""Payload and scales to values.
+"""Dequantizes: payload and scales to values.
 
     code, sign extended   --shift-->   fp32 with the code's bits   --* power of two-->   its value   --* scale-->   y
 
 e4m3    s eeee mmm      bits 26..20, sign in 31     2 ** 120 too small
 e2m1    s ee m ....     bits 24..22, sign in 31     2 ** 126 too small
 
-On CPU torch converts float8 one element at a time, which takes ten times as long as these integer operations. They
-run in chunks that stay in the cache, and so take no memory in proportion to the weight. On other devices, and for
-payloads with a NaN, whose bits are not those of fp32, torch converts.
+On CPU torch converts float8 one element at a time, which takes ten times as long as these integer operations. They run
+in chunks that fit the cache, so that temporary memory does not grow with the weight. torch converts on other devices,
+and payloads with a NaN, whose bits do not map to those of fp32.
 """
 
 from typing import Any
@@ -32,9 +32,9 @@ def dequantize(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The values of a payload and its scales, as `quantize` returns them, in `dtype`. Products are taken in fp32.
+    """Return the values of a payload and its scales, as `quantize` returns them, in `dtype`; multiplies in fp32.
 
-    `out`: a contiguous tensor of the values' shape, which is filled and returned; its dtype is used.
+    `out`: a contiguous tensor of the values' shape, which is filled and returned; its dtype replaces `dtype`.
     """
     shape = (*payload.shape[:-1], payload.shape[-1] * 2) if recipe.kind == "nvfp4" else payload.shape
     if out is None:
@@ -45,7 +45,7 @@ def dequantize(
     if payload.device.type != "cpu" or _has_nan(payload, recipe):
         return out.copy_(_by_torch(payload, scales, recipe, shape))
     rows, width = (out.numel(), 1) if recipe.kind == "tensorwise" else (out.numel() // shape[-1], shape[-1])
-    if recipe.kind == "tensorwise" and scales.numel() > 1:  # matrix by matrix
+    if recipe.kind == "tensorwise" and scales.numel() > 1:  # a stack of matrices
         for codes, scale, values in zip(payload, scales, out):
             dequantize(codes, scale, recipe, out=values)
         return out
@@ -67,19 +67,19 @@ def dequantize(
 
 
 def unpacked_e2m1(payload: torch.Tensor) -> torch.Tensor:
-    """The codes of nvfp4 one in a byte, in the bits of e4m3, where their values are 64 times smaller."""
+    """Unpack nvfp4 codes to one per byte, in the bits of e4m3, where their values are 64 times smaller."""
     halves = torch.stack([payload << 4, payload & 0xF0], dim=-1).flatten(-2)  # the sign first, as in e4m3
     return (halves & 0x80) | (halves & 0x70) >> 2
 
 
 def packed_e2m1(codes: torch.Tensor) -> torch.Tensor:
-    """What `unpacked_e2m1` was called with."""
+    """Pack codes to two per byte, the inverse of `unpacked_e2m1`."""
     nibbles = (codes >> 4 & 8) | (codes >> 2 & 7)
     return nibbles[..., 0::2] | nibbles[..., 1::2] << 4
 
 
 def wide(scales: Any, recipe: Quantization) -> torch.Tensor:
-    """The fp32 factor of each block."""
+    """Return the fp32 factor of each block."""
     if recipe.kind == "mx":
         return scales.view(torch.float8_e8m0fnu).float()
     if recipe.kind == "nvfp4":
@@ -93,7 +93,7 @@ def _has_nan(payload: torch.Tensor, recipe: Quantization) -> bool:
 
 
 def _by_row(scales: torch.Tensor, recipe: Quantization, shape: tuple[int, ...]) -> torch.Tensor:
-    """The scales of the blocks of each row of all matrices."""
+    """Return the scales of the blocks of each row, [rows of all matrices, blocks]."""
     rows, height = recipe.block[0], shape[-2]
     if rows == 1:
         return scales.reshape(-1, 1 if recipe.kind == "rowwise" else scales.shape[-1])

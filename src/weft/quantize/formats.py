@@ -1,10 +1,10 @@
-"""Values to payload and scales: pure functions.
+"""Quantizes: values to payload and scales.
 
     x  --via-->  x  --/ scale, clamp, round to nearest even-->  payload        y = payload * scale, in fp32
 
-A scale follows from the largest finite magnitude of its block. An infinity saturates, and a NaN stays one: in the
-payload, or for nvfp4, which has no NaN, in the scale of its block. On CPU values are quantized in chunks, so that the
-temporary fp32 values stay in the cache.
+A scale is computed from the largest finite magnitude of its block. Infinities saturate, and NaNs remain NaNs: in the
+payload, or for nvfp4, whose codes have no NaN, in the scale of the block. On CPU values are quantized in chunks, so
+that temporary fp32 values stay in the cache.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from weft.quantize.tiles import over_tiles, tiled, untiled
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 SMALLEST = 1e-12
-"""The least maximum of a block with an fp32 scale."""
+"""The lower bound of a block's maximum, for blocks with an fp32 scale."""
 _E4M3_EXPONENT = 8
 _E4M3_LEAST = 2.0**-9
 """The smallest positive value of e4m3."""
@@ -34,16 +34,16 @@ def quantize(
     largest: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Scales]:
-    """The payload of `tensor`, uint8, and its scales.
+    """Return the payload of `tensor`, uint8, and its scales.
 
     The payload has the shape of the tensor and the bits of e4m3. That of nvfp4 has half of the columns and two values
-    in a byte, the even column in the low half. Scales of a `[R, C]` tensor: fp32 `[]` (tensorwise), `[R]` (rowwise) or
+    per byte, the even column in the low half. Scales of a `[R, C]` tensor: fp32 `[]` (tensorwise), `[R]` (rowwise) or
     `[ceil(R / r), ceil(C / c)]` (blockwise); e8m0 as uint8 `[R, C / 32]` (mx); e4m3 as uint8 `[R, C / 16]` and fp32
     `[]` (nvfp4). A `[S, R, C]` tensor has `S` of each.
 
-    `largest`: for recipes with one scale for each matrix, `largest_of` each whole matrix, where `tensor` is a part of
-    it. `out`: where the payload is written. Raises ValueError for a shape that does not fit, TypeError for a tensor
-    that is not floating.
+    `largest`: `largest_of` each whole matrix, if `tensor` is a part of it and a scale belongs to a whole matrix. `out`:
+    the tensor for the payload. Raises ValueError for a shape that does not fit the recipe, TypeError for a dtype that
+    is not floating-point.
     """
     recipe.check(tensor.shape)
     if out is None:
@@ -70,7 +70,7 @@ def quantize(
 
 
 def _joined(scales: list[Any], join: Any) -> Scales:
-    """Those of parts as those of the whole; of nvfp4, whose scales are pairs, parts in `torch.cat` have one unit."""
+    """Join the scales of parts. Scales of nvfp4 are pairs; parts of one matrix (`torch.cat`) share the fp32 scale."""
     if isinstance(scales[0], tuple):
         units = torch.stack([unit for _, unit in scales]) if join is torch.stack else scales[0][1]
         return join([steps for steps, _ in scales]), units
@@ -80,7 +80,7 @@ def _joined(scales: list[Any], join: Any) -> Scales:
 def _quantize_at_once(
     tensor: torch.Tensor, recipe: Quantization, largest: torch.Tensor | None, out: torch.Tensor
 ) -> Scales:
-    """Write the payload to `out`; the scales."""
+    """Write the payload to `out`; return the scales."""
     tiles = tiled(_read(tensor, recipe), recipe)
     magnitudes = _finite_magnitudes(tiles)
     scales: Scales
@@ -107,7 +107,7 @@ def _quantize_at_once(
 
 
 def largest_of(tensor: torch.Tensor, recipe: Quantization) -> torch.Tensor:
-    """The largest finite magnitude of all of `tensor`, as `quantize` sees it: fp32 `[]`; 0 for an empty one."""
+    """Return the largest finite magnitude of `tensor` after the cast to `recipe.via`, fp32 `[]`; 0 if it is empty."""
     if not tensor.numel():
         return torch.zeros((), device=tensor.device)
     parts = tensor.reshape(-1).split(CHUNK if tensor.device.type == "cpu" else tensor.numel())
@@ -115,13 +115,13 @@ def largest_of(tensor: torch.Tensor, recipe: Quantization) -> torch.Tensor:
 
 
 def wide_scales(largest: torch.Tensor, recipe: Quantization) -> torch.Tensor:
-    """The fp32 scales, of blocks or for nvfp4 of matrices, with these largest magnitudes."""
+    """Return the fp32 scales for these largest magnitudes: of blocks, or for nvfp4 of matrices."""
     scales = largest.clamp(min=SMALLEST) / (E4M3_MAX * E2M1_MAX if recipe.kind == "nvfp4" else E4M3_MAX)
     return _rounded_up(scales) if recipe.pow2 else scales
 
 
 def _read(tensor: torch.Tensor, recipe: Quantization) -> torch.Tensor:
-    """A new fp32 tensor."""
+    """Return `tensor` after the cast to `recipe.via`, as a new fp32 tensor."""
     if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"quantize got a tensor of {tensor.dtype}: pass float64, float32, bfloat16 or float16")
     seen = tensor.detach() if recipe.via is None else tensor.detach().to(recipe.via)
@@ -133,24 +133,27 @@ def _finite_magnitudes(values: torch.Tensor) -> torch.Tensor:
 
 
 def _e4m3(values: torch.Tensor) -> torch.Tensor:
-    """Rounded to nearest even, beyond the largest value saturated: the cast alone does not on every device."""
+    """Round to the nearest e4m3 code, ties to even, and saturate, which the cast does not do on every device."""
     return values.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def _e8m0(largest: torch.Tensor) -> torch.Tensor:
-    """The exponent of the power of two below, less that of e4m3's largest; from its bits, since a cast rounds."""
+    """Return e8m0 scales: the exponent of the power of two at or below `largest`, less that of e4m3's largest value.
+
+    The exponent is read from the bits, because a cast to e8m0 would round.
+    """
     exponent = largest.view(torch.int32) >> 23
     return (exponent - _E4M3_EXPONENT).clamp_(min=0).to(torch.uint8)
 
 
 def _rounded_up(scale: torch.Tensor) -> torch.Tensor:
-    """The power of two at or above."""
+    """Return the power of two at or above each scale."""
     bits = scale.view(torch.int32)
     return ((bits + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
 
 
 def _e2m1(values: torch.Tensor) -> torch.Tensor:
-    """Four bits in the low half of a byte: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign; of two nearest ones the even code."""
+    """Round to e2m1 codes, ties to even, in the low half of a byte: a sign and 0, 0.5, 1, 1.5, 2, 3, 4 or 6."""
     size = values.abs()
     codes = torch.zeros_like(values, dtype=torch.uint8)
     for border, rounds_up in ((0.25, 0), (0.75, 1), (1.25, 0), (1.75, 1), (2.5, 0), (3.5, 1), (5.0, 0)):

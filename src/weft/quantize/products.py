@@ -1,13 +1,13 @@
 """Products of quantized operands: `compute="scaled"`.
 
-                          sums over       weight        the other operand, quantized as
-    --------------------  --------------  ------------  ---------------------------------------------------------
-    x @ weight.T          its columns     as it came    `beside(recipe, -1)`
-    gradient @ weight     its rows        as it came    `beside(recipe, -2)`; not, where scales differ along a sum
-    gradient.T @ x        tokens          not in it     not: in the dtype that computes
+                          sums over             weight        the other operand
+    --------------------  --------------------  ------------  ---------------------------------------------------------
+    x @ weight.T          the weight's columns  as gathered   quantized by `beside(recipe, -1)`
+    gradient @ weight     the weight's rows     as gathered   quantized by `beside(recipe, -2)`, or not, if None
+    gradient.T @ x        tokens                not used      not quantized: both are in the compute dtype
 
-On CPU both operands are dequantized to fp32 and multiplied. That is what torch's own kernel computes there, to the bit,
-where it has one. On CUDA torch's kernel multiplies the payloads.
+On CPU both operands are dequantized to fp32 and multiplied, which is bitwise what torch's CPU kernel computes, if it
+has one. On CUDA torch's kernel multiplies the payloads.
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ from weft.quantize.formats import Scales, quantize
 from weft.quantize.recipe import Quantization, rowwise
 
 MULTIPLE = 16
-"""What the sides of a weight must be multiples of on CUDA."""
+"""On CUDA the sides of a weight must be multiples of this number."""
 
 
 def beside(recipe: Quantization, dim: int, *, by_row: bool = False) -> Quantization | None:
-    """How the operand beside a weight is quantized, in a product that sums over dimension `dim` of its matrices.
+    """Return the recipe of the operand that a weight is multiplied with, summing over dimension `dim` of the weight.
 
-    `by_row`: each row by itself, because a row must not depend on the others. None: not at all, because the weight's
-    scales differ along that dimension.
+    `by_row`: a row must not depend on other rows, so each has its scale. The result is None if the operand is not
+    quantized, because the weight's scales differ along that dimension.
     """
     if recipe.kind == "tensorwise":
         return rowwise(pow2=recipe.pow2) if by_row else dataclasses.replace(recipe, via=None)
@@ -47,10 +47,10 @@ def scaled_product(
     dim: int = -1,
     offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`x @ weight.T` for `dim` -1, `x @ weight` for -2, in the dtype of `x`.
+    """Return `x @ weight.T` for `dim` -1, `x @ weight` for -2, in the dtype of `x`.
 
     `x`: `[rows, K]`. `payload`, `scales`: the weight's, as `quantize` returns them. `offsets`: for a stack of matrices,
-    where the rows of each end.
+    the end of the rows of each.
     """
     other = beside(recipe, dim, by_row=offsets is not None)
     if x.is_cuda and other is not None:
@@ -59,7 +59,7 @@ def scaled_product(
     if other is None:
         rows, weight = x, weight.to(x.dtype)
     else:
-        # A copy with blocks along rows may end with shorter ones.
+        # A copy with blocks along the first dimension may end with a shorter block.
         whole = F.pad(x, (0, -x.shape[-1] % other.block[1])) if other.kind == "mx" else x
         rows = dequantize(*quantize(whole, other), other)[:, : x.shape[-1]]
     weight = weight.mT if dim == -1 else weight
@@ -70,10 +70,10 @@ def scaled_product(
 def by_kernel(
     x: torch.Tensor, payload: torch.Tensor, scales: Scales, recipe: Quantization, other: Quantization, dim: int
 ) -> torch.Tensor:
-    """`scaled_product` by torch's kernel, for tensorwise and rowwise recipes."""
+    """Compute `scaled_product` by torch's kernel, for tensorwise and rowwise recipes."""
     codes, own = quantize(x, other)
     weight = payload.view(torch.float8_e4m3fn)
-    weight = weight.t() if dim == -1 else weight.t().contiguous().t()  # the kernel wants columns that are contiguous
+    weight = weight.t() if dim == -1 else weight.t().contiguous().t()  # the kernel needs contiguous columns
     assert isinstance(own, torch.Tensor) and isinstance(scales, torch.Tensor)
     if recipe.kind == "rowwise":
         own, scales = own[:, None], scales[None, :]
@@ -83,7 +83,7 @@ def by_kernel(
 def missing_product(
     recipe: Quantization, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Why a weight of this shape cannot be multiplied while it is quantized; None: it can be."""
+    """Return why a quantized weight of this shape cannot be multiplied; None if it can."""
     if dtype.itemsize > 4:
         return f"products of quantized operands are taken in fp32, which is narrower than {dtype}"
     if len(shape) == 3 and recipe.kind in ("rowwise", "nvfp4"):
@@ -103,7 +103,7 @@ def missing_product(
 
 @cache
 def _kernel_failure(kind: str, dtype: torch.dtype, device: torch.device) -> str | None:
-    """What torch's kernel says to a small product, tried once on each device; None: it works."""
+    """Return the error of torch's kernel for a small product, tried once per device; None if it works."""
     recipe = Quantization(kind, (1, 0) if kind == "rowwise" else (0, 0))  # type: ignore[arg-type]
     side = 2 * MULTIPLE
     x, weight = torch.ones(2, side, side, dtype=dtype, device=device)

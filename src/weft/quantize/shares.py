@@ -1,4 +1,4 @@
-"""How much a recipe loses at the ends of its format."""
+"""Counts the elements that a recipe saturates or turns into zeros."""
 
 from typing import NamedTuple
 
@@ -10,8 +10,8 @@ from weft.quantize.recipe import Quantization
 
 
 class Shares(NamedTuple):
-    """Shares of elements: `saturated`, whose magnitude was reduced to the largest of the format by more than rounding;
-    `underflowed`, which are not zero and became zero."""
+    """Fractions of elements: `saturated` ones were clamped to the largest magnitude of the format, `underflowed` ones
+    were not zero and became zero."""
 
     saturated: float
     underflowed: float
@@ -20,7 +20,7 @@ class Shares(NamedTuple):
 def count_losses(
     tensor: torch.Tensor, recipe: Quantization, *, largest: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many elements of `tensor` a recipe saturates and how many it turns into zeros, as int64 `[]` tensors.
+    """Return how many elements of `tensor` a recipe saturates and how many it turns into zeros, as int64 `[]` tensors.
 
     `largest` and errors: as in `quantize`.
     """
@@ -28,7 +28,7 @@ def count_losses(
     codes, scales = quantize(tensor, recipe, largest=largest)
     found = dequantize(codes, scales, recipe)
     largest_value, next_value = (E2M1_MAX, 8.0) if recipe.kind == "nvfp4" else (E4M3_MAX, 480.0)
-    # A magnitude that exceeds the largest by less than half a step is rounded to it.
+    # A magnitude above the largest by less than half a step is rounded to it, which is no saturation.
     reduced = values.abs() > found.abs() * ((largest_value + next_value) / 2 / largest_value)
     at_the_end = torch.stack([codes & 7, codes >> 4 & 7], -1).flatten(-2) == 7 if recipe.kind == "nvfp4" else None
     at_the_end = (codes & 0x7F) == 0x7E if at_the_end is None else at_the_end

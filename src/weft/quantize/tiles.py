@@ -1,4 +1,4 @@
-"""Matrices as rows and columns of tiles, which are the blocks that share a scale."""
+"""Reshapes matrices to tiles, the blocks that share a scale, and back."""
 
 import torch
 import torch.nn.functional as F
@@ -7,11 +7,11 @@ from weft.quantize.recipe import Quantization
 
 
 def tiled(values: torch.Tensor, recipe: Quantization) -> torch.Tensor:
-    """`[..., R, C]` as `[..., R / r, r, C / c, c]`, the last tiles filled with zeros."""
+    """Reshape `[..., R, C]` to `[..., R / r, r, C / c, c]`, with the last tiles padded with zeros."""
     values = values.reshape((1,) * (2 - values.ndim) + values.shape)
     height, width = values.shape[-2:]
     rows, columns = (side or max(size, 1) for side, size in zip(recipe.block, (height, width)))
-    down = -height % rows if recipe.block[0] else rows - height  # a block of all rows exists even if there is none
+    down = -height % rows if recipe.block[0] else rows - height  # at least one block, even without rows
     across = -width % columns if recipe.block[1] else columns - width
     if down or across:
         values = F.pad(values, (0, across, 0, down))
@@ -20,7 +20,7 @@ def tiled(values: torch.Tensor, recipe: Quantization) -> torch.Tensor:
 
 
 def untiled(tiles: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """The tensor of `shape` that was cut into `tiles`, without their padding."""
+    """Return the tensor of `shape` that `tiled` reshaped, without padding."""
     values = tiles.flatten(-4, -3).flatten(-2, -1)
     if len(shape) > 1:
         values = values[..., : shape[-2], : shape[-1]]
@@ -28,5 +28,5 @@ def untiled(tiles: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 
 def over_tiles(scale: torch.Tensor) -> torch.Tensor:
-    """One scale per tile, in a shape that multiplies tiles."""
+    """Reshape one scale per tile so that it broadcasts over tiles."""
     return scale[..., :, None, :, None]

@@ -1,7 +1,7 @@
-"""gloo's transport: direct sends into place, and sums in rank order.
+"""The transport over gloo: direct sends into the output buffer, and sums in rank order.
 
-gloo's own all-gather and reduce-scatter go through staging copies and are two to three times slower than direct sends,
-and have no tags. Summing in rank order makes a reduction bit-equal from run to run, and on all ranks.
+gloo's all-gather and reduce-scatter use staging copies, are two to three times slower than direct sends, and have no
+tags. Sums in rank order make a reduction bitwise equal between runs and on all ranks.
 """
 
 from weft.comm.gloo.transport import Gloo

@@ -1,7 +1,7 @@
 """Direct sends between all pairs of ranks.
 
-Receives are posted before sends. A rank sends once the other has said that it is ready, and that message would queue
-behind the data of the sends: a link that can carry both directions at once would carry one after the other.
+Receives are posted before sends. gloo sends data only after the receiver has announced that it is ready. If sends came
+first, that message would queue behind their data, and a full-duplex link would carry one direction after the other.
 """
 
 from collections.abc import Sequence
@@ -12,12 +12,15 @@ import torch
 import torch.distributed as dist
 
 BREAK_TAG = 98
-"""Of the message that is never sent."""
+"""The tag of a message that is never sent."""
 Parts = Sequence[torch.Tensor] | torch.Tensor
 
 
 def swap(arriving: Parts, leaving: Parts, group: dist.ProcessGroup, tag: int) -> list[Any]:
-    """Start filling `arriving[r]` from every other rank r, and sending `leaving[r]` to it; nothing empty travels."""
+    """Start to receive `arriving[r]` from each other rank r, and to send `leaving[r]` to it; skip empty tensors.
+
+    Returns the works.
+    """
     others = peers(dist.get_rank(group), len(arriving))
     works = [group.recv([arriving[peer]], peer, tag) for peer in others if arriving[peer].numel()]
     works += [group.send([leaving[peer]], peer, tag) for peer in others if leaving[peer].numel()]
@@ -25,7 +28,7 @@ def swap(arriving: Parts, leaving: Parts, group: dist.ProcessGroup, tag: int) ->
 
 
 def terms_of(own: torch.Tensor, inbox: torch.Tensor, rank: int, size: int) -> list[torch.Tensor]:
-    """In rank order `own` and the places in `inbox` for what is like it on the other ranks."""
+    """Return, in rank order, `own` and the views of `inbox` for the corresponding tensors of other ranks."""
     terms, numel = [own] * size, own.numel()
     for place, peer in enumerate(peers(rank, size)):
         terms[peer] = inbox[place * numel : (place + 1) * numel]
@@ -33,14 +36,14 @@ def terms_of(own: torch.Tensor, inbox: torch.Tensor, rank: int, size: int) -> li
 
 
 def peers(rank: int, size: int) -> list[int]:
-    """The other ranks, nearest behind first, so that no rank is the first of all others."""
+    """Return the other ranks, starting after `rank`, so that ranks do not all begin with the same one."""
     return [(rank + step) % size for step in range(1, size)]
 
 
 def break_waits(group: Any) -> None:
-    """End every wait for messages of `group` on this rank, and on its peers: a receive that times out closes all.
+    """End all waits for messages of `group` on all its ranks, by a receive that times out, which closes connections.
 
-    Over another backend nothing is done: a rank that waits for a device asks for the verdict itself.
+    Does nothing for other backends: a rank that waits for a device checks for the detector's verdict.
     """
     peer = (group.rank() + 1) % group.size()
     try:

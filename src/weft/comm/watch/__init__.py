@@ -1,1 +1,1 @@
-"""The one detector of disagreement: who waits for what, what the ranks agree on, and how a difference is said."""
+"""The hang detector: finds ranks that wait for different collectives, and raises errors that name them."""

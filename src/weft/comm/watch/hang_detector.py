@@ -1,17 +1,18 @@
-"""Who waits for what: a process' waits are watched, so that deadlocked ranks find out.
+"""Watches the waits of a process, so that deadlocked ranks raise an error.
 
 Each collective has a key that is the same on all ranks, and a number: how many of that key this rank has issued. A rank
-that has waited for a while says in the job's store what it waits for and what it has issued. `rules` has who is stuck
-then, and what an exception or the end of a program mean. Of the stuck ranks
+that has waited for a while publishes its state in the job's store: what it waits for and what it has issued. `rules`
+decides which ranks are stuck, also after exceptions and exits. For stuck ranks:
 
-    one lacks what another waits for, and can take part in it      it takes part
+    one has not issued what another waits for, and can join it     it joins
     none can                                                       CollectiveMismatch, on every one that waits in weft
 
-What a rank says may be old, where its thread got no time. So a rank that finds others stuck asks a question, and counts
-only what was said after it: a rank that says the same then has waited all the time.
+A published state may be old if the detector's thread got no CPU time. Therefore a rank that finds others stuck asks a
+question, and counts only states published after it: a rank whose state is unchanged then has waited all the time.
 
-While no wait is long this costs two assignments per wait and a look every tenth of a second. Where ranks take part in
-what others wait for, they will again, for each unit that one of them skips: for a while all of them look more often.
+Without long waits this costs two assignments per wait and a check every tenth of a second. After a rank has joined a
+collective of others, it will probably have to again, for each unit that it skips, so all ranks check more often for a
+while.
 """
 
 import atexit
@@ -36,19 +37,19 @@ from weft.comm.watch.rules import Issued, Join, Picture, State, mismatch
 from weft.errors import CollectiveMismatch
 
 DELAY_S = 0.1
-"""How long a wait lasts before the rank speaks of it."""
+"""The length of a wait after which a rank publishes it."""
 SLOWEST_S = 0.5
-"""The longest time between two looks."""
+"""The longest time between two checks."""
 HASTE_S = 10.0
-"""For how long after a rank took part in what another waited for waits are short before they are spoken of."""
+"""How long ranks use the shorter `SHORT_S` in place of `DELAY_S` after a rank has joined a collective of others."""
 SHORT_S = 0.01
-"""How long such a wait is, in a small world."""
+"""The length of a wait after which a rank publishes it, during `HASTE_S`, in a small world."""
 SHORT_S_PER_RANK = 2e-4
-"""What each rank adds to that, so that the store can answer all."""
+"""The least such length per rank of the world, so that the store is not overloaded."""
 EXPLAINED_S = 2.0
-"""How long a rank whose wait was broken looks for a rank that says why."""
+"""How long a rank whose wait was broken looks for the reason in the store."""
 GOODBYE_S = 10.0
-"""How long the end of a process waits for the thread."""
+"""How long the exit of a process waits for the detector's thread."""
 
 _NO_WORLD = object()
 _RULE = (
@@ -59,7 +60,7 @@ _RULE = (
 
 @dataclass(frozen=True)
 class Call:
-    """The `number`-th collective of a `key` over `group`, of these `ranks`; `name`: what a person calls it."""
+    """The `number`-th collective with this `key` over `group`, of these `ranks`; `name`: its name in errors."""
 
     key: str
     number: int
@@ -75,13 +76,13 @@ class HangDetector:
         self.world: Any = dist.group.WORLD
         self.verdict = ""
         self.joins = 0
-        """In how many collectives this rank took part only because others waited for it."""
+        """The number of collectives that this rank joined only because others waited for it."""
         self.subject = ""
-        """The unit that collectives now belong to."""
+        """The name of the unit to which collectives belong now."""
         self._store = dist.distributed_c10d._get_default_store()
         self._rank = dist.get_rank()
-        # Earlier worlds may have left what they said in the same store. What the process has seen before does not
-        # count: others may have seen something else, and ranks that look in different places hear nothing.
+        # Earlier worlds may have left states in the same store. The store numbers the worlds: numbers that processes
+        # count themselves may differ, and ranks that read other keys would not find each other.
         pretended = dist.get_backend() == "fake"  # with a store that keeps nothing
         world = 1 if pretended else self._store.add(f"weft/hangs/worlds of {self._rank}", 1)
         self._prefix = f"weft/hangs/{world}/"
@@ -108,15 +109,15 @@ class HangDetector:
         self._thread = threading.Thread(target=self._watch, name="weft-hang-detector", daemon=True)
         self._thread.start()
 
-    # --- what this rank does ------------------------------------------------------------------------------------------
+    # --- called by this rank's main thread ----------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise CollectiveMismatch if this rank was told of one."""
+        """Raise CollectiveMismatch if this rank knows of one."""
         if self.verdict:
             raise CollectiveMismatch(self.verdict)
 
     def issue(self, key: str, name: str, group: Any) -> Call:
-        """Count a collective. Raises CollectiveMismatch if an earlier one never ended."""
+        """Count a collective and return it. Raises CollectiveMismatch if this rank knows of one."""
         self.check()
         if group not in self._ranks:
             self._ranks[group] = tuple(dist.get_process_group_ranks(group))
@@ -125,31 +126,31 @@ class HangDetector:
         return Call(key, number, name, group, self._ranks[group])
 
     def note(self, key: str, number: int) -> None:
-        """Say `number` under `key` among what this rank has issued."""
+        """Record `number` as the count of issued collectives with `key`."""
         with self._lock:
             self.issued[key] = number
 
     def can_join(self, owner: Any, key: str, join: Join) -> None:
-        """`join` takes part in the next collective of `key` without using it.
+        """Register `join`, which takes part in the next collective of `key` without using its result.
 
-        `owner`: with it, goes what is known of `join`, which must not keep it alive.
+        `owner`: `join` is removed when this object is freed, and so must not keep it alive.
         """
         with self._lock:
             self._joinable.setdefault(owner, {})[key] = join
 
     def waits_for(self, thread: int | None) -> str:
-        """The collective, of weft or outside of it, that `thread` waits in, for a person; empty elsewhere."""
+        """Return the name of the collective, of weft or not, in which `thread` waits; "" if it does not wait."""
         call = self._call
         return call.name if call is not None and thread == self._waiter else outside_waits(thread)[0]
 
     def begin_pass(self) -> None:
-        """A forward begins: an earlier failure is over."""
+        """Forget an earlier failure, because a forward begins."""
         self._failed = ""
 
     def fail(self, what: str) -> None:
-        """This rank left a pass by an exception; of nested calls the innermost says so first.
+        """Publish that this rank left a pass by an exception; of nested calls only the first, innermost one counts.
 
-        It is said at once: others whose waits break because the process goes ask for the reason then.
+        It is published immediately, because the process may exit, and ranks whose waits break then look for the reason.
         """
         if self._failed:
             return
@@ -159,7 +160,7 @@ class HangDetector:
 
     @contextmanager
     def waiting(self, call: Call) -> Iterator[None]:
-        """Around a wait for `call`. Raises CollectiveMismatch if it never ends."""
+        """Watch a wait for `call` in this context. Raises CollectiveMismatch if it can never end."""
         if self.verdict:
             self.check()
         outer = self._call
@@ -179,7 +180,10 @@ class HangDetector:
                 self._token += 1
 
     def explain(self, error: RuntimeError, call: Call) -> None:
-        """A wait was broken: by this detector of hangs, or by another rank's, or because a rank has gone."""
+        """Raise CollectiveMismatch if a rank has published why the wait for `call` broke; otherwise annotate `error`.
+
+        A wait breaks because the detector of this or another rank broke it, or because another process has exited.
+        """
         deadline = time.monotonic() + EXPLAINED_S
         while not self.verdict:
             self.verdict = self._read("verdict") or self._of_who_left(call)
@@ -214,18 +218,18 @@ class HangDetector:
         return ""
 
     def leave(self) -> None:
-        """The program or its world ends: the thread says so and ends before the interpreter, which would abort."""
-        if os.getpid() != self._process:  # a fork of it ends
+        """Publish that the program or its world ends, and end the thread, which would make the interpreter abort."""
+        if os.getpid() != self._process:  # called in a fork
             return
         self._over.set()
         self._thread.join(GOODBYE_S)
 
     def let_go(self) -> None:
-        """Of the groups of a world that has ended, which would live on, and gloo's threads with them."""
+        """Drop references to groups of a world that has ended, which would keep gloo's threads alive."""
         if dist.group.WORLD is not self.world:
             self.world, self._ranks = _NO_WORLD, {}
 
-    # --- what the thread does -----------------------------------------------------------------------------------------
+    # --- run by the detector's thread ---------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         pause = DELAY_S
@@ -246,7 +250,7 @@ class HangDetector:
         return f"{self._failed}, then its program ended" if self._failed else "its program ended"
 
     def _look(self) -> bool:
-        """Say what this rank waits for, and see whether others are deadlocked with it; whether to look again soon."""
+        """Publish what this rank waits for, and check for a deadlock; return whether to check again soon."""
         mine = self._state()
         if mine is None:
             self._before = None
@@ -272,18 +276,18 @@ class HangDetector:
                 self._question = self._store.add(f"{self._prefix}question", 1)
             elif self._read("verdict") or all(
                 state.heard >= self._question or state.doing == "ended" for state in stuck.values()
-            ):  # a rank that was told of a verdict answers no more
+            ):  # a rank that knows of a verdict does not answer
                 self._judge(mine, str(mismatch("wait for different things", rules.sayings(stuck, picture), _RULE)))
         return True
 
     def _delay(self) -> float:
-        """How long a wait lasts before this rank speaks of it."""
+        """Return the length of a wait, in seconds, after which this rank publishes it."""
         if time.monotonic() > self._haste_until:
             return DELAY_S
         return min(DELAY_S, max(SHORT_S, SHORT_S_PER_RANK * len(self._world_ranks)))
 
     def _state(self) -> State | None:
-        """What this rank says, if it does not move."""
+        """Return this rank's state; None if it computes, or has waited only briefly."""
         call = self._call
         issued = self.issued.begun(call)
         before = f"{self._failed}, then " if self._failed else ""
@@ -319,7 +323,7 @@ class HangDetector:
         return rules.state_from(json.loads(text)) if text else None
 
     def _take_part(self, stuck: dict[int, State]) -> bool:
-        """Join what others wait for and this rank has not issued; whether there was any."""
+        """Join the collectives that others wait for and this rank has not issued; return whether there were any."""
         with self._lock:
             if self._call is None:
                 return False
@@ -336,7 +340,7 @@ class HangDetector:
         return bool(joined)
 
     def _judge(self, mine: State, verdict: str) -> None:
-        """The wait of which this rank has spoken never ends."""
+        """Publish `verdict` and break this rank's wait, if it is still the one of state `mine`."""
         with self._lock:
             call = self._call
             if call is None or mine.token != str(self._token):
@@ -350,7 +354,7 @@ _current: HangDetector | None = None
 
 
 def hang_detector() -> HangDetector | None:
-    """The detector of hangs of this world, if anybody asked for one."""
+    """Return the hang detector of this world; None if it was not started."""
     if _current is None or _current.world is dist.group.WORLD:
         return _current
     _current.let_go()
@@ -358,7 +362,7 @@ def hang_detector() -> HangDetector | None:
 
 
 def start_hang_detector() -> HangDetector:
-    """The detector of hangs of this world, from now on."""
+    """Start the hang detector of this world, unless it runs, and return it."""
     global _current
     if hang_detector() is None:
         if _current is not None:
@@ -377,22 +381,26 @@ def _leave() -> None:
 
 
 def watched(call: Call | None) -> AbstractContextManager:
-    """Around a wait for `call`, if there is a detector of hangs."""
+    """Return a context that watches a wait for `call`, if there is a hang detector."""
     watch = hang_detector()
     return nullcontext() if call is None or watch is None else watch.waiting(call)
 
 
 def explain(error: RuntimeError, call: Call | None) -> None:
-    """Say where `error`, by which the transfers of `call` could not even begin, comes from. Raises CollectiveMismatch
-    if another rank has told the reason."""
+    """Explain `error`, raised when the transfers of `call` started.
+
+    Raises CollectiveMismatch if another rank has published the reason; otherwise annotates `error`.
+    """
     watch = hang_detector()
     if call is not None and watch is not None:
         watch.explain(error, call)
 
 
 def watching(kind: str, name: str, group: Any) -> AbstractContextManager:
-    """Around a collective that this rank waits for where it begins it. `kind`: what may pair with what; `name`: what a
-    person calls it."""
+    """Return a context that counts and watches a blocking collective of `group`.
+
+    `kind`: only collectives of the same kind match between ranks. `name`: its name in errors.
+    """
     watch = hang_detector()
     if watch is None or group.size() == 1:
         return nullcontext()

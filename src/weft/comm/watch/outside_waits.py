@@ -1,4 +1,4 @@
-"""Collectives outside of weft: where a thread waits in one, as its frames tell."""
+"""Finds threads that wait in collectives outside of weft, by their stack frames."""
 
 import os
 import sys
@@ -8,10 +8,13 @@ import torch.distributed as dist
 
 
 def outside_waits(*threads: int | None) -> tuple[str, str]:
-    """Where the first of `threads` that waits in a collective outside of weft does so, and what changes as soon as it
-    moves; both empty without one."""
+    """Return the place and a token of the first of `threads` that waits in a collective outside of weft.
+
+    The place is the function and the line of its call. The token changes when the thread moves. Both are "" if none
+    waits.
+    """
     for thread in dict.fromkeys(threads):
-        # All frames in a local variable would be a circle, which keeps everybody's local variables.
+        # Storing all frames in a local variable would be a reference cycle, which keeps all local variables alive.
         frame = sys._current_frames().get(thread or 0)
         if place := _place(frame):
             return place, f"{id(frame)}/{frame.f_lasti if frame is not None else 0}"
@@ -19,7 +22,7 @@ def outside_waits(*threads: int | None) -> tuple[str, str]:
 
 
 def _place(frame: Any) -> str:
-    """The call of torch.distributed in which a thread is, and who made it; empty in other code."""
+    """Return the function of torch.distributed that `frame` is in, and the line that called it; "" in other code."""
     inside = os.path.dirname(dist.__file__)
     if frame is None or not frame.f_code.co_filename.startswith(inside):
         return ""

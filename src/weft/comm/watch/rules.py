@@ -1,19 +1,19 @@
-"""What follows from what the ranks say: who will never move by himself.
+"""Decides from the published states of ranks which of them are stuck.
 
-    a rank that                            says                  moves on               is stuck when
+    a rank that                            publishes             continues              is stuck when
     -------------------------------------  --------------------  ---------------------  -------------------------------
-    computes, or has waited for a moment   nothing               by itself              never
+    computes, or has waited only briefly   nothing               on its own             never
     waits for a collective of weft that    key, number, ranks    when those have begun  one of those is stuck
       some ranks have not begun                                    it
-    waits for one that all have begun      the same              when the network has   never: it is under way
-    waits in a collective outside of weft  the place             when others come, but  every rank of the world is stuck
+    waits for one that all have begun      the same              when data arrives      never: it is in progress
+    waits in a collective outside of weft  the place             when others join, but  every rank of the world is stuck
                                                                    it is unknown which
-    left a pass by an exception, and has   the exception         perhaps: code may      it has said so and done nothing
-      done nothing of weft since                                   catch it               for `ABANDONED_S`
-    has ended its program                  that, and why         never                  at once
+    left a pass by an exception, and has   the exception         perhaps: code may      nothing has changed for
+      done nothing of weft since                                   catch it               `ABANDONED_S`
+    has exited                             that, and why         never                  immediately
 
-An exception is therefore no verdict: it is told where a rank waits for what will not come, and explains it. A rank that
-caught one and waits again, or computes, is like any other.
+So an exception alone is no error for other ranks. It appears in the error of a rank that waits for a collective that
+the failed rank never began. A rank that has caught an exception and waits again, or computes, is like any other.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -23,29 +23,32 @@ from typing import Any, Literal
 from weft.errors import CollectiveMismatch
 
 CERTAIN_S = 1.0
-"""How long the stuck ranks stay so before it is an error."""
+"""How long ranks must be stuck before that is an error."""
 ELSEWHERE_S = 5.0
-"""The same where one of them waits outside of weft, of which only the place is known."""
+"""How long ranks must be stuck if one of them waits outside of weft, of which only the place is known."""
 ABANDONED_S = 60.0
-"""The same where one of them left a pass by an exception and has done nothing since."""
+"""How long ranks must be stuck if one of them left a pass by an exception and has done nothing since."""
 
 
 def mismatch(what: str, said: Mapping[int, str], rule: str) -> CollectiveMismatch:
-    """`ranks <what> (rank 0: ...; rank 1: ...): <rule>`, the error to raise."""
+    """Return the error to raise, with the message `ranks <what> (rank 0: ...; rank 1: ...): <rule>`."""
     listed = "; ".join(f"rank {rank}: {saying}" for rank, saying in said.items())
     return CollectiveMismatch(f"ranks {what} ({listed}): {rule}" if listed else f"ranks {what}: {rule}")
 
 
 class Issued(dict[str, int]):
-    """How many collectives of each key this rank has issued. `off`: key and number of those that begin when others have
-    ended; a rank that waits for something else has not begun them."""
+    """The number of collectives of each key that this rank has issued.
+
+    `off`: key and number of collectives that are queued after others. If the rank waits for another one, they have not
+    begun.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.off: set[tuple[str, int]] = set()
 
     def begun(self, awaited: Any = None) -> dict[str, int]:
-        """What the others are told. `awaited`: the call that this rank waits for."""
+        """Return the numbers of collectives that have begun. `awaited`: the call that this rank waits for."""
         found = dict(self)
         for key, _ in list(self.off):
             found[key] -= 1
@@ -55,17 +58,17 @@ class Issued(dict[str, int]):
 
 
 Join = Callable[[Mapping[str, int]], bool]
-"""Takes part in a collective that others wait for, by what they have issued, and says whether it could."""
+"""Joins a collective that others wait for; takes their issued numbers, and returns whether it could join."""
 Doing = Literal["waits", "elsewhere", "failed", "ended"]
 
 
 @dataclass(frozen=True)
 class State:
-    """What a rank says that does not move: what it is `doing`, and how many collectives of each key it has issued.
+    """The published state of a rank: what it is `doing`, and how many collectives of each key it has issued.
 
-    `name`: what a person calls it. `key`, `number`, `ranks`: of the collective that it waits for. `token`: another one
-    for each wait. `heard`: the last question that it has heard. `failed`: the exception by which it left a pass, since
-    which it has begun none.
+    `name`: a description for errors. `key`, `number`, `ranks`: the collective that it waits for. `token`: different for
+    each wait. `heard`: the number of the last question that it has read. `failed`: the exception by which it left its
+    last pass.
     """
 
     doing: Doing
@@ -79,40 +82,42 @@ class State:
     failed: str = ""
 
     def lacks(self, wanted: "State") -> bool:
-        """Whether this rank has not begun what another one waits for."""
+        """Return whether this rank has not begun the collective that state `wanted` waits for."""
         return self.issued.get(wanted.key, 0) < wanted.number
 
     def words(self) -> dict[str, Any]:
-        """For the store."""
+        """Return the state as a dictionary for JSON."""
         return asdict(self)
 
 
 def state_from(words: Mapping[str, Any]) -> State:
-    """The opposite of `State.words`."""
+    """Return the state of a dictionary from `State.words`."""
     return State(**{**words, "ranks": tuple(words["ranks"])})
 
 
 @dataclass
 class Picture:
-    """The states of ranks, as far as they matter to one that waits; read on demand."""
+    """The states of ranks, read on demand by a rank that waits."""
 
     read: Callable[[int], State | None]
     world: Iterable[int]
     _known: dict[int, State | None] = field(default_factory=dict)
 
     def of(self, rank: int) -> State | None:
-        """What `rank` says, None if it moves."""
+        """Return the published state of `rank`; None if it has none."""
         if rank not in self._known:
             self._known[rank] = self.read(rank)
         return self._known[rank]
 
     def lacking(self, state: State) -> list[int]:
-        """The ranks that do not move and have not begun what `state` waits for."""
+        """Return the ranks that have published a state and have not begun the collective that `state` waits for."""
         return [rank for rank in state.ranks if (other := self.of(rank)) is not None and other.lacks(state)]
 
     def stuck_with(self, rank: int) -> dict[int, State]:
-        """The ranks for which `rank` waits, they too, and so on, that will never move by themselves; itself among
-        them, or none."""
+        """Return the states of the stuck ranks for which `rank` waits, directly or indirectly, itself included.
+
+        Empty if `rank` is not stuck.
+        """
         found: dict[int, State] = {}
         waits_for: dict[int, list[int]] = {}
         ahead = [rank]
@@ -140,13 +145,13 @@ class Picture:
 
 
 def patience(stuck: Iterable[State]) -> float:
-    """Seconds for which nothing may change before it is certain."""
+    """Return how many seconds the states of stuck ranks must be unchanged before that is an error."""
     doing = {state.doing for state in stuck}
     return ABANDONED_S if "failed" in doing else ELSEWHERE_S if "elsewhere" in doing else CERTAIN_S
 
 
 def sayings(stuck: Mapping[int, State], picture: Picture) -> dict[int, str]:
-    """What each rank waits for and who never began it, for a person."""
+    """Return for each stuck rank what it waits for, and which ranks never began it, as text for the error."""
     said = {}
     for rank, state in stuck.items():
         said[rank] = state.name

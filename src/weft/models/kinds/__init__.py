@@ -1,4 +1,4 @@
-"""The kinds of layers, each with its fields, their defaults, rules and lines. Nothing here imports torch.
+"""The kinds of layers: configuration fields with defaults, rules and docstrings. No file of this folder imports torch.
 
 A new kind is a file here, a file in `weft.models.layers`, and a name in the bases of `Kinds`.
 """
@@ -19,22 +19,22 @@ from weft.models.kinds.trunk import KINDS_OF, Trunk
 
 @dataclasses.dataclass(frozen=True)
 class Kinds(Experts, MLP, KimiDelta, DeltaNet, Parallel, Mamba2, LatentAttention, Attention):
-    """The fields of all kinds, those of the last base first."""
+    """The fields of all kinds; those of the last base are first."""
 
 
 KINDS = {KINDS_OF[each].symbol: KINDS_OF[each] for each in reversed(Kinds.__bases__)}
-"""Symbol -> the kind."""
+"""The kind of layer of each symbol."""
 CLASSES: list[type[Trunk]] = [each for each in reversed(Kinds.__mro__) if issubclass(each, Trunk) and each is not Kinds]
 """All classes that declare fields, bases first."""
 
 
 def classes_of(symbols: str) -> list[type[Trunk]]:
-    """The classes whose fields mean something to a pattern with these symbols."""
+    """Return the classes whose fields a pattern with these `symbols` uses, `Trunk` among them."""
     used = [each for each in CLASSES if each in KINDS_OF and KINDS_OF[each].symbol in symbols]
     return [each for each in CLASSES if each is Trunk or any(issubclass(kind, each) for kind in used)]
 
 
 def fields_of(symbols: str) -> list[dataclasses.Field]:
-    """The fields that mean something to a pattern with these symbols."""
+    """Return the fields that a pattern with these `symbols` uses."""
     names = {name for each in classes_of(symbols) for name in inspect.get_annotations(each)}
     return [field for field in dataclasses.fields(Kinds) if field.name in names]

@@ -1,4 +1,4 @@
-"""Self-attention `*`, and what it has in common with latent attention."""
+"""The fields of self-attention `*`, and those that it shares with latent attention `+`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from weft.models.rope_scaling import check_rope_scaling
 
 @dataclass(frozen=True)
 class AnyAttention(Trunk):
-    """Fields of all attention."""
+    """The fields of all kinds of attention."""
 
     num_attention_heads: int = size(4)
     """Query heads of `*`; heads of `+`."""
@@ -33,7 +33,7 @@ class AnyAttention(Trunk):
     rope_theta: float = amount(10000.0)
     """Base of the rotary position embedding's wavelengths; 0: no rotation."""
     rope_interleave: bool = switch(False)
-    """Whether neighbours are rotated as a pair, not the elements of two halves."""
+    """Whether a rotated pair is two adjacent elements; False: element i of each half of a head."""
     rope_scaling: dict | None = declared(  # noqa: RUF009
         None, lambda table: table is None or isinstance(table, Mapping), "a table with a rope_type, or None"
     )
@@ -46,7 +46,7 @@ class AnyAttention(Trunk):
         raise NotImplementedError
 
     def check(self) -> None:
-        """See `Trunk.check`."""
+        """Raise `ValueError` if `rope_scaling` is set and does not fit the rotation."""
         if self.rope_scaling is None:
             return
         require(self, "rope_scaling", self.rope_theta > 0, "None where rope_theta is 0")
@@ -58,30 +58,30 @@ KIND = Kind("*", "self-attention", "self_attention", "attention:Attention")
 
 @dataclass(frozen=True)
 class Attention(AnyAttention, kind=KIND):
-    """Fields of `*`."""
+    """The fields of `*`."""
 
     num_key_value_heads: int = size(2)
     """Key and value heads of `*`; divides the query heads, which share them in equal groups."""
     head_dim: int | None = optional_size()
     """Width of one head of `*`, even if it is rotated; None: hidden_size / num_attention_heads."""
     attention_output_gate: bool = switch(False)
-    """Whether the output of each head of `*` is multiplied by a sigmoid, computed beside the queries."""
+    """Whether the output of each head of `*` is multiplied by a sigmoid gate, projected together with the queries."""
     qk_norm: str = choice("none", ("none", "head", "full"))
     """Norms of queries and keys of `*` before rotation: "none", over each "head", or "full", over all heads."""
     sliding_window: int | None = optional_size()
-    """Number of positions that one position of `*` sees, itself included; None: all before."""
+    """Number of positions that a query of `*` attends to, itself included; None: all earlier ones."""
     windowed: tuple[int, ...] | None = any_value(None)
-    """Which layers `*` of a part have that window, counted from 0; None: all."""
+    """Numbers, from 0, of the layers `*` with a sliding window; they count anew in each prediction depth. None: all."""
     attention_sinks: bool = switch(False)
-    """Whether each head of `*` has a learned score in the softmax that has no value."""
+    """Whether each head of `*` has an attention sink: a learned logit in the softmax to which no value belongs."""
     partial_rotary_factor: float = declared(
         1.0, lambda factor: is_number(factor) and 0 < factor <= 1, "more than 0 and at most 1"
     )
-    """Part of a head of `*` that is rotated, its first elements."""
+    """Fraction of a head of `*` that is rotated: its first elements."""
     rope_local_theta: float | None = optional_positive()
-    """Base of the rotation, without scaling, of layers `*` with a window; None: that of all layers."""
+    """Base of the rotation, without scaling, of layers `*` with a sliding window; None: that of all layers."""
     unrotated: tuple[int, ...] = any_value(())
-    """Which layers `*` of a part have no rotation, counted from 0."""
+    """Numbers, from 0, of the layers `*` without rotation; they count anew in each prediction depth."""
 
     context_attention: str = choice("gather", ("gather", "heads"), result=False)
     """How `*` reaches positions on other context ranks: "gather" their keys and values, or exchange "heads", so that a
@@ -89,7 +89,7 @@ class Attention(AnyAttention, kind=KIND):
 
     @property
     def attention_head_dim(self) -> int:
-        """Width of one attention head, `head_dim` or what follows from the hidden size."""
+        """Width of one attention head: `head_dim`, or the hidden size divided by the number of heads."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
@@ -98,11 +98,11 @@ class Attention(AnyAttention, kind=KIND):
         return int(self.attention_head_dim * self.partial_rotary_factor)
 
     def window_of(self, number: int) -> int | None:
-        """The number of positions that a position of that layer `*` sees; None: all before."""
+        """Return the window of layer `*` with that number, in positions; None: no window."""
         return self.sliding_window if self.windowed is None or number in self.windowed else None
 
     def check(self) -> None:
-        """See `Trunk.check`."""
+        """Raise `ValueError` if fields of `*` do not fit each other."""
         layers, heads = self.count("*"), self.num_attention_heads
         if self.windowed is not None:
             window = self.sliding_window is not None

@@ -10,7 +10,7 @@ KIND = Kind("G", "gated delta net", "mixer", "delta_net:GatedDeltaNet")
 
 @dataclass(frozen=True)
 class DeltaNet(Trunk, kind=KIND):
-    """Fields of `G`."""
+    """The fields of `G`."""
 
     linear_num_key_heads: int = size(4)
     """Key heads of `G`."""
@@ -26,7 +26,7 @@ class DeltaNet(Trunk, kind=KIND):
     """Kernel of the delta rule of `G`: "fla", "torch", or "auto": the first of these that runs."""
 
     def check(self) -> None:
-        """See `Trunk.check`."""
+        """Raise `ValueError` if the numbers of key and value heads do not fit."""
         keys = self.linear_num_key_heads
         fits = self.linear_num_value_heads % keys == 0
         require(self, "linear_num_value_heads", fits, f"a multiple of linear_num_key_heads={keys}")

@@ -23,7 +23,7 @@ KIND = Kind("E", "mixture of experts", "mlp", "experts:Experts")
 
 @dataclass(frozen=True)
 class Experts(AnyMLP, kind=KIND):
-    """Fields of `E`."""
+    """The fields of `E`."""
 
     num_experts: int = size(8)
     """Experts of `E`."""
@@ -32,16 +32,16 @@ class Experts(AnyMLP, kind=KIND):
     moe_intermediate_size: int = size(64)
     """Inner width of one expert."""
     moe_rows_per: str = choice("rank", ROWS_PER, result=False)
-    """What a token travels to once where experts are spread over ranks: "rank", each rank that has experts of it; or
-    "expert", each of its experts: more rows, added up as in one process, bit for bit."""
+    """With expert parallelism, how often a token is sent: once per "rank" that has some of its experts, or once per
+    "expert", which sends more rows and sums them bitwise as one process does."""
     moe_latent_size: int | None = optional_size()
-    """Width of tokens on the way to experts and inside of them; None: hidden_size."""
+    """Width of the input and output rows of experts; None: hidden_size."""
     shared_expert_intermediate_size: int = declared(
         0, lambda value: is_whole(value, 0), "an integer, 0 for no shared expert"
     )
     """Inner width of the expert that every token visits; 0: none."""
     shared_expert_gate: bool = switch(False)
-    """Whether the output of that expert is multiplied by a sigmoid, one number per token."""
+    """Whether the output of the shared expert is multiplied by a sigmoid, one number per token."""
     experts_bias: bool = switch(False)
     """Whether the projections of the experts have a bias."""
     router_bias: bool = switch(False)
@@ -51,7 +51,7 @@ class Experts(AnyMLP, kind=KIND):
     norm_topk_prob: bool = switch(True)
     """Whether the scores of a token's experts are scaled to sum to 1."""
     routed_scaling_factor: float = positive(1.0)
-    """Factor of those scores."""
+    """Factor of the scores of a token's experts."""
     n_group: int = size(1)
     """Groups of experts: a token's experts are chosen among the best groups only."""
     topk_group: int = size(1)
@@ -68,7 +68,7 @@ class Experts(AnyMLP, kind=KIND):
     """Whether each expert gets all the rows of its capacity, padded with zeros: shapes never change."""
 
     def check(self) -> None:
-        """See `Trunk.check`."""
+        """Raise `ValueError` if fields of `E` do not fit each other."""
         experts, groups, visited = self.num_experts, self.n_group, self.num_experts_per_tok
         require(self, "num_experts_per_tok", visited <= experts, f"at most num_experts={experts}")
         has_shared = self.shared_expert_intermediate_size > 0

@@ -10,7 +10,7 @@ KIND = Kind("K", "Kimi delta attention", "mixer", "kimi_delta:KimiDelta")
 
 @dataclass(frozen=True)
 class KimiDelta(Trunk, kind=KIND):
-    """Fields of `K`."""
+    """The fields of `K`."""
 
     kda_num_heads: int = size(4)
     """Heads of `K`."""

@@ -11,7 +11,7 @@ KIND = Kind("+", "multi-head latent attention", "self_attention", "latent_attent
 
 @dataclass(frozen=True)
 class LatentAttention(AnyAttention, kind=KIND):
-    """Fields of `+`."""
+    """The fields of `+`."""
 
     q_lora_rank: int | None = optional_size()
     """Width of the latent of the queries of `+`; None: no latent."""
@@ -25,6 +25,6 @@ class LatentAttention(AnyAttention, kind=KIND):
     """Width of a head's value in `+`."""
 
     def check(self) -> None:
-        """See `Trunk.check`."""
+        """Raise `ValueError` if an odd number of elements would be rotated."""
         even = not self.rope_theta or self.qk_rope_head_dim % 2 == 0
         require(self, "qk_rope_head_dim", even, "even: pairs are rotated")

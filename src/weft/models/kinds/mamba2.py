@@ -10,7 +10,7 @@ KIND = Kind("M", "Mamba-2", "mixer", "mamba2:Mamba2")
 
 @dataclass(frozen=True)
 class Mamba2(Trunk, kind=KIND):
-    """Fields of `M`."""
+    """The fields of `M`."""
 
     mamba_num_heads: int = size(8)
     """Heads of `M`."""
@@ -27,8 +27,7 @@ class Mamba2(Trunk, kind=KIND):
     mamba_bias: bool = switch(False)
     """Whether the projections of `M` have a bias."""
     mamba_norm: str = choice("gate_first", ("gate_first", "norm_first", "none"))
-    """What `M` does with its result and its gate: gates, then normalises ("gate_first"), the other way round
-    ("norm_first"), or only gates ("none")."""
+    """Order of gate and norm on the output of `M`: "gate_first", "norm_first", or "none", the gate without a norm."""
     time_step_min: float = positive(0.001, result=False)
     """Smallest step that heads of `M` start with."""
     time_step_max: float = positive(0.1, result=False)
@@ -45,7 +44,7 @@ class Mamba2(Trunk, kind=KIND):
     """Kernel of the state space of `M`: "mamba_ssm", "torch", or "auto": the first of these that runs."""
 
     def check(self) -> None:
-        """See `Trunk.check`."""
+        """Raise `ValueError` if groups do not divide the heads, or a minimum is above its maximum."""
         heads, groups = self.mamba_num_heads, self.mamba_n_groups
         require(self, "mamba_n_groups", heads % groups == 0, f"a divisor of mamba_num_heads={heads}")
         low, high = self.time_step_min, self.time_step_max

@@ -1,4 +1,4 @@
-"""The dense MLP `-`, and what it has in common with experts."""
+"""The fields of the dense MLP `-`, and those that it shares with experts."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,11 @@ from weft.moe.kinds import ACTS, GATED, Clamp
 
 @dataclass(frozen=True)
 class AnyMLP(Trunk):
-    """Fields of all MLPs."""
+    """The fields of all MLPs, experts included."""
 
     hidden_act: str = choice("silu", ACTS)
-    """Kind of all MLPs: "silu", with a gate (SwiGLU), "clamped_swiglu", the same within limits, "gelu_tanh", with a
-    gate (GEGLU, GELU by its tanh formula), or "relu2", squared ReLU without one."""
+    """Activation of all MLPs: "silu" (SwiGLU), "clamped_swiglu" (SwiGLU with clamped inputs), "gelu_tanh" (GEGLU, GELU
+    by its tanh formula), or "relu2" (squared ReLU, without a gate)."""
     swiglu_limit: float = positive(7.0)
     """Bound of the gate and the up projection of "clamped_swiglu"."""
     swiglu_alpha: float = positive(1.702)
@@ -23,7 +23,7 @@ class AnyMLP(Trunk):
 
     @property
     def clamp(self) -> Clamp:
-        """The numbers of a clamped SwiGLU."""
+        """The bound and the factor of "clamped_swiglu"."""
         return Clamp(self.swiglu_limit, self.swiglu_alpha)
 
 
@@ -32,7 +32,7 @@ KIND = Kind("-", "dense MLP", "mlp", "mlp:MLP")
 
 @dataclass(frozen=True)
 class MLP(AnyMLP, kind=KIND):
-    """Fields of `-`."""
+    """The fields of `-`."""
 
     intermediate_size: int = size(256)
     """Inner width of `-`."""
@@ -40,6 +40,6 @@ class MLP(AnyMLP, kind=KIND):
     """Factors of the gate of `-` and of its output."""
 
     def check(self) -> None:
-        """See `Trunk.check`."""
+        """Raise `ValueError` if an MLP without a gate has a factor for it."""
         gated = self.hidden_act in GATED or self.mlp_multipliers[0] == 1
         require(self, "mlp_multipliers", gated, f"1 for the gate where hidden_act={self.hidden_act!r} has none")

@@ -1,4 +1,4 @@
-"""Fields of every hybrid model, whatever its layers."""
+"""The fields that every hybrid model has."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,25 +23,25 @@ class Kind(NamedTuple):
     """A kind of layer."""
 
     symbol: str
-    """Its sign in patterns."""
+    """The symbol in patterns."""
     title: str
-    """Its name for readers."""
+    """The name in text and tables."""
     key: str
-    """Its name in a checkpoint."""
+    """The name of its module, and so its key in a checkpoint."""
     layer: str
-    """Where it is implemented: a module of `weft.models.layers` and the class there, "module:Class"."""
+    """The class that implements it: "module:Class", a module of `weft.models.layers`."""
 
 
 KINDS_OF: dict[type, Kind] = {}
-"""The classes that declare the fields of one kind of layer."""
+"""The kind of layer of each class that declares the fields of one."""
 
 
 @dataclass(frozen=True)
 class Trunk:
-    """Fields of the model around its layers.
+    """The fields of the model outside of its layers.
 
-    Each class below it declares fields, and what they must be together in `check`: those of one kind of layer
-    (`class Mamba2(Trunk, kind=Kind("M", ...))`), or those that several kinds have, which are then its subclasses.
+    A subclass declares the fields of one kind of layer (`class Mamba2(Trunk, kind=Kind("M", ...))`), or fields that
+    several kinds share, which are then its subclasses. Its `check` has the rules that involve several fields.
     """
 
     pattern: str = any_value("M[*-]M[*E]")
@@ -51,9 +51,9 @@ class Trunk:
     hidden_size: int = size(128)
     """Width of the residual stream."""
     rms_norm_eps: float = positive(1e-5)
-    """Added to the mean square before its root."""
+    """Epsilon of RMS norms: added to the mean square before its root."""
     zero_centered_norm: bool = switch(False)
-    """Whether norms multiply by 1 + weight; norms inside of mixers and of the latents of `+` do not."""
+    """Whether norms multiply by 1 + weight; norms inside of mixers and norms of the latents of `+` never do."""
     norm_order: str = choice("pre", ("pre", "post", "both"))
     """Where each layer is normalised: its input ("pre"), its output ("post"), or "both"."""
     pad_token_id: int | None = any_value(None)
@@ -73,8 +73,8 @@ class Trunk:
     recompute: tuple[str, ...] = declared(
         (), lambda stages: set(stages) <= {"attend", "experts"}, "some of 'attend' and 'experts'", False
     )
-    """Stages whose activations backward computes again: "attend" (the blocks before the experts or the MLP),
-    "experts" (those)."""
+    """Stages whose activations backward recomputes: "attend" (the blocks before the experts or the MLP), "experts" (the
+    experts or the MLP)."""
 
     def __init_subclass__(cls, kind: Kind | None = None, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -83,15 +83,15 @@ class Trunk:
 
     @property
     def parsed(self) -> "Pattern":
-        """The pattern, parsed."""
+        """The parsed pattern."""
         raise NotImplementedError
 
     def count(self, symbol: str) -> int:
-        """The number of layers of that kind in the main part."""
+        """Return the number of layers with `symbol` in the main part of the pattern."""
         return sum(layer.symbols.count(symbol) for layer in self.parsed.layers)
 
     def check(self) -> None:
-        """Raise `ValueError`, with the rule and the fix, where fields of this class do not fit each other."""
+        """Raise `ValueError`, with the rule and the fix, if fields of this class do not fit each other."""
         object.__setattr__(self, "recompute", tuple(self.recompute))
         token = self.pad_token_id
         fits = token is None or (is_whole(token, 0) and token < self.vocab_size)

@@ -1,6 +1,6 @@
-"""The layers that patterns are made of, a file for each kind.
+"""The layers of hybrid models, one file for each kind.
 
-Shapes in names: B batch, S sequence, T positions that are seen, D hidden size, H heads, C width of a head.
+Shapes in names: B batch, S sequence, T positions of keys, D hidden size, H heads, C width of a head.
 """
 
 from importlib import import_module
@@ -27,6 +27,9 @@ __all__ = [
 
 
 def layer_class(symbol: str) -> Any:
-    """The class that implements a kind of layer; it takes a configuration, a source of weights and a `Beside`."""
+    """Return the class that implements a kind of layer.
+
+    Its constructor takes a `HybridConfig`, a `WeightSource` and a `Beside`.
+    """
     module, _, name = KINDS[symbol].layer.partition(":")
     return getattr(import_module(f"{__name__}.{module}"), name)

@@ -1,4 +1,4 @@
-"""The parts that all layers share: the residual stream, and the state of the positions before."""
+"""The parts that all layers share: the residual stream, norms, the embedding and the state for decoding."""
 
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,7 +18,7 @@ from weft.moe.recompute import recomputed
 from weft.moe.source import INITIAL_STD, WeightSource
 
 State = dict[str, Tensor]
-"""The state that one block keeps of earlier positions, by name; empty before the first."""
+"""What one block caches of earlier positions, such as keys and values, by name; empty before the first position."""
 Cache = dict[nn.Module, State]
 """The state of each block of a model."""
 
@@ -27,18 +27,18 @@ class Beside(NamedTuple):
     """Modules and numbers that a layer gets from its stack."""
 
     rotary: RotaryEmbedding | None
-    """The rotation that the stack's attention shares."""
+    """The rotary embedding that all attention of the stack shares."""
     dispatcher: Dispatcher | None
-    """Moves tokens to experts on other ranks."""
+    """The dispatcher that sends tokens to experts on other ranks."""
     attentions: int
-    """The number of layers `*` before it."""
+    """The number of layers `*` before this one."""
 
 
 class Embedding(nn.Embedding):
     """One vector per token; [...] int64 -> [..., hidden].
 
-    `padding_idx`: a token whose vector gets no gradient from here. With `ranks` each has the vectors of some tokens
-    and returns those of its positions: [B, S] -> [B, S / tp, hidden].
+    `padding_idx`: a token whose vector gets no gradient from the embedding. With tensor parallelism (`ranks`), each
+    rank has the vectors of some tokens and returns the vectors of its positions: [B, S] -> [B, S / tp, hidden].
     """
 
     ranks: TensorRanks | None = None
@@ -52,7 +52,7 @@ class Embedding(nn.Embedding):
         self.source.normal_(self.weight, INITIAL_STD)
 
     def forward(self, input: Tensor) -> Tensor:
-        """The vectors."""
+        """Return the vectors of the tokens `input`."""
         if self.ranks is None:
             return super().forward(input)
         self.ranks.require(input)
@@ -67,15 +67,15 @@ class Embedding(nn.Embedding):
 class Block(nn.Module):
     """A residual layer: `x + post_norm(mix(norm(x)))`, with the norms that `norm_order` names.
 
-    The residual stream passes through `forward` only. Each kind of layer is made as `kind(cfg, source, beside)`. With
-    `ranks`, a rank has a part of its positions, and `mix` gets all of them and gives a part of the sum over the ranks.
+    Each kind of layer implements `mix` and is constructed as `kind(cfg, source, beside)`. With tensor parallelism
+    (`ranks`), `forward` takes a part of the positions; `mix` takes all and returns a summand of the sum over the ranks.
     """
 
     graph_scopes: ClassVar[dict[str, tuple[str, Any]]] = {}
-    """Methods that `weft.Graphs` may capture, with the scope and the modules that each uses (None: all)."""
+    """Methods that `weft.Graphs` may capture: name -> scope and the names of the submodules used (None: all)."""
     ranks: TensorRanks | None = None
     recomputes = False
-    """Whether backward computes `forward` again. That is inside of what `weft.Graphs` captures of it."""
+    """Whether backward recomputes `forward`. If `weft.Graphs` captures the block, it captures the recomputation too."""
 
     def __init__(self, cfg: HybridConfig) -> None:
         super().__init__()
@@ -83,17 +83,17 @@ class Block(nn.Module):
         self.multiplier = cfg.residual_multiplier
 
     def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
-        """The layer's output before the residual sum, from its normalised input; [B, S, D] -> [B, S, D].
+        """Return the output [B, S, D], before the residual sum, for the normalised input `x_BSD`.
 
-        With a state, `x_BSD` are the positions that follow those which it knows, and afterwards it knows them too. With
-        documents, nothing of one reaches another.
+        With a state, `x_BSD` are the positions after the cached ones, and are added to it. With `documents`, no
+        position depends on another document.
         """
         raise NotImplementedError
 
     def share(self, ranks: TensorRanks) -> None:
-        """Compute with what `weft.models.tensor_parallel.share` has left of the parameters."""
+        """Use the parts of parameters that `weft.models.tensor_parallel.share` has left on this rank."""
         self.ranks = ranks
-        self.capture_mix()  # around it the ranks gather, scatter and add up gradients of norms
+        self.capture_mix()  # without the collectives around it
 
     def capture_mix(self) -> None:
         """Let `weft.Graphs` capture `mix` in place of `forward`."""
@@ -102,13 +102,13 @@ class Block(nn.Module):
         vars(self)["graph_scopes"] = {"mix": (scopes["forward"][0], parts)} if scopes else {}
 
     def forward(self, x_BSD: Tensor, state: State | None = None, documents: Borders | None = None) -> Tensor:
-        """[B, S, D] -> [B, S, D]."""
+        """Return the residual stream [B, S, D] with the block's output added."""
         if self.recomputes:
             return recomputed(self._added, x_BSD, state, documents)
         return self._added(x_BSD, state, documents)
 
     def recompute(self) -> None:
-        """Let backward compute activations again."""
+        """Recompute activations in backward."""
         self.recomputes = True
 
     def _added(self, x_BSD: Tensor, state: State | None, documents: Borders | None) -> Tensor:
@@ -119,12 +119,12 @@ class Block(nn.Module):
 
 
 def scattered(ranks: TensorRanks | None, x_BSD: Tensor) -> Tensor:
-    """This rank's positions of the sum over the ranks."""
+    """Sum `x_BSD` over the ranks and return this rank's positions; without `ranks` return `x_BSD`."""
     return x_BSD if ranks is None else ranks.scatter(x_BSD)
 
 
 def norms_of(cfg: HybridConfig) -> tuple[RMSNorm | None, RMSNorm | None]:
-    """The norms of a layer's input and of what it adds to the residual stream, where it has them."""
+    """Return the norms of a layer's input and of its output, None for those that `norm_order` leaves out."""
 
     def norm(orders: tuple[str, str]) -> RMSNorm | None:
         if cfg.norm_order not in orders:
@@ -135,10 +135,10 @@ def norms_of(cfg: HybridConfig) -> tuple[RMSNorm | None, RMSNorm | None]:
 
 
 def normed(norm: RMSNorm | None, x: Tensor) -> Tensor:
-    """`norm(x)`; without a norm `x` itself."""
+    """Return `norm(x)`, or `x` if there is no norm."""
     return x if norm is None else norm(x)
 
 
 def added(residual: Tensor, part: Tensor, multiplier: float) -> Tensor:
-    """The residual stream and what a layer adds to it, `multiplier` times."""
+    """Return `residual + multiplier * part`."""
     return residual + scaled(part, multiplier)

@@ -1,7 +1,7 @@
-"""Sequences in chunks of equal length, for recurrences with a decay.
+"""Divides sequences into chunks of equal length, for recurrences with a decay.
 
-Within a chunk a position reads those before it through the decay between them; between chunks goes a state. At the
-border of a document the decay is 0: nothing is left of what was before.
+Within a chunk a position reads earlier ones, weighted by the decay between them. A state carries the rest from chunk
+to chunk. At the border of a document the decay is 0, so that documents are independent.
 """
 
 import math
@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 NOTHING = -1
-"""The number of what no document continues."""
+"""The document number of a state that no document continues."""
 
 
 def chunks(tensor: Tensor, length: int) -> Tensor:
-    """[B, S, ...] -> [B, K chunks, L, ...], with zeros at the end."""
+    """Reshape [B, S, ...] to [B, K chunks, L, ...], padded with zeros at the end."""
     missing = -tensor.shape[1] % length
     if missing:
         tensor = F.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, missing))
@@ -23,7 +23,7 @@ def chunks(tensor: Tensor, length: int) -> Tensor:
 
 
 def chunked_numbers(numbers_BS: Tensor, length: int) -> Tensor:
-    """The numbers of documents [B, S] -> [B, K chunks, L]; what is added at the end belongs to the last document."""
+    """Reshape the numbers of documents [B, S] to [B, K chunks, L]; padding belongs to the last document."""
     missing = -numbers_BS.shape[1] % length
     if missing:
         numbers_BS = torch.cat((numbers_BS, numbers_BS[:, -1:].expand(-1, missing)), dim=1)
@@ -31,9 +31,9 @@ def chunked_numbers(numbers_BS: Tensor, length: int) -> Tensor:
 
 
 def entering(numbers_BKL: Tensor, before_B: Tensor | None) -> Tensor:
-    """The document that the state before each chunk, and the last one, belongs to; -> [B, K + 1].
+    """Return the document of the state before each chunk and after the last one, [B, K + 1].
 
-    `before_B`: that of the position before the first; None: there is none.
+    `before_B`: the document of the position before the first; None: there is no such position.
     """
     ends_BK = numbers_BKL[..., -1]
     first_B1 = torch.full_like(ends_BK[:, :1], NOTHING) if before_B is None else before_B[:, None]
@@ -41,9 +41,9 @@ def entering(numbers_BKL: Tensor, before_B: Tensor | None) -> Tensor:
 
 
 def summed(log_decay: Tensor, numbers: Tensor | None = None) -> Tensor:
-    """Sums along the last dimension from its start, with the `numbers` of documents from their own start.
+    """Return cumulative sums along the last dimension, with the `numbers` of documents from the start of each document.
 
-    Nothing of another document enters a sum: not even its rounding.
+    No number of another document enters a sum, so that its rounding does not either.
     """
     if numbers is None:
         return log_decay.cumsum(-1)
@@ -57,13 +57,13 @@ def summed(log_decay: Tensor, numbers: Tensor | None = None) -> Tensor:
 
 
 def between(log_decay: Tensor, numbers: Tensor | None = None) -> Tensor:
-    """What is left at position i of what was at j; 0 for j > i, and where the `numbers` of documents differ.
+    """Return the decay from position j to position i, [..., L (i), L (j)]; 0 for j > i and between documents.
 
-    From the log of the decay since the start, [..., L] -> [..., L, L].
+    `log_decay` [..., L]: the log of the decay since the start. `numbers`: the document of each position.
     """
     length = log_decay.shape[-1]
     nothing = torch.ones(length, length, dtype=torch.bool, device=log_decay.device).triu(1)
     if numbers is not None:
         nothing = nothing | (numbers[..., :, None] != numbers[..., None, :])
-    # Masked before exp: the exponential of a sum that goes the wrong way could be infinite.
+    # Masked before exp: for j > i the exponential could be infinite.
     return (log_decay[..., :, None] - log_decay[..., None, :]).masked_fill(nothing, -math.inf).exp()

@@ -1,7 +1,7 @@
-"""The short convolution over time that comes before a recurrence.
+"""The short causal convolution before a recurrence.
 
-y_t = silu(b + sum over k of w_k x_(t - K + 1 + k)), each channel by itself, zeros before the first position of a
-document.
+y_t = silu(b + sum over k of w_k x_(t - K + 1 + k)), separately for each channel, with zeros before the first position
+of a document.
 """
 
 import torch
@@ -15,9 +15,9 @@ from weft.moe.source import WeightSource
 
 
 class CausalConvolution(nn.Module):
-    """[B, S, channels] -> the same; its state are the last K - 1 inputs.
+    """[B, S, channels] -> [B, S, channels]; its state is the last K - 1 inputs.
 
-    The weight is [channels, 1, K], as torch.nn.Conv1d has it.
+    The weight is [channels, 1, K], as in torch.nn.Conv1d.
     """
 
     def __init__(self, channels: int, kernel: int, source: WeightSource, *, bias: bool) -> None:
@@ -28,14 +28,14 @@ class CausalConvolution(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the initial weight, uniform as torch's, and a bias of zero."""
+        """Initialise the weight uniformly, with the bounds of torch.nn.Conv1d, and the bias with zeros."""
         bound = self.weight.shape[-1] ** -0.5
         self.source.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def forward(self, x_BSC: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
-        """Convolve, and keep in the state what the next position needs."""
+        """Return the convolution of `x_BSC`, and store the last K - 1 inputs in `state`."""
         if documents is not None:
             return self._over_documents(x_BSC, documents)
         before = self.weight.shape[-1] - 1
@@ -50,7 +50,10 @@ class CausalConvolution(nn.Module):
         return part(self, "weight"), part(self, "bias")
 
     def _over_documents(self, x_BSC: Tensor, documents: Borders) -> Tensor:
-        """All rows as one, with K - 1 zeros before each document, or what came before in another slice."""
+        """Convolve all rows as one sequence, with K - 1 positions before each document.
+
+        They are zeros, or the last positions of the previous slice of the document.
+        """
         before = self.weight.shape[-1] - 1
         local = documents.local if isinstance(documents, Slices) else documents
         places, size = local.convolution(before, x_BSC.device)

@@ -1,15 +1,15 @@
-"""Gated delta net (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464): a memory that is corrected where it is wrong.
+"""Gated delta net (Yang, Kautz and Hatamizadeh 2024, arXiv:2412.06464).
 
-S_t = exp(g_t) S_(t-1)                       the memory [dk, dv] of each head, in fp32, fades
-S_t = S_t + beta_t k_t (v_t - S_t^T k_t)^T   and at the key k_t it moves towards v_t
+S_t = exp(g_t) S_(t-1)                       the state [dk, dv] of each head, in fp32, decays
+S_t = S_t + beta_t k_t (v_t - S_t^T k_t)^T   the value stored under key k_t moves towards v_t
 o_t = S_t^T q_t
 
-`delta_stepwise` is these three lines. `delta_chunked` is the same in chunks of L positions: what the positions of a
-chunk write depends on each other by a triangular system (the UT transform, arXiv:2406.06484, section 3), which is
-solved for all chunks at once; then only the states go from chunk to chunk. With the numbers of documents, the decay
-into the first position of each is 0.
+`delta_stepwise` computes these three lines. `delta_chunked` computes the same in chunks of L positions: the updates in
+a chunk depend on each other by a triangular system (the UT transform, arXiv:2406.06484, section 3), which is solved
+for all chunks at once; only the states are computed chunk after chunk. With the numbers of documents, the decay into
+the first position of each is 0.
 
-The decay g is a number for each head, or a vector with one for each channel of its key (`kimi_delta`).
+The decay g is one number per head, or one number per channel of a head's key (`kimi_delta`).
 
 Shapes in names: H key heads, R value heads for each, K chunks, L positions of a chunk, C width of keys or values, D
 decays of a head: 1 or C.
@@ -37,7 +37,7 @@ from weft.moe.source import WeightSource
 
 CHUNK = 64
 CHUNK_OF_CHANNELS = 16
-"""Where each channel has a decay: between two positions of a chunk stands a vector, not a number."""
+"""The chunk length if each channel has a decay: smaller, because the decay between two positions is then a vector."""
 TINY = 1e-6
 """Added to the squared length of a key or query before its root."""
 
@@ -46,8 +46,8 @@ class GatedDeltaNet(Block):
     """The gated delta net layer: projection, short convolution, delta rule, gated norm, projection.
 
     `in_proj` gives q, k, v, the output gate z, and per value head b and a: beta = sigmoid(b), g = -exp(A_log)
-    softplus(a + dt_bias). Queries and keys have length 1, queries dk^-0.5. Its state is S [B, value heads, dk, dv] and
-    the convolution's.
+    softplus(a + dt_bias). Keys are scaled to length 1, queries to length dk^-0.5. The state for decoding is
+    S [B, value heads, dk, dv] and that of the convolution.
     """
 
     graph_scopes: ClassVar = {"forward": ("mamba", None)}
@@ -71,7 +71,7 @@ class GatedDeltaNet(Block):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """exp(A_log) uniform between 0.01 and 16, dt_bias = 1."""
+        """Initialise exp(A_log) uniformly between 0.01 and 16, and dt_bias with 1."""
         for parameter in (self.A_log, self.dt_bias):
             keep_dtype(parameter)
         (self.source / "A_log").uniform_(self.A_log, 0.01, 16.0)
@@ -79,7 +79,7 @@ class GatedDeltaNet(Block):
         nn.init.ones_(self.dt_bias)
 
     def share(self, ranks: TensorRanks) -> None:
-        """See `Block.share`."""
+        """Divide the heads over tensor-parallel ranks (see `Block.share`)."""
         super().share(ranks)
         size, (of_keys, _, of_values), keys = ranks.size, self.inner_widths, self.key_heads
         self.value_heads, self.key_heads = self.value_heads // size, max(1, keys // size)
@@ -88,7 +88,7 @@ class GatedDeltaNet(Block):
         self.inner_widths = of_keys, of_keys, of_values
 
     def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
-        """See `Block.mix`."""
+        """Return the layer's output [B, S, D] before the residual sum (see `Block.mix`)."""
         qkv, z, b, a = self.in_proj(x_BSD).split(self.widths, dim=-1)
         q, k, v = self.conv1d(qkv, state, documents).split(self.inner_widths, dim=-1)
         q_BSHC, k_BSHC = (each.unflatten(-1, (self.key_heads, -1)) for each in (q, k))
@@ -114,11 +114,11 @@ def delta_stepwise(
     state_BHCC: Tensor | None = None,
     numbers_BS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence, position after position.
+    """Compute the recurrence position after position.
 
-    q, k: [B, S, key heads, dk]; v: [B, S, value heads, dv]; beta: [B, S, value heads]; g <= 0: the same, or with dk
-    more; value head j reads key head j // (value heads / key heads). -> o [B, S, value heads, dv] fp32, and the last
-    state [B, value heads, dk, dv].
+    q, k: [B, S, key heads, dk]; v: [B, S, value heads, dv]; beta: [B, S, value heads]; g <= 0: [B, S, value heads] or
+    [B, S, value heads, dk]. Value head j uses key head j // (value heads / key heads). Returns o [B, S, value heads,
+    dv] in fp32, and the last state [B, value heads, dk, dv].
     """
     q, k, v, g, beta, S = _prepared(q_BSHC, k_BSHC, v_BSHC, g_BSH, beta_BSH, state_BHCC)
     q, k = (each.repeat_interleave(v.shape[2] // each.shape[2], dim=2) for each in (q, k))
@@ -145,9 +145,9 @@ def delta_chunked(
     numbers_BS: Tensor | None = None,
     slices: Slices | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The result of `delta_stepwise`, by matrix products.
+    """Compute the result of `delta_stepwise` by matrix products over chunks.
 
-    `slices`: each row is one of these, and the state before it comes from the slices before it.
+    `slices`: each row is one slice of a document; the state before it comes from earlier slices on other context ranks.
     """
     before_B = None
     if slices is not None:
@@ -155,7 +155,7 @@ def delta_chunked(
     q, k, v, g, beta, S = _prepared(q_BSHC, k_BSHC, v_BSHC, g_BSH, beta_BSH, state_BHCC)
     positions, heads, width = v.shape[1], k.shape[2], v.shape[-1]
     length = min(CHUNK if g.shape[-1] == 1 else CHUNK_OF_CHANNELS, positions)
-    # Positions that are added at the end have g = 0 and beta = 0: they neither fade nor write.
+    # Padding at the end has g = 0 and beta = 0, and so does not change the state.
     q_BHKLC, k_BHKLC = (chunks(each, length).permute(0, 3, 1, 2, 4) for each in (q, k))
     v_BHRKLC = chunks(v, length).unflatten(3, (heads, -1)).permute(0, 3, 4, 1, 2, 5)
     g_BHRKDL = chunks(g, length).unflatten(3, (heads, -1)).permute(0, 3, 4, 1, 5, 2)
@@ -164,7 +164,7 @@ def delta_chunked(
     if numbers_BS is not None:
         numbers_BKL = chunked_numbers(numbers_BS, length)
         numbers_B11K1L, states_BK = numbers_BKL[:, None, None, :, None], entering(numbers_BKL, before_B)
-    # The log of the decay since the start of the chunk or, inside of it, of the document.
+    # The log of the decay since the start of the chunk, or of the document if it starts in the chunk.
     fade_BHRKDL = summed(g_BHRKDL, numbers_B11K1L)
     total_BHRKD1 = fade_BHRKDL[..., -1:]
     decay_BHRKDLL = between(fade_BHRKDL, numbers_B11K1L)
@@ -177,7 +177,7 @@ def delta_chunked(
     from_start_BHRKLD, to_end_BHRKLD = from_start_BHRKDL.exp().mT, to_end_BHRKDL.exp().mT
     across_BHRKD1 = across_BHRKD1.exp()
 
-    # What a chunk writes is u - w S: (1 + tril(beta (k decay k^T), -1)) [u, w] = [beta v, beta decay k].
+    # A chunk's updates are u - w S: (1 + tril(beta (k decay k^T), -1)) [u, w] = [beta v, beta decay k].
     k_BH1KLC = k_BHKLC.unsqueeze(2)
     system = beta_BHRKL1 * _products(k_BH1KLC, k_BH1KLC, decay_BHRKDLL)
     right = torch.cat((beta_BHRKL1 * v_BHRKLC, (beta_BHRKL1 * from_start_BHRKLD) * k_BH1KLC), dim=-1)
@@ -195,7 +195,7 @@ def delta_chunked(
         S = fade * S + k_L @ written[-1]
 
     if slices is not None:
-        # The state S before a slice is to the states in it what T S is: T goes from chunk to chunk as they do.
+        # The state S before a slice adds T S to a state in it; T is computed chunk after chunk as the states are.
         T = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device).expand(*S.shape[:-1], -1)
         of_first = []
         for w_L, k_L, fade in zip(w.unbind(3), to_end, fades):
@@ -203,7 +203,7 @@ def delta_chunked(
             T = fade * T - k_L @ (w_L @ T)
         others = slices.carrying(torch.matmul, T, S)
 
-    # What the state before a chunk and its own positions give.
+    # The output of a chunk: a term of the state before it, and one of its own positions.
     q_BH1KLC = q_BHKLC.unsqueeze(2)
     scores_BHRKLL = _products(q_BH1KLC, k_BH1KLC, decay_BHRKDLL)
     states_BHRKCC, written_BHRKLC = torch.stack(states, dim=3), torch.stack(written, dim=3)
@@ -217,7 +217,10 @@ def delta_chunked(
 
 
 def _products(rows: Tensor, columns: Tensor, decay: Tensor) -> Tensor:
-    """[..., L, C] twice and the decay between positions, [..., D, L, L] -> the products of positions, [..., L, L]."""
+    """Return the decayed dot products of `rows` and `columns` [..., L, C], [..., L, L].
+
+    `decay`: from one position to another, [..., D, L, L].
+    """
     if decay.shape[-3] == 1:
         return (rows @ columns.mT) * decay.squeeze(-3)
     return torch.einsum("...ic,...jc,...cij->...ij", rows, columns, decay)
@@ -226,8 +229,10 @@ def _products(rows: Tensor, columns: Tensor, decay: Tensor) -> Tensor:
 def _prepared(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """In fp32 at least, queries and keys scaled to their lengths, with a state of zeros if there is none, and with all
-    decays of a head in a dimension."""
+    """Return the arguments in at least fp32, with queries and keys scaled to their lengths.
+
+    A missing state becomes zeros; `g` gets a last dimension if each head has one decay.
+    """
     dtype = torch.promote_types(g.dtype, torch.float32)
     q, k = (each * (each.square().sum(-1, keepdim=True) + TINY).rsqrt() for each in (q.to(dtype), k.to(dtype)))
     if state is None:

@@ -18,16 +18,16 @@ from weft.overlap import Crossing
 
 
 class Experts(MoE):
-    """It ends a logical layer.
+    """The mixture of experts at the end of a logical layer.
 
-    With `ranks` each computes a part of every expert, for all positions; with `positions` each computes whole experts,
-    for its own.
+    With tensor parallelism, either `ranks` is set, and each rank computes a part of every expert for all positions, or
+    `positions` is set, and each rank computes whole experts for its own positions.
     """
 
     ranks: TensorRanks | None = None
     positions: TensorRanks | None = None
     recomputes = False
-    """Whether backward computes `run_experts` again."""
+    """Whether backward recomputes `run_experts`."""
 
     graph_scopes: ClassVar = {**MoE.graph_scopes, "_joined": ("finish", ("latent_out", "post_norm"))}
 
@@ -62,7 +62,7 @@ class Experts(MoE):
         self.multiplier = cfg.residual_multiplier
 
     def share(self, ranks: TensorRanks) -> None:
-        """See `Block.share`."""
+        """Use tensor-parallel `ranks`, for parts of experts or for whole ones (see `Block.share`)."""
         if ranks.experts == CUT:
             self.ranks = ranks
         else:
@@ -70,20 +70,20 @@ class Experts(MoE):
             self.router.share_positions(ranks.stacked)
 
     def recompute(self) -> None:
-        """Let backward compute activations again: inside of what `weft.Graphs` captures of the experts, if it does."""
+        """Recompute activations in backward; inside of the experts' graph if `weft.Graphs` can capture them."""
         if self.experts.has_fixed_rows and self.ranks is None:
             self.experts.recomputes = True
         else:
             self.recomputes = True
 
     def run_experts(self, rows: Tensor, handle: Handle) -> Tensor:
-        """See `MoE.run_experts`."""
+        """Run this rank's experts on `rows`, recomputed in backward if `recompute` was called."""
         if self.recomputes:
             return recomputed(super().run_experts, rows, handle)
         return super().run_experts(rows, handle)
 
     def split(self, x_BSD: Tensor) -> Crossing:
-        """The layer up to its experts: norm, router, shared expert, rows sorted for sending."""
+        """Run the part before the experts: norm, router, shared expert, and sorting rows for dispatch."""
         with Positions(self.ranks, normed(self.norm, x_BSD)) as positions:
             rows, weights, shared, loss, handle = self.send(positions.whole)
         if (knows_loss := self.ranks or self.positions) is not None and loss is not None:
@@ -96,17 +96,17 @@ class Experts(MoE):
         return Crossing(rows, kept, handle, loss)
 
     def expert_modules(self) -> list[nn.Module]:
-        """The modules that only `run_experts` calls."""
+        """Return the modules that only `run_experts` calls."""
         return [self.experts]
 
     def compute(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        """See `MoE.compute`."""
+        """Run the experts on sorted rows, and gather the rows again in backward instead of saving them."""
         with Rows(self.ranks, rows) as kept:
             output = super().compute(kept.whole, offsets)
         return kept.before(output)
 
     def join(self, rows: Tensor, kept: dict[str, Tensor], handle: Handle) -> Tensor:
-        """The weighted rows and the residual stream; -> [B, S, D]."""
+        """Weight the experts' output rows, sum them per token and add the residual stream; return [B, S, D]."""
         goes, residual, shared = handle.permutation, kept["residual"], kept.get("shared")
         if goes is None or isinstance(handle, Halves) or self.ranks is not None:
             return self._added(residual, self.receive(rows, kept.get("weights"), shared, handle))
@@ -132,7 +132,7 @@ class Experts(MoE):
 
 
 def dispatcher_of(cfg: HybridConfig, meshes: Meshes | None) -> Dispatcher | None:
-    """The dispatcher of tokens to experts on other ranks; None if every expert is on this rank."""
+    """Return the dispatcher of tokens to experts on other ranks; None if every expert is on this rank."""
     if meshes is None or meshes.ep is None:
         return None
     return AllToAll(meshes.ep, cfg.num_experts, rows_per=cfg.moe_rows_per)

@@ -1,12 +1,12 @@
-"""What a block has from context ranks: positions that it gathers, or heads that it exchanges.
+"""Attention over context ranks: a block gathers keys and values of all positions, or exchanges positions for heads.
 
-    gathered    forward     gather keys and values     queries meanwhile            attention
-                backward    gather them again          the last projection's        attention again, then its backward
+    gathered    forward     gather keys and values     meanwhile queries               attention
+                backward    gather them again          meanwhile last projection       recompute attention, its backward
 
-    exchanged   forward     send keys and values       queries meanwhile, sent          attention, sent back
+    exchanged   forward     send keys and values       meanwhile queries, send them    attention, send its output back
 
-What is gathered is not kept, and nor are masks and scores over the whole rows: a rank keeps its own positions only. Of
-what is exchanged it keeps its heads of all positions, which are as many numbers.
+Gathered keys and values, masks and scores over whole rows are not saved for backward: a rank saves its own positions
+only. With exchanged heads, a rank saves its heads at all positions, which take as much memory.
 """
 
 import math
@@ -21,9 +21,9 @@ from weft.models.layers.positions import Positions
 
 
 class Gathered:
-    """What `gather` begins to bring here of `parts` [B, S, ...] of the slices of every context rank.
+    """Keys and values of all context ranks: starts `gather(*parts)` of this rank's `parts` [B, S, ...].
 
-    Where hooks on saved tensors are active, such as those of a checkpoint around the block, they say what is kept.
+    If hooks on saved tensors are active, such as those of a checkpoint around the block, they decide what is saved.
     """
 
     def __init__(self, gather: Callable[..., Callable[[], list[Tensor]]], *parts: Tensor) -> None:
@@ -34,7 +34,7 @@ class Gathered:
             self._parts = parts
 
     def attend(self, attention: Callable[..., Tensor], queries: Tensor) -> Tensor:
-        """`attention(queries, *found)`, where `found` is what came for each of the parts."""
+        """Return `attention(queries, *gathered)`, where `gathered` is the gathered tensor of each part."""
         if not self._parts:
             assert self._coming is not None
             return attention(queries, *self._coming())
@@ -46,22 +46,22 @@ class Gathered:
         return checkpoint(run, queries, *self._parts, use_reentrant=False, preserve_rng_state=False)
 
     def before(self, output: Tensor) -> Tensor:
-        """`output`, made from what `attend` gave: as soon as its gradient is there the parts begin to travel again."""
+        """Return `output`, computed from the result of `attend`; backward starts the next gather at its gradient."""
         if self._parts and output.requires_grad:
             output.register_hook(self._send)
         return output
 
     def _send(self, gradient: Tensor) -> None:
-        if self._parts:  # a second backward sends where it computes
+        if self._parts:  # empty in a second backward, which gathers when it recomputes attention
             with torch.enable_grad():
                 self._coming = self._gather(*self._parts)
             self._parts = ()
 
 
 class Exchanged:
-    """Keys and values [B, 2 width, heads, C] of this rank's slices, on their way to the ranks that have their heads.
+    """Starts to send keys and values [B, 2 width, heads, C] of this rank's slices to the ranks of their heads.
 
-    `heads`: how many query heads there are. Where there are too few key heads for the ranks, several ranks get one.
+    `heads`: the number of query heads. With fewer key heads than ranks, several ranks get the same head.
     """
 
     def __init__(self, slices: Slices, heads: int, *parts: Tensor) -> None:
@@ -75,13 +75,16 @@ class Exchanged:
         self._coming = slices.exchanging(*parts)
 
     def attend(self, attention: Callable[..., Tensor], queries: Tensor) -> Tensor:
-        """`attention(queries, *parts)` of this rank's heads, [B, T, heads / ranks, C] each; -> as `queries`."""
+        """Return `attention(queries, *parts)`, in the shape of `queries` [B, S, heads, C].
+
+        `attention` runs on this rank's heads at all positions, [B, T, heads / ranks, C].
+        """
         coming = self._slices.exchanging(queries)
         parts = self._coming()
         return self._slices.exchanging_back(attention(*coming(), *parts))()
 
     def before(self, output: Tensor) -> Tensor:
-        """`output`: everything that backward needs is here."""
+        """Return `output`: backward needs no further communication here."""
         return output
 
 

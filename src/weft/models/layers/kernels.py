@@ -1,12 +1,12 @@
-"""Fast kernels of other packages, by name, where they are installed and usable.
+"""Selects fast kernels of other packages, if they are installed and usable.
 
-    layer   name        function                                              where
+    layer   name        function                                              usable
     M       mamba_ssm   ops.triton.ssd_combined.mamba_chunk_scan_combined     CUDA
     G       fla         ops.gated_delta_rule.chunk_gated_delta_rule           CUDA, in half precision, with heads of
                                                                               keys up to 256 wide
 
-"auto" takes them where they run, and otherwise torch's operations, with the reason in the log, once. A kernel that is
-asked for by its name and does not run is an error. They round in another order than the chunked forms in torch.
+"auto" uses a kernel if it is usable. Otherwise it uses torch's operations and logs the reason once. Asking for a kernel
+by name raises `KernelError` if it is not usable. The kernels round differently from the chunked forms in torch.
 """
 
 import importlib
@@ -24,15 +24,15 @@ from weft.models.context import Borders, Slices
 SCAN = ("mamba_ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
 RULE = ("fla", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
 DEVICES = ("cuda",)
-"""Where they run."""
+"""The device types on which the kernels run."""
 HALVES, WIDEST = (torch.bfloat16, torch.float16), 256
-"""What fla computes in, and the widest head of keys that it takes."""
+"""The dtypes that fla accepts, and the largest width of a key head."""
 
 log = logging.getLogger(__name__)
 
 
 def fast_scan(asked: str, chunked: Callable[..., Any]) -> Callable[..., Any]:
-    """What computes Mamba-2's state space on tensors as `ssd_chunked` takes them: `chunked`, or mamba_ssm's."""
+    """Return a function with the arguments of `ssd_chunked` that runs mamba_ssm's kernel or `chunked`, as `asked`."""
 
     def scan(
         x: Tensor,
@@ -63,7 +63,7 @@ def fast_scan(asked: str, chunked: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def fast_rule(asked: str, chunked: Callable[..., Any]) -> Callable[..., Any]:
-    """What computes the gated delta rule on tensors as `delta_chunked` takes them: `chunked`, or fla's."""
+    """Return a function with the arguments of `delta_chunked` that runs fla's kernel or `chunked`, as `asked`."""
 
     def rule(
         q: Tensor,
@@ -99,7 +99,7 @@ def _refuse_slices(asked: str, place: tuple[str, str, str]) -> None:
 
 
 def _not_for_fla(q: Tensor) -> str:
-    """Why fla does not take such queries, empty where it does."""
+    """Return why fla does not accept such queries; empty if it does."""
     if q.dtype not in HALVES:
         return f"it computes in half precision, and the tensors are {str(q.dtype).removeprefix('torch.')}"
     if q.shape[-1] > WIDEST:
@@ -124,14 +124,14 @@ def _chosen(asked: str, place: tuple[str, str, str], x: Tensor, unfit: str = "")
 
 @cache
 def _found(place: tuple[str, str, str]) -> tuple[Callable[..., Any] | None, str]:
-    """The function, or why there is none."""
+    """Import a kernel; return it, or None and the reason why it is missing."""
     name, module, function = place
     try:
         return getattr(importlib.import_module(module), function), ""
     except ModuleNotFoundError as error:
         missing = error.name or name
         return None, "it is not installed" if missing == name else f"it needs {missing}, which is not installed"
-    except Exception as error:  # a package for another version of CUDA or torch fails in ways of its own
+    except Exception as error:  # a package for another version of CUDA or torch may raise anything
         return None, f"it cannot be imported ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
 
 

@@ -1,7 +1,7 @@
 """Kimi delta attention (Kimi Linear, arXiv:2510.26692): a gated delta net in which each channel of a key has a decay.
 
-S_t = exp(g_t) S_(t-1)                       g_t is a vector of the width of a key: row c of S fades by exp(g_tc)
-S_t = S_t + beta_t k_t (v_t - S_t^T k_t)^T   and the rest is `weft.models.layers.delta_net`
+S_t = exp(g_t) S_(t-1)                       g_t is a vector as wide as a key: row c of S decays by exp(g_tc)
+S_t = S_t + beta_t k_t (v_t - S_t^T k_t)^T   as in `weft.models.layers.delta_net`
 o_t = S_t^T q_t
 """
 
@@ -26,15 +26,15 @@ from weft.moe.parts import part
 from weft.moe.source import WeightSource
 
 STEPS = 1e-3, 1e-1
-"""Smallest and largest step that channels start with."""
+"""The smallest and largest initial step of a channel."""
 
 
 class KimiDelta(Block):
-    """The layer: projection, short convolution, delta rule, gated norm, projection.
+    """The Kimi delta attention layer: projection, short convolution, delta rule, gated norm, projection.
 
     `in_proj` gives q, k, v, per head b, and the latents of decay and gate: beta = sigmoid(b), g = -exp(A_log)
-    softplus(f_proj(latent) + dt_bias) for each channel. Queries and keys have length 1, queries C^-0.5. Its state is S
-    [B, H, C, C] and the convolution's.
+    softplus(f_proj(latent) + dt_bias) for each channel. Keys are scaled to length 1, queries to length C^-0.5. The
+    state for decoding is S [B, H, C, C] and that of the convolution.
     """
 
     graph_scopes: ClassVar = {"forward": ("mamba", None)}
@@ -58,7 +58,7 @@ class KimiDelta(Block):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """exp(A_log) uniform between 1 and 16, and steps that are log-uniform."""
+        """Initialise exp(A_log) uniformly between 1 and 16, and steps log-uniformly."""
         for parameter in (self.A_log, self.dt_bias):
             keep_dtype(parameter)
         (self.source / "A_log").uniform_(self.A_log, 1.0, 16.0)
@@ -69,14 +69,14 @@ class KimiDelta(Block):
         self.dt_bias.copy_(step + (-(-step).expm1()).log())  # the inverse of softplus
 
     def share(self, ranks: TensorRanks) -> None:
-        """See `Block.share`."""
+        """Divide the heads over tensor-parallel ranks (see `Block.share`)."""
         super().share(ranks)
         inner, heads, of_decay, of_gate = self.widths
         self.heads //= ranks.size
         self.widths = inner // ranks.size, heads // ranks.size, of_decay, of_gate
 
     def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
-        """See `Block.mix`."""
+        """Return the layer's output [B, S, D] before the residual sum (see `Block.mix`)."""
         qkv, b, decay, gate = self.in_proj(x_BSD).split(self.widths, dim=-1)
         q, k, v = self.conv1d(qkv, state, documents).chunk(3, dim=-1)
         q_BSHC, k_BSHC, v_BSHC = (each.unflatten(-1, (self.heads, -1)) for each in (q, k, v))

@@ -5,8 +5,8 @@ c, k_rope = W_kva x               a latent, and one rotated key that all heads s
 k, v      = W_kvb norm(c)         per head: its own part of the key, and the value
 y         = W_o softmax(scale [q ; q_rope] [k ; k_rope]^T) v
 
-Decoding keeps norm(c) and k_rope only, and expands none of them: W_kvb = [W_k; W_v] for each head, so that
-q (W_k c) = (W_k^T q) c, and the values are W_v (softmax(...) c). A step costs T x rank for each head.
+Decoding caches norm(c) and k_rope only, and expands neither: with W_kvb = [W_k; W_v] for each head,
+q (W_k c) = (W_k^T q) c, and the output is W_v (softmax(...) c). A step costs T x rank for each head.
 """
 
 from functools import partial
@@ -26,13 +26,13 @@ from weft.moe.linear import Linear
 from weft.moe.source import WeightSource
 
 LATENT_NORM_EPS = 1e-6
-"""Of the norms of both latents, in every published model, unlike the other norms."""
+"""Epsilon of the norms of both latents. It is fixed, because all published models use it."""
 
 
 class LatentAttention(Block):
-    """Multi-head latent attention. Its state are the latents [B, T, rank] and the shared keys [B, T, 1, rotated].
+    """Multi-head latent attention; caches the latents [B, T, rank] and the shared keys [B, T, 1, rotated].
 
-    Where `q_lora_rank` is None, queries come from x by one projection.
+    If `q_lora_rank` is None, one projection computes the queries.
     """
 
     graph_scopes: ClassVar = {"forward": ("attn", None)}
@@ -60,15 +60,15 @@ class LatentAttention(Block):
         self.rotary = beside.rotary
 
     def share(self, ranks: TensorRanks) -> None:
-        """See `Block.share`."""
+        """Divide the heads over tensor-parallel ranks (see `Block.share`)."""
         super().share(ranks)
         self.heads //= ranks.size
 
     def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
-        """See `Block.mix`."""
+        """Return the layer's output [B, S, D] before the residual sum (see `Block.mix`)."""
         where = positions_of(documents, state["rope"].shape[1] if state else 0, x_BSD)
         if isinstance(documents, Slices):
-            others = Gathered(documents.gathering, *self._latents(x_BSD, where))  # beside what queries take
+            others = Gathered(documents.gathering, *self._latents(x_BSD, where))  # overlaps with computing queries
             o_BSHC = others.attend(partial(self._over, documents), self._queries(x_BSD, where))
             return others.before(self.o_proj(o_BSHC.flatten(-2)))
         else:
@@ -92,7 +92,7 @@ class LatentAttention(Block):
         return torch.cat((q_BSHC, q_rope_BSHC), dim=-1)
 
     def _latents(self, x_BSD: Tensor, where: Where) -> tuple[Tensor, Tensor]:
-        """The normed latents and the shared keys, rotated."""
+        """Return the normalised latents and the rotated shared keys."""
         latent_BSC, k_rope_BSC = self.kv_a_proj(x_BSD).split(self.latent_widths, dim=-1)
         k_rope_BS1C = k_rope_BSC.unsqueeze(2)
         if self.rotary is not None:
@@ -104,7 +104,7 @@ class LatentAttention(Block):
         return torch.cat((k_BTHC, k_rope_BT1C.expand(-1, -1, self.heads, -1)), dim=-1), v_BTHC
 
     def _step(self, q_B1HC: Tensor, latent_BTR: Tensor, k_rope_BT1C: Tensor) -> Tensor:
-        """What the last position sees, from the latents as they are; -> [B, 1, H, C of v]."""
+        """Return attention of the last position, computed without expanding the latents; [B, 1, H, C of v]."""
         of_keys_HCR, of_values_HCR = self.kv_b_proj.weight.unflatten(0, (self.heads, -1)).split(self.up_widths, dim=1)
         q_BHC, q_rope_BHC = q_B1HC[:, 0].split(self.key_widths, dim=-1)
         q_BHR = torch.einsum("bhc,hcr->bhr", q_BHC, of_keys_HCR)

@@ -3,9 +3,9 @@
 h_t = exp(dt_t A) h_(t-1) + dt_t x_t B_t^T      h [P, N] for each head, in fp32
 y_t = h_t C_t + D x_t
 
-Heads in a group share B and C. `ssd_stepwise` is these two lines. `ssd_chunked` is the same in chunks of L positions:
-within a chunk it is attention with a decay, y = (C B^T * exp(sums of dt A)) (dt x), between chunks the states go on.
-With the numbers of documents, the decay into the first position of each is 0.
+Heads in a group share B and C. `ssd_stepwise` computes these two lines. `ssd_chunked` computes the same in chunks of
+L positions: within a chunk as attention with a decay, y = (C B^T * exp(sums of dt A)) (dt x), and between chunks by
+the state. With the numbers of documents, the decay into the first position of each is 0.
 
 Shapes in names: H heads, P width of a head, G groups, N state, K chunks, L positions of a chunk, R heads of a group.
 """
@@ -36,12 +36,13 @@ from weft.moe.source import WeightSource
 class Mamba2(Block):
     """The Mamba-2 layer: projection, short convolution, state space, gated norm, projection.
 
-    Its state is h [B, H, P, N] and the convolution's. dt = softplus(W x + dt_bias), clamped to `time_step_limit_*`.
+    dt = softplus(W x + dt_bias), clamped to `time_step_limit_*`. The state for decoding is h [B, H, P, N] and that of
+    the convolution.
     """
 
     graph_scopes: ClassVar = {"forward": ("mamba", None)}
     multipliers: Sequence[float] | None = None
-    """Of the parts of the projection: gate, x, B, C and step."""
+    """Factors of the parts of the projection: gate, x, B, C and step; None: all 1."""
 
     def __init__(self, cfg: HybridConfig, source: WeightSource, beside: Beside) -> None:
         super().__init__(cfg)
@@ -69,7 +70,7 @@ class Mamba2(Block):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """A from -1 to -H, D = 1, and steps that are log-uniform from `time_step_min` to `time_step_max`."""
+        """Initialise A with -1 to -H, D with 1, and steps log-uniformly from `time_step_min` to `time_step_max`."""
         for parameter in (self.A_log, self.D, self.dt_bias):
             keep_dtype(parameter)
         self.A_log.copy_(torch.arange(1, len(self.A_log) + 1, device=self.A_log.device).log())
@@ -80,7 +81,7 @@ class Mamba2(Block):
         self.dt_bias.copy_(step + (-(-step).expm1()).log())  # the inverse of softplus
 
     def share(self, ranks: TensorRanks) -> None:
-        """See `Block.share`."""
+        """Divide heads and groups over tensor-parallel ranks (see `Block.share`)."""
         super().share(ranks)
         size, groups = ranks.size, self.groups
         inner, shared, _ = self.inner_widths
@@ -94,7 +95,7 @@ class Mamba2(Block):
             self.gated_norm.mean_over_ranks = partial(ranks.mean, first=ranks.rank // count * count, count=count)
 
     def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
-        """See `Block.mix`."""
+        """Return the layer's output [B, S, D] before the residual sum (see `Block.mix`)."""
         z, xBC, dt_BSH = self._projected(x_BSD)
         x, B, C = self.conv1d(xBC, state, documents).split(self.inner_widths, dim=-1)
         x_BSHP = x.unflatten(-1, (self.heads, -1))
@@ -116,7 +117,7 @@ class Mamba2(Block):
         )
 
     def _projected(self, x_BSD: Tensor) -> Sequence[Tensor]:
-        """The gate, what is convolved, and the steps."""
+        """Return the gate, the input of the convolution, and the steps."""
         if self.multipliers is None:
             return self.in_proj(x_BSD).split(self.widths, dim=-1)
         parts = self.in_proj(x_BSD).split((self.widths[0], *self.inner_widths, self.widths[2]), dim=-1)
@@ -134,9 +135,9 @@ def ssd_stepwise(
     chunk_size: int | None = None,
     numbers_BS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence, position after position: y without the D term [B, S, H, P] fp32, and the last state.
+    """Compute the recurrence position after position; return y [B, S, H, P] fp32 without D x, and the last state.
 
-    `numbers_BS`: the number of each position's document; the first one continues nothing.
+    `numbers_BS`: the number of each position's document; the first position starts a document.
     """
     x, dt, A, B, C, h = _wide(x_BSHP, dt_BSH, A_H, B_BSGN, C_BSGN, state_BHPN)
     B, C = (each.repeat_interleave(x.shape[2] // each.shape[2], dim=2) for each in (B, C))
@@ -162,9 +163,9 @@ def ssd_chunked(
     numbers_BS: Tensor | None = None,
     slices: Slices | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The result of `ssd_stepwise`, by matrix products.
+    """Compute the result of `ssd_stepwise` by matrix products over chunks.
 
-    `slices`: each row is one of these, and the state before it comes from the slices before it.
+    `slices`: each row is one slice of a document; the state before it comes from earlier slices on other context ranks.
     """
     before_B = None
     if slices is not None:
@@ -172,7 +173,7 @@ def ssd_chunked(
     x, dt, A, B, C, first = _wide(x_BSHP, dt_BSH, A_H, B_BSGN, C_BSGN, state_BHPN)
     positions, groups = x.shape[1], B.shape[2]
     length = min(chunk_size, positions)
-    # Positions that are added at the end have dt = 0: they neither decay nor write.
+    # Padding at the end has dt = 0, and so does not change the state.
     x, dt, B, C = (chunks(each, length) for each in (x * dt[..., None], dt, B, C))
     B_BKGLN, C_BKGLN = B.transpose(2, 3), C.transpose(2, 3)
     x_BKGRLP = x.transpose(2, 3).unflatten(2, (groups, -1))
@@ -180,11 +181,11 @@ def ssd_chunked(
     if numbers_BS is not None:
         numbers_BKL = chunked_numbers(numbers_BS, length)
         numbers_BK1L, states_BK = numbers_BKL[:, :, None], entering(numbers_BKL, before_B)
-    # The log of the decay since the start of the chunk or, inside of it, of the document.
+    # The log of the decay since the start of the chunk, or of the document if it starts in the chunk.
     decay_BKHL = summed((dt * A).transpose(2, 3), numbers_BK1L)
     total_BKH = decay_BKHL[..., -1]
 
-    # What each chunk adds to the state, and the state before each chunk: all decays from chunk to chunk are one matrix.
+    # Each chunk's term of the state, and the state before each chunk: the decays between chunks are one matrix.
     to_end_BKHL, from_start_BKHL = total_BKH[..., None] - decay_BKHL, decay_BKHL
     if numbers_BK1L is not None and states_BK is not None:  # masked before exp, as in `between`
         to_end_BKHL = to_end_BKHL.where(numbers_BK1L == states_BK[:, 1:, None, None], -math.inf)
@@ -209,7 +210,7 @@ def ssd_chunked(
     before_BKGRPN = states_BHKPN[:, :, :-1].transpose(1, 2).unflatten(2, (groups, -1))
     last_BHPN = states_BHKPN[:, :, -1]
 
-    # What the state before a chunk gives to its positions.
+    # The term of the state before a chunk in the output of its positions.
     from_start_BKGRL1 = from_start_BKHL.exp().unflatten(2, (groups, -1)).unsqueeze(-1)
     y_BKGRLP = y_BKGRLP + (C_BKGLN.unsqueeze(3) @ before_BKGRPN.mT) * from_start_BKGRL1
     y_BSHP = y_BKGRLP.flatten(2, 3).transpose(2, 3).flatten(1, 2)
@@ -223,7 +224,7 @@ def _carried(decay_BH: Tensor, state_BHPN: Tensor) -> Tensor:
 def _wide(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """In fp32 at least, with a state of zeros if there is none."""
+    """Return the arguments in at least fp32; a missing state becomes zeros."""
     dtype = torch.promote_types(dt.dtype, torch.float32)
     batch, _, heads, width = x.shape
     if state is None:

@@ -16,13 +16,13 @@ from weft.overlap import Crossing
 
 
 class MLP(FeedForward):
-    """It ends a logical layer, whose `experts` it is."""
+    """The dense MLP at the end of a logical layer; it is the layer's stage `experts`."""
 
     graph_scopes: ClassVar = {"forward": ("mlp", None), "join": ("finish", ("post_norm",))}
     dispatcher: Dispatcher | None = None
     ranks: TensorRanks | None = None
     recomputes = False
-    """Whether backward computes `run_experts` again; without `ranks` `forward`, inside of what graphs capture."""
+    """Whether backward recomputes `run_experts`, or without `ranks` only `forward`, which graphs may capture."""
 
     def __init__(self, cfg: HybridConfig, source: WeightSource, beside: Beside) -> None:
         super().__init__(
@@ -33,27 +33,27 @@ class MLP(FeedForward):
         self.multiplier = cfg.residual_multiplier
 
     def share(self, ranks: TensorRanks) -> None:
-        """See `Block.share`."""
+        """Compute a part of the inner width, with collectives outside of graphs (see `Block.share`)."""
         self.ranks = ranks
         parts = [name for name, _ in self.named_children() if name not in ("norm", "post_norm")]
         vars(self)["graph_scopes"] = {**type(self).graph_scopes, "forward": ("mlp", parts)}
 
     def split(self, x_BSD: Tensor) -> Crossing:
-        """The layer up to its experts, which are the MLP itself."""
+        """Run the part before the MLP: the norm. The residual stream is kept for `join`."""
         return Crossing(normed(self.norm, x_BSD), {"residual": x_BSD})
 
     def recompute(self) -> None:
-        """Let backward compute activations again."""
+        """Recompute activations in backward."""
         self.recomputes = True
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D]."""
+        """Return the MLP's output [..., D], without collectives."""
         inside = self.recomputes and self.ranks is None
         return recomputed(super().forward, x) if inside else super().forward(x)
 
     def run_experts(self, rows: Tensor, handle: None) -> Tensor:
-        """[B, S, D] -> [B, S, D]."""
-        around = self.recomputes and self.ranks is not None  # the positions of others come again too
+        """Run the MLP on normalised positions [B, S, D]; gather and scatter them over tensor-parallel ranks."""
+        around = self.recomputes and self.ranks is not None  # then backward gathers positions again too
         return recomputed(self._run, rows) if around else self._run(rows)
 
     def _run(self, rows: Tensor) -> Tensor:
@@ -62,9 +62,9 @@ class MLP(FeedForward):
         return positions.scatter(output)
 
     def expert_modules(self) -> list[nn.Module]:
-        """The modules that only `run_experts` calls."""
+        """Return the modules that only `run_experts` calls."""
         return [module for name, module in self.named_children() if not name.endswith("norm")]
 
     def join(self, rows: Tensor, kept: dict[str, Tensor], handle: None) -> Tensor:
-        """[B, S, D] -> [B, S, D]."""
+        """Add the MLP's output `rows` to the residual stream; return [B, S, D]."""
         return added(kept["residual"], normed(self.post_norm, rows), self.multiplier)

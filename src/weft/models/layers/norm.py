@@ -16,7 +16,7 @@ class RMSNorm(nn.Module):
     """
 
     mean_over_ranks: Callable[[Tensor], Tensor] | None = None
-    """Gives the mean of this rank's mean squares and those of the ranks that have the rest of the width."""
+    """Averages mean squares over the ranks that have parts of the width; None: this rank has all of it."""
 
     def __init__(self, width: int, eps: float, *, zero_centered: bool = False) -> None:
         super().__init__()
@@ -26,11 +26,11 @@ class RMSNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the initial weight, such that nothing is scaled."""
+        """Set the initial weight, which makes the factor 1."""
         nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise and scale."""
+        """Return `x` normalised and scaled, in its dtype."""
         weight = part(self, "weight")
         if not self.zero_centered and self.mean_over_ranks is None:
             return F.rms_norm(x, weight.shape, weight, self.eps)
@@ -45,15 +45,15 @@ class RMSNorm(nn.Module):
 
 
 class GatedNorm(nn.Module):
-    """A norm with a gate, in fp32; recurrent layers end in one.
+    """A norm with a gate, computed in fp32, before the last projection of recurrent layers.
 
-    gate first   y = w * norm(x * silu(gate))     Mamba-2: the mean over each of `groups` equal parts
+    gate first   y = w * norm(x * silu(gate))     Mamba-2: a mean for each of `groups` equal parts
     norm first   y = w * norm(x) * silu(gate)     gated delta net: the last dimension is one head
     sigmoid      y = w * norm(x) * sigmoid(gate)  Kimi delta attention
     """
 
     mean_over_ranks: Callable[[Tensor], Tensor] | None = None
-    """As of `RMSNorm`, where ranks share a group."""
+    """Averages mean squares over the ranks that share a group; None: no group is shared."""
 
     def __init__(self, width: int, eps: float, *, groups: int = 1, gate_first: bool, sigmoid: bool = False) -> None:
         super().__init__()
@@ -65,11 +65,11 @@ class GatedNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the initial weight: ones."""
+        """Set the weight to ones."""
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """[..., width] twice -> [..., width] in the dtype of `gate`."""
+        """Return [..., width] in the dtype of `gate`, for `x` and `gate` [..., width]."""
         wide = torch.promote_types(gate.dtype, torch.float32)
         x, opened = x.to(wide), self.opens(gate.to(wide))
         x = (x * opened if self.gate_first else x).unflatten(-1, (self.groups, -1))
@@ -82,7 +82,7 @@ class GatedNorm(nn.Module):
 
 
 def _over_root(x: Tensor, eps: float, mean_over_ranks: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """`x` over the root of its mean square."""
+    """Return `x` divided by the root of its mean square."""
     if mean_over_ranks is None:
         return F.rms_norm(x, x.shape[-1:], None, eps)
     return x * (mean_over_ranks(x.square().mean(-1, keepdim=True)) + eps).rsqrt()

@@ -16,7 +16,7 @@ from weft.moe.source import WeightSource
 
 
 class Parallel(Block):
-    """Its state is that of both parts."""
+    """Attention and Mamba-2 on the same input; the state for decoding is that of both."""
 
     def __init__(self, cfg: HybridConfig, source: WeightSource, beside: Beside) -> None:
         super().__init__(cfg)
@@ -29,15 +29,15 @@ class Parallel(Block):
             part.capture_mix()
 
     def share(self, ranks: TensorRanks) -> None:
-        """See `Block.share`."""
+        """Divide the heads of both parts over tensor-parallel ranks (see `Block.share`)."""
         super().share(ranks)
         for part in (self.attention, self.mamba):
             part.share(ranks)
 
     def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
-        """See `Block.mix`."""
-        # Attention first: it takes a state that holds anything for one with its own keys.
-        # A view for each, so that gradients add up in one order, whether a graph replays a part or not.
+        """Return the weighted sum of both outputs [B, S, D] (see `Block.mix`)."""
+        # Attention first: it assumes that a state with any entry has its keys.
+        # A view for each, so that gradients are summed in the same order with and without graphs.
         attended, scanned = (part.mix(x_BSD.view_as(x_BSD), state, documents) for part in (self.attention, self.mamba))
         of_attention, of_mamba = self.multipliers
         return scaled(attended, of_attention) + scaled(scanned, of_mamba)

@@ -1,7 +1,7 @@
-"""The positions that a block gathers from tensor-parallel ranks, and gathers again in backward instead of keeping them.
+"""Gathers a block's input from tensor-parallel ranks, and gathers it again in backward instead of saving it.
 
-forward     gather   products with the input        scatter    the input goes, this rank's part of it stays
-backward    gradients arrive   the input is sent again   backward of the block's inner part   gradients of weights
+forward     gather the input, compute, scatter the output; save this rank's part of the input
+backward    start to gather the input again, run the backward of the block's inner part, compute gradients of weights
 
 Megatron-LM's linear layers do the same (Korthikanti et al. 2022, arXiv:2205.05198).
 """
@@ -18,14 +18,15 @@ from weft.models.tensor_parallel import LANE, TensorRanks
 
 
 class Positions:
-    """A context in which `whole` [B, S, D] is used, of which this rank has `part` [B, S / tp, D].
+    """A context in which autograd does not save the gathered input `whole` [B, S, D].
 
-    Inside, autograd keeps the place of `whole`, not its values. Where other hooks on saved tensors are active, such as
-    those of a checkpoint, it keeps what they say. Without `ranks` both are the same, and nothing is gathered.
+    This rank has `part` [B, S / tp, D] of it. Autograd saves a reference, for which backward gathers `whole` again. If
+    other hooks on saved tensors are active, such as those of a checkpoint, they decide instead. Without `ranks`,
+    `whole` is `part`, and nothing is gathered.
     """
 
     knows_graphs = True
-    """`weft.Graphs` may capture inside: what is captured reads a copy of `whole`."""
+    """Tells `weft.Graphs` that it may capture inside of this context; graphs read a copy of `whole`."""
     _dim = 1
 
     def __init__(self, ranks: TensorRanks | None, part: Tensor) -> None:
@@ -54,14 +55,14 @@ class Positions:
         del self.whole
 
     def scatter(self, x: Tensor) -> Tensor:
-        """This rank's positions of the sum of `x` over the ranks.
+        """Sum `x` over the ranks and return this rank's positions.
 
-        In backward the positions begin to travel again as soon as the gradient of `x` is there.
+        Backward starts to gather `whole` again when the gradient of `x` is computed.
         """
         return x if self._ranks is None else self._ranks.scatter(self.before(x))
 
     def before(self, x: Tensor) -> Tensor:
-        """`x`, whose gradient is what starts the positions in backward."""
+        """Return `x`; backward starts to gather `whole` again when the gradient of `x` is computed."""
         if self._kept and x.requires_grad:
             x.register_hook(self._send)
         return x
@@ -86,7 +87,7 @@ class Positions:
             self._coming = None
         found = self._again.as_strided(*kept)
         self._asked += 1
-        if self._asked == self._kept:  # a second backward gathers once more
+        if self._asked == self._kept:  # all saved tensors were unpacked: free `whole`; a second backward gathers again
             self._asked, self._again = 0, None
         return found
 
@@ -98,7 +99,7 @@ class Positions:
 
 
 class Rows(Positions):
-    """The same for `whole` [rows, D] that every rank has already: each keeps an equal part of the rows."""
+    """`Positions` for `whole` [rows, D], which every rank has already: each saves an equal part of the rows."""
 
     _dim = 0
 
