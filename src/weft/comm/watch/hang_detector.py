@@ -180,10 +180,7 @@ class HangDetector:
                 self._token += 1
 
     def explain(self, error: RuntimeError, call: Call) -> None:
-        """Raise CollectiveMismatch if a rank has published why the wait for `call` broke; otherwise annotate `error`.
-
-        A wait breaks because the detector of this or another rank broke it, or because another process has exited.
-        """
+        """Raise CollectiveMismatch if a rank has published why the wait for `call` broke; otherwise annotate `error`."""
         deadline = time.monotonic() + EXPLAINED_S
         while not self.verdict:
             self.verdict = self._read("verdict") or self._of_who_left(call)
@@ -387,20 +384,15 @@ def watched(call: Call | None) -> AbstractContextManager:
 
 
 def explain(error: RuntimeError, call: Call | None) -> None:
-    """Explain `error`, raised when the transfers of `call` started.
-
-    Raises CollectiveMismatch if another rank has published the reason; otherwise annotates `error`.
-    """
+    """Call `HangDetector.explain` for an `error` raised when the transfers of `call` started."""
     watch = hang_detector()
     if call is not None and watch is not None:
         watch.explain(error, call)
 
 
 def watching(kind: str, name: str, group: Any) -> AbstractContextManager:
-    """Return a context that counts and watches a blocking collective of `group`.
-
-    `kind`: only collectives of the same kind match between ranks. `name`: its name in errors.
-    """
+    """Return a context that counts and watches a blocking collective of `group`. Only collectives of the same `kind`
+    match between ranks. `name`: its name in errors."""
     watch = hang_detector()
     if watch is None or group.size() == 1:
         return nullcontext()
