@@ -226,8 +226,8 @@ MUTATIONS = [
     Mutation(
         "a replay skips the last operator",
         "graphs/tape.py",
-        "for function, args, kwargs, results in self.calls:",
-        "for function, args, kwargs, results in self.calls[:-1]:",
+        "for function, args, kwargs, results, differentiable in self.calls:",
+        "for function, args, kwargs, results, differentiable in self.calls[:-1]:",
         REPLAYS,
     ),
     Mutation(

@@ -267,3 +267,23 @@ def test_a_form_that_is_recorded_later_leaves_buffers_as_one_backward_does():
         return y, aux
 
     assert compare(lambda: Net(Recomputed()), step_of).replays == 6
+
+
+class Recurrent(nn.Module):
+    """Its operator keeps more for a backward where gradients are computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x):
+        return self.lstm(x[None])[0][0]
+
+
+def test_operators_that_depend_on_whether_gradients_are_computed_replay():
+    def step_of(net, step):
+        y = net.part(net.outside(rows(step)))
+        y.square().mean().backward()
+        return (y,)
+
+    assert compare(lambda: Net(Recurrent()), step_of).replays == 6

@@ -166,7 +166,7 @@ class GraphedCall:
     def _drop_outdated(self, addresses: tuple[Any, ...]) -> None:
         """Weights lie elsewhere: what holds their old places goes, whatever its key."""
         for each in self._signatures.values():
-            each.captured = [it for it in each.captured if it.addresses[0] == addresses[0] or it.holder() is not None]
+            each.captured = [it for it in each.captured if it.addresses[0] == addresses[0]]
 
     def _changed(self, signature: Signature, captured: Captured) -> None:
         """Attributes are others: what was captured with the old ones goes."""
@@ -174,7 +174,7 @@ class GraphedCall:
         if self._changes > MOST_CHANGES:
             self.refuse(f"attributes of its modules differ from call to call ({captured.python.difference()})")
         else:
-            signature.captured = [each for each in signature.captured if each.holder() is not None]
+            signature.captured = []
             self._places = None
 
     def _capture(

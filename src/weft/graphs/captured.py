@@ -53,8 +53,7 @@ class Lease:
 
     def end(self) -> None:
         """The backward is done: the capture may be used again."""
-        if self._captured.holder() is self:
-            self._captured.rest()
+        self._captured.rest()
 
 
 class Captured:
@@ -305,7 +304,7 @@ class _Replayed(torch.autograd.Function):
                 "create_graph=True through a captured module: a replayed backward has no graph; leave the module out "
                 "of weft.Graphs"
             )
-        ctx.saved_tensors  # noqa: B018
+        ctx.saved_tensors  # noqa: B018  # it raises after writes, and in a second backward that nothing retained
         ends = not torch._C._autograd._get_current_graph_task_keep_graph()
         return (None, None, None, None, *ctx.captured.backward(gradients, ctx.lease, ends=ends))
 

@@ -22,12 +22,14 @@ _EMPTY = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_em
 
 
 class Call(NamedTuple):
-    """One operator; `results`: what it returned that is new memory, with its place among the results."""
+    """One operator; `results`: what it returned that is new memory, with its place among the results. `differentiable`:
+    whether gradients were computed around it, as some operators return more then."""
 
     function: Any
     args: tuple
     kwargs: dict
     results: tuple[tuple[int, Tensor], ...]
+    differentiable: bool
 
 
 class Tape:
@@ -57,7 +59,8 @@ class Tape:
                 raise RuntimeError(
                     f"a graph reads a tensor of shape {tuple(tensor.shape)} whose memory has moved since its capture"
                 )
-        for function, args, kwargs, results in self.calls:
+        for function, args, kwargs, results, differentiable in self.calls:
+            torch._C._set_grad_enabled(differentiable)  # no tensor here requires a gradient
             returned = function(*args, **kwargs)
             for place, tensor in results:
                 tensor.copy_(returned if place < 0 else returned[place])
@@ -105,7 +108,7 @@ class _Recorder(Watch):
         keep: Any = tree_map(self._kept, (args, kwargs))
         if (new or function._schema.is_mutable) and function.overloadpacket.__name__ not in _EMPTY:
             results = tuple((place, self._alias(tensor)) for place, tensor in new)
-            self._tape.calls.append(Call(function, keep[0], keep[1], results))
+            self._tape.calls.append(Call(function, keep[0], keep[1], results, torch.is_grad_enabled()))
 
     def _kept(self, value: Any) -> Any:
         return self._alias(value) if isinstance(value, Tensor) else value

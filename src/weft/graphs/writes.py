@@ -20,6 +20,9 @@ from weft.fsdp.gradients.direct import answering, weight_gradient
 from weft.graphs.capture import CaptureRefused
 from weft.graphs.places import Ranges, local, range_of
 
+_OTHERS = (
+    "a backward in it asks for other gradients of weights than the time before: leave its module out of weft.Graphs"
+)
 MOST = 8
 """Recordings of one function: buffers that are new in each backward get none."""
 Target = tuple[Tensor, bool]
@@ -63,6 +66,10 @@ class Writes:
         return torch.empty_like(local(parameter), memory_format=torch.contiguous_format), False
 
 
+def _nothing() -> None:
+    """While a backward is tried, any number of questions is right."""
+
+
 class Recorded(NamedTuple):
     """A recording, and what its function returned."""
 
@@ -89,13 +96,15 @@ class Recordings:
         self._restored, self._count = restored, count
         self.writes = Writes(parameters)
         with self.writes.tried() as scratch:
-            self.tried = self._record(self.writes.begin, scratch)
+            self.tried = self._record(self.writes.begin, _nothing, scratch)
         self._found: dict[tuple[Any, ...], Recorded] = {} if self.writes else {(): self.tried}
 
-    def _record(self, begin: Callable[[], None], may_write: Ranges) -> Recorded:
+    def _record(self, begin: Callable[[], None], end: Callable[[], None], may_write: Ranges) -> Recorded:
         def whole() -> Any:
             begin()
-            return self._function()
+            result = self._function()
+            end()
+            return result
 
         result, recording = self._capture(whole, may_write)
         return Recorded(recording, result)
@@ -113,7 +122,7 @@ class Recordings:
         try:
             if found is None and len(self._found) < MOST:
                 with self._restored(), targets.restored(), answering(targets.answer):
-                    found = self._found[targets.key] = self._record(targets.begin, targets.ranges())
+                    found = self._found[targets.key] = self._record(targets.begin, targets.end, targets.ranges())
         except CaptureRefused as error:
             because = str(error)
         if found is None:
@@ -121,6 +130,7 @@ class Recordings:
             targets.begin()
             with answering(targets.answer), torch.enable_grad():
                 result = self._function()
+            targets.end()
         else:
             if poisoned:
                 found.recording.poison()
@@ -171,9 +181,14 @@ class Targets:
     def answer(self, parameter: nn.Parameter) -> Target:
         """The buffer for the next question of the backward."""
         if self._next == len(self._asked) or self._asked[self._next] is not parameter:
-            raise CaptureRefused("a backward in it asks for other gradients of weights than the time before")
+            raise CaptureRefused(_OTHERS)
         self._next += 1
         return self._answers[self._next - 1]
+
+    def end(self) -> None:
+        """What writes is done, maybe to do it again. Raises CaptureRefused if it left out a buffer."""
+        if self._next != len(self._asked):
+            raise CaptureRefused(_OTHERS)
 
     def written(self) -> None:
         """The backward is over."""
