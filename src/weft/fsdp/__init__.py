@@ -8,6 +8,7 @@ One verb for one act, in every class:
                renew            gather held ones again, which are stale          unit
                refresh          bring model weights up to date with main ones    group
                outdate          say that gathered ones are not right any more    group
+               rest             let main ones go that the payload brings back    group
                use, done        a driver's way through the units of a pass       runtime
     memory     take, give       a place for a moment                             pool
                move out,        make way for another, values and all             pool
