@@ -180,7 +180,7 @@ class HangDetector:
                 self._token += 1
 
     def explain(self, error: RuntimeError, call: Call) -> None:
-        """Raise CollectiveMismatch if a rank has published why the wait for `call` broke; otherwise annotate `error`."""
+        """Raise CollectiveMismatch if a rank has published why the wait for `call` broke; else annotate `error`."""
         deadline = time.monotonic() + EXPLAINED_S
         while not self.verdict:
             self.verdict = self._read("verdict") or self._of_who_left(call)
