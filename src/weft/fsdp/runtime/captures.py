@@ -1,4 +1,4 @@
-"""What the engine asks of the parts of a model that are captured and replayed; `weft.graphs` has the answers."""
+"""The interface between the engine and captured graphs of parts of a model; `weft.graphs` implements it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -12,17 +12,17 @@ class CaptureTable(Protocol):
 
     @property
     def failed(self) -> list[bool]:
-        """Of which parts a capture failed here since the ranks agreed last."""
+        """For each part, whether a capture failed on this rank since the ranks agreed last."""
         ...
 
     def agree(self, failed: Sequence[bool]) -> None:
-        """The pass is over; `failed`: of which parts a capture failed on any rank."""
+        """Handle the end of a pass; `failed`: for each part, whether a capture failed on any rank."""
         ...
 
 
 @runtime_checkable
 class Captures(Protocol):
-    """A choice of parts."""
+    """The user's choice of the parts to capture, such as `weft.Graphs`."""
 
     def table(
         self,
@@ -32,6 +32,8 @@ class Captures(Protocol):
         owns: Callable[[nn.Parameter], bool],
         device: torch.device,
     ) -> CaptureTable:
-        """The captures of the model `root`. `unit_of`: the unit of each sharded module. `owns`: whether a parameter is
-        sharded."""
+        """Return the captures of the model `root`.
+
+        `unit_of`: returns the unit of a sharded module. `owns`: returns whether a parameter is sharded.
+        """
         ...
