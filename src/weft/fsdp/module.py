@@ -78,10 +78,8 @@ class FSDPModule:
                         parameter.grad = parameter.grad.detach().zero_()
 
     def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
-        """Gather the parameters and register them, until `reshard()` or a state dict.
-
-        `async_op`: return a handle whose `wait()` registers them.
-        """
+        """Gather and register the parameters, until `reshard()` or a state dict. With `async_op`, `wait()` of the
+        returned handle registers them."""
         runtime_of(self).unshard(unit_of(self))
         handle = UnshardHandle(self)
         if async_op:
@@ -94,10 +92,8 @@ class FSDPModule:
         runtime_of(self).reshard(unit_of(self))
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether the next backward is the last before the optimizer step.
-
-        Strategies with a partial gradient reduce only in the last one.
-        """
+        """Set whether the next backward is the last before the optimizer step, in which alone strategies with a partial
+        gradient reduce."""
         is_last_backward = _switch("set_is_last_backward", is_last_backward)
         runtime_of(self).reductions.last_backward = is_last_backward
 
@@ -142,10 +138,7 @@ class FSDPModule:
         self._weft_driver.forward_prefetch = _to_prefetch(self, "set_modules_to_forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: list["FSDPModule"]) -> None:
-        """Prefetch these units when this one's backward begins, in place of those of the recorded order.
-
-        Raises as `set_modules_to_forward_prefetch` does.
-        """
+        """Prefetch these units when this one's backward begins; see `set_modules_to_forward_prefetch`."""
         self._weft_driver.backward_prefetch = _to_prefetch(self, "set_modules_to_backward_prefetch", modules)
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
@@ -209,10 +202,8 @@ class FSDPModule:
             runtime.change(max_live_reduce_buffers=max_input_buffers)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Set `RuntimeOptions.separate_all_gather_group` for all units of the model. Collective.
-
-        With True, gathers and reductions use separate communicators.
-        """
+        """Set `RuntimeOptions.separate_all_gather_group` for all units of the model: whether gathers and reductions use
+        separate communicators. Collective."""
         enable = _switch("set_separate_reduce_scatter_group", enable)
         for runtime in _runtimes(self, recurse):
             runtime.change(separate_all_gather_group=enable)
@@ -332,10 +323,7 @@ def runtime_of(module: Any) -> Runtime:
 
 
 def checked_factor(what: str, factor: Any) -> float:
-    """Return `factor` as a float. Raises TypeError or ValueError if it is not positive and finite.
-
-    `what`: its name in errors.
-    """
+    """Return `factor`, named `what` in errors. Raises TypeError or ValueError if it is not positive and finite."""
     if isinstance(factor, (bool, str)) or not hasattr(factor, "__float__"):
         raise TypeError(f"{what}{factor!r}: choose a positive number")
     if not 0 < float(factor) < math.inf:
@@ -345,7 +333,7 @@ def checked_factor(what: str, factor: Any) -> float:
 
 def _switch(method: str, value: Any) -> bool:
     """Return `value` as a bool. Integers are accepted, as in torch. Strings raise TypeError, as most are truthy."""
-    if not isinstance(value, (int, torch.Tensor)) and type(value).__name__ not in ("bool", "bool_"):  # numpy's too
+    if not isinstance(value, (int, torch.Tensor)) and type(value).__name__ not in ("bool", "bool_"):  # numpy.bool_ too
         raise TypeError(f"{method}({value!r}): choose True or False")
     return bool(value)
 
@@ -383,10 +371,8 @@ def units_under(module: Any, recurse: bool = True) -> list[Unit]:
 
 
 def units_of(model: nn.Module) -> list[Unit]:
-    """Return the units of a sharded model, outermost first.
-
-    Raises TypeError if `model` is not a module, ValueError if nothing in it is sharded.
-    """
+    """Return the units of a sharded model, outermost first. Raises TypeError if `model` is not a module, ValueError if
+    nothing in it is sharded."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"got {type(model).__name__}, not a module: pass the sharded model itself, not its parameters")
     if units := units_under(model):

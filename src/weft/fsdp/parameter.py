@@ -40,7 +40,7 @@ class Slot:
         self.put(self.there)
 
     def put(self, parameter: nn.Parameter | None) -> None:
-        """Register `parameter` in every place, whatever is registered there now."""
+        """Register `parameter` in every place, without a check of what is registered there."""
         for owner, name in self.owners:
             if (module := owner()) is not None:
                 module._parameters[name] = parameter

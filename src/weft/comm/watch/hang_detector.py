@@ -10,9 +10,8 @@ decides which ranks are stuck, also after exceptions and exits. For stuck ranks:
 A published state may be old if the detector's thread got no CPU time. Therefore a rank that finds others stuck asks a
 question, and counts only states published after it: a rank whose state is unchanged then has waited all the time.
 
-Without long waits this costs two assignments per wait and a check every tenth of a second. After a rank has joined a
-collective of others, it will probably have to again, for each unit that it skips, so all ranks check more often for a
-while.
+Without long waits this costs two assignments per wait and a check every tenth of a second. A rank that has joined a
+collective of others will probably have to again, for each unit that it skips, so all ranks then check more often.
 """
 
 import atexit
@@ -83,7 +82,7 @@ class HangDetector:
         self._rank = dist.get_rank()
         # Earlier worlds may have left states in the same store. The store numbers the worlds: numbers that processes
         # count themselves may differ, and ranks that read other keys would not find each other.
-        pretended = dist.get_backend() == "fake"  # with a store that keeps nothing
+        pretended = dist.get_backend() == "fake"  # the fake backend's store keeps nothing
         world = 1 if pretended else self._store.add(f"weft/hangs/worlds of {self._rank}", 1)
         self._prefix = f"weft/hangs/{world}/"
         self._world_ranks = range(dist.get_world_size())
@@ -180,10 +179,7 @@ class HangDetector:
                 self._token += 1
 
     def explain(self, error: RuntimeError, call: Call) -> None:
-        """Raise CollectiveMismatch if a rank has published why the wait for `call` broke; otherwise annotate `error`.
-
-        A wait breaks because the detector of this or another rank broke it, or because another process has exited.
-        """
+        """Raise CollectiveMismatch if a rank has published why the wait for `call` broke, else annotate `error`."""
         deadline = time.monotonic() + EXPLAINED_S
         while not self.verdict:
             self.verdict = self._read("verdict") or self._of_who_left(call)
@@ -387,20 +383,16 @@ def watched(call: Call | None) -> AbstractContextManager:
 
 
 def explain(error: RuntimeError, call: Call | None) -> None:
-    """Explain `error`, raised when the transfers of `call` started.
-
-    Raises CollectiveMismatch if another rank has published the reason; otherwise annotates `error`.
-    """
+    """Raise CollectiveMismatch if a rank has published why the transfers of `call` could not start, else annotate
+    `error`."""
     watch = hang_detector()
     if call is not None and watch is not None:
         watch.explain(error, call)
 
 
 def watching(kind: str, name: str, group: Any) -> AbstractContextManager:
-    """Return a context that counts and watches a blocking collective of `group`.
-
-    `kind`: only collectives of the same kind match between ranks. `name`: its name in errors.
-    """
+    """Return a context that counts and watches a blocking collective of `group`. Only collectives of the same `kind`
+    match between ranks; `name`: its name in errors."""
     watch = hang_detector()
     if watch is None or group.size() == 1:
         return nullcontext()

@@ -5,8 +5,8 @@ weft does not see modules around sharded ones. Therefore the first backward of e
 a leaf of the graph                                what happens
 -------------------------------------------------  ---------------------------------------------------------------
 a parameter of a unit, or a DTensor                nothing
-with hooks for its gradient, or in `ignored_params`  nothing: the user handles it
-in a module around the root, wrapped by DDP or FSDP  nothing
+with gradient hooks, or in `ignored_params`        nothing: the user handles it
+in a module around the root, in DDP or FSDP        nothing
 in a module around the root                        RuntimeError, before the backward begins
 in no module around the root                       nothing: it is no parameter of the model
 """

@@ -125,10 +125,10 @@ class GroupGradients:
         return self._stages[0].buffer is not None
 
     def accumulates(self, finishing: bool = True) -> bool:
-        """Whether gradients wait here for a later reduction; not `finishing`: for one over the shard axis."""
+        """Return whether gradients wait for a later reduction; not `finishing`: for one over the shard axis."""
         return self.where is Where.PACKED or (finishing and self.where is Where.SUMMED)
 
-    # --- what modules write themselves --------------------------------------------------------------------------------
+    # --- gradients that modules write ---------------------------------------------------------------------------------
 
     def offer(self, pool: Pool, *, defer: bool) -> None:
         """Set `main_grad` of the full parameters whose modules declared it: zeros, or the gradients so far."""
