@@ -85,7 +85,7 @@ def dequantize_parameters(slots: dict[nn.Parameter, Slot], policy: MixedPrecisio
 
 
 def _multiplies(module: nn.Module | None, attribute: str) -> bool:
-    """Return whether a module uses its parameter only in products that support quantized weights."""
+    """Return whether a module uses its parameter in products that support quantized weights."""
     return (isinstance(module, nn.Linear) and attribute == "weight") or getattr(module, "multiplies_quantized", False)
 
 
