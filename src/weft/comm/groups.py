@@ -90,7 +90,7 @@ def tag_of(first: int, what: str, channel: int = 0) -> int:
     return CHANNEL_STRIDE * channel + first + zlib.crc32(what.encode()) % _TAGS_OF_A_KIND
 
 
-# --- groups like others -----------------------------------------------------------------------------------------------
+# --- derived groups ---------------------------------------------------------------------------------------------------
 
 
 def _made_like(group: dist.ProcessGroup, ranks: list[int], *, backend: str = "", **options: Any) -> Any:

@@ -87,7 +87,7 @@ def _are_cut_alike(parameters: Sequence[Any], lists: Sequence[list[Any]]) -> boo
 def _step_parts(step: Callable, parameters: Sequence[Any], lists: Sequence[list[Any]], options: dict[str, Any]) -> None:
     """Run `step` on local parts. A momentum buffer that it creates becomes a sharded tensor in its list."""
     parts = [parts_of(values) for values in (parameters, *lists)]
-    _, *states = lists  # the gradients stay as they are
+    _, *states = lists  # steps do not change gradients
     written = [each for values in (parameters, *states) for each in values if type(each) is UnevenDTensor]
     torch.autograd.graph.increment_version(written)  # torch increments those of the parts only
     before = [list(values) for values in parts]

@@ -1,28 +1,28 @@
-"""Sharding: where the bytes are, and when.
+"""Sharding: which parts of weights, gradients and optimizer state a rank has, and when.
 
-One verb for one act, in every class:
+Method names have the same meaning in all classes:
 
-    weights    gather           start the transfer that brings them              unit, group
-               acquire, release hold them, let go of them: by name               unit
-               free             give their memory back                           unit, group
-               renew            gather held ones again, which are stale          unit
-               refresh          bring model weights up to date with main ones    group
-               outdate          say that gathered ones are not right any more    group
-               rest             let main ones go that the payload brings back    group
-               use, done        a driver's way through the units of a pass       runtime
-    memory     take, give       a place for a moment                             pool
-               move out,        make way for another, values and all             pool
-               come back
-    gradients  pack             autograd's into the buffer that travels          gradients
-               reduce           start the reductions of what is packed           gradients, reductions
-               publish          hand them out as `.grad`                         gradients
-    passes     begin, end       of a forward, a backward, a schedule             runtime
-               abandon          end what will not be finished                    calls, drivers, tickets
-               recover          from what a failed pass has left                 runtime
-               forget           what was recorded, or kept for later             the one that recorded it
+    weights    gather           start the all-gather of full weights             unit, group
+               acquire, release add and remove a named holder of full weights    unit
+               free             free the memory of full weights                  unit, group
+               renew            gather stale weights again, while they are held  unit
+               refresh          update model weights from main weights           group
+               outdate          mark gathered weights as stale                   group
+               rest             free main weights that the payload restores      group
+               use, done        a driver starts and ends its use of a unit       runtime
+    memory     take, give       allocate and free transient memory               pool
+               move out,        move a buffer, with its values, to free its      pool
+               come back        address, and move it back
+    gradients  pack             copy autograd's gradients into a flat buffer     gradients
+               reduce           start the reductions of packed gradients         gradients, reductions
+               publish          set `.grad`                                      gradients
+    passes     begin, end       a forward, a backward, a schedule                runtime
+               abandon          end something that cannot be completed           calls, drivers, tickets
+               recover          clean up after a failed pass                     runtime
+               forget           drop what was recorded or kept for later         the class that recorded it
 
-The states of a unit's weights are in `unit.py`, of a group's gradients in `gradients/group.py`, of a model's passes in
-`runtime/passes.py`: a table each.
+Three files have a table of states: `unit.py` of a unit's weights, `gradients/group.py` of a group's gradients,
+`runtime/passes.py` of a model's passes.
 """
 
 from weft.dtensor.uneven import UnevenDTensor

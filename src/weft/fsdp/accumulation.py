@@ -1,4 +1,4 @@
-"""Gradients of several microbatches, and one reduction for them."""
+"""Accumulates gradients of several microbatches before one reduction."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,9 +9,10 @@ from weft.fsdp.roots import drivers_under
 
 @contextmanager
 def no_sync(module: Any) -> Iterator[None]:
-    """Inside, backward accumulates gradients on this rank and reduces none; the next backward outside reduces them all.
+    """Accumulate gradients on this rank in this context, without reductions; the next backward outside reduces them.
 
-    As `DistributedDataParallel.no_sync`: around every microbatch of a step but the last, forward included.
+    Use it like `DistributedDataParallel.no_sync`: for all microbatches of a step but the last, around forward and
+    backward.
     """
     units = [driver.unit for driver in drivers_under([module])]
     before = [unit.requires_gradient_sync for unit in units]

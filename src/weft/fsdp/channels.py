@@ -1,15 +1,15 @@
-"""What carries and holds the transient bytes of one model.
+"""The communication lanes and the pools of transient memory of one model.
 
     lane       carries                                          pool        holds
     --------   ----------------------------------------------   ---------   -----------------
     gather     weights over the shard axis, uploads             weights     gathered weights
-    gathers    those of several small units together
+    gathers    weights of several small units together
     outer      both over the outer axis of a 2-D mesh           gradients   partial gradients
     reduce     gradients over the shard axis
-    reductions those of several small units together
+    reductions gradients of several small units together
     download   gradients to CPU memory
 
-Messages of different models never meet: each parameter group has a channel of its own on every lane.
+Messages of different models never match, because each parameter group has a separate channel number.
 """
 
 import weakref
@@ -27,7 +27,7 @@ _twins: MutableMapping[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDi
 
 
 class Channels:
-    """Lanes and pools. `separate`: gathers have communicators of their own, which `separate_gathers` has made."""
+    """Lanes and pools. `separate`: whether gathers use the communicators that `separate_gathers` has created."""
 
     def __init__(self, device: torch.device, *, planned: bool, separate: bool) -> None:
         self.separate = separate
@@ -40,21 +40,23 @@ class Channels:
         self.reductions = Lane("reductions", device)
         self.download = Lane("download", device)
         self.on_gather: Callable[[Any], None] = lambda unit: None
-        """Told of each unit whose gather starts."""
+        """Called with each unit before its gather starts."""
 
     def share_lanes(self, other: "Channels") -> None:
-        """Queue communication behind that of `other`."""
+        """Use the lanes of `other`, so that the communication of both is queued in one order."""
         self.gather, self.outer, self.reduce, self.download = other.gather, other.outer, other.reduce, other.download
         self.gathers, self.reductions = other.gathers, other.reductions
 
     def of_gathers(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """The ranks of `group`, on the communicator that gathers use."""
+        """Return the communicator over the ranks of `group` that gathers use."""
         return _twins[group] if self.separate else group
 
 
 def separate_gathers(groups: Iterable[dist.ProcessGroup], choice: bool | Sequence[dist.ProcessGroup]) -> None:
-    """Find a second communicator for each of `groups`: one of `choice` with the same ranks in the same order, else a
-    twin, made once. The ranks of each group call this alike. Raises ValueError where a group has another one already.
+    """Set a second communicator for each of `groups`: one of `choice` with the same ranks in the same order, or a new
+    twin.
+
+    Collective over each group. Raises ValueError if a group already has another one.
     """
     given = {tuple(dist.get_process_group_ranks(each)): each for each in (() if isinstance(choice, bool) else choice)}
     for group in groups if choice else ():
@@ -70,7 +72,7 @@ def separate_gathers(groups: Iterable[dist.ProcessGroup], choice: bool | Sequenc
 
 
 def check_separate(groups: Iterable[dist.ProcessGroup], choice: bool | Sequence[dist.ProcessGroup]) -> None:
-    """Raise ValueError if a process group of `choice` carries no gathers of a model with these `groups`."""
+    """Raise ValueError if a process group of `choice` has not the ranks of any of `groups`, those of a model."""
     there = [dist.get_process_group_ranks(group) for group in groups]
     for own in () if isinstance(choice, bool) else choice:
         if (ranks := dist.get_process_group_ranks(own)) not in there:

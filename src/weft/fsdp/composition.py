@@ -1,12 +1,12 @@
-"""Sharded modules among torch's other ways to be data-parallel: what torch's code sees of them, and what is refused.
+"""Combines sharded modules with torch's other data-parallel APIs, or raises if they cannot be combined.
 
 around a sharded child             what happens
 ---------------------------------  ---------------------------------------------------------------------------
-`replicate()`, both of torch's     leaves it alone: the composable registry says that it is sharded
-`DistributedDataParallel`,         TypeError when they are built: they would broadcast and reduce parts that
-`DataParallel`                     differ from rank to rank, and wait for each other. Sharded parameters that the
-                                   former was told to ignore are left alone
-torch's `fully_shard` inside or    ValueError at the outer call: one model, one of the two
+`replicate()`, both of torch's     skips the child, which the composable registry lists as sharded
+`DistributedDataParallel`,         TypeError at construction: they would broadcast and reduce parts that differ
+`DataParallel`                     between ranks, and deadlock. Sharded parameters that `DistributedDataParallel`
+                                   was told to ignore are allowed
+torch's `fully_shard` inside or    ValueError at the outer call: a model can use only one of them
 outside of weft's
 a parametrization of its           ValueError: it comes before `fully_shard`
 parameters
@@ -24,13 +24,16 @@ from weft.fsdp.parameter import record_of
 
 
 def enter_registry(module: nn.Module) -> None:
-    """Say to torch's composable functions that `module` is sharded."""
+    """Enter `module` as sharded in the registry of torch's composable functions."""
     registry = vars(module).setdefault(REGISTRY_KEY, {})
     registry["fully_shard"] = RegistryItem()
 
 
 def refuse_foreign(module: nn.Module, name: str) -> None:
-    """Raise ValueError for a module, `name` inside the one to be sharded, that another library's functions manage."""
+    """Raise ValueError if torch's `replicate` or `fully_shard` was called on `module`.
+
+    `name`: its name inside of the module that is sharded.
+    """
     registered = [each for each in ("replicate", "fully_shard") if each in vars(module).get(REGISTRY_KEY, {})]
     if isinstance(module, TorchFSDPModule) or registered:
         what = registered[0] if registered else "fully_shard"
@@ -42,10 +45,10 @@ def refuse_foreign(module: nn.Module, name: str) -> None:
 
 
 def refuse_wrappers(module: nn.Module, name: str, child: nn.Module | None) -> Any:
-    """Raise for a sharded module that torch's data-parallel wrappers would reduce a second time."""
+    """Raise TypeError if `module` is a data-parallel wrapper of torch and gets a sharded `child`."""
     if child is None or not isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         return
-    # What torch's `DistributedDataParallel` was told to leave alone.
+    # The parameters that `DistributedDataParallel` was told to ignore.
     ignored = () if isinstance(module, nn.DataParallel) else getattr(child, "_ddp_params_and_buffers_to_ignore", ())
     for path, parameter in child.named_parameters(remove_duplicate=False):
         if path not in ignored and (record := record_of(parameter)) is not None:
@@ -57,7 +60,10 @@ def refuse_wrappers(module: nn.Module, name: str, child: nn.Module | None) -> An
 
 
 def refusing_sharded(init: Callable[..., None], at: int, why: str) -> Callable[..., None]:
-    """`init`, a constructor of torch's, raising ValueError for a sharded parameter as its argument `at`."""
+    """Wrap `init`, a constructor of torch, to raise ValueError if its argument number `at` is a sharded parameter.
+
+    `why`: the message, with `{}` for the parameter.
+    """
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -41,39 +41,40 @@ def fully_shard(
     runtime: RuntimeOptions | None = None,
     dp_mesh_dims: "DataParallelMeshDims | torch_fsdp.DataParallelMeshDims | None" = None,  # torch 2.11 has none
 ) -> Sharded:
-    """Shard the parameters of `module` that no unit below has, as one unit. Call it bottom-up, the root last.
+    """Shard the parameters of `module` that are in no unit yet, as one unit. Call it bottom-up, the root last.
 
-    The module is changed in place and returned: its class becomes a subclass of its own and `FSDPModule`, and its
-    parameters become sharded `DTensor`s that any `torch.optim` optimizer takes.
+    The module is changed in place and returned. Its class becomes a subclass of its class and of `FSDPModule`. Its
+    parameters become sharded `DTensor`s, which any `torch.optim` optimizer accepts.
 
     Args:
         module: a module, or a list of modules that are gathered and reduced together.
-        mesh: a DeviceMesh over the ranks that share the work: 1-D, or 2-D (outer, shard). Default: all ranks on the
-            parameters' device; for parameters in CPU memory on CUDA, unless the process group is gloo.
+        mesh: a DeviceMesh of data-parallel ranks: 1-D, or 2-D (outer, shard). Default: all ranks, on the parameters'
+            device; for parameters in CPU memory on CUDA, unless the process group is gloo.
         strategy: "no_shard", "optim", "optim_grads", "optim_grads_params" (ZeRO-0 to 3) or `weft.Placements`.
         outer_strategy: over the outer axis of a 2-D mesh: "no_shard" (HSDP) or "optim" (HFSDP).
-        reshard_after_forward: whether the full weights go after forward and come back for backward. None: yes, but not
-            for the root, whose backward follows at once. An int that divides the ranks of the shard axis: they stay
-            cut over that many neighbours, which backward gathers from; more memory, and no traffic between nodes.
-        shard_placement_fn: called with each parameter; may return `weft.TensorAtomic()` (never cut),
-            `weft.BlockAtomic(rows)` (never cut inside blocks of rows), None or `Shard(0)` (cut where it pads least), or
-            `Shard(dim)` (cut along another dimension, between its slices, into parts of unequal number if need be); or
-            torch's `ShardPlacementResult`, whose `mesh_info` gives the parameter a mesh of its own, as experts need it.
+        reshard_after_forward: whether to free the full weights after forward and gather them again for backward. None:
+            True, except for the root, whose backward follows immediately. An int n that divides the ranks of the shard
+            axis: weights stay sharded over n adjacent ranks, from which backward gathers them. That takes more memory,
+            and backward needs no communication between nodes.
+        shard_placement_fn: called with each parameter. It may return `weft.TensorAtomic()` (never cut),
+            `weft.BlockAtomic(rows)` (cut between blocks of rows only), None or `Shard(0)` (cut where it pads least), or
+            `Shard(dim)` (cut between slices along another dimension; parts may be unequal). It may also return torch's
+            `ShardPlacementResult`, whose `mesh_info` gives the parameter another mesh, as experts need it.
         mp_policy: `weft.MixedPrecisionPolicy`, or torch's.
-        offload_policy: `weft.OffloadPolicy`, or `weft.CPUOffloadPolicy`: sharded weights, gradients and optimizer
-            state stay in CPU memory; or torch's.
-        ignored_params: parameters to leave alone, wherever they are: the same may be passed with every call.
-        gradient_divide_factor: divide averaged gradients by this as well.
-        runtime: `weft.RuntimeOptions`; the root's count, and what another unit was given must equal them.
-        dp_mesh_dims: `weft.DataParallelMeshDims`, or torch's: the axes of a larger `mesh` to take. With axes to
+        offload_policy: `weft.OffloadPolicy`, `weft.CPUOffloadPolicy` (sharded weights, gradients and optimizer state
+            stay in CPU memory), or torch's.
+        ignored_params: parameters that are not sharded. Parameters of other modules are allowed.
+        gradient_divide_factor: a number by which averaged gradients are divided in addition.
+        runtime: `weft.RuntimeOptions`. Those of the root apply; other units must be given equal ones, or none.
+        dp_mesh_dims: `weft.DataParallelMeshDims`, or torch's: the data-parallel axes of a larger `mesh`. With axes to
             replicate over and none to shard over, the default strategy is "no_shard".
 
     Raises:
-        ValueError: a value that does not fit, a module that is sharded already, a parameter that cannot be sharded; the
-            message names the value, the rule and the fix.
+        ValueError: a wrong value, a module that is sharded already, or a parameter that cannot be sharded; the message
+            names the value, the rule and the fix.
         TypeError: an argument of the wrong type.
     """
-    given = SimpleNamespace(**locals())  # the arguments: there are no other names yet
+    given = SimpleNamespace(**locals())  # all arguments: the function has no other local variables yet
     patches.apply()
     request = Request(given)
     modules, below = request.modules, drivers_under(request.modules)
@@ -105,7 +106,7 @@ fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
 def _refuse_in_use(driver: UnitDriver) -> None:
-    """Raise ValueError where something is under way in a unit below."""
+    """Raise ValueError if the unit of `driver`, which is inside of the new one, is in use."""
     what = ", ".join(holder.name for holder in driver.unit.holders)
     if any(group.gradients.where is not Where.NOWHERE for group in driver.unit.groups):
         what = "gradients that wait for their reduction"
@@ -121,7 +122,7 @@ def _refuse_in_use(driver: UnitDriver) -> None:
 
 
 def _name_units(modules: list[nn.Module]) -> None:
-    """Name each unit below after its place in this root."""
+    """Name each unit inside of `modules` by its path."""
     for root in modules:
         for name, module in root.named_modules():
             if isinstance(module, FSDPModule):

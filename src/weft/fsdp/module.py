@@ -1,4 +1,4 @@
-"""`FSDPModule`: what a module can do after `fully_shard`."""
+"""`FSDPModule`: the methods of a module after `fully_shard`."""
 
 import functools
 import math
@@ -20,18 +20,18 @@ from weft.fsdp.unit import Unit
 
 
 class FSDPModule:
-    """What a module can do after `fully_shard`: torch's methods with torch's meaning."""
+    """The methods of a module after `fully_shard`: torch's methods with torch's meaning."""
 
     _weft_unit: Unit
     _weft_driver: UnitDriver
     no_sync = no_sync
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """The module's own class: a slice of a sharded container is a container, not a sharded module."""
+        """Create an instance of the module's original class: a slice of a sharded container is not sharded."""
         return cls.__mro__[2](*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own call, with its parameters gathered around it."""
+        """Call the module with its parameters gathered."""
         return self._weft_driver.run(self, super().__call__, args, kwargs)  # type: ignore[misc,arg-type]
 
     def __deepcopy__(self, memo: dict) -> Any:
@@ -49,7 +49,7 @@ class FSDPModule:
         )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Buffers follow `.to()` and its like; what would change sharded parameters raises."""
+        """Apply `.to()` and similar methods to buffers. Raises ValueError if sharded parameters would change."""
         groups = [group for unit in units_under(self, recurse) for group in unit.groups]
         for group in groups:
             probe = fn(torch.empty(0, dtype=group.recipe.main, device=group.home))
@@ -67,7 +67,7 @@ class FSDPModule:
                 unit.register()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all parameters, those of the sharded ones also while full ones are registered."""
+        """Clear the gradients of all parameters, also of sharded ones while full parameters are registered."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for unit in units_under(self):
             for group in unit.groups:
@@ -78,8 +78,8 @@ class FSDPModule:
                         parameter.grad = parameter.grad.detach().zero_()
 
     def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
-        """Gather the parameters and register them, until `reshard()` or a state dict. `async_op`: return a handle whose
-        `wait()` registers them."""
+        """Gather and register the parameters, until `reshard()` or a state dict. With `async_op`, `wait()` of the
+        returned handle registers them."""
         runtime_of(self).unshard(unit_of(self))
         handle = UnshardHandle(self)
         if async_op:
@@ -92,21 +92,21 @@ class FSDPModule:
         runtime_of(self).reshard(unit_of(self))
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Say whether the next backward is the last before the optimizer; strategies with a partial gradient reduce
-        only then."""
+        """Set whether the next backward is the last before the optimizer step, in which alone strategies with a partial
+        gradient reduce."""
         is_last_backward = _switch("set_is_last_backward", is_last_backward)
         runtime_of(self).reductions.last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Say whether backward reduces gradients, or accumulates them here (`no_sync`)."""
+        """Set whether backward reduces gradients; False: it accumulates them on this rank, as in `no_sync`."""
         requires_gradient_sync = _switch("set_requires_gradient_sync", requires_gradient_sync)
         for unit in units_under(self, recurse):
             unit.requires_gradient_sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Say whether backward reduces gradients over the outer axis of a 2-D mesh, or accumulates them before it.
+        """Set whether backward reduces gradients over the outer axis of a 2-D mesh; False: it accumulates them before.
 
-        Raises ValueError for False where a unit's mesh is 1-D, which has no such axis.
+        Raises ValueError for False if a unit's mesh is 1-D, which has no such axis.
         """
         requires_all_reduce = _switch("set_requires_all_reduce", requires_all_reduce)
         for unit in units_under(self, recurse):
@@ -118,48 +118,48 @@ class FSDPModule:
             unit.requires_all_reduce = requires_all_reduce
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Say whether the full weights go after forward. Raises ValueError for anything but a bool."""
+        """Set whether the full weights are freed after forward. Raises ValueError for anything but a bool."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"set_reshard_after_forward({reshard_after_forward!r}): choose True or False")
         for unit in units_under(self, recurse):
             unit.reshard_after(reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Say whether the full weights go after backward; they must before the optimizer steps."""
+        """Set whether the full weights are freed after backward; they must be before the optimizer steps."""
         reshard_after_backward = _switch("set_reshard_after_backward", reshard_after_backward)
         for unit in units_under(self, recurse):
             unit.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: list["FSDPModule"]) -> None:
-        """Gather these units ahead when this one's forward begins, in place of what the record says.
+        """Prefetch these units when this one's forward begins, in place of those of the recorded order.
 
-        Raises TypeError for what is no list, ValueError for a module that is not sharded or belongs to another model.
+        Raises TypeError if `modules` is not a list, ValueError if one is not sharded or belongs to another model.
         """
         self._weft_driver.forward_prefetch = _to_prefetch(self, "set_modules_to_forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: list["FSDPModule"]) -> None:
-        """Gather these units ahead when this one's backward begins, in place of what the record says. Raises alike."""
+        """Prefetch these units when this one's backward begins; see `set_modules_to_forward_prefetch`."""
         self._weft_driver.backward_prefetch = _to_prefetch(self, "set_modules_to_backward_prefetch", modules)
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
-        """Divide summed gradients by `factor` in place of the number of ranks; None: by that number again.
+        """Divide summed gradients by `factor` in place of the number of ranks; None restores that number.
 
-        Raises TypeError for what is no number, ValueError for one that is not positive and finite.
+        Raises TypeError if `factor` is not a number, ValueError if it is not positive and finite.
         """
         unit_of(self).replaced_factor = None if factor is None else checked_factor("gradient divide factor ", factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float | None) -> None:
-        """What torch once called `set_gradient_divide_factor`."""
+        """Call `set_gradient_divide_factor`, torch's later name of this method."""
         self.set_gradient_divide_factor(factor)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
         """Call `hook(reduced)` with the reduced gradients of this unit's backward before they are added to `.grad`.
 
-        `reduced`: what lies on this rank, flat, in the reduce dtype, averaged; the hook may change it. On a 2-D mesh it
-        is reduced over both axes. It runs on the stream of the reduction, or on `stream`.
+        `reduced`: this rank's part, 1-D, averaged, in the reduce dtype. On a 2-D mesh it is reduced over both axes. The
+        hook may change it, and runs on the stream of the reduction, or on `stream`.
 
-        On CPU, where everything runs in order, a stream changes nothing. Raises TypeError for a hook that cannot be
-        called, ValueError for a stream where the mesh is 2-D: there the outer axis has a stream of its own.
+        On CPU, `stream` has no effect. Raises TypeError if `hook` is not callable, ValueError for a stream with a 2-D
+        mesh, whose outer axis has a separate stream.
         """
         unit = unit_of(self)
         if not callable(hook):
@@ -175,13 +175,13 @@ class FSDPModule:
             group.gradients.hook = hook
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Say whether this unit's reductions must be sums that are scaled before or after, never averages."""
+        """Set whether this unit's reductions must be sums that weft scales, never averages by the backend."""
         enable = _switch("set_force_sum_reduction_for_comms", enable)
         for group in unit_of(self).groups:
             group.gradients.sums_only = enable
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Say whether parameters that no rank used get a gradient of zeros where their unit's backward ran.
+        """Set whether parameters that no rank used get a gradient of zeros if their unit's backward ran.
 
         By default they get none. A parameter that only some ranks used is reduced either way.
         """
@@ -191,10 +191,10 @@ class FSDPModule:
                 group.gradients.gives_all = gives_all
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Say how many units' partial gradients may be alive at once: `RuntimeOptions.max_live_reduce_buffers`, of all
-        units of the model.
+        """Set `RuntimeOptions.max_live_reduce_buffers` for all units of the model: how many units' partial gradients
+        may be live at once.
 
-        Raises TypeError for what is no int, ValueError for less than 1.
+        Raises TypeError if it is not an int, ValueError if it is less than 1.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers={max_input_buffers!r}: pass an int of at least 1")
@@ -202,41 +202,41 @@ class FSDPModule:
             runtime.change(max_live_reduce_buffers=max_input_buffers)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Say whether gathers and reductions have communicators of their own: `RuntimeOptions.
-        separate_all_gather_group`, of all units of the model. Every rank of the model calls it."""
+        """Set `RuntimeOptions.separate_all_gather_group` for all units of the model: whether gathers and reductions use
+        separate communicators. Collective."""
         enable = _switch("set_separate_reduce_scatter_group", enable)
         for runtime in _runtimes(self, recurse):
             runtime.change(separate_all_gather_group=enable)
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Make the next pass wait for `event`, recorded behind an optimizer step on another stream."""
+        """Make the next pass wait for `event`, recorded after an optimizer step on another stream."""
         runtime_of(self).post_optimizer_event = event
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Refused: weft gathers in place, into memory that its plan owns."""
+        """Raise NotImplementedError: weft gathers in place, into memory of its plan."""
         raise NotImplementedError(f"set_custom_all_gather({comm!r}): {_OWN_COLLECTIVES}")
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Refused: weft reduces from and into memory that its plan owns."""
+        """Raise NotImplementedError: weft reduces from and into memory of its plan."""
         raise NotImplementedError(f"set_custom_reduce_scatter({comm!r}): {_OWN_COLLECTIVES}")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """False changes nothing; True is refused: transient memory is one slab of torch's allocator."""
+        """Do nothing for False. True raises NotImplementedError: transient memory is a slab of torch's allocator."""
         if _switch("set_allocate_memory_from_process_group_for_comm", enable):
             raise NotImplementedError(f"set_allocate_memory_from_process_group_for_comm(True): {_OWN_MEMORY}")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Refused: transient memory is one slab of torch's allocator."""
+        """Raise NotImplementedError: transient memory is a slab of torch's allocator."""
         raise NotImplementedError(f"set_symm_mem_for_comm({backend!r}): {_OWN_MEMORY}")
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Say whether backward needs this unit's weights."""
+        """Set whether backward needs this unit's weights."""
         unit_of(self).unshard_in_backward = _switch("set_unshard_in_backward", unshard_in_backward)
 
     def reset_iter_state(self) -> None:
-        """Return every unit to rest after an exception in forward or backward, at once; what comes next does it too.
+        """Clean up all units after an exception in forward or backward. Without this call the next pass does it.
 
-        Gradients that wait for their reduction are dropped. A backward that failed has dropped all: `.grad` is None.
+        Gradients that wait for their reduction are dropped. A failed backward drops all gradients: `.grad` is None.
         """
         runtime_of(self).reset()
 
@@ -252,7 +252,7 @@ _OWN_MEMORY = (
 
 
 class UnshardHandle:
-    """A gather under way."""
+    """The handle of an asynchronous `unshard`."""
 
     def __init__(self, module: FSDPModule) -> None:
         self._module: FSDPModule | None = module
@@ -265,7 +265,7 @@ class UnshardHandle:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Make `module.method_name` gather and release like `forward`. Raises ValueError where there is no such method."""
+    """Make `module.method_name` gather parameters as `forward` does. Raises ValueError if there is no such method."""
     if not isinstance(module, FSDPModule):
         return
     method = getattr(type(module), method_name, None)
@@ -283,7 +283,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Make several sharded models, such as the stages of a pipeline, queue their communication as one.
+    """Queue the communication of several sharded models, such as pipeline stages, in one order.
 
     Raises ValueError for a module that is not sharded.
     """
@@ -308,22 +308,22 @@ def attach(module: nn.Module, unit: Unit, driver: UnitDriver) -> None:
 
 
 def kind_of(module: nn.Module) -> str:
-    """The class name that the user wrote."""
+    """Return the name of the module's class, without the prefix of sharded classes."""
     return type(module).__name__.removeprefix("FSDP") if isinstance(module, FSDPModule) else type(module).__name__
 
 
 def unit_of(module: Any) -> Unit:
-    """The unit of a sharded module."""
+    """Return the unit of a sharded module."""
     return module._weft_unit
 
 
 def runtime_of(module: Any) -> Runtime:
-    """What the units of the model that `module` belongs to share."""
+    """Return the runtime of the model that `module` belongs to, which its units share."""
     return module._weft_driver.engine
 
 
 def checked_factor(what: str, factor: Any) -> float:
-    """`factor`, if gradients can be divided by it. Raises TypeError or ValueError if not; `what`: its name."""
+    """Return `factor`, named `what` in errors. Raises TypeError or ValueError if it is not positive and finite."""
     if isinstance(factor, (bool, str)) or not hasattr(factor, "__float__"):
         raise TypeError(f"{what}{factor!r}: choose a positive number")
     if not 0 < float(factor) < math.inf:
@@ -332,19 +332,19 @@ def checked_factor(what: str, factor: Any) -> float:
 
 
 def _switch(method: str, value: Any) -> bool:
-    """`value` as a bool. An integer will do, as with torch; a text, of which most are true, will not."""
-    if not isinstance(value, (int, torch.Tensor)) and type(value).__name__ not in ("bool", "bool_"):  # numpy's too
+    """Return `value` as a bool. Integers are accepted, as in torch. Strings raise TypeError, as most are truthy."""
+    if not isinstance(value, (int, torch.Tensor)) and type(value).__name__ not in ("bool", "bool_"):  # numpy.bool_ too
         raise TypeError(f"{method}({value!r}): choose True or False")
     return bool(value)
 
 
 def _to_prefetch(module: FSDPModule, method: str, modules: Any) -> "list[weakref.ref[Unit]]":
-    """The units of `modules`, which that of `module` may gather ahead."""
+    """Return references to the units of `modules`. Raises as `set_modules_to_forward_prefetch` does."""
     if isinstance(modules, FSDPModule) or not isinstance(modules, Iterable):
         raise TypeError(f"{method} got a {type(modules).__name__.removeprefix('FSDP')}: pass a list of sharded modules")
     mine, found = module._weft_driver, [checked(other)._weft_driver for other in modules]
     for other in found:
-        # One that is the root of its own may still come under the same root.
+        # A unit that is a root so far may still be put under the same root.
         if other.root is not mine.root and other.root is not other and mine.root is not mine:
             raise ValueError(
                 f"{method} of {mine.unit.name or mine.unit.kind!r} got {other.unit.name or other.unit.kind!r}, which "
@@ -354,7 +354,7 @@ def _to_prefetch(module: FSDPModule, method: str, modules: Any) -> "list[weakref
 
 
 def checked(module: Any) -> FSDPModule:
-    """`module`, if it is sharded. Raises ValueError if not."""
+    """Return `module`. Raises ValueError if it is not sharded."""
     if not isinstance(module, FSDPModule):
         raise ValueError(f"{type(module).__name__} is not sharded: pass modules on which fully_shard was called")
     return module
@@ -366,13 +366,13 @@ def _runtimes(module: Any, recurse: bool) -> list[Runtime]:
 
 
 def units_under(module: Any, recurse: bool = True) -> list[Unit]:
-    """The units of `module` and, with `recurse`, of the sharded modules inside it, outermost first."""
+    """Return the units of `module` and, with `recurse`, of the sharded modules inside it, outermost first."""
     return [driver.unit for driver in drivers_under([module])] if recurse else [unit_of(module)]
 
 
 def units_of(model: nn.Module) -> list[Unit]:
-    """The units of a sharded model, outermost first. Raises TypeError for what is no module, ValueError for one without
-    sharded ones."""
+    """Return the units of a sharded model, outermost first. Raises TypeError if `model` is not a module, ValueError if
+    nothing in it is sharded."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"got {type(model).__name__}, not a module: pass the sharded model itself, not its parameters")
     if units := units_under(model):
@@ -381,7 +381,7 @@ def units_of(model: nn.Module) -> list[Unit]:
 
 
 def kept_units(model: nn.Module) -> list[Unit]:
-    """The units of the models with roots in `model`, with those of blocks that were replaced."""
+    """Return the units of all roots in `model`, including units whose modules were replaced."""
     roots = [driver for driver in drivers_under([model]) if driver.root is driver]
     return [unit for root in roots if root.runtime is not None for unit in root.runtime.units]
 

@@ -1,12 +1,12 @@
-"""The parameters that modules had before they were sharded, which other code may still hold.
+"""The original parameters of sharded modules, which other code may still hold.
 
-what is done with one                          after `fully_shard`
+use of an original parameter                   after `fully_shard`
 ---------------------------------------------  -----------------------------------------------------------------
-it is in a module that is sharded later        tied: the unit that has the parameter registers it there, too
-an optimizer that was built before asks for    RuntimeError: it would train nothing, and say nothing
-its gradient, in `step()` or `zero_grad()`
-a write in place                               RuntimeError: it would not reach the model
-its values, shape, attributes are read         as they were
+it is in a module that is sharded later        it is tied: its unit registers the sharded parameter there, too
+an optimizer from before reads its gradient,   RuntimeError: the optimizer would silently train nothing
+in `step()` or `zero_grad()`
+an in-place write                              RuntimeError: it would not reach the model
+its values, shape, attributes are read         they are unchanged
 """
 
 import functools
@@ -25,7 +25,7 @@ _WRITES = re.compile(
 
 
 def retire(original: nn.Parameter) -> None:
-    """A sharded parameter has taken the place of `original`, which has the same record."""
+    """Turn `original`, which a sharded parameter with the same record has replaced, into an `Original`."""
     original.__class__ = _retired(type(original))
 
 
@@ -35,7 +35,7 @@ def _retired(kind: type) -> type:
 
 
 class Original:
-    """Of parameters that are no module's any more."""
+    """A parameter that a sharded one has replaced: writes and reading `.grad` raise RuntimeError."""
 
     __slots__ = ()
 

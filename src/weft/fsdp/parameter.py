@@ -1,11 +1,11 @@
-"""One record per parameter: what it is called, where it lies, what is registered for it, and whose it is.
+"""One record per parameter: its name, its position in the group, the registered tensors, and its owners.
 
-    before     `Unsharded`         what a module has, and what `fully_shard` was asked to make of it
-    after      `ShardedParameter`  its place in the group, the two tensors that stand for it, its gradient
-    both       `Slot`              where modules have it registered: every place that shares it
+    before     `Unsharded`         the module's parameter, and the choices of `fully_shard` for it
+    after      `ShardedParameter`  its position in the group, its full and its sharded tensor, its gradient
+    both       `Slot`              the modules and attributes in which it is registered
 
-Everything that speaks of one parameter of a group takes its record. A group keeps its records; what else refers to one
-finds it by any tensor that stands for the parameter (`record_of`), and keeps none alive.
+Functions that work on one parameter of a group take its record. A group keeps its records alive. Other code finds a
+record by any tensor of the parameter (`record_of`), and must not keep it alive.
 """
 
 import weakref
@@ -27,7 +27,7 @@ from weft.layout.layout import Extent
 
 @dataclass
 class Slot:
-    """One parameter: where it is registered, its name in the unit, and what is registered there now."""
+    """The places where a parameter is registered: its name in the unit, the registered tensor, and its owners."""
 
     name: str
     there: nn.Parameter | None
@@ -40,7 +40,7 @@ class Slot:
         self.put(self.there)
 
     def put(self, parameter: nn.Parameter | None) -> None:
-        """Register `parameter` in every place that shares it, in the place of anything else."""
+        """Register `parameter` in every place, without a check of what is registered there."""
         for owner, name in self.owners:
             if (module := owner()) is not None:
                 module._parameters[name] = parameter
@@ -51,8 +51,8 @@ class Slot:
 class Unsharded:
     """A parameter that is about to be sharded, over `mesh`.
 
-    `value`: what its values are taken from; another tensor than `original`, if that was on the meta device. `cutting`:
-    the granularity and the dimension of its cuts.
+    `value`: the tensor with its values; `original` itself, unless that was on the meta device. `cutting`: the
+    granularity and the dimension of its cuts.
     """
 
     original: nn.Parameter
@@ -65,32 +65,32 @@ class Unsharded:
 
     @property
     def passes(self) -> bool:
-        """Whether the memory of its values is not needed once they are copied."""
+        """Whether `value` is a temporary tensor, whose memory can be freed once it is copied."""
         return self.value is not self.original
 
 
 @dataclass(eq=False, slots=True)
 class GradientState:
-    """What is known of a parameter's gradient on its way from autograd to `.grad`."""
+    """The state of a parameter's gradient between autograd and `.grad`."""
 
     present: bool = False
-    """Whether there is one among those packed since the last were handed out; on any rank, once agreed."""
+    """Whether a gradient was packed since the last publishing: on this rank, and after ranks have agreed on any."""
     filled: bool = False
-    """Whether its part of the packed gradients holds something that a further gradient is added to."""
+    """Whether its part of the packed gradients has values, to which a further gradient is added."""
     written: bool = False
-    """Whether a module wrote it into the packed gradients itself, since the last packing."""
+    """Whether a module wrote it directly into the packed gradients since the last packing."""
     handed: Any = None
-    """The DTensor that is handed out as `.grad`."""
+    """The DTensor that is published as `.grad`."""
     withdrawn: bool = False
-    """Whether the engine has taken that back, to add to it."""
+    """Whether the engine has taken the published gradient back, to add to it."""
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedParameter:
     """A parameter of a group, the `number`-th there.
 
-    `extent`: where it lies in the group's layout. `parallel`: where it lies beyond data parallelism. `full`: what is
-    registered while its weights are held, `sharded`: at rest.
+    `extent`: its position in the group's layout. `parallel`: its tensor-parallel placement. `full`: the parameter that
+    is registered while the weights are gathered. `sharded`: the one that is registered otherwise.
     """
 
     number: int
@@ -100,7 +100,7 @@ class ShardedParameter:
     full: nn.Parameter
     sharded: nn.Parameter
     owner: "weakref.ref[Any]"
-    """Its group, which keeps it."""
+    """The group of the parameter, which keeps this record alive."""
     gradient: GradientState = field(default_factory=GradientState)
 
     def __post_init__(self) -> None:
@@ -108,7 +108,7 @@ class ShardedParameter:
             self.stands_for(form)
 
     def stands_for(self, parameter: nn.Parameter) -> None:
-        """Let `record_of(parameter)` find it."""
+        """Let `record_of(parameter)` return this record."""
         known[parameter] = weakref.ref(self)
 
     def __str__(self) -> str:
@@ -116,32 +116,32 @@ class ShardedParameter:
 
     @property
     def name(self) -> str:
-        """What it is called in its unit."""
+        """The name of the parameter in its unit."""
         return self.slot.name
 
     @property
     def group(self) -> Any:
-        """The group that it is in; None if that is gone."""
+        """The group of the parameter; None if it was freed."""
         return self.owner()
 
     @property
     def unit(self) -> Any:
-        """The unit that it is in; None if that is gone, or not made yet."""
+        """The unit of the parameter; None if it was freed, or does not exist yet."""
         group = self.owner()
         return None if group is None else group.owner()
 
     @cached_property
     def slices(self) -> dist.ProcessGroup | None:
-        """The tensor-parallel ranks that hold its other slices; None where it is not sliced."""
+        """The process group of the tensor-parallel ranks with its other slices; None if it is not sliced."""
         return self.parallel.ranks if self.parallel is not None and self.parallel.is_spread else None
 
 
 known: MutableMapping[Any, "weakref.ref[ShardedParameter]"] = WeakTensorKeyDictionary()
-"""The records of all units that live or have lived, by the tensors that stand for them."""
+"""The records of all units, by the tensors of their parameters."""
 
 
 def record_of(parameter: Any) -> ShardedParameter | None:
-    """The record of a parameter of a unit, full, sharded or from before that; None for others."""
+    """Return the record of a unit's parameter, given its full, sharded or original tensor; None for others."""
     if parameter not in known:
         return None
     record = known[parameter]()
@@ -149,12 +149,12 @@ def record_of(parameter: Any) -> ShardedParameter | None:
 
 
 def ignore(parameter: nn.Parameter) -> None:
-    """Remember that the user named it in `ignored_params`."""
+    """Mark a parameter as one of `ignored_params`."""
     vars(parameter)["_weft_ignored"] = True
 
 
 def is_ignored(parameter: nn.Parameter) -> bool:
-    """Whether the user named it in `ignored_params`."""
+    """Return whether a parameter was passed in `ignored_params`."""
     return "_weft_ignored" in vars(parameter)
 
 
@@ -163,8 +163,11 @@ SHARDED = attrgetter("sharded")
 
 
 def register(parameters: Iterable[ShardedParameter], form: Callable[[ShardedParameter], nn.Parameter | None]) -> None:
-    """Register each in this form, wherever it is shared. Raises RuntimeError if something else was in its place."""
-    # All are registered before anything is said, or the next call would find what this one left.
+    """Register the tensor `form` of each parameter in all its places.
+
+    Raises RuntimeError if another tensor was registered there.
+    """
+    # All are registered before the error is raised, so that the next call does not raise for the same reason.
     replaced = []
     for each in parameters:
         slot, parameter = each.slot, form(each)

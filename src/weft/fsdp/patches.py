@@ -1,27 +1,27 @@
-"""What weft replaces in torch: one table, applied at the first `fully_shard`, for as long as the process lives.
+"""The functions of torch that weft replaces, at the first `fully_shard`, until the process ends.
 
-    attribute of torch                               what weft's does besides                                      why
+    attribute of torch                               addition of weft                                              why
     -----------------------------------------------  ------------------------------------------------------------  ---
-    autograd._engine_run_backward                    names the weights of a refusal; ends a backward                1
+    autograd._engine_run_backward                    names weights in autograd's errors; ends a backward            1
     optim.adam.adam, optim.sgd.sgd,                  steps over lists of small sharded parameters                   2
       optim.adagrad.adagrad
-    nn.utils.clip_grad._get_total_norm,              takes the norm of sharded tensors at once, and multiplies      2
-      ._clip_grads_with_norm_; nn.utils.             them at once
+    nn.utils.clip_grad._get_total_norm,              computes norms and multiplies with one operation for all       2
+      ._clip_grads_with_norm_; nn.utils.             sharded tensors
       get_total_norm, .clip_grads_with_norm_
-    distributed.tensor.DTensor.from_local,           takes placements that know their cuts                          3
+    distributed.tensor.DTensor.from_local,           accepts placements that store their cuts                       3
       .redistribute
     distributed.checkpoint.state_dict.               cuts full tensors as parameters are cut                        3
       _broadcast_state_dict, _distribute_state_dict
-    distributed.fsdp...FSDPParam.__init__,           refuses a sharded parameter                                    4
+    distributed.fsdp...FSDPParam.__init__,           raises for a sharded parameter                                 4
       nn.utils.parametrize.ParametrizationList
       .__init__
 
-1. Autograd's refusals know no names, and no hook runs at the end of every backward.
-2. torch's way asks for a call into Python, or a message, for each tensor.
+1. Autograd's errors contain no names of weights, and no hook runs at the end of every backward.
+2. torch calls into Python, or sends a message, for each tensor.
 3. torch computes even cuts from placements, and has no hook for others.
-4. They take every parameter for a replica, or for their own.
+4. They would treat a sharded parameter as a plain one.
 
-All hold for torch 2.11 to 2.13. Besides, one global hook refuses modules of other libraries around sharded ones.
+All exist in torch 2.11 to 2.13. In addition, a global hook raises for other libraries' wrappers around sharded modules.
 """
 
 import inspect
@@ -46,9 +46,9 @@ from weft.fsdp.runtime.joint_backward import finish_backwards
 
 @dataclass(frozen=True)
 class Patch:
-    """`name` of the module or class `of`, below torch, becomes `replacing(torch's)`.
+    """The replacement of attribute `name` of `torch.<of>`, a module or "module:Class", by `replacing(original)`.
 
-    `parameters`: those that torch's function must have, where weft's depends on them.
+    `parameters`: the names of the parameters that torch's function must have, if the replacement depends on them.
     """
 
     of: str
@@ -57,7 +57,7 @@ class Patch:
     parameters: tuple[str, ...] = ()
 
     def owner(self) -> Any:
-        """Where torch has it; None in a torch that has no such place."""
+        """Return torch's module or class with the attribute; None if this version has no such module or class."""
         module, _, cls = f"torch.{self.of}".partition(":")
         try:
             found = import_module(module)
@@ -67,7 +67,7 @@ class Patch:
 
     @property
     def fits(self) -> bool:
-        """Whether this torch has it."""
+        """Whether this version of torch has the attribute, with these parameters."""
         theirs = getattr(self.owner(), self.name, None)
         return theirs is not None and (
             not self.parameters or tuple(inspect.signature(theirs).parameters) == self.parameters
@@ -125,7 +125,7 @@ _undo: list[Callable[[], None]] = []
 
 
 def apply() -> None:
-    """Replace what is in the table, once. Raises RuntimeError, and replaces nothing, where torch lacks any of it."""
+    """Apply all patches, once. Raises RuntimeError, and applies none, if this version of torch lacks an attribute."""
     if _undo:
         return
     missing = [str(patch) for patch in PATCHES if not patch.fits]
@@ -136,13 +136,13 @@ def apply() -> None:
         )
     for patch in PATCHES:
         owner = patch.owner()
-        before = vars(owner)[patch.name]  # a staticmethod as it is
+        before = vars(owner)[patch.name]  # not getattr, which would unwrap a staticmethod
         setattr(owner, patch.name, patch.replacing(getattr(owner, patch.name)))
         _undo.append(partial(setattr, owner, patch.name, before))
     _undo.append(register_module_module_registration_hook(refuse_wrappers).remove)
 
 
 def undo() -> None:
-    """Put back what torch had. Models that are sharded do not run correctly after that."""
+    """Restore torch's attributes. Sharded models do not run correctly afterwards."""
     while _undo:
         _undo.pop()()

@@ -1,13 +1,14 @@
-"""How weights travel: the one place that turns main weights into what ranks send, and what has come into full weights.
+"""The formats in which weights are gathered: main weights are converted to a payload, and payloads to full weights.
 
-    payload    each rank sends, per element    beside the full weights meanwhile
+    payload    each rank sends, per element    temporary memory
     -------    -----------------------------   ------------------------------------------------------------------
-    `Plain`    one of the compute dtype        this rank's part in the main dtype, where it is uploaded and then cast
+    `Plain`    an element of the compute dtype this rank's part in the main dtype, if it is uploaded and then cast
     `Narrow`   a byte, or half of one          the bytes of all ranks (see `weft.fsdp.narrow`)
 
-Everything else moves bytes. A group gathers for a use (`ParameterGroup.gather`), makes model weights anew after a step
-(`refresh`), sends its part of a gather that it does not need (`serve`) and travels with neighbours (`Bucket`); all
-four ask the group's payload to `write` what leaves this rank, and to `open` what has come.
+All other code only moves bytes. A group gathers weights for use (`ParameterGroup.gather`), updates model weights after
+a step (`refresh`), takes part in gathers whose result it does not need (`serve`), and shares messages with other groups
+(`Bucket`). In all four cases the group's payload converts weights before sending (`write`) and after receiving
+(`open`).
 """
 
 import functools
@@ -28,52 +29,56 @@ from weft.memory.pool import Pool, Transient
 
 
 class Payload(Protocol):
-    """What a format of travelling weights implements."""
+    """The interface of a format in which weights are gathered."""
 
     refreshes: bool
-    """Whether what travels is made once in a step, and lies beside the main weights meanwhile."""
+    """Whether the payload is computed once per step and stored beside the main weights."""
     layout: Layout
-    """Of what travels."""
+    """The layout of the payload."""
     dtype: torch.dtype
-    """Of what travels."""
+    """The dtype of the payload."""
     staging: Transient | None
-    """Memory that is taken by `write` or `land`, and given back by `open`."""
+    """Memory that `write` or `land` takes from a pool and `open` gives back."""
     sent: int
-    """Bytes of a gather."""
+    """The number of bytes of a gather."""
     tail: int
-    """Elements that full weights have behind those of the layout."""
+    """The number of elements of full weights after those of the layout."""
     copies: int
-    """2 where forward and backward use different bytes, of which one gather brings one copy; else 1."""
+    """2 if forward and backward use different payloads, each with a separate gather; otherwise 1."""
 
     def write(self, own: torch.Tensor, source: torch.Tensor, pool: Pool, copy: int = 0) -> Callable[[], Any] | None:
-        """What makes `own`, the part that this rank sends, from `source`, on the lane; None: `source` can be sent."""
+        """Return a function, to run on the lane, that computes `own`, this rank's part of the message, from `source`.
+
+        None: `source` can be sent as it is.
+        """
         ...
 
     def land(self, full: torch.Tensor, source: torch.Tensor, pool: Pool, copy: int = 0) -> torch.Tensor:
-        """Where a gather of all ranks' `source` arrives whose result are the full weights `full`; `source` itself
-        where each rank has all."""
+        """Return the tensor into which all ranks' `source` are gathered, to become the full weights `full`.
+
+        That is `source` itself if each rank has all weights.
+        """
         ...
 
     def open(self, full: torch.Tensor) -> None:
-        """What was sent has come: `full` becomes the full weights that the computation reads, if a gather has brought
-        them."""
+        """Convert the gathered payload to the full weights `full` that modules use, and give staging memory back."""
         ...
 
 
 def payload_of(plan: GroupPlan, describe: Callable[[], str]) -> Payload:
-    """How the weights of a group travel. `describe`: what errors call the memory of what is on its way."""
+    """Return the payload of a group's weights. `describe`: the name of its staging memory in errors."""
     return Plain(plan, describe) if plan.recipe.quantization is None else Narrow(plan, describe)
 
 
 class Plain:
-    """Weights travel in the compute dtype, in which they are used."""
+    """Weights are gathered in the compute dtype, in which they are used."""
 
     refreshes = False
     tail = 0
     copies = 1
 
     def __init__(self, plan: GroupPlan, describe: Callable[[], str]) -> None:
-        """`describe`: what errors call its staging memory."""
+        """`describe`: the name of the staging memory in errors."""
         self._uploads = plan.offload is not None
         self.layout, self.dtype = plan.layout, plan.recipe.compute
         self.sent = plan.layout.numel * self.dtype.itemsize if plan.moves else 0
@@ -82,18 +87,18 @@ class Plain:
             self.staging = Transient(plan.home_numel, plan.recipe.main, plan.device, describe=describe)
 
     def write(self, own: torch.Tensor, source: torch.Tensor, pool: Pool, copy: int = 0) -> Callable[[], Any] | None:
-        """See `Payload.write`."""
+        """Return a function that casts or uploads `source` into `own`; None if `source` can be sent as it is."""
         if source.data_ptr() == own.data_ptr() or (source.dtype == own.dtype and not self._uploads):
             return None
         staging = pool.take(self.staging) if self.staging is not None and source.dtype != own.dtype else None
         return functools.partial(collectives.move, own, source, staging)
 
     def land(self, full: torch.Tensor, source: torch.Tensor, pool: Pool, copy: int = 0) -> torch.Tensor:
-        """See `Payload.land`."""
+        """Return `full`: weights are gathered in place."""
         return full
 
     def open(self, full: torch.Tensor) -> None:
-        """See `Payload.open`."""
+        """Give the staging memory back: gathered weights need no conversion."""
         if self.staging is not None:
             self.staging.give()
 
@@ -109,15 +114,15 @@ def refresh_copies(
     *,
     uploads: bool,
 ) -> tuple[Ticket | None, Ticket | None]:
-    """Start making all `copies` from this rank's `main` weights, under the placements `inner`; under `torch.no_grad()`.
+    """Start to compute all `copies` of model weights from this rank's `main` weights. Call it under `torch.no_grad()`.
 
-    `numbers`: the channel of each. Returns the last upload from CPU memory, and the last of all tickets, which comes
-    behind the others.
+    `inner`: the placements of the main weights in the copies. `numbers`: the channel number of each copy. Returns the
+    tickets of the last upload from CPU memory and of the last operation, which runs after all others.
     """
     uploaded = last = None
     for copy, (buffer, channel) in enumerate(zip(copies, numbers)):
         fill = payload.write(buffer.part(inner).local, main, channels.weights, copy)
-        if uploads:  # on the lane of the gather, which so comes behind it
+        if uploads:  # on the lane of the gather, so that the gather runs after it
             uploaded = last = lane.run(collectives.alone, fill, after=last)
             fill = None
         gathered = buffer.gather_in_place(inner, lane, channels.of_gathers, channel=channel, prepare=fill, after=last)

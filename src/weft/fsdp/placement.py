@@ -1,4 +1,4 @@
-"""What lies where: one placement per mesh axis for parameters, gradients and optimizer state.
+"""Placements of parameters, gradients and optimizer state: one per mesh axis.
 
     strategy              ZeRO   parameter    gradient     optimizer
     no_shard              0      Replicate    Partial      Replicate
@@ -6,10 +6,10 @@
     optim_grads           2      Replicate    Shard(0)     Shard(0)
     optim_grads_params    3      Shard(0)     Shard(0)     Shard(0)
 
-On a 2-D mesh (outer, shard) the table is that of the shard axis. The outer axis has the row no_shard (HSDP) or, where
-the shard axis shards the optimizer state, the row optim (HFSDP).
+On a 2-D mesh (outer, shard) the table applies to the shard axis. The outer axis has the row no_shard (HSDP) or, if the
+shard axis shards the optimizer state, the row optim (HFSDP).
 
-A `Partial` gradient stays unreduced over its axis until the last microbatch, a sharded one is reduced after each.
+A `Partial` gradient is reduced over its axis after the last microbatch only, a sharded one after each microbatch.
 """
 
 from collections.abc import Sequence
@@ -66,19 +66,19 @@ class Placements:
 
     @property
     def axes(self) -> int:
-        """How many mesh axes they are for."""
+        """The number of mesh axes."""
         return len(self.parameter)
 
     @property
     def reduces_each_microbatch(self) -> bool:
-        """Whether gradients are reduced over the shard axis after every backward, the last of a step or not."""
+        """Whether gradients are reduced over the shard axis after every backward, not only after the last of a step."""
         return self.gradient[-1].is_shard()
 
 
 def placements_of(strategy: "str | Placements", outer_strategy: str, axes: int) -> Placements:
-    """The placements on a mesh of `axes` axes that the strategies' names stand for.
+    """Return the placements of the named strategies on a mesh of `axes` axes.
 
-    Raises ValueError for unknown names, and for strategies that do not go together or with the mesh.
+    Raises ValueError for unknown names, and for strategies that cannot be combined with each other or the mesh.
     """
     if isinstance(strategy, Placements):
         if outer_strategy != "no_shard":

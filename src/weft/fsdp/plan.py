@@ -1,4 +1,4 @@
-"""How one group of parameters is kept: layout, mesh, placements, dtypes, devices. Fixed when the group is made."""
+"""The fixed properties of a parameter group: layout, mesh, placements, dtypes and devices."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,10 @@ from weft.mesh import ranks_over
 
 @dataclass(frozen=True, eq=False)
 class GroupPlan:
-    """`device`: where the group computes. `offload`: keep what stays in CPU memory."""
+    """The fixed properties of a parameter group.
+
+    `device`: the device on which it computes. `offload`: keeps sharded weights and gradients in CPU memory, if set.
+    """
 
     layout: Layout
     mesh: DeviceMesh
@@ -39,7 +42,7 @@ class GroupPlan:
         device: torch.device,
         offload: CPUOffloadPolicy | None,
     ) -> "GroupPlan":
-        """Plan the layout of `members`, of DTensors that of their local parts."""
+        """Plan the layout of `members`; for DTensors, of their local parts."""
         layout = plan_layout(
             [tuple(local_of(each.value).shape) for each in members],
             ranks_over(mesh, sharded_axes(placements.optimizer)),
@@ -51,7 +54,7 @@ class GroupPlan:
 
     @property
     def home(self) -> torch.device:
-        """Where the registered sharded parameters and their gradients lie."""
+        """The device of the sharded parameters and their gradients."""
         return torch.device("cpu") if self.offload is not None else self.device
 
     @property
@@ -60,13 +63,13 @@ class GroupPlan:
         return (Replicate(),) * self.mesh.ndim
 
     def buffer(self, placements: tuple[Placement, ...], dtype: torch.dtype, layout: Layout | None = None) -> FlatBuffer:
-        """New memory on the device, with unspecified contents; `layout`: of what travels, where it is another one."""
+        """Return a new uninitialised buffer on the device; `layout`: default is that of the parameters."""
         laid = layout or self.layout
         numel = laid.numel // ranks_over(self.mesh, sharded_axes(placements))
         return FlatBuffer(laid, self.mesh, placements, torch.empty(numel, dtype=dtype, device=self.device))
 
     def home_buffer(self, dtype: torch.dtype) -> FlatBuffer:
-        """New memory under the optimizer's placements, in CPU memory where that is asked for."""
+        """Return a new buffer under the optimizer's placements, in CPU memory with CPU offload."""
         placements = self.placements.optimizer
         if self.offload is None:
             return self.buffer(placements, dtype)
@@ -82,9 +85,9 @@ class GroupPlan:
 
     @property
     def home_numel(self) -> int:
-        """How many elements of the main weights, and of the main gradients, lie on each rank."""
+        """The number of elements of main weights, and of main gradients, on each rank."""
         return self.numel(self.placements.optimizer)
 
     def numel(self, placements: tuple[Placement, ...]) -> int:
-        """How many elements lie on each rank under `placements`."""
+        """Return the number of elements on each rank under `placements`."""
         return self.layout.numel // ranks_over(self.mesh, sharded_axes(placements))

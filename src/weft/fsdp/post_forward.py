@@ -1,10 +1,10 @@
-"""What a rank keeps of gathered weights from a forward to its backward, with an integer `reshard_after_forward`.
+"""The shards that ranks keep between forward and backward, with an integer `reshard_after_forward`.
 
 ranks of the shard axis          0      1      2      3
-at rest                          a      b      c      d        a quarter each
+sharded                          a      b      c      d        a quarter each
 forward                          abcd   abcd   abcd   abcd     gathered over four ranks
-until backward, with 2           ab     cd     ab     cd       half each, cut from what was gathered
-backward                         abcd   abcd   abcd   abcd     gathered over two neighbours, on one node if need be
+until backward, with 2           ab     cd     ab     cd       half each, copied from the gathered weights
+backward                         abcd   abcd   abcd   abcd     gathered over two adjacent ranks, usually of one node
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from weft.memory.pool import Pool, Transient
 
 
 class PostForwardShard:
-    """One of `group.size()` equal shards of a group's gathered weights, of `numel` elements in all."""
+    """This rank's shard, of `group.size()` equal ones, of a parameter group's gathered weights, `numel` in total."""
 
     def __init__(
         self,
@@ -44,10 +44,10 @@ class PostForwardShard:
             pool.take(self.transient).copy_(full.view(self._group.size(), -1)[self._group.rank()])
 
     def gather_into(self, full: torch.Tensor, lane: Lane, channel: int) -> Ticket:
-        """Start filling the gathered weights from the shards of the group."""
+        """Start to gather the full weights `full` from the shards of the group."""
         return lane.run(collectives.all_gather, full, self.transient.tensor, self._group, channel=channel)
 
     def drop(self) -> None:
-        """Give the memory back."""
+        """Free the memory of the shard."""
         self.held = False
         self.transient.give()

@@ -1,8 +1,8 @@
-"""The recipe of dtypes: what computes, what travels, what accumulates, what the optimizer sees.
+"""The dtypes of main weights, computation, communication and gradients.
 
 main weights  --cast-->  gathered weights  -->  forward, backward  -->  gradients
 main_params_dtype        param_dtype                                       |
-     ^                                                          reduce_dtype, on the wire
+     ^                                                          reduce_dtype, in messages
      |                                                                     v
   optimizer  <-------------------------------------------------  main gradients: main_grads_dtype
 """
@@ -23,18 +23,18 @@ _COMPUTED_IN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """dtypes of a unit; every None keeps what was there.
+    """The dtypes of a unit; None keeps the parameter's or tensor's dtype, except as stated.
 
-    `param_dtype`: of the gathered weights, so of the computation. `reduce_dtype`: of gradients while they travel (None:
-    param_dtype). `output_dtype`: floating outputs of the module are cast to it. `cast_forward_inputs`: whether floating
-    inputs are cast to `param_dtype`. `main_params_dtype`: what the optimizer sees (None: the parameter's own).
-    `main_grads_dtype`: what gradients accumulate in, and the dtype of `.grad` (None: main_params_dtype).
+    `param_dtype`: dtype of the gathered weights, and so of the computation. `reduce_dtype`: dtype in which gradients
+    are reduced (None: param_dtype). `output_dtype`: dtype to which floating-point outputs of the module are cast.
+    `cast_forward_inputs`: whether floating-point inputs are cast to `param_dtype`. `main_params_dtype`: dtype of the
+    weights that the optimizer updates (None: the parameter's). `main_grads_dtype`: dtype in which gradients accumulate,
+    and of `.grad` (None: main_params_dtype).
 
-    `param_quantization`: a recipe of `weft.quantize`, in which weights are gathered; each is dequantized to
-    `param_dtype` for use. `quantize(name, parameter)`: whether a parameter is quantized, by its name in
-    `named_parameters()` of the module that `fully_shard` is called on (None: those with two or three dimensions that
-    are no embedding). Main weights of quantized parameters are float32 unless `main_params_dtype` says
-    otherwise or they are frozen.
+    `param_quantization`: a recipe of `weft.quantize`, in which weights are gathered; they are dequantized to
+    `param_dtype` for use. `quantize(name, parameter)`: whether to quantize a parameter, by its name in
+    `named_parameters()` of the module that `fully_shard` is called on (None: those with two or three dimensions, except
+    embeddings). Main weights of quantized parameters are float32, unless `main_params_dtype` is set or they are frozen.
 
     Raises ValueError for a dtype that torch does not compute in: choose float64, float32, bfloat16 or float16.
     """
@@ -62,9 +62,11 @@ class MixedPrecisionPolicy:
     def resolve(
         self, dtype: torch.dtype, *, keep: bool = False, quantized: bool = False, frozen: bool = False
     ) -> "Recipe":
-        """The dtypes for parameters whose own dtype is `dtype`; `keep`: which keep it; `quantized`: which travel in
-        `param_quantization`; `frozen`: which no optimizer updates. Raises ValueError for a format that the compute
-        dtype does not hold."""
+        """Return the dtypes for a parameter of dtype `dtype`.
+
+        `keep`: whether it keeps its dtype. `quantized`: whether it is gathered in `param_quantization`. `frozen`:
+        whether no optimizer updates it. Raises ValueError if the format exceeds the range of the compute dtype.
+        """
         if keep or not dtype.is_floating_point:
             return Recipe(dtype, dtype, dtype, dtype)
         compute = self.param_dtype or dtype
@@ -78,15 +80,15 @@ class MixedPrecisionPolicy:
         return Recipe(main, compute, self.reduce_dtype or compute, self.main_grads_dtype or main, narrow)
 
     def cast_inputs(self, values: Any) -> Any:
-        """`values`, a tree, with floating tensors cast to `param_dtype` where the policy says so."""
+        """Return `values`, a tree, with floating-point tensors cast to `param_dtype` if the policy casts inputs."""
         if self.param_dtype is None or not self.cast_forward_inputs:
             return values
         return map_tensors(_cast_to(self.param_dtype), values)
 
     def cast_output(self, values: Any) -> Any:
-        """`values`, a tree or dataclass, with floating tensors cast to `output_dtype` where the policy says so.
+        """Return `values`, a tree or dataclass, with floating-point tensors cast to `output_dtype`, if that is set.
 
-        Raises TypeError where all floating tensors are hidden in an object that could not be made anew.
+        Raises TypeError if all floating-point tensors are in an object that cannot be rebuilt with others.
         """
         if self.output_dtype is None:
             return values
@@ -102,15 +104,15 @@ class MixedPrecisionPolicy:
 
 
 def keep_dtype(parameter: torch.nn.Parameter) -> None:
-    """Mark a parameter that computes, travels and accumulates in its own dtype, under every policy of its unit.
+    """Mark a parameter to compute, be gathered and accumulate in its dtype, under every policy of its unit.
 
-    For the few that a narrower dtype would spoil, such as the decays of a recurrence. Before `fully_shard`.
+    Use it before `fully_shard`, for parameters that need the precision, such as the decays of a recurrence.
     """
     vars(parameter)["keeps_dtype"] = True
 
 
 def keeps_dtype(parameter: torch.nn.Parameter) -> bool:
-    """Whether `parameter` is marked so."""
+    """Return whether `parameter` was passed to `keep_dtype`."""
     return getattr(parameter, "keeps_dtype", False)
 
 
@@ -120,7 +122,7 @@ def _cast_to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A policy applied to one parameter dtype: no None is left."""
+    """The dtypes of a policy for one parameter dtype, without None."""
 
     main: torch.dtype
     compute: torch.dtype
@@ -130,29 +132,29 @@ class Recipe:
 
     @property
     def gathered(self) -> torch.dtype:
-        """Of full weights: what computes, or the payload where products multiply that."""
+        """The dtype of full weights: the compute dtype, or float8 if products multiply quantized operands."""
         return torch.float8_e4m3fn if self.quantization is not None and self.quantization.is_scaled else self.compute
 
     @property
     def smallest_itemsize(self) -> int:
-        """Bytes of the narrowest element that travels."""
+        """The number of bytes of the smallest element in any buffer of the group."""
         if self.quantization is not None:
             return 1
         return min(dtype.itemsize for dtype in (self.main, self.compute, self.reduce))
 
     @cached_property
     def narrows(self) -> bool:
-        """Whether a gradient may be too large for what travels: it is scaled in the main gradients' dtype first."""
+        """Whether a gradient may overflow in the reduce dtype, so that it is first scaled in `main_grad`."""
         return has_less_range(self.reduce, self.compute)
 
 
 def has_less_range(narrow: torch.dtype, wide: torch.dtype) -> bool:
-    """Whether finite values of the dtype `wide` may be infinite in `narrow`."""
+    """Return whether finite values of dtype `wide` may be infinite in `narrow`."""
     return torch.finfo(narrow).max < torch.finfo(wide).max
 
 
 def precision_of(policy: Any) -> MixedPrecisionPolicy:
-    """weft's or torch's policy object as weft's. Raises TypeError for anything else."""
+    """Return weft's or torch's policy as weft's. Raises TypeError for anything else."""
     if isinstance(policy, MixedPrecisionPolicy):
         return policy
     if isinstance(policy, _TorchMixedPrecisionPolicy):

@@ -1,14 +1,14 @@
-"""`drop_in()`: weft's names in the place of torch's, for programs whose imports one cannot change.
+"""`drop_in()`: replaces torch's FSDP2 by weft in programs whose imports cannot be changed.
 
-    where a name is looked up                              before drop_in()    after
+    lookup of a name                                       before drop_in()    after
     -----------------------------------------------------  ------------------  ------
     torch.distributed.fsdp.fully_shard, by any caller      torch's             weft's
     a library that has imported it: accelerate, ...        torch's             weft's
     a library that is imported later                                           weft's
     torch's own private modules, which define it           torch's             torch's
 
-Functions and classes are replaced; policies are not, since weft takes torch's. Checkpoints, optimizers, clipping and
-Distributed State Dicts need no replacement.
+Functions and classes are replaced; policies are not, because weft accepts torch's. Checkpoints, optimizers, clipping
+and Distributed State Dicts need no replacement.
 """
 
 import sys
@@ -32,14 +32,14 @@ _DEFINING = "torch.distributed.fsdp._fully_shard."
 
 
 class DropIn:
-    """What `drop_in` has replaced: as text, and as a context that puts torch's names back at its end."""
+    """The names that `drop_in` has replaced: prints them, and as a context restores torch's at its end."""
 
     def __init__(self, places: list[tuple[ModuleType, str, Any]]) -> None:
         self._places = places
         self.replaced = tuple(f"{module.__name__}.{name}" for module, name, _ in places)
 
     def undo(self) -> None:
-        """Put torch's names back where they were replaced. What was imported in between keeps weft's."""
+        """Restore torch's names where they were replaced. Modules that were imported in between keep weft's."""
         while self._places:
             module, name, theirs = self._places.pop()
             setattr(module, name, theirs)
@@ -64,11 +64,11 @@ class DropIn:
 
 
 def drop_in() -> DropIn:
-    """Put weft's `fully_shard` and what belongs to it in the place of torch's, wherever they are looked up.
+    """Replace torch's `fully_shard`, and the names that belong to it, by weft's in all imported modules.
 
-    For the process, or as a context: `with weft.drop_in() as replaced`. Call it after the libraries are imported or
-    before, and before anything is sharded; `print` the result to see what it has replaced. A second call replaces what
-    is new since the first.
+    It applies to the process, or to a context: `with weft.drop_in() as replaced`. Call it before or after libraries are
+    imported, and before anything is sharded. `print` the result to see the replaced names. A second call also replaces
+    names in modules that were imported since the first.
     """
     ours = {id(theirs): mine for theirs, mine in _THEIRS}
     places = []

@@ -1,8 +1,8 @@
-"""Which units are one model: the driver of each unit knows the one around it, and the outermost starts the engine.
+"""Groups units into models: the driver of each unit refers to the one around it, and the outermost is the root.
 
-fully_shard(block)       a driver of its own: the root of a model with one unit
-fully_shard(model)       its driver comes around those of the blocks
-the first pass           the root makes the runtime for all units; what is left of a model keeps only itself
+fully_shard(block)       creates a driver, the root of a model with one unit
+fully_shard(model)       creates a driver around those of the blocks, which becomes their root
+the first pass           the root creates the runtime for all units, and alone keeps it alive
 """
 
 import weakref
@@ -19,15 +19,15 @@ from weft.fsdp.unit import Unit
 
 
 class UnitDriver(HookDriver):
-    """The hook driver of one unit, which may be the root of a model or come under another."""
+    """The hook driver of one unit, which is the root of a model or under another driver."""
 
     unit: Unit
 
     def __init__(self, unit: Unit, modules: Sequence[nn.Module], options: RuntimeOptions | None) -> None:
-        """`options`: what `fully_shard` was given; None: nothing."""
+        """`options`: the `runtime` argument of `fully_shard`, if given."""
         super().__init__(unit, modules)
         self._own: Runtime | None = None
-        """Of a root, which alone keeps it."""
+        """The runtime, if this is a root, which alone keeps it alive."""
         self._known: weakref.ref[Runtime] | None = None
         self.above: weakref.ref[UnitDriver] | None = None
         """The driver of a unit around this one."""
@@ -36,12 +36,12 @@ class UnitDriver(HookDriver):
 
     @property
     def runtime(self) -> Runtime | None:
-        """Of the root; None before its first pass, and when it is gone."""
+        """The runtime of the root; None before its first pass, and after the root was freed."""
         return None if self._known is None else self._known()
 
     @property
     def engine(self) -> Runtime:
-        """The runtime, made for all units of the root if this is its first pass."""
+        """The runtime, created for all units of the root if it does not exist yet."""
         runtime = None if self._known is None else self._known()
         if runtime is None:
             root = self.root
@@ -58,7 +58,7 @@ class UnitDriver(HookDriver):
         return root
 
     def come_under(self, around: "UnitDriver") -> None:
-        """`around` is sharded now, and its model's root is this one's too."""
+        """Put this driver under `around`, whose root becomes its root."""
         if self.above is None or self.above() is None:
             self.above = weakref.ref(around)
         runtime = self.runtime
@@ -100,7 +100,7 @@ def _unit_of(module: nn.Module) -> Unit | None:
 
 
 def drivers_under(modules: Iterable[nn.Module]) -> list[UnitDriver]:
-    """The drivers of `modules` and of the sharded modules inside them, outermost first."""
+    """Return the drivers of `modules` and of the sharded modules inside them, outermost first."""
     return list(
         dict.fromkeys(
             vars(child)["_weft_driver"]

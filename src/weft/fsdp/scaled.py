@@ -1,9 +1,9 @@
-"""Full weights that are quantized: what modules see under `compute="scaled"`.
+"""Quantized full weights, which modules see with `compute="scaled"`.
 
 `full` of a group, one byte per element:   | e4m3 codes of all weights, in the order of the layout | scales |
 
-A weight is a float8 parameter, a view of its codes, and its gradient has the dtype that computes. `F.linear` and
-`F.grouped_mm` find its scales by it. Its codes have no meaning without them, so all other operators are refused.
+A weight is a float8 parameter, a view of its codes. Its gradient has the compute dtype. `F.linear` and `F.grouped_mm`
+look up its scales by the parameter. All other operators raise TypeError, because codes have no meaning without scales.
 """
 
 from collections.abc import Sequence
@@ -22,12 +22,12 @@ from weft.fsdp.parameter import record_of
 from weft.fsdp.precision import Recipe
 
 _MATMUL = {torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__}
-"""By which a backward that a module has itself asks for an input's gradient, `gradient @ weight`."""
+"""The functions with which a module's custom backward computes an input's gradient, `gradient @ weight`."""
 _READS_NO_VALUES = HARMLESS | {"detach", "__repr__", "untyped_storage", "data_ptr"}
 
 
 class Scaled(torch.Tensor):
-    """A quantized weight, or the part of one that lies on this rank."""
+    """A quantized weight, or this rank's part of one."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -59,7 +59,7 @@ class ScaledParameter(Scaled, nn.Parameter):
 
 
 def mark_scaled(parameters: Sequence[nn.Parameter], recipe: Recipe) -> None:
-    """Let the full parameters of a group know what products do with them, if they are quantized there."""
+    """Set the class and `grad_dtype` of a group's full parameters, if products multiply them quantized."""
     if recipe.quantization is None or not recipe.quantization.is_scaled:
         return
     for parameter in parameters:
@@ -71,5 +71,5 @@ def mark_scaled(parameters: Sequence[nn.Parameter], recipe: Recipe) -> None:
 
 
 def is_scaled(weight: Any) -> bool:
-    """Whether products multiply the payload of `weight`."""
+    """Return whether products multiply the payload of `weight`."""
     return issubclass(type(weight), Scaled)

@@ -1,10 +1,10 @@
-"""`fully_shard.state(module)`: what torch's own code asks a sharded module's state for.
+"""`fully_shard.state(module)`: the attributes of a sharded module's state that torch's code uses.
 
-torch.distributed.pipelining, when a stage's gradients are due     here
+used by torch.distributed.pipelining to reduce a stage's gradients weft
 -----------------------------------------------------------------  ------------------------------------------------
 state._state_ctx.all_states: of all units of the model             one state, with all units' groups
 state._fsdp_param_groups: each with post_backward()                post_backward() does nothing: the next line does
-state._root_post_backward_final_callback()                         reduces what backwards without sync have left
+state._root_post_backward_final_callback()                         reduces gradients of backwards without sync
 """
 
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from weft.fsdp.module import FSDPModule, runtime_of
 
 
 class ShardedState:
-    """Of the model that a sharded module belongs to."""
+    """The state of the model that a sharded module belongs to."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -32,9 +32,9 @@ class ShardedState:
 
 
 def state_of(module: nn.Module) -> ShardedState | None:
-    """The state of a sharded module, as torch's `fully_shard.state` gives it; None for another module."""
+    """Return the state of a sharded module, as torch's `fully_shard.state` does; None for another module."""
     return ShardedState(module) if isinstance(module, FSDPModule) else None
 
 
 def _nothing() -> None:
-    """All groups are reduced together."""
+    """Do nothing: `_root_post_backward_final_callback` reduces all groups."""

@@ -1,15 +1,15 @@
-"""Tensors in what modules take and return.
+"""Finds and replaces tensors in the arguments and results of modules.
 
-    value                                                 changed              seen
+    value                                                 `map_tensors`        `tensors_in`
     ----------------------------------------------------  -------------------  ------------
-    tensors; tuples, lists, dicts, named tuples, and      yes                  yes
-    what is registered with torch's pytree
-    dataclasses                                           where asked for: a   where asked
-                                                          copy has the change  for
-    attributes of other objects, members of sets          no                   where asked
-                                                                               for
+    tensors; tuples, lists, dicts, named tuples, and      replaces             yields
+    classes registered with torch's pytree
+    dataclasses                                           `in_dataclasses`:    `hidden`:
+                                                          copies and replaces  yields
+    attributes of other objects, members of sets          ignores              `hidden`:
+                                                                               yields
 
-A container in which nothing changes stays the same object: a module may add to a list that it is given.
+A container without a replaced tensor stays the same object, because a module may append to a list that it is given.
 """
 
 import copy
@@ -30,15 +30,15 @@ _OPAQUE = (
     *(FunctionType, BuiltinFunctionType, MethodType, ModuleType),
     *(nn.Module, torch.dtype, torch.device, torch.Generator),
 )
-"""What holds no tensors of interest: a module's parameters are none of its outputs."""
+"""Types that are not searched: a module's parameters, for example, are not outputs."""
 
 
 def map_tensors(
     change: Change, value: Any, *, in_dataclasses: bool = False, rebuilt: list[tuple[Any, Any]] | None = None
 ) -> Any:
-    """`value` with `change` applied to its tensors; itself where no tensor changes.
+    """Return `value` with `change` applied to its tensors, or `value` itself if no tensor changes.
 
-    `rebuilt`: gets the lists and dicts that were made anew, each with the old one.
+    `rebuilt`: a list to which pairs of an old and a new list or dict are appended.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
@@ -59,9 +59,9 @@ def map_tensors(
 
 
 def give_back(rebuilt: list[tuple[Any, Any]], original: dict[int, Any]) -> None:
-    """Let lists and dicts have what was done to those that were made anew of them.
+    """Copy changes of rebuilt lists and dicts back to the old ones.
 
-    `original`: by id of what stands in a new one, what stood for it in the old one.
+    `rebuilt`: pairs from `map_tensors`. `original`: the original value of each replaced one, by the id of the latter.
     """
     for old, new in rebuilt:
         if type(new) is list:
@@ -73,7 +73,7 @@ def give_back(rebuilt: list[tuple[Any, Any]], original: dict[int, Any]) -> None:
 
 
 def tensors_in(value: Any, *, hidden: bool = False) -> Iterator[torch.Tensor]:
-    """The tensors of `value`; `hidden`: those in dataclasses, in attributes of other objects and in sets as well."""
+    """Yield the tensors in `value`; `hidden`: also those in dataclasses, attributes of other objects, and sets."""
     if isinstance(value, torch.Tensor):
         yield value
         return
@@ -94,7 +94,7 @@ def tensors_in(value: Any, *, hidden: bool = False) -> Iterator[torch.Tensor]:
 
 
 def _opened(value: Any, dataclasses_too: bool) -> tuple[list, Callable[[list], Any]]:
-    """The children of a container, none of anything else, and what makes such a container of other children."""
+    """Return the children of a container, [] for other values, and a function that rebuilds it with new children."""
     kind = type(value)
     if kind is tuple or kind is list:
         return [*value], kind
@@ -113,7 +113,7 @@ def _opened(value: Any, dataclasses_too: bool) -> tuple[list, Callable[[list], A
 def _replaced(value: Any, fields: dict[str, Any]) -> Any:
     made = copy.copy(value)
     for name, field in fields.items():
-        object.__setattr__(made, name, field)  # of frozen ones too
+        object.__setattr__(made, name, field)  # also if the dataclass is frozen
     return made
 
 

@@ -1,4 +1,4 @@
-"""Calls that keep no object alive: units, runtimes and buffers tell each other things, and go without the collector."""
+"""Callbacks that keep no object alive, so that units, runtimes and buffers are freed without garbage collection."""
 
 import weakref
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The bound `method`, as long as its object lives; afterwards a call does nothing and gives None."""
+    """Return a function that calls the bound `method` while its object is alive, and afterwards returns None."""
     known = weakref.WeakMethod(method)
 
     def call(*args: Any) -> Any:

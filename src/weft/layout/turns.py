@@ -50,7 +50,7 @@ def turns_of(due: Iterable[Due], most: int) -> list[tuple[int, ...]]:
 
 
 class ReductionOrder(ABC):
-    """The rules. Subclasses implement them for buffers, or for numbers of bytes. Units and their groups are numbered.
+    """The order of reductions. Subclasses reduce buffers, or only count bytes. Units and their groups are numbered.
 
     `most_alive`: the number of units whose gradients may be live at once; the units of one turn count as one.
     """

@@ -157,7 +157,7 @@ class Walk:
         self.alive: dict[frozenset[int], None] = {}
         """The sets of units whose weights are gathered at the same time."""
 
-    # --- what is counted --------------------------------------------------------------------------------------------
+    # --- memory and collectives -------------------------------------------------------------------------------------
 
     def start_counting(self) -> None:
         """Start the recorded step: forget earlier records, and keep live memory."""

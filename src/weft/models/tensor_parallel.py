@@ -133,7 +133,7 @@ def cuts_of(symbol: str, cfg: HybridConfig, experts: str = CUT) -> dict[str, Lie
     lies = norms | _KINDS[symbol](cfg)
     if symbol != "E" or experts == CUT:
         return lies
-    # Each rank computes with whole weights for its own positions, as it does with a norm.
+    # Each rank applies whole weights to its own positions, as for a norm, so gradients are partial.
     return {name: Elsewhere() if experts == SPREAD and name.startswith("experts.") else WHOLE for name in lies}
 
 
@@ -257,7 +257,10 @@ def ends_of(cfg: HybridConfig) -> dict[str, Lies]:
 
 
 def share(module: nn.Module, lies: Mapping[str, Lies], ranks: TensorRanks, path: str = "") -> None:
-    """Replace the parameters of `module` by this rank's parts, as `lies` says; `path`: the name of `module` in it."""
+    """Replace the parameters of `module` by this rank's parts.
+
+    `lies`: how each parameter is divided, by its name or its module's. `path`: the name of `module` in `lies`.
+    """
     for owner_name, owner in module.named_modules():
         where = ".".join(filter(None, (path, owner_name)))
         for name, parameter in list(owner._parameters.items()):

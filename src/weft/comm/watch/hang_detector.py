@@ -10,9 +10,8 @@ decides which ranks are stuck, also after exceptions and exits. For stuck ranks:
 A published state may be old if the detector's thread got no CPU time. Therefore a rank that finds others stuck asks a
 question, and counts only states published after it: a rank whose state is unchanged then has waited all the time.
 
-Without long waits this costs two assignments per wait and a check every tenth of a second. After a rank has joined a
-collective of others, it will probably have to again, for each unit that it skips, so all ranks check more often for a
-while.
+Without long waits this costs two assignments per wait and a check every tenth of a second. A rank that has joined a
+collective of others will probably have to again, for each unit that it skips, so all ranks then check more often.
 """
 
 import atexit
@@ -83,7 +82,7 @@ class HangDetector:
         self._rank = dist.get_rank()
         # Earlier worlds may have left states in the same store. The store numbers the worlds: numbers that processes
         # count themselves may differ, and ranks that read other keys would not find each other.
-        pretended = dist.get_backend() == "fake"  # with a store that keeps nothing
+        pretended = dist.get_backend() == "fake"  # the fake backend's store keeps nothing
         world = 1 if pretended else self._store.add(f"weft/hangs/worlds of {self._rank}", 1)
         self._prefix = f"weft/hangs/{world}/"
         self._world_ranks = range(dist.get_world_size())

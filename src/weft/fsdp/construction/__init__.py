@@ -1,1 +1,1 @@
-"""From the arguments of `fully_shard` to the parameter groups of a unit."""
+"""Builds the parameter groups of a unit from the arguments of `fully_shard`."""

@@ -1,4 +1,4 @@
-"""What `fully_shard` was asked for: its arguments, checked, as far as that needs no parameter."""
+"""Checks the arguments of `fully_shard`, as far as that is possible without looking at parameters."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -22,9 +22,10 @@ DEFAULT_STRATEGY = "optim_grads_params"
 
 
 class Request:
-    """One call of `fully_shard`, whose arguments are `given`. Raises ValueError and TypeError as that does.
+    """The checked arguments of one call of `fully_shard`; raises its ValueErrors and TypeErrors.
 
-    `ignored`: ids of parameters. `replicas`: the data-parallel axes, by name, of a mesh that has others too.
+    `given`: the arguments, as attributes. `ignored`: ids of parameters. `replicas`: the names of the data-parallel
+    axes, if `dp_mesh_dims` is given.
     """
 
     def __init__(self, given: Any) -> None:
@@ -59,16 +60,19 @@ class Request:
 
     @property
     def device(self) -> torch.device:
-        """Where the unit computes."""
+        """The device on which the unit computes."""
         kind = self.mesh.device_type
         return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
     def placements_on(self, mesh: DeviceMesh) -> Placements:
-        """What the strategies mean on the mesh of some of the parameters."""
+        """Return the placements of the strategies on `mesh`."""
         return placements_of(*self._strategies, mesh.ndim)
 
     def checked_own_mesh(self, own: DeviceMesh) -> DeviceMesh:
-        """`own`, which a parameter has in place of `mesh`, if that goes together with the other arguments."""
+        """Return `own`, the mesh that `shard_placement_fn` gave a parameter in place of `mesh`.
+
+        Raises ValueError if it cannot be combined with the other arguments.
+        """
         if own is self.mesh or own == self.mesh:
             return self.mesh
         reshard = self.reshard_after_forward
@@ -85,7 +89,7 @@ class Request:
 
 
 def checked_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """`mesh`, if one can shard over it here. Raises ValueError if not."""
+    """Return `mesh`. Raises ValueError if it has not 1 or 2 axes, or does not contain this rank."""
     if mesh.ndim not in (1, 2):
         raise ValueError(
             f"mesh has {mesh.ndim} axes{f' {mesh.mesh_dim_names}' if mesh.mesh_dim_names else ''}: pass a 1-D one "
@@ -114,7 +118,7 @@ def _checked_modules(module: Any) -> list[nn.Module]:
 
 
 def _checked_reshard(choice: Any, placements: Placements, shards: int) -> bool | int | None:
-    """`choice` of `reshard_after_forward`, a bool where it is one in other words, on a shard axis of `shards` ranks."""
+    """Return `choice` of `reshard_after_forward`, as a bool if it is 1 or `shards`, the ranks of the shard axis."""
     if choice is None or isinstance(choice, bool):
         return choice
     if not isinstance(choice, int):
@@ -134,7 +138,7 @@ def _checked_reshard(choice: Any, placements: Placements, shards: int) -> bool |
 
 
 def _checked_ignored(parameters: Any) -> set[int]:
-    """The ids of `ignored_params`. Those of other modules may be among them: callers pass one set with every call."""
+    """Return the ids of `ignored_params`. It may contain parameters of other modules, as every call may get one set."""
     fix = "pass the parameters themselves, such as ignored_params=set(module.parameters())"
     if parameters is None:
         return set()
@@ -159,7 +163,7 @@ def _default_mesh(modules: list[nn.Module]) -> DeviceMesh:
 
 
 def _default_device_type(modules: list[nn.Module]) -> str:
-    """Where the parameters are; for those in CPU memory or nowhere yet, what the process group is for."""
+    """Return the device type of the parameters; for CPU and meta ones "cuda" if the process group supports it."""
     first = next((parameter for module in modules for parameter in module.parameters()), None)
     if first is not None and first.device.type not in ("cpu", "meta"):
         return first.device.type

@@ -1,11 +1,11 @@
-"""`load_state_dict(assign=True)` of sharded modules: parameters take the values, buffers the tensors.
+"""`load_state_dict(assign=True)` of sharded modules: values are copied into parameters, and buffers are assigned.
 
 in the state dict        what happens
 -----------------------  ---------------------------------------------------------------------------------------
 a plain tensor           each rank copies its part
-a DTensor                likewise, however it is cut: one from `distribute_tensor(t, p.device_mesh, p.placements)`
-                         too. Collective
-of another dtype         ValueError: a flat buffer keeps its dtype, and an assignment would have changed it
+a DTensor                each rank copies its part, for any placements, such as those of
+                         `distribute_tensor(t, p.device_mesh, p.placements)`. Collective
+another dtype            ValueError: a flat buffer keeps its dtype, and an assignment would have changed it
 a buffer                 assigned, as torch does it
 """
 
@@ -18,14 +18,17 @@ from weft.dtensor.uneven import UnevenDTensor
 def copy_assigned(
     module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict, strict: bool, *lists: list
 ) -> None:
-    """Before `module` assigns what is in `state_dict`: copy it into the sharded parameters, which assign themselves."""
+    """Copy values of `state_dict` into sharded parameters, and put these in place of the values.
+
+    A hook that runs before `module` assigns the entries of `state_dict`.
+    """
     if not local_metadata.get("assign_to_params_buffers"):
         return
     for name, parameter in module._parameters.items():
         value = state_dict.get(prefix + name)
         if not isinstance(parameter, UnevenDTensor) or not isinstance(value, torch.Tensor):
             continue
-        if value.shape != parameter.shape:  # torch names those
+        if value.shape != parameter.shape:  # torch reports these
             continue
         if value.dtype != parameter.dtype:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Which way a parameter is cut, and where it must not be: what a `shard_placement_fn` may return."""
+"""The dimension and the granularity of a parameter's cuts, by the result of `shard_placement_fn`."""
 
 import math
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from weft.fsdp.construction.mesh_dims import axes_of
 
 @dataclass(frozen=True)
 class TensorAtomic:
-    """Never cut: one rank holds the whole tensor. For optimizers that need whole matrices, such as Muon."""
+    """The tensor is never cut: one rank has all of it. For optimizers that need whole matrices, such as Muon."""
 
 
 @dataclass(frozen=True)
 class BlockAtomic:
-    """Never cut inside a block of `rows` dim-0 rows. For formats that quantize in blocks, such as MXFP8 with 32."""
+    """The tensor is only cut between blocks of `rows` dim-0 rows. For formats with blocks, such as MXFP8 with 32."""
 
     rows: int
 
@@ -35,8 +35,10 @@ def choice_of(
     mesh: DeviceMesh,
     replicas: tuple[str, ...],
 ) -> tuple[Any, DeviceMesh, tuple[str, ...]]:
-    """What `placement_fn` says of `parameter`, the mesh over which it is sharded, and the names of the axes that are
-    data-parallel where it lies over others too: those of torch's `ShardPlacementResult`, or `mesh` and `replicas`."""
+    """Return the placement that `placement_fn` chooses, the mesh for `parameter`, and its data-parallel axes.
+
+    The mesh and the names of the axes are those of torch's `ShardPlacementResult`, or else `mesh` and `replicas`.
+    """
     choice: Any = placement_fn(parameter) if placement_fn is not None else None
     if choice is None or not (hasattr(choice, "mesh_info") and hasattr(choice, "placement")):
         return choice, mesh, replicas
@@ -47,11 +49,10 @@ def choice_of(
 
 
 def granularity_of(parameter: nn.Parameter, name: str, choice: Any) -> tuple[int, int]:
-    """Between how many elements of `parameter` a cut is never made, and the dimension that is cut, by its `choice`.
+    """Return how many elements of `parameter` cuts keep together, and the dimension that is cut, for `choice`.
 
-    Of a parameter that tensor parallelism has placed, it is this rank's slice that is cut.
-
-    Raises ValueError for a placement that weft has no cuts for, or that does not fit the parameter.
+    `choice`: the placement from `shard_placement_fn`. For a tensor-parallel parameter, both are those of this rank's
+    slice. Raises ValueError for a placement that weft does not support, or that does not fit the parameter.
     """
     if choice is None or choice == Shard(0):
         return 1, 0

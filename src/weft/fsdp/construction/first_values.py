@@ -1,4 +1,4 @@
-"""Memory and first values for modules that were built on the meta device, one unit at a time.
+"""Allocates and initialises modules that were built on the meta device, one unit at a time.
 
     with torch.device("meta"):
         model = Model()                   # shapes only
@@ -6,29 +6,27 @@
         weft.fully_shard(block)           # this block's full weights exist for a moment, then only its shard
     weft.fully_shard(model)
 
-Each module that owns something on the meta device gets empty memory and is asked to fill it, parameters and buffers, by
-its `reset_parameters()`: children before parents, in the order in which constructors run, so that units that are
-sharded in the order in which the model builds them draw the random numbers that it would draw on a real device. The
-ranks take rank 0's values, for any state of their random generators.
+Each module with parameters or buffers on the meta device gets memory, and fills it by `reset_parameters()`. Children
+precede parents, as in constructors. So units that are sharded in the order of the model's construction draw the same
+random numbers as on a real device. All ranks take rank 0's values, for any state of their random generators.
 
-What is on a real device already, such as weights that were loaded with `assign=True`, keeps its values: the fillers see
-copies of it, one module's at a time. What a filler leaves as it was is an error and never garbage: the memory is empty
-in a way that can be seen, see `weft.memory.blank`.
+Tensors on a real device, such as weights that were loaded with `assign=True`, keep their values: `reset_parameters()`
+sees copies of them. Memory that it does not fill raises an error: new memory holds a recognisable pattern
+(`weft.memory.blank`).
 
-Modules without `reset_parameters()` fill what they own later, sharded, as their model's own `init_weights()` or a state
-dict does: until then their parameters are visibly empty parts, their buffers stay on the meta device, and the first
-pass refuses what is still empty.
+Parameters of modules without `reset_parameters()` are sharded unfilled, and their buffers stay on the meta device. The
+model's `init_weights()` or a state dict fills them later. The first pass raises an error if any is still unfilled.
 
     torch.distributed.fsdp                weft
     ------------------------------------  -------------------------------------------------------------------------
-    fully_shard on the meta device        fills what has reset_parameters(), takes memory for the shards of the rest
+    fully_shard on the meta device        fills modules with reset_parameters(), allocates shards for the rest
     model.to_empty(device=...)            changes no parameter; buffers get memory
     model.init_weights()                  writes to the shards
     load_state_dict(..., assign=True)     copies into the shards, assigns buffers
 
-A tied parameter is filled once, by the first module that can. One that tensor parallelism has placed is filled whole,
-as in a single process, and each rank keeps its slice. A module that can fill slices by themselves, as experts do, says
-`fills_slices = True`: its `reset_parameters` finds the DTensors.
+A tied parameter is filled once, by the first module that can. A tensor-parallel parameter is filled as a whole, as in a
+single process, and each rank keeps its slice. A module that can fill slices, such as experts, sets
+`fills_slices = True`; its `reset_parameters` then sees the DTensors.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -53,11 +51,11 @@ def materialize(
     device: torch.device,
     groups: Iterable[dist.ProcessGroup],
 ) -> dict[nn.Parameter, Any]:
-    """Give what `modules` own on the meta device memory on `device` and rank 0's initial values.
+    """Allocate parameters and buffers of `modules` that are on the meta device, on `device`, with rank 0's values.
 
-    `modules`: with what their parameters' names begin with. `slots`: the parameters that are to have values, each with
-    its owners. `groups`: of the mesh axes. Returns, by the parameters on the meta device, those that are registered in
-    their place; what no owner can fill is not among them. Raises ValueError for a module that leaves out what it owns.
+    `modules`: with the prefix of their parameters' names. `slots`: the parameters to fill, each with its owners.
+    `groups`: the process groups of the mesh axes. Returns a dictionary from the parameters on the meta device to those
+    that replace them, without parameters that no owner can fill. Raises ValueError if a module leaves some unfilled.
     """
     empty = {parameter: slot for parameter, slot in slots.items() if parameter.is_meta}
     buffers = [
@@ -82,7 +80,7 @@ def materialize(
         if each is not None and (not each.is_meta or record_of(each))
     }
     real: dict[torch.Tensor, Any] = {}
-    for parameter, (module, name) in filled_in.items():  # elsewhere it is still on the meta device: no second filling
+    for parameter, (module, name) in filled_in.items():  # other owners keep the meta tensor, and do not fill it again
         memory = _memory_for(parameter, module, device)
         module._parameters[name] = real[parameter] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
     for module, name, buffer in buffers:
@@ -105,7 +103,7 @@ def materialize(
     for filled in real.values():
         for group in groups if isinstance(filled, DTensor) else everyone:
             broadcast(local_of(filled).detach(), group, "first weights")
-    for parameter, (module, name) in filled_in.items():  # now that all ranks have the same, so none continues alone
+    for parameter, (module, name) in filled_in.items():  # after the broadcast, so that all ranks raise
         _check_filled(real[parameter], module, name, slots[parameter].name)
     for module, name, buffer in buffers:
         _check_filled(real[buffer], module, name, modules[module] + name)
@@ -120,7 +118,7 @@ def materialize(
 
 
 def bring_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Move buffers in CPU memory to `device`, where the modules compute; those that are shared stay shared."""
+    """Move CPU buffers to `device`, on which the modules compute; shared buffers stay shared."""
     if device.type == "cpu":
         return
     moved: dict[torch.Tensor, torch.Tensor] = {}
@@ -140,13 +138,13 @@ def _filler(module: nn.Module) -> Callable[[], Any] | None:
 
 
 def _filled_in(slot: Slot, order: dict[nn.Module, int]) -> tuple[nn.Module, str]:
-    """Where a parameter is filled: by the first of its owners that can."""
+    """Return the module and the attribute name by which a parameter is filled: the first owner that can fill it."""
     owners = [(module, name) for owner, name in slot.owners if (module := owner()) is not None]
     return min(owners, key=lambda place: (_filler(place[0]) is None, order[place[0]]))
 
 
 def _children_first(modules: Iterable[nn.Module]) -> dict[nn.Module, int]:
-    """`modules` in the order in which their constructors end, numbered."""
+    """Number `modules` in the order in which their constructors end."""
     ahead = dict.fromkeys(modules)
     ordered: dict[nn.Module, int] = {}
     while ahead:
@@ -155,7 +153,7 @@ def _children_first(modules: Iterable[nn.Module]) -> dict[nn.Module, int]:
 
 
 def _end(module: nn.Module, ahead: dict[nn.Module, None], ordered: dict[nn.Module, int]) -> None:
-    # No closure that calls itself: that cycle would keep the model alive until the collector comes.
+    # A recursive closure would be a reference cycle, which keeps the model alive until garbage collection.
     del ahead[module]
     for child in module.children():
         if child in ahead:
@@ -164,7 +162,7 @@ def _end(module: nn.Module, ahead: dict[nn.Module, None], ordered: dict[nn.Modul
 
 
 def _memory_for(tensor: torch.Tensor, module: nn.Module, device: torch.device) -> torch.Tensor:
-    """What `module` fills, visibly empty: the whole tensor, or a DTensor's slice if that is what it can fill."""
+    """Return blank memory that `module` fills: the whole tensor, or a DTensor's slice if the module can fill slices."""
     if isinstance(tensor, DTensor) and getattr(module, "fills_slices", False):
         memory = torch.empty_like(tensor, device=device)
     else:
@@ -175,7 +173,7 @@ def _memory_for(tensor: torch.Tensor, module: nn.Module, device: torch.device) -
 
 @contextmanager
 def _shielded(modules: Iterable[nn.Module], kept: set[int]) -> Iterator[None]:
-    """Inside, `modules` have copies of those of their tensors that are `kept`, by id; they are shared alike."""
+    """Register copies of the tensors `kept`, by id, in `modules` in this context; shared tensors have one copy."""
     copies: dict[int, torch.Tensor] = {}
     places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     for module in modules:
@@ -201,7 +199,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _take_over(where: dict[str, Any], name: str, memory: torch.Tensor) -> None:
-    """A filler may have assigned a tensor of its own where it had memory to fill."""
+    """Copy a tensor that `reset_parameters()` has assigned as `name` into `memory`, and register `memory` again."""
     assigned, where[name] = where.get(name), memory
     if assigned is not memory and assigned is not None and not assigned.is_meta:
         if assigned.shape != memory.shape:
@@ -214,7 +212,7 @@ def _take_over(where: dict[str, Any], name: str, memory: torch.Tensor) -> None:
 
 
 def _check_filled(filled: torch.Tensor, module: nn.Module, name: str, called: str) -> None:
-    """Raise ValueError if `name` of `module`, in its unit `called`, was not filled."""
+    """Raise ValueError if attribute `name` of `module` was not filled; `called`: its name in the unit."""
     if has_blank(local_of(filled).detach()):
         raise ValueError(
             f"{called!r} is not initialised: it was built on the meta device, and the reset_parameters() of "
@@ -224,6 +222,6 @@ def _check_filled(filled: torch.Tensor, module: nn.Module, name: str, called: st
 
 
 def _placed(full: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """`full`, the same on every rank, where `like` lies."""
+    """Return `full`, which is the same on every rank, distributed with the placements of `like`."""
     placed = distribute_tensor(full.detach(), like.device_mesh, like.placements, src_data_rank=None)
     return nn.Parameter(placed, requires_grad=full.requires_grad) if isinstance(full, nn.Parameter) else placed

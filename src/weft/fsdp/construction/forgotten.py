@@ -1,14 +1,14 @@
-"""A root that was forgotten: its children are sharded, and parameters around them are trained by each rank for itself.
+"""Detects a forgotten `fully_shard` of the root: children are sharded, and other parameters would not be reduced.
 
-Nothing of weft sees the module around. So the first backward of each root looks through its graph once.
+weft does not see modules around sharded ones. Therefore the first backward of each root inspects its graph once.
 
 a leaf of the graph                                what happens
 -------------------------------------------------  ---------------------------------------------------------------
 a parameter of a unit, or a DTensor                nothing
-with hooks for its gradient, or in `ignored_params`  nothing: the user takes care of it
-of a module around the root that DDP or FSDP has   nothing
-of a module around the root                        RuntimeError, before the backward begins
-of no module around the root                       nothing: its maker knows what it is
+with gradient hooks, or in `ignored_params`        nothing: the user handles it
+in a module around the root, in DDP or FSDP        nothing
+in a module around the root                        RuntimeError, before the backward begins
+in no module around the root                       nothing: it is no parameter of the model
 """
 
 import gc
@@ -26,17 +26,19 @@ from torch.distributed.tensor import DTensor
 from weft.fsdp.parameter import is_ignored, record_of
 
 Root = tuple["weakref.ref[Any]", int]
-"""A root unit, and how many backwards were looked through for it."""
+"""A root unit, and the number of backwards whose graphs were inspected for it."""
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
 
 
 _LOOKS = 3
-"""For how many backwards a root is looked for: a model may run forward and never backward."""
+"""The number of backwards in which a root is looked for, because a model may run forward and never backward."""
 
 
 def look_around(roots: "Sequence[Root]", outputs: Iterable[torch.Tensor | GradientEdge]) -> "list[Root]":
-    """Raise RuntimeError for a parameter that a backward of `outputs` reaches, if it is in no unit and a module around
-    one of `roots`, the root units, has it. Returns the roots that it does not reach, for the next backward."""
+    """Raise RuntimeError if a backward of `outputs` reaches a parameter in no unit, of a module around one of `roots`.
+
+    `roots`: root units. Returns those that the backward does not reach, to check in the next one.
+    """
     leaves = set(_leaves(outputs))
     if suspects := set(filter(_is_suspect, leaves)):
         _refuse(suspects, [unit for ref, _ in roots if (unit := ref()) is not None])
@@ -63,8 +65,8 @@ def _refuse(suspects: set[Any], roots: Iterable[Any]) -> None:
 
 
 def _leaves(outputs: Iterable[torch.Tensor | GradientEdge]) -> Iterator[Any]:
-    """The tensors whose gradients a backward of `outputs` accumulates."""
-    nodes = (each.node if isinstance(each, GradientEdge) else each.grad_fn for each in outputs)  # a schedule has edges
+    """Yield the tensors whose gradients a backward of `outputs` accumulates."""
+    nodes = (each.node if isinstance(each, GradientEdge) else each.grad_fn for each in outputs)  # schedules pass edges
     ahead: list[Any] = [node for node in nodes if node is not None]
     seen = set(ahead)
     while ahead:
@@ -88,7 +90,10 @@ def _is_suspect(leaf: torch.Tensor) -> bool:
 
 
 def _parents() -> dict[nn.Module, list[nn.Module]]:
-    """The modules that each module is a child of. By types: a proxy may do anything when it is asked for its class."""
+    """Return the parents of each module that is alive.
+
+    It checks types, not `isinstance`, because a proxy may run code when its `__class__` is read.
+    """
     parents: dict[nn.Module, list[nn.Module]] = {}
     for each in gc.get_objects():
         if issubclass(type(each), nn.Module):
@@ -98,7 +103,7 @@ def _parents() -> dict[nn.Module, list[nn.Module]]:
 
 
 def _above(modules: Sequence[nn.Module], parents: dict[nn.Module, list[nn.Module]]) -> Iterator[nn.Module]:
-    """The modules around these, from inside to outside."""
+    """Yield the modules that contain these, from inside to outside."""
     ahead, seen = list(modules), set(modules)
     for module in ahead:
         for parent in parents.get(module, ()):
@@ -109,7 +114,7 @@ def _above(modules: Sequence[nn.Module], parents: dict[nn.Module, list[nn.Module
 
 
 def _is_managed(parameter: nn.Parameter, around: nn.Module, parents: dict[nn.Module, list[nn.Module]]) -> bool:
-    """Whether torch's functions for data parallelism have the parameter, by a module that it is in."""
+    """Return whether a data-parallel wrapper or `replicate` of torch reduces the parameter's gradient."""
     owners = [m for m in around.modules() if any(each is parameter for each in m._parameters.values())]
     for module in (*owners, *_above(owners, parents)):
         registered = vars(module).get(REGISTRY_KEY, {})

@@ -1,6 +1,6 @@
-"""Which axes of a larger mesh are data-parallel: what `fully_shard(..., dp_mesh_dims=...)` takes.
+"""Selects the data-parallel axes of a larger mesh: `fully_shard(..., dp_mesh_dims=...)`.
 
-mesh of a script             dp_mesh_dims                              fully_shard works on
+mesh                         dp_mesh_dims                              fully_shard uses
 ---------------------------  ----------------------------------------  ---------------------------
 (dp, tp)                     shard="dp"                                (dp,)
 (replicate, shard, tp)       shard="shard", replicate="replicate"      (replicate, shard)
@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Names of the mesh axes over which to shard and to replicate; of several, all together are one axis.
+    """The names of the mesh axes to shard over and to replicate over; several are flattened to one axis.
 
-    Raises ValueError where neither is given.
+    Raises ValueError if neither is given.
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -30,7 +30,7 @@ class DataParallelMeshDims:
 
 
 def data_parallel_mesh(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
-    """The 1-D or 2-D (outer, shard) mesh of the axes that `dims`, weft's or torch's, names.
+    """Return the 1-D or 2-D (outer, shard) mesh of the axes that `dims`, weft's or torch's, names.
 
     Raises ValueError for an axis that the mesh does not have.
     """
@@ -44,11 +44,11 @@ def data_parallel_mesh(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
 
 
 def axes_of(dims: Any) -> tuple[str, ...]:
-    """All axes that `dims` names."""
+    """Return all axes that `dims` names."""
     return tuple(name for names in _names(dims) for name in names)
 
 
 def _names(dims: Any) -> list[tuple[str, ...]]:
-    """Those to replicate over, if any, and those to shard over."""
+    """Return the names of the axes to replicate over, if any, and of those to shard over."""
     both = [names for names in (dims.replicate, dims.shard) if names is not None]
     return [(names,) if isinstance(names, str) else tuple(names) for names in both]

@@ -1,11 +1,11 @@
-"""Parameters that can be sharded.
+"""Checks whether parameters can be sharded.
 
 a parameter                                       at fully_shard
 ------------------------------------------------  ---------------------------------------------------------------
-plain, or of a class that only has a name         taken
-a DTensor of a tensor-parallel plan               taken: its slice is sharded further
-without a shape yet                               ValueError
-whose class says what operators do                ValueError: a flat buffer would lose the class
+plain, or of a subclass without own operators     sharded
+a DTensor of a tensor-parallel plan               sharded: this rank's slice is cut further
+of a lazy module, without a shape                 ValueError
+of a subclass that implements operators           ValueError: a flat buffer would lose the class
 annotated by the package spmd_types               ValueError: the annotation says how its gradient is reduced
 with hooks on its gradient, or an optimizer that  ValueError: they would never run
 runs in backward
@@ -27,15 +27,17 @@ from weft.fsdp.gradients.in_vain import never_runs
 from weft.fsdp.originals import Original
 
 _ANNOTATION = "_local_type"
-"""The attribute in which spmd_types keeps what a plain tensor is on each axis of a mesh."""
+"""The attribute in which spmd_types stores the type of a plain tensor on each mesh axis."""
 
 
 def checked_parameter(
     parameter: nn.Parameter, mesh: DeviceMesh, device: torch.device, where: str, replicas: Collection[str] = ()
 ) -> TensorParallel | None:
-    """Raise for a parameter that cannot be sharded; returns where a tensor-parallel plan has placed it.
+    """Return the tensor-parallel placement of a parameter, None for a plain one; raise ValueError if it cannot be
+    sharded.
 
-    `replicas`: names of the data-parallel axes, for one that lies over a whole mesh."""
+    `where`: its name in errors. `replicas`: the names of the data-parallel axes, for DTensors over a whole mesh.
+    """
     if isinstance(parameter, (UnevenDTensor, Original)):
         raise ValueError(f"{where} is sharded already, by a unit that is gone: build the module anew")
     if is_lazy(parameter):
@@ -58,7 +60,7 @@ def checked_parameter(
 
 
 def _refuse_own_operators(parameter: nn.Parameter, where: str) -> None:
-    """Raise for a tensor whose class says what operators do to it: a flat buffer keeps elements, and no class."""
+    """Raise ValueError for a tensor whose class implements operators, because flat buffers store plain elements."""
     tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     kind: Any = type(tensor)
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or _function_of(kind) not in _PLAIN_FUNCTIONS:

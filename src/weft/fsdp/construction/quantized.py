@@ -1,13 +1,13 @@
-"""Which parameters are quantized, and what does not go together with a recipe.
+"""Chooses the parameters to quantize, and checks that the recipe fits them.
 
-a parameter                                  under `param_quantization`
+a parameter                                  with `param_quantization`
 -------------------------------------------  ------------------------------------------------------------------------
-of a class with its own `dequantize`         is dequantized first: a plain parameter takes its place
-of one dimension, of an `nn.Embedding`       stays as it is, unless `quantize` accepts it
-marked by `weft.keep_dtype`                  stays as it is
-that `quantize` accepts and has no blocks    ValueError
-a slice that divides blocks                  ValueError: the whole weight would be quantized otherwise
-cut along another dimension than the first   ValueError, but for `tensorwise()` of a matrix
+of a class with a method `dequantize`        is dequantized first: a plain parameter replaces it
+of one dimension, or of an `nn.Embedding`    is not quantized, unless `quantize` accepts it
+marked by `weft.keep_dtype`                  is not quantized
+accepted by `quantize`, of unfit shape       ValueError
+with tensor-parallel slices inside blocks    ValueError: its blocks would differ from those of the whole weight
+cut along another dimension than the first   ValueError, except for `tensorwise()` of a matrix
 """
 
 import math
@@ -34,8 +34,10 @@ def recipe_of(
     policy: MixedPrecisionPolicy,
     device: torch.device,
 ) -> Recipe:
-    """The dtypes of `parameter`, which computes on `device`, and its recipe if it is quantized. Raises ValueError for
-    one that cannot be."""
+    """Return the dtypes of `parameter`, and its recipe if it is quantized. Raises ValueError if it cannot be.
+
+    `owners`: the modules that have it, with attribute names. `device`: the device on which it computes.
+    """
     keep, recipe = keeps_dtype(parameter), policy.param_quantization
     if parameter.dtype.is_floating_point and parameter.dtype.itemsize == 1:
         raise ValueError(
@@ -66,8 +68,10 @@ def recipe_of(
 
 
 def dequantize_parameters(slots: dict[nn.Parameter, Slot], policy: MixedPrecisionPolicy) -> dict[nn.Parameter, Slot]:
-    """`slots`, in whose modules plain parameters take the place of those that come quantized, if their class has a
-    `dequantize` of its own and `policy` quantizes. Others stay, to be refused or not by what they are."""
+    """Replace parameters whose class has a method `dequantize` by plain ones, in `slots` and modules.
+
+    Returns `slots` by the new parameters. Does nothing if `policy` does not quantize.
+    """
     if policy.param_quantization is None:
         return slots
     found = {}
@@ -81,17 +85,17 @@ def dequantize_parameters(slots: dict[nn.Parameter, Slot], policy: MixedPrecisio
 
 
 def _multiplies(module: nn.Module | None, attribute: str) -> bool:
-    """Whether a module uses its parameter in products that know quantized weights."""
+    """Return whether a module uses its parameter in products that support quantized weights."""
     return (isinstance(module, nn.Linear) and attribute == "weight") or getattr(module, "multiplies_quantized", False)
 
 
 def demands(policy: MixedPrecisionPolicy, name: str, parameter: nn.Parameter) -> bool:
-    """Whether a user has asked for this parameter to be quantized, by a function that accepts it."""
+    """Return whether the user's function `policy.quantize` accepts this parameter."""
     return policy.quantize is not None and bool(policy.quantize(name, parameter))
 
 
 def uncut(parameter: nn.Parameter, name: str, cutting: tuple[int, int], recipe: Quantization | None) -> tuple[int, int]:
-    """`cutting`, the granularity and dimension of the cuts of a parameter, with no cut inside a block of `recipe`."""
+    """Return `cutting`, the granularity and dimension of a parameter's cuts, adapted so that no cut divides a block."""
     step, dim = cutting
     if recipe is None:
         return cutting
@@ -107,7 +111,7 @@ def uncut(parameter: nn.Parameter, name: str, cutting: tuple[int, int], recipe: 
 
 
 def _refuse_divided_blocks(recipe: Quantization, shape: tuple[int, ...], parallel: TensorParallel, name: str) -> None:
-    """Raise ValueError if a border between slices of tensor parallelism, `shape` each, lies inside a block."""
+    """Raise ValueError if a border between tensor-parallel slices, `shape` each, divides a block."""
     for placement in parallel.beyond:
         if not isinstance(placement, Shard) or recipe.kind == "tensorwise":
             continue

@@ -1,1 +1,1 @@
-"""Gradients: from where autograd leaves them to `.grad` of the registered parameters, and their norms."""
+"""Gradients: packing, reduction, and `.grad` of the sharded parameters."""

@@ -1,13 +1,13 @@
-"""Gradients that modules write themselves, straight into the buffer that is reduced.
+"""Gradients that modules write directly into the buffer that is reduced.
 
-A custom backward that can add its product to a given tensor (`torch.addmm(out=)`, a fused kernel) saves a copy of the
-gradient and, with a wider `reduce_dtype`, its rounding to the computation's dtype:
+A custom backward that can write its product to a given tensor (`torch.addmm(out=)`, a fused kernel) avoids a copy of
+the gradient and, with a wider `reduce_dtype`, rounding it to the compute dtype:
 
     class Linear(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, weight):
             ctx.save_for_backward(x)
-            ctx.weight = weight                   # the parameter itself: checkpoints save copies
+            ctx.weight = weight                   # not saved: an activation checkpoint would return a copy
             return x @ weight.t()
 
         @staticmethod
@@ -18,9 +18,9 @@ gradient and, with a wider `reduce_dtype`, its rounding to the computation's dty
             else:          torch.mm(dy.t().to(buffer.dtype), x.to(buffer.dtype), out=buffer)
             return dy @ ctx.weight, None          # autograd has nothing to add
 
-Megatron's convention works too: a module declares `weight.grad_added_to_main_grad = False` on its parameter before
-`fully_shard`, finds `weight.main_grad` in backward, adds to it, and sets `weight.grad_added_to_main_grad = True`. What
-it returns to autograd for that weight is then ignored, unless `weight.zero_out_wgrad` says that it is zeros.
+Megatron's convention works too: a module sets `weight.grad_added_to_main_grad = False` on its parameter before
+`fully_shard`. In backward it adds to `weight.main_grad` and sets `weight.grad_added_to_main_grad = True`. The gradient
+that it returns to autograd for that weight is then ignored, unless `weight.zero_out_wgrad` is True, for zeros.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,13 +33,13 @@ from torch.distributed.tensor import DTensor
 from weft.fsdp.parameter import known, record_of
 
 PART_CLASS = "_weft_part_class"
-"""The attribute of a DTensor that says which class its local part has."""
+"""The attribute of a DTensor with the class of its local part."""
 _answer: Callable[[nn.Parameter], tuple[torch.Tensor, bool]] | None = None
 
 
 @contextmanager
 def answering(answer: Callable[[nn.Parameter], tuple[torch.Tensor, bool]]) -> Iterator[None]:
-    """Inside, `weight_gradient` asks `answer`, as where a backward is recorded."""
+    """Let `weight_gradient` call `answer` in this context, for example while a graph captures a backward."""
     global _answer
     before, _answer = _answer, answer
     try:
@@ -50,15 +50,15 @@ def answering(answer: Callable[[nn.Parameter], tuple[torch.Tensor, bool]]) -> It
 
 @torch.compiler.disable
 def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
-    """Where to write the gradient of `parameter` in this backward: (buffer, accumulate).
+    """Return the buffer for the gradient of `parameter` in this backward, and whether to add to it.
 
-    `buffer` has the parameter's shape, and the dtype in which gradients travel, or accumulate over microbatches. Write
-    to it in full if `accumulate` is False, since it holds garbage; else add. Call it once for each time you write, just
-    before you write, and return None for this gradient to autograd; gradients that autograd brings from other uses of
-    the parameter are added. It may be called in backward, or after it until the unit's `reduce()`.
+    The buffer has the parameter's shape, and the dtype in which gradients are reduced, or accumulated over
+    microbatches. If the second value is False, overwrite the whole buffer, which is uninitialised; otherwise add to it.
+    Call this once before each write, and return None for this gradient to autograd. Gradients from other uses of the
+    parameter are added. It may be called in backward, or later until the unit's `reduce()`.
 
-    `parameter`: as the module sees it in forward, or as it is registered at rest. For a parameter that is not sharded
-    the buffer is its `.grad`. Raises ValueError for a frozen parameter.
+    `parameter`: the full parameter in forward, or the registered sharded one. For a parameter that is not sharded, the
+    buffer is its `.grad`. Raises ValueError for a frozen parameter.
     """
     if not parameter.requires_grad:
         raise ValueError("weight_gradient of a frozen parameter: ask only where parameter.requires_grad")
@@ -76,11 +76,14 @@ def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """The parameter for local computation: of a DTensor what lies on this rank, which `parameter_of` knows again."""
+    """Return the local tensor of a DTensor, for local computation, or a plain parameter itself.
+
+    `parameter_of` returns the parameter of such a local tensor.
+    """
     if not isinstance(parameter, DTensor):
         return parameter
     part = parameter.to_local()
-    if part.requires_grad:  # else it may be the parameter's own, which must not refer to it
+    if part.requires_grad:  # otherwise it may be the parameter's own tensor: a reference back would be a cycle
         if PART_CLASS in vars(parameter):
             part = part.as_subclass(vars(parameter)[PART_CLASS])
         part.part_of = parameter  # type: ignore[attr-defined]
@@ -88,27 +91,27 @@ def local_part(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def parameter_of(weight: torch.Tensor) -> nn.Parameter | None:
-    """The parameter that `weight` is, or is the local part of; None for anything else."""
+    """Return `weight` if it is a parameter, or the parameter whose local part it is; None otherwise."""
     whole = getattr(weight, "part_of", weight)
     return whole if isinstance(whole, nn.Parameter) else None
 
 
 def declares_writing(parameter: nn.Parameter) -> bool:
-    """Whether the parameter's module adds to `main_grad` itself, by Megatron's convention."""
+    """Return whether the parameter's module adds to `main_grad`, by Megatron's convention."""
     return hasattr(parameter, "grad_added_to_main_grad")
 
 
 def says_it_wrote(parameter: nn.Parameter) -> bool:
-    """Whether the module added to `main_grad` in this backward."""
+    """Return whether the module added to `main_grad` in this backward."""
     return getattr(parameter, "grad_added_to_main_grad", False)
 
 
 def leaves_a_dummy(parameter: nn.Parameter) -> bool:
-    """Whether what autograd brings for the parameter has no meaning."""
+    """Return whether to ignore autograd's gradient of the parameter, because the module wrote `main_grad`."""
     return says_it_wrote(parameter) and not getattr(parameter, "zero_out_wgrad", False)
 
 
 def withdraw_main_gradient(parameter: nn.Parameter) -> None:
-    """The place behind `main_grad` is taken: it must not be written to any more."""
+    """Remove `main_grad`, so that modules no longer write to its buffer."""
     vars(parameter).pop("main_grad", None)
     parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]

@@ -1,26 +1,26 @@
-"""The gradients of one parameter group, from where autograd leaves them to `.grad` of the registered parameters.
+"""The gradients of one parameter group: autograd's are packed, reduced and published as `.grad`.
 
     buffer    lives       placement    dtype        holds
-    packed    a moment    Partial      reduce       this rank's gradients
+    packed    briefly     Partial      reduce       this rank's gradients
     main      always*     optimizer    main_grad    reduced gradients; `.grad` of the sharded parameters
 
     *   from the first reduction on
 
-Where a group's gradients are, and what may happen to them:
+The states of a group's gradients, and the transitions between them:
 
     from         event      to           caused by               what happens
     -----------  ---------  -----------  ----------------------  ------------------------------------------------------
-    nowhere      pack       packed       the end of a backward   what autograd left goes into the packed buffer
-    packed       pack       packed       a further microbatch    more is added
+    nowhere      pack       packed       the end of a backward   autograd's gradients are copied into the packed buffer
+    packed       pack       packed       a further microbatch    autograd's gradients are added
     packed       reduce     on the way   its turn                the reductions start; `main` belongs to the engine
-    on the way   arrive     reduced      a need for room         the transient memory is given back
-    on the way   wait       summed       a need for room         so too; the outer axis waits for the last microbatch
+    on the way   arrive     reduced      a need for room         the transient memory is freed
+    on the way   wait       summed       a need for room         the same; the outer axis waits for the last microbatch
     summed       pack       packed       a further microbatch
     reduced      pack       packed       a unit that is reduced twice in one backward
-    reduced      publish    nowhere      the end of a backward   `main` is handed out as `.grad` and belongs to the user
+    reduced      publish    nowhere      the end of a backward   `main` becomes `.grad` and belongs to the user
     any          discard    nowhere      an exception
 
-Who owns `main`, and when, is in `weft.fsdp.gradients.main`.
+The owner of `main` is described in `weft.fsdp.gradients.main`.
 """
 
 import enum
@@ -48,7 +48,7 @@ from weft.memory.pool import Pool
 
 
 class Where(enum.Enum):
-    """Where a group's gradients are."""
+    """The state of a group's gradients."""
 
     NOWHERE = "nowhere"
     PACKED = "packed"
@@ -56,7 +56,7 @@ class Where(enum.Enum):
     SUMMED = "summed over the shard axis"
     REDUCED = "reduced"
 
-    __hash__ = object.__hash__  # looked up at each transition; enum's own is slow
+    __hash__ = object.__hash__  # used at each transition; Enum's is slow
 
 
 TRANSITIONS = {
@@ -69,12 +69,14 @@ TRANSITIONS = {
     (Where.ON_THE_WAY, "wait"): Where.SUMMED,
     (Where.REDUCED, "publish"): Where.NOWHERE,
 }
-"""All but `discard`, which leads from anywhere to nowhere."""
+"""All transitions but `discard`, which leads from any state to `NOWHERE`."""
 
 
 class GroupGradients:
-    """Packs, reduces and publishes gradients. Parameters are numbered as in their group; `describe()` says whose they
-    are."""
+    """Packs, reduces and publishes the gradients of a group's parameters.
+
+    Parameters are numbered as in their group. `describe()`: the name of the gradients in errors.
+    """
 
     def __init__(
         self,
@@ -85,29 +87,29 @@ class GroupGradients:
         self.where = Where.NOWHERE
         self.main = MainGradients(plan, parameters, describe)
         self.is_owed = False
-        """Whether some rank may have packed gradients of an earlier backward: the same answer on all."""
+        """Whether some rank may have packed gradients of an earlier backward; equal on all ranks."""
         self.gives_all = False
-        """Whether parameters that no rank used get a gradient of zeros, or none."""
+        """Whether parameters that no rank used get a gradient of zeros; False: they get none."""
         self.sums_only = False
-        """Whether reductions are sums that are scaled here, never averages by the backend."""
+        """Whether reductions are sums that weft scales, never averages by the backend."""
         self._describe = describe
         self.hook: Callable[[torch.Tensor], None] | None = None
-        """Gets the reduced gradients of a backward, flat, before they are added to the main gradients."""
+        """Called with the reduced gradients of a backward, 1-D, before they are added to the main gradients."""
         self._plan = plan
         self._parameters = parameters
         self._stages = _stages(plan, describe)
         self._finishes = False
-        """Whether the reductions under way are the last ones, of all stages."""
+        """Whether the reductions in flight are the last of the step, of all stages."""
         self._declared = [each for each in parameters if declares_writing(each.full)]
         self.declared = bool(self._declared)
-        """Whether modules have declared that they add to `main_grad` themselves."""
+        """Whether modules have declared that they add to `main_grad`."""
 
     def _refuse(self, event: str) -> Where:
         raise RuntimeError(f"{self._describe()}: '{event}' while they are {self.where.value}")
 
     @property
     def arrived(self) -> bool:
-        """Whether autograd or a module left gradients that `pack` has not taken."""
+        """Whether autograd or a module has produced gradients that are not packed yet."""
         with behind_classes():
             for each in self._parameters:
                 if each.full.grad is not None or each.gradient.written:
@@ -123,30 +125,30 @@ class GroupGradients:
         return self._stages[0].buffer is not None
 
     def accumulates(self, finishing: bool = True) -> bool:
-        """Whether gradients wait here for a later reduction; not `finishing`: for one over the shard axis."""
+        """Return whether gradients wait for a later reduction; not `finishing`: for one over the shard axis."""
         return self.where is Where.PACKED or (finishing and self.where is Where.SUMMED)
 
-    # --- what modules write themselves --------------------------------------------------------------------------------
+    # --- gradients that modules write ---------------------------------------------------------------------------------
 
     def offer(self, pool: Pool, *, defer: bool) -> None:
-        """Set `main_grad` of the full parameters that were declared so: zeros, or what is there already."""
+        """Set `main_grad` of the full parameters whose modules declared it: zeros, or the gradients so far."""
         for each in self._declared:
             if not each.full.requires_grad:
                 continue
             written = each.gradient.written
             view, accumulate = self.place_of(each, pool, defer=defer)
             each.full.main_grad = view if accumulate else view.zero_()  # type: ignore[attr-defined]
-            each.gradient.written = written  # until the module says so
+            each.gradient.written = written  # `place_of` has set it, and the module has not written yet
 
     def place_of(self, parameter: ShardedParameter, pool: Pool, *, defer: bool) -> tuple[torch.Tensor, bool]:
-        """Where a module that writes the gradient of `parameter` itself puts it, and whether to add to it."""
+        """Return the buffer into which a module writes the gradient of `parameter`, and whether to add to it."""
         self._packed(pool, defer=defer)
         gradient = parameter.gradient
         accumulate, gradient.filled, gradient.written = gradient.filled, True, True
         return self._stages[0].views[parameter.number], accumulate
 
     def facts(self) -> GradientFacts:
-        """What the plan of a step must know of these gradients."""
+        """Return the sizes and dtypes of these gradients that the plan of a step needs."""
         recipe = self._plan.recipe
         strip = self._plan.home_numel * recipe.main_grad.itemsize if self._plan.offload is not None else 0
         return GradientFacts(
@@ -161,9 +163,9 @@ class GroupGradients:
     # --- packing ------------------------------------------------------------------------------------------------------
 
     def pack(self, pool: Pool, *, defer: bool) -> None:
-        """Move the gradients that autograd left on the full parameters into a flat buffer, adding to what is there.
+        """Move autograd's gradients of the full parameters into a flat buffer, adding to packed ones.
 
-        `defer`: more will be added before the reduction, so accumulate in the main gradients' dtype.
+        `defer`: another backward adds more before the reduction, so accumulate in the main gradients' dtype.
         """
         self._packed(pool, defer=defer)
         if not all(map(_is_filled, self._parameters)) and (padding := self._stages[0].padding):
@@ -202,12 +204,12 @@ class GroupGradients:
         self.where = TRANSITIONS.get((self.where, "pack")) or self._refuse("pack")
 
     def _packed(self, pool: Pool, *, defer: bool) -> FlatBuffer:
-        """The buffer of this rank's gradients."""
+        """Return the buffer of this rank's gradients, opened if necessary."""
         first = self._stages[0]
         return first.buffer or first.open(pool, accumulating=defer or self._plan.recipe.narrows)
 
     def _forget(self) -> None:
-        """What autograd and modules left on the full parameters goes."""
+        """Clear the gradients of the full parameters."""
         with behind_classes():
             for each in self._parameters:
                 each.full.grad = None
@@ -218,9 +220,10 @@ class GroupGradients:
     # --- reducing -----------------------------------------------------------------------------------------------------
 
     def reduce(self, channels: Channels, scale: float, *, channel: int, finishes: bool) -> Ticket:
-        """Start the reductions of what is packed, each behind the one before, into the main gradients.
+        """Start the reductions of packed gradients, one stage after another, into the main gradients.
 
-        `channel`: of their messages. Not `finishes`: the stages behind the shard axis wait for more microbatches.
+        `channel`: the channel number of the messages. `finishes`: whether to reduce over all axes; False: only over the
+        shard axis, because more microbatches follow. Returns the ticket of the last stage.
         """
         self.where = TRANSITIONS.get((self.where, "reduce")) or self._refuse("reduce")
         self._finishes = finishes or len(self._stages) == 1
@@ -264,13 +267,14 @@ class GroupGradients:
 
     @property
     def bucket_kind(self) -> Any:
-        """What gradients of several units must have in common to be reduced in one message: ranks and dtype. None if
-        these travel by themselves."""
+        """The key that gradients in one message must share: process group and dtype. None: these are never bundled."""
         return self._bucket_kind if self.hook is None else None
 
     def open_reduction(self) -> tuple[torch.Tensor, torch.Tensor, bool]:
-        """The reduction of what is packed starts, in one message with others: the main gradients that it goes to, what
-        is packed, and whether it is added."""
+        """Enter the state of a reduction that shares its message with other units.
+
+        Returns the local main gradients, the packed gradients, and whether to add to the main gradients.
+        """
         self.where = TRANSITIONS.get((self.where, "reduce")) or self._refuse("reduce")
         self._finishes = True
         output, adds = self.main.claim()
@@ -279,7 +283,7 @@ class GroupGradients:
         return output.local, packed.local, adds
 
     def reduced(self) -> None:
-        """The reductions under way are done: give their memory back."""
+        """Free the memory of the reductions in flight, which have finished."""
         if self._finishes and self.main.download is not None:
             self.main.download.close()
         for stage in self._stages if self._finishes else self._stages[:1]:
@@ -292,18 +296,20 @@ class GroupGradients:
     # --- `.grad` ------------------------------------------------------------------------------------------------------
 
     def publish(self) -> None:
-        """Hand the gradients out: set `.grad` of the parameters that have one on any rank, and run their hooks."""
+        """Set `.grad` of the parameters that have a gradient on any rank, and run their hooks."""
         self.where = TRANSITIONS.get((self.where, "publish")) or self._refuse("publish")
         self.main.publish()
 
     def drop(self) -> None:
-        """The backward failed: what it has left must not be taken for gradients, whole or in part, here or elsewhere.
-        Reductions under way may still write to the main gradients, until `discard`."""
+        """Clear all gradients after a failed backward, so that partial ones are never used on any rank.
+
+        Reductions in flight may still write to the main gradients, until `discard`.
+        """
         self._forget()
         self.main.drop()
 
     def discard(self) -> None:
-        """Forget gradients that were not published."""
+        """Drop gradients that were not published, and free their memory."""
         self._forget()
         for stage in self._stages:
             stage.close()
@@ -320,7 +326,7 @@ _is_filled = attrgetter("gradient.filled")
 
 
 def _stages(plan: GroupPlan, describe: Callable[[], str]) -> list[GradientStage]:
-    """One for each mesh axis, the shard axis first."""
+    """Return one stage of reduction for each mesh axis, the shard axis first."""
     stages = []
     placements: tuple[Any, ...] = (Partial(),) * plan.mesh.ndim
     for axis in reversed(range(plan.mesh.ndim)):

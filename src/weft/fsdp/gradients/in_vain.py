@@ -1,11 +1,10 @@
-"""What a user attaches to the gradient of a parameter, and autograd would never run: it is refused.
+"""Detects hooks and optimizers on the gradient of a sharded parameter that autograd would never run.
 
-attached by                                          why                          refused
----------------------------------------------------  ---------------------------  --------------------------------------
-`register_hook`, `register_multi_grad_hook`          autograd computes the        at `fully_shard`, and at the beginning
-torch's `_apply_optimizer_in_backward`               gradient of what is          of a pass
-                                                     gathered
-`register_post_accumulate_grad_hook`                                              no: it runs with the reduced gradient
+attached by                                          error
+---------------------------------------------------  -----------------------------------------------------------------
+`register_hook`, `register_multi_grad_hook`,         at `fully_shard` and when a pass begins: autograd computes the
+torch's `_apply_optimizer_in_backward`               gradient of the gathered parameter, a different tensor
+`register_post_accumulate_grad_hook`                 none: it runs with the reduced gradient
 """
 
 from torch import nn
@@ -17,7 +16,7 @@ _HOOK_NEVER_RUNS = (
 )
 
 IN_BACKWARD = "_in_backward_optimizers"
-"""The attribute in which torch's `_apply_optimizer_in_backward` keeps the optimizers of a parameter."""
+"""The attribute in which torch's `_apply_optimizer_in_backward` stores the optimizers of a parameter."""
 _OPTIMIZER_NEVER_RUNS = (
     "_apply_optimizer_in_backward would train nothing: it waits for a gradient of this very parameter, and autograd "
     "computes the gradient of what is gathered. Step in a register_post_accumulate_grad_hook after fully_shard, where "
@@ -27,7 +26,7 @@ _OPTIMIZER_NEVER_RUNS = (
 
 
 def never_runs(parameter: nn.Parameter) -> str:
-    """Why something that the user attached to the gradient of `parameter` would never run; "" if nothing is."""
+    """Return why a hook or an optimizer on the gradient of `parameter` would never run; "" if there is none."""
     if parameter._backward_hooks:
         return _HOOK_NEVER_RUNS
     return _OPTIMIZER_NEVER_RUNS if IN_BACKWARD in vars(parameter) else ""

@@ -1,9 +1,9 @@
 """The main gradients of one parameter group: reduced ones, which are `.grad` of its sharded parameters.
 
-They have an owner. While they are handed out they are the user's: the engine reads them, and writes to them only by
-adding what a further backward brings, as torch does to a `.grad` that is still set. While reductions are under way they
-are the engine's, and `.grad` is empty: what other code puts there meanwhile, such as the gradient of a penalty, is
-added when they are published. Memory that was handed out is used again only if nothing holds it any more.
+After `publish` they belong to the user: the engine reads them, and only adds the gradients of a further backward, as
+torch does to a `.grad` that is set. During reductions they belong to the engine, and `.grad` is None. If other code
+sets `.grad` meanwhile, such as to the gradient of a penalty, that is added in `publish`. Published memory is only
+reused if no other code refers to it.
 """
 
 import sys
@@ -19,24 +19,24 @@ from weft.memory.offload import GradientDownload
 
 
 class MainGradients:
-    """One buffer from the first reduction on, under the optimizer's placements; `describe()` says whose gradients."""
+    """A buffer under the optimizer's placements, allocated at the first reduction; `describe()`: its name in errors."""
 
     def __init__(self, plan: GroupPlan, parameters: Sequence[ShardedParameter], describe: Callable[[], str]) -> None:
         self.buffer: FlatBuffer | None = None
         self.download: GradientDownload | None = None
-        """What brings them to CPU memory, where they are kept there."""
+        """The transfer of gradients to CPU memory, with CPU offload."""
         self._plan = plan
         self._parameters = parameters
         self._describe = describe
         self._windows: dict[tuple[int, int], torch.Tensor] = {}
         self._storage: Any = None
         self._uses = 0
-        """How many tensors share their memory that no other code has asked for."""
+        """The use count of the storage without tensors of other code."""
         self._is_claimed = False
-        """Whether they are the engine's."""
+        """Whether the gradients belong to the engine."""
 
     def claim(self) -> tuple[FlatBuffer, bool]:
-        """The gradients, the engine's until `publish`, and whether what comes is added to them."""
+        """Take the gradients until `publish`; return the buffer, and whether reductions add to it."""
         if self.download is not None:
             self.download.finish()
         if self._is_claimed:
@@ -51,7 +51,7 @@ class MainGradients:
         return main, bool(mine)
 
     def _mine(self) -> list[ShardedParameter]:
-        """The parameters whose `.grad` is what was handed out."""
+        """Return the parameters whose `.grad` is still the published tensor."""
         return [
             each
             for each in self._parameters
@@ -59,13 +59,13 @@ class MainGradients:
         ]
 
     def _exclusive(self, kept: Sequence[ShardedParameter], *, renewed: bool) -> FlatBuffer:
-        """The gradients, with the values of the parameters `kept` and zeros for the others, if any are kept at all; in
-        new memory where other code holds what was handed out and is no `.grad` any more.
+        """Return the buffer, in new memory if other code holds published tensors that are no longer `.grad`.
 
-        `renewed`: they will be those of another backward. Else a view of all of them is one of what they are now.
+        If any parameters are `kept`, their values stay, and those of the others become zeros. `renewed`: another
+        backward will overwrite the buffer, so that views of all gradients must keep the old memory too.
         """
         old = self.buffer
-        stays = set(kept)  # all of them or none, as a rule
+        stays = set(kept)  # usually all or none
         dropped = [each for each in self._parameters if each not in stays] if kept else self._parameters
         if old is None or self._is_held(dropped) or (renewed and dropped and self._is_viewed()):
             values = [each.gradient.handed for each in kept]
@@ -83,7 +83,7 @@ class MainGradients:
         return old
 
     def _is_held(self, parameters: Sequence[ShardedParameter]) -> bool:
-        """Whether anybody but this group holds the gradients of `parameters` that were handed out."""
+        """Return whether other code refers to published gradients of `parameters`."""
         for each in parameters:
             state = each.gradient
             if sys.getrefcount(state.handed) > _ALONE or sys.getrefcount(state.handed._local_tensor) > _ALONE:
@@ -91,7 +91,7 @@ class MainGradients:
         return False
 
     def _is_viewed(self) -> bool:
-        """Whether anybody else has views of what was handed out."""
+        """Return whether other code has views of published gradients."""
         if torch._C._storage_Use_Count(self._storage._cdata) > self._uses + len(self._windows):
             return True
         for place in self._windows:
@@ -111,14 +111,14 @@ class MainGradients:
         return main
 
     def window(self, start: int, stop: int) -> torch.Tensor:
-        """What lies here of the gradients of the layout's elements `[start, stop)`: the same tensor each time."""
+        """Return this rank's gradients among the layout's elements `[start, stop)`, the same tensor each time."""
         assert self.buffer is not None, "there are no gradients yet"
         if (start, stop) not in self._windows:
             self._windows[start, stop] = self.buffer.within(start, stop)
         return self._windows[start, stop]
 
     def take_over(self) -> FlatBuffer | None:
-        """The gradients, once they hold what `.grad` says, by any code; None where that is nothing."""
+        """Return the buffer after copying `.grad` tensors that other code has set; None if no `.grad` is set."""
         held = [each for each in self._parameters if each.sharded.grad is not None]
         if not held:
             return None
@@ -134,7 +134,7 @@ class MainGradients:
         return self.buffer
 
     def publish(self) -> None:
-        """Hand them out: set `.grad` of the parameters that have one, or had one, and run the hooks of the former."""
+        """Set `.grad` of parameters that have a new gradient or had one; run the hooks of those with a new one."""
         if self.download is not None:
             self.download.finish()
         self._is_claimed = False
@@ -143,7 +143,7 @@ class MainGradients:
             state, own = each.gradient, each.sharded
             if state.present or state.withdrawn:
                 theirs, mine = own.grad, state.handed
-                if theirs is not None:  # a penalty's, or what a hook has left
+                if theirs is not None:  # such as the gradient of a penalty
                     mine.add_(theirs)
                 own.grad = mine
             if state.present:
@@ -154,7 +154,7 @@ class MainGradients:
                 hook(own)
 
     def drop(self) -> None:
-        """They are nothing: `.grad` is empty, for any reason."""
+        """Set `.grad` of all parameters to None."""
         self._is_claimed = False
         for each in self._parameters:
             each.sharded.grad = None
@@ -163,4 +163,4 @@ class MainGradients:
 
 _ONE = GradientState(handed=object())
 _ALONE = sys.getrefcount(_ONE.handed)
-"""How many references are counted of a thing that only one place refers to; torch counts those of C++ too."""
+"""The result of `sys.getrefcount` for an object with one reference; torch's tensors count references of C++ too."""

@@ -1,10 +1,10 @@
-"""Weights that the ranks of a tensor-parallel axis have alike, while each computes a part of their gradient.
+"""Weights that are replicated over tensor-parallel ranks, each of which computes a partial gradient.
 
     forward     the parameter, Replicate()   ->  a plain tensor in the same memory
     backward    this rank's part             ->  the sum over the ranks, Replicate()
 
-The sum is a message. What a graph holds must not send it, so `entering` puts another tensor in place of the plain one,
-and the caller of the graph uses `whole` around it.
+The sum is an all-reduce, which a captured graph must not contain. Therefore `entering` substitutes another tensor for
+the plain one during capture, and the caller of the graph calls `whole` outside of it.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ _enter: Enter | None = None
 
 @contextmanager
 def entering(enter: Enter) -> Iterator[None]:
-    """Inside, `whole` is what `enter` returns."""
+    """Let `whole` return the result of `enter` in this context."""
     global _enter
     before, _enter = _enter, enter
     try:
@@ -36,7 +36,7 @@ def entering(enter: Enter) -> Iterator[None]:
 
 
 def whole(parameter: Any, mesh: DeviceMesh) -> Tensor:
-    """What the ranks of the 1-D `mesh` have alike of `parameter`, differentiable."""
+    """Return a plain tensor of a `parameter` replicated over the 1-D `mesh`; backward sums its gradient over ranks."""
     if not isinstance(parameter, DTensor):
         return parameter
     return _Whole.apply(parameter, mesh) if _enter is None else _enter(parameter, mesh)

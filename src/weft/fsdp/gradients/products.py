@@ -1,13 +1,13 @@
 """Products with parameters whose weight gradients are written into the buffers that are reduced.
 
-product          operands                                                beside          weight
+product          operands                                                `beside`        weight
 ---------------  ------------------------------------------------------  --------------  -------------------------------
-`Linear`         [..., in] by a parameter [out, in]                      a bias          in the dtype that computes
-`Grouped`        [rows, in] by a parameter [groups, in, out]             ends of groups  in the dtype that computes
+`Linear`         [..., in] by a parameter [out, in]                      a bias          in the compute dtype
+`Grouped`        [rows, in] by a parameter [groups, in, out]             ends of groups  in the compute dtype
 `ScaledLinear`   as `Linear`                                             a bias          quantized (`weft.fsdp.scaled`)
 `ScaledGrouped`  as `Grouped`                                            ends of groups  quantized
 
-Weight gradients of all four are products of what is not quantized.
+Weight gradients of all four are products of operands that are not quantized.
 """
 
 from collections.abc import Callable
@@ -32,22 +32,22 @@ class Linear:
 
     @staticmethod
     def fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """Whether the product has a gradient of this kind."""
+        """Return whether the operands have the dimensions that this kind supports."""
         return x.dim() > 1 and weight.dim() == 2 and (bias is None or bias.dim() == 1)
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The product."""
+        """Return the product."""
         return F.linear(x, weight, bias)
 
     @staticmethod
     def input_gradient(gradient: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """With respect to `x`."""
+        """Return the gradient of `x`."""
         return gradient.flatten(0, -2).mm(weight.detach()).view(*gradient.shape[:-1], weight.shape[1])
 
     @staticmethod
     def weight_gradient(gradient: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-        """With respect to the weight."""
+        """Return the gradient of the weight."""
         return gradient.flatten(0, -2).t().mm(x.flatten(0, -2))
 
 
@@ -58,53 +58,53 @@ class Grouped:
 
     @staticmethod
     def fits(x: Tensor, weight: Tensor, offs: Tensor | None) -> bool:
-        """Whether the product has a gradient of this kind."""
+        """Return whether the operands have the dimensions that this kind supports."""
         return x.dim() == 2 and weight.dim() == 3 and offs is not None
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-        """The product."""
+        """Return the product."""
         return torch._grouped_mm(x, weight, offs)
 
     @staticmethod
     def input_gradient(gradient: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-        """With respect to `x`."""
+        """Return the gradient of `x`."""
         return torch._grouped_mm(gradient, weight.detach().transpose(-2, -1), offs)
 
     @staticmethod
     def weight_gradient(gradient: Tensor, x: Tensor, offs: Tensor) -> Tensor:
-        """With respect to the weight."""
+        """Return the gradient of the weight."""
         return torch._grouped_mm(x.t(), gradient, offs)
 
 
 class ScaledLinear(Linear):
-    """With the payload of a weight."""
+    """`Linear` with a quantized weight."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The product."""
+        """Return the product."""
         product = scaled_product(x.flatten(0, -2), *_operand(weight, backward=False))
         product = product.view(*x.shape[:-1], weight.shape[0])
         return product if bias is None else product + bias
 
     @staticmethod
     def input_gradient(gradient: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """With respect to `x`."""
+        """Return the gradient of `x`."""
         product = scaled_product(gradient.flatten(0, -2), *_operand(weight, backward=True), dim=-2)
         return product.view(*gradient.shape[:-1], weight.shape[1])
 
 
 class ScaledGrouped(Grouped):
-    """With the payloads of weights."""
+    """`Grouped` with quantized weights."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-        """The product."""
+        """Return the product."""
         return scaled_product(x, *_operand(weight, backward=False), dim=-2, offsets=offs)
 
     @staticmethod
     def input_gradient(gradient: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-        """With respect to `x`."""
+        """Return the gradient of `x`."""
         return scaled_product(gradient, *_operand(weight, backward=True), offsets=offs)
 
 
@@ -113,15 +113,17 @@ SCALED: dict[Any, Any] = {Linear: ScaledLinear, Grouped: ScaledGrouped}
 
 
 class Product(torch.autograd.Function):
-    """A product of one of the `KINDS`. `queue`: where the computation of the weight's gradient waits; None: it does
-    not."""
+    """A product of one of the `KINDS`.
+
+    `queue`: a list to which backward appends the computation of the weight's gradient; None: it computes immediately.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, queue: list[Callable[[], None]] | None, kind: Any, x: Tensor, weight: Tensor, beside: Tensor | None
     ) -> Tensor:
         ctx.queue, ctx.kind = queue, kind
-        ctx.weight = weight  # not saved: an activation checkpoint would hand back another tensor
+        ctx.weight = weight  # not saved: an activation checkpoint would return another tensor
         ctx.save_for_backward(x, beside)
         return kind.forward(x, weight, beside)
 
@@ -142,21 +144,21 @@ class Product(torch.autograd.Function):
 
 
 def _compute(parameter: Any, kind: Any, gradient: Tensor, x: Tensor, beside: Tensor | None) -> None:
-    """One product, into the buffer of its parameter."""
+    """Compute one weight gradient into the buffer of its parameter."""
     buffer, accumulate = weight_gradient(parameter)
-    if isinstance(buffer, DTensor):  # `.grad` of a weight that is spread over ranks but not sharded
+    if isinstance(buffer, DTensor):  # `.grad` of a DTensor that no unit has
         buffer = buffer.to_local()
     if not accumulate and issubclass(kind, Linear) and buffer.dtype == x.dtype:
         torch.mm(gradient.flatten(0, -2).t(), x.flatten(0, -2), out=buffer)
-    else:  # the sum of two rounded terms, as autograd adds them
+    else:  # a sum of two rounded terms, as in autograd
         (buffer.add_ if accumulate else buffer.copy_)(kind.weight_gradient(gradient, x, beside))
 
 
 def _operand(weight: Tensor, *, backward: bool) -> tuple[Tensor, Any, Quantization]:
-    """Payload, scales and recipe of a full weight, of the copy that forward or `backward` multiplies. That one is
-    gathered now if the other is here: of a module that is recomputed inside the backward of its unit.
+    """Return payload, scales and recipe of a full weight, of the copy for forward or for `backward`.
 
-    Raises WeightsGone for one whose memory has gone.
+    Gathers that copy if the unit has the other one, as when a module is recomputed inside of its unit's backward.
+    Raises WeightsGone if the memory of the weight was freed.
     """
     codes = weight.detach()
     record = record_of(parameter_of(weight))

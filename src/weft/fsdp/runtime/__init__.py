@@ -1,1 +1,1 @@
-"""What the units of one model share: passes, their order, and what the ranks agree on."""
+"""The runtime that the units of a model share: passes, prefetching, reductions, and agreement between ranks."""

@@ -1,4 +1,4 @@
-"""The calls of one model that autograd's backward has reached and not left."""
+"""The calls of a model whose backward autograd has entered and not left."""
 
 from typing import NoReturn
 
@@ -9,27 +9,27 @@ from weft.fsdp.unit import Unit
 
 
 class BackwardCalls:
-    """`append`: the next call whose backward begins."""
+    """The calls in the current backward. `append` adds one when its backward begins."""
 
     def __init__(self) -> None:
         self._calls: list[BackwardCall] = []
         self.append = self._calls.append
         self.makes_graph = False
-        """Whether the backward is itself to be differentiated."""
+        """Whether the backward runs with `create_graph=True`."""
 
     def open(self) -> None:
-        """The backward begins."""
+        """Note, at the beginning of a backward, whether it creates a graph."""
         self.makes_graph = in_backward() and torch.is_grad_enabled()
 
     def refuse_graph(self, unit: Unit) -> NoReturn:
-        """Gradients of `unit` are to be differentiated, and are about to be reduced."""
+        """Raise RuntimeError: gradients of `unit` are to be reduced in a backward with `create_graph=True`."""
         raise RuntimeError(
             f"backward(create_graph=True) through {unit}: gradients of parameters are reduced over the ranks and "
             "cannot be differentiated; call torch.autograd.grad with respect to inputs"
         )
 
     def end(self) -> None:
-        """Autograd's backward is over, and with it the calls whose end has no hook."""
+        """End the calls that are still open when autograd's backward is over, because no hook has ended them."""
         unended = [call.unit for call in self._calls if call.begun]
         if self.makes_graph and unended:
             raise RuntimeError(
@@ -42,7 +42,7 @@ class BackwardCalls:
         self._calls.clear()
 
     def abandon(self) -> None:
-        """The backward failed."""
+        """Abandon all calls after a failed backward."""
         for call in self._calls:
             call.abandon()
         self._calls.clear()

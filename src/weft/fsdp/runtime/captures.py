@@ -1,4 +1,4 @@
-"""What the engine asks of the parts of a model that are captured and replayed; `weft.graphs` has the answers."""
+"""The interface between the engine and captured graphs of parts of a model; `weft.graphs` implements it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable

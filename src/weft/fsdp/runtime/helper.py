@@ -1,5 +1,7 @@
-"""Waits are watched from the first pass on, and a rank takes part in a gather that others wait for, though it does not
-need the weights itself."""
+"""Lets a rank join gathers that other ranks wait for and whose weights it does not need.
+
+The hang detector, which watches all waits from the first pass on, calls the joins.
+"""
 
 import functools
 import weakref
@@ -20,7 +22,7 @@ from weft.fsdp.weak import weakly
 
 
 class GatherHelper:
-    """The part that this rank takes in what only others need."""
+    """Joins gathers that only other ranks need."""
 
     def __init__(self, channels: Channels, freshness: Freshness, buckets: Sequence[Bucket], steps: Steps) -> None:
         self._channels = channels
@@ -31,7 +33,7 @@ class GatherHelper:
         self._tickets: list[Ticket] = []
 
     def begin_pass(self) -> bool:
-        """Watch the waits of the pass that begins; whether it is the first one that is watched."""
+        """Watch the waits of the pass that begins; return whether it is the first watched pass."""
         watch = start_hang_detector()
         watch.begin_pass()
         self._steps.begin_pass(watch)
@@ -39,14 +41,14 @@ class GatherHelper:
         return is_first
 
     def offer(self, units: Sequence[Unit]) -> None:
-        """From now on take part in the gathers of `units`, where the transport can."""
+        """Register joins for the gathers of `units` with the hang detector, if the transport supports them."""
         assert self._watched_by is not None
         for lane, ranks, channel, join in self._parts(units):
             if transport_of(ranks, units[0].device).capabilities.helpers:
                 self._watched_by.can_join(self, lane.key(ranks, channel), join)
 
     def _parts(self, units: Sequence[Unit]) -> Iterator[tuple[Lane, dist.ProcessGroup, int, Join]]:
-        """What this rank can take part in: the lane, the ranks and the channel of a gather, and what takes part."""
+        """Yield each gather that this rank can join: its lane, process group, channel number and join function."""
         lanes = self._channels
         for unit in units:
             join = functools.partial(weakly(self._join), weakref.ref(unit))
@@ -64,12 +66,12 @@ class GatherHelper:
                 yield lanes.gathers, bucket.group, channel, functools.partial(weakly(self._join_bucket), number, copy)
 
     def failed(self, what: str, error: BaseException) -> None:
-        """`what`, such as the forward of a unit, ended in `error`: others that wait for this rank can be told."""
+        """Publish that `what`, such as the forward of a unit, raised `error`, for ranks that wait for this one."""
         if self._watched_by is not None:
             self._watched_by.fail(f"left {what} by {type(error).__name__}: {error}")
 
     def collect(self) -> None:
-        """Wait for the gathers in which this rank took part."""
+        """Wait for the gathers that this rank has joined."""
         tickets, self._tickets = self._tickets, []
         for ticket in tickets:
             ticket.wait()
@@ -81,8 +83,10 @@ class GatherHelper:
         return self._steps.reached(issued) and self.serve_bucket(number, copy)
 
     def serve(self, unit: Unit, number: int | None, copy: int = 0) -> bool:
-        """Take part in a gather of a copy of group `number` of `unit`, or for None bring its model weights up to date;
-        whether there was anything to do. Called by the detector of hangs, while this rank waits for something else."""
+        """Join a gather of a copy of group `number` of `unit`; for None, update its model weights.
+
+        Returns whether there was anything to do. The hang detector calls it while this rank waits for another message.
+        """
         if self._watched_by is not None:
             self._watched_by.subject = unit.name or "the root"
         was_due = self._freshness.is_due(unit)
@@ -93,6 +97,6 @@ class GatherHelper:
         return True
 
     def serve_bucket(self, number: int, copy: int = 0) -> bool:
-        """Take part in a gather of a copy of bucket `number`, like `serve`."""
+        """Join a gather of a copy of bucket `number`, as `serve` does; return True."""
         self._tickets.append(self._buckets[number].serve(copy))
         return True

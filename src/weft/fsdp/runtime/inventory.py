@@ -1,15 +1,15 @@
-"""What lies under a root, and whether that has changed since it was last looked at.
+"""Checks the parameters under a root at the beginning of each pass, for those that no unit has.
 
 a parameter under the root             at the beginning of a pass
 -------------------------------------  ------------------------------------------------------------------------
-of a unit, of this root or another     known
-in the place of a unit's               refused when that unit registers its own
-in `ignored_params`                    left alone
-frozen, in no unit                     left alone until it is unfrozen
-trainable, in no unit                  RuntimeError: each rank would train it for itself
+in a unit, of this root or another     accepted
+registered in place of a unit's        RuntimeError, when that unit registers its parameter
+in `ignored_params`                    accepted
+frozen, in no unit                     accepted until it is unfrozen
+trainable, in no unit                  RuntimeError: no rank would reduce its gradient
 
-The first look walks through the modules. Each pass compares identities with what the last walk saw, without a call in
-Python per module, and walks again only where they differ.
+The first check walks through all modules. Each pass compares identities with those of the last walk, without a Python
+call per module, and walks again only if they differ.
 """
 
 import weakref
@@ -29,23 +29,23 @@ _trains = attrgetter("requires_grad")
 
 
 class Inventory:
-    """The modules and parameters under `roots`, the modules of one unit; it keeps none of them alive."""
+    """The modules and parameters under `roots`, the modules of the root unit, by weak references."""
 
     def __init__(self, roots: Iterable[nn.Module], units: Sequence[Unit]) -> None:
-        """`units`: under the root, which is the first of them. Raises RuntimeError as `check` does."""
+        """`units`: all units of the model, the root first. Raises RuntimeError as `check` does."""
         self._roots = [weakref.ref(root) for root in roots]
         self._name = str(units[0])
         self._slots = [each.slot for unit in units for group in unit.groups for each in group.parameters]
         self._modules: list[weakref.ref[nn.Module]] = []
         self._seen: list[int] = []
         self._outside: list[weakref.ref[nn.Parameter]] = []
-        """Parameters in no unit. An identity says nothing once its parameter has gone."""
+        """Parameters in no unit. Weak references, because the id of a freed parameter may be reused."""
         self._frozen: list[weakref.ref[nn.Parameter]] = []
-        """Those of them that must not be unfrozen."""
+        """The parameters among them that must stay frozen."""
         self._walk()
 
     def check(self) -> None:
-        """Raise RuntimeError for a parameter that would be trained by each rank for itself."""
+        """Raise RuntimeError for a trainable parameter that is in no unit."""
         modules = [*map(call, self._modules)]
         if (
             None in modules
@@ -58,7 +58,7 @@ class Inventory:
     def _walk(self) -> None:
         roots = [root for ref in self._roots if (root := ref()) is not None]
         modules = [*dict.fromkeys(chain.from_iterable(root.modules() for root in roots))]
-        # What was put in the place of a unit's parameter is refused when the unit registers its own.
+        # A parameter in place of a unit's raises when the unit registers its parameter.
         places = {(owner(), name) for slot in self._slots for owner, name in slot.owners}
         outside = [
             (f"{path}.{name}" if path else name, parameter)
@@ -87,7 +87,7 @@ def _is_outside(parameter: nn.Parameter) -> bool:
 
 
 def _contents(modules: list[Any]) -> list[int]:
-    """The identities of what is registered in `modules`."""
+    """Return the ids of all parameters and submodules that are registered in `modules`."""
     registries = chain.from_iterable(map(_registries, map(vars, modules)))
     return [*map(id, chain.from_iterable(map(dict.values, registries)))]
 

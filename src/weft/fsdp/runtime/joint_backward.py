@@ -1,11 +1,11 @@
-"""The models of one process beside each other: one backward may go through several, and autograd tells none of them.
+"""Coordinates the models of a process in a backward, which may go through several models.
 
-what one model cannot know by itself               how it hears
+event                                              detected by
 -------------------------------------------------  -----------------------------------------------------------------
-a backward is over, and which model ends first     a callback of autograd, which ends them in one order on all ranks
-a backward failed                                  autograd drops that callback, and calls nothing
-a backward left gradients that no hook noticed     `finish_backwards`, when any backward in the process has run
-whether waiting here could wait for another model  moments: who has begun a pass since its last backward ended
+a backward ends                                    a callback of autograd, which ends models in one order on all ranks
+a backward fails                                   autograd drops that callback without calling it
+a backward leaves gradients that no hook noticed   `finish_backwards`, after any backward of the process
+a wait could depend on another model               counters: which models have begun a pass since their last backward
 """
 
 import itertools
@@ -23,7 +23,7 @@ _moments = itertools.count()
 
 
 class JointBackward:
-    """One model's part in backwards. `finish`: looks for gradients that no hook noticed."""
+    """One model in joint backwards. `finish`: reduces gradients that no hook noticed."""
 
     def __init__(self, units: Sequence[Unit], finish: Callable[[], None]) -> None:
         self.place = units[0].place
@@ -33,11 +33,11 @@ class JointBackward:
         _models.add(self)
 
     def begin(self) -> None:
-        """A pass begins whose backward may follow."""
+        """Note that a pass begins whose backward may follow."""
         self._began = next(_moments)
 
     def settle(self) -> None:
-        """Its backward has ended."""
+        """Note that the model's backward has ended."""
         self._settled = next(_moments)
 
     @property
@@ -46,33 +46,38 @@ class JointBackward:
         return self._began > self._settled
 
     def may_share_backward(self) -> bool:
-        """Whether another model has begun a pass since the last backward of this one, and has its backward to come,
-        which may be the one that runs now."""
-        # Its own last backward says nothing: a model whose backward never comes would count as long as it lives.
+        """Return whether the backward that runs now may also be that of another model.
+
+        That is so if another model has begun a pass after this one's last backward, and has calls without a backward.
+        """
+        # Not compared with the other model's last backward: if that never came, the model would always count.
         others = [other for other in _models if other is not self and other._began > self._settled]
         return bool(others) and any(unit.calls for other in others for unit in other._units)
 
 
 def finish_backwards() -> None:
-    """A backward has run. It may have come into a model by tensors that no forward returned, and by none whose weights
-    must be gathered: what it left is reduced as well, in the same order on all ranks."""
+    """Reduce gradients that a backward has left in models without triggering any of their hooks.
+
+    A backward can enter a model by tensors that no forward returned, and need no gathered weights. Models are finished
+    in the same order on all ranks.
+    """
     if not in_backward():
         for model in sorted((model for model in list(_models) if model.awaits_backward), key=lambda model: model.place):
             model._finish()
 
 
 class _Ending:
-    """What autograd calls at the end of a backward, and drops without a call if the backward fails."""
+    """A callback that autograd calls at the end of a backward, and drops without a call if the backward fails."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[int, Callable[[], None], Callable[[], None]]] = []
 
     def add(self, place: int, ended: Callable[[], None], failed: Callable[[], None]) -> None:
-        """A model takes part in the backward."""
+        """Add a model that takes part in the backward."""
         self._parts.append((place, ended, failed))
 
     def __call__(self) -> None:
-        """The backward is over: each model ends its part, in the same order on all ranks."""
+        """End the backward of each model, in the same order on all ranks."""
         self._parts.sort(key=lambda model: model[0])
         while self._parts:
             _, ended, _ = self._parts.pop(0)
@@ -84,12 +89,11 @@ class _Ending:
 
 
 _endings: "weakref.WeakValueDictionary[int, _Ending]" = weakref.WeakValueDictionary()
-"""Of the backwards under way."""
+"""The callbacks of the running backwards, by autograd's graph task id."""
 
 
 def end_with_backward(place: int, ended: Callable[[], None], failed: Callable[[], None]) -> None:
-    """Call `ended` at the end of the backward that runs now, after what has a lower `place`; `failed` if there is none
-    because of an exception."""
+    """Call `ended` at the end of the backward that runs now, in the order of `place`, or `failed` if it raises."""
     task = torch._C._current_graph_task_id()
     ending = _endings.get(task)
     if ending is None:

@@ -1,4 +1,4 @@
-"""The maxima of whole matrices, for recipes with one scale for each: one packed message per mesh axis and step."""
+"""All-reduces the maxima of matrices, for recipes with one scale per matrix: one message per mesh axis and step."""
 
 from collections.abc import Iterable
 
@@ -12,9 +12,9 @@ from weft.fsdp.parameter import ShardedParameter
 
 
 def agree_on_maxima(groups: Iterable[ParameterGroup]) -> None:
-    """Let all ranks know the largest magnitude of each matrix of `groups` that is quantized with one scale.
+    """All-reduce the largest magnitude of each matrix of `groups` that is quantized with one scale.
 
-    Collective where some group has such matrices: before their weights are quantized, and after they have changed.
+    Collective if a group has such matrices. Call it after weights have changed, before they are quantized.
     """
     found: list[tuple[torch.Tensor, dist.ProcessGroup]] = []
     with torch.no_grad():
@@ -35,7 +35,7 @@ def agree_on_maxima(groups: Iterable[ParameterGroup]) -> None:
 
 
 def _divides_matrices(parameter: ShardedParameter) -> bool:
-    """Whether its slices on other ranks are parts of the same matrices; else they are other ones."""
+    """Return whether tensor-parallel slices are parts of the same matrices; otherwise they are different matrices."""
     parallel, dims = parameter.parallel, len(parameter.extent.shape)
     assert parallel is not None
     return any(each.is_shard() and each.dim % dims >= dims - 2 for each in parallel.beyond)  # type: ignore[attr-defined]

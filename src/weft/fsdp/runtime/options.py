@@ -1,4 +1,4 @@
-"""How a model's units run together: what the user may choose."""
+"""The user's options for the runtime of a model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -8,25 +8,26 @@ from torch.distributed import ProcessGroup
 from weft.fsdp.runtime.captures import Captures
 
 BUCKET_BYTES: int | None = None
-"""The default."""
+"""The default of `RuntimeOptions.bucket_bytes`."""
 
 
 @dataclass(frozen=True)
 class RuntimeOptions:
-    """How a model's units run together; the root's options count.
+    """The options of a model's runtime; the root's options apply to all its units.
 
-    `separate_all_gather_group`: gathers on a communicator of their own, so that they run beside reductions. True: one
-    like the mesh's; process groups of your own, such as with NCCL options, serve the mesh axes with the same ranks.
-    `allocator`: "trace" plans one slab for transient buffers from the first step, "caching" asks torch each time.
-    `prefetch_bytes`: how many bytes of weights may be gathered ahead (None: the next unit).
-    `bucket_bytes`: neighbouring units that are no larger together travel in one message. None: the size at which moving
-    a message takes as long as its latency, by what the transport says of itself; 0: each unit by itself.
-    `max_live_reduce_buffers`: how many units' partial gradients may be alive at once, those of the unit whose backward
-    runs counted: with 2, one unit is reduced while the next computes; with 1, nothing is.
-    `check_collectives`: agree after each backward on what every rank issued and which parameters have gradients. False:
-    hosts never wait for each other; every rank must then run the same units, what is written to weights between the
-    passes of a step must be written on all ranks, and a parameter that no rank used has a gradient of zeros, not None.
-    `graphs`: a `weft.Graphs`: which parts of the model are captured in graphs and replayed. None: none.
+    `separate_all_gather_group`: use separate communicators for gathers, so that they overlap with reductions. True:
+    copies of the mesh's process groups. Or a list of process groups, for example with NCCL options, with the same ranks
+    as the mesh axes.
+    `allocator`: "trace" plans one slab for transient buffers from the first step, "caching" allocates each buffer.
+    `prefetch_bytes`: the number of bytes of weights that may be gathered ahead (None: the next unit).
+    `bucket_bytes`: adjacent units of at most this total size share a message. None: the size whose transfer takes as
+    long as the latency of a message, by the transport's capabilities; 0: a message for each unit.
+    `max_live_reduce_buffers`: the number of units whose partial gradients may be live at once, including the unit whose
+    backward runs. With 2, one unit is reduced while the next computes; with 1, reductions do not overlap.
+    `check_collectives`: compare collectives and agree on which parameters have gradients after each backward. False:
+    hosts never wait for each other. Then every rank must run the same units, writes to weights between the passes of a
+    step must be done on all ranks, and a parameter that no rank used has a gradient of zeros, not None.
+    `graphs`: a `weft.Graphs` that chooses the parts of the model to capture in graphs. None: none.
     """
 
     separate_all_gather_group: bool | Sequence[ProcessGroup] = False
@@ -70,8 +71,10 @@ class RuntimeOptions:
             raise ValueError(f"prefetch_bytes={self.prefetch_bytes}: choose 0 or more, or None for the next unit")
 
     def joined(self, given: "RuntimeOptions", now: "RuntimeOptions") -> "RuntimeOptions":
-        """These options of a root that comes around a model whose methods have turned `given` into `now`: what was
-        asked for there holds, with the most buffers that anyone asked for."""
+        """Return these options of a new root, with the changes that methods of an inner model made to its options.
+
+        `given`, `now`: the inner model's options before and after. Of the numbers of buffers, the larger one applies.
+        """
         buffers, separate = self.max_live_reduce_buffers, self.separate_all_gather_group
         if now.max_live_reduce_buffers != given.max_live_reduce_buffers:
             buffers = max(buffers, now.max_live_reduce_buffers)

@@ -1,4 +1,4 @@
-"""The passes through one model: which one is under way.
+"""The states of a model: which pass is running.
 
     from          event             to            caused by
     ------------  ----------------  ------------  ---------------------------------------------------------------------
@@ -14,8 +14,8 @@
     failed        recover           idle          the next call: a forward, a backward, a schedule, `unshard()`, a
                                                   state dict that is read or loaded
 
-A forward inside of a backward is a recomputation, and no pass. How a backward ends, and that it failed, is noticed in
-`weft.fsdp.runtime.joint_backward`: it may go through several models.
+A forward inside of a backward is a recomputation, not a pass. `weft.fsdp.runtime.joint_backward` detects the end and
+the failure of a backward, which may go through several models.
 """
 
 import enum
@@ -31,7 +31,7 @@ class Pass(enum.Enum):
     SCHEDULE = "schedule"
     FAILED = "failed"
 
-    __hash__ = object.__hash__  # looked up at each transition; enum's own is slow
+    __hash__ = object.__hash__  # used at each transition; Enum's is slow
 
 
 TRANSITIONS = {
@@ -46,38 +46,38 @@ TRANSITIONS = {
     (Pass.SCHEDULE, "end"): Pass.IDLE,
     (Pass.FAILED, "recover"): Pass.IDLE,
 }
-"""Besides: every pass can fail, and the end of a backward leads to what was around it."""
+"""In addition, every pass can fail, and the end of a backward leads back to the state before it."""
 
 
 class Passes:
-    """`current`: the pass under way. `model`: whose, for errors."""
+    """The state of one model. `current`: the running pass. `model`: its name in errors."""
 
     def __init__(self, model: str) -> None:
         self.current = Pass.IDLE
         self._model = model
         self._around = Pass.IDLE
-        """What a backward interrupts."""
+        """The state that a backward interrupts."""
 
     def begin(self, kind: Pass) -> None:
-        """A pass begins."""
+        """Begin a pass. Raises RuntimeError if the current state does not allow it."""
         around = self.current
         self._to(f"begin {kind.value}")
         if kind is Pass.BACKWARD:
             self._around = around
 
     def end(self) -> None:
-        """The pass under way is over."""
+        """End the running pass."""
         if self.current is Pass.BACKWARD:
             self.current, self._around = self._around, Pass.IDLE
         else:
             self._to("end")
 
     def fail(self) -> None:
-        """An exception left the pass under way."""
+        """Enter the failed state, after an exception in the running pass."""
         self.current, self._around = Pass.FAILED, Pass.IDLE
 
     def recover(self) -> None:
-        """What the failed pass left behind is gone."""
+        """Leave the failed state, after cleaning up."""
         self._to("recover")
 
     def _to(self, event: str) -> None:

@@ -1,4 +1,4 @@
-"""The plan of a model's next step: what `weft.layout.plan` makes of the last passes, and the memory that follows it."""
+"""Plans a model's next step with `weft.layout.plan` from its last passes, and arranges memory by the plan."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -15,8 +15,11 @@ from weft.memory.pool import Transient
 
 
 class Planner:
-    """`units`: by number. `gathers` and `reductions` keep the traces and the agreed order. `bundle_bytes`: the most
-    that travels in one message, if it is several units."""
+    """Plans the next step of a model.
+
+    `units`: in order of their numbers. `gathers`, `reductions`: have the traces and the agreed order. `bundle_bytes`:
+    the largest message that several units share.
+    """
 
     def __init__(
         self,
@@ -37,23 +40,23 @@ class Planner:
         self._bundle_bytes = bundle_bytes
 
     def plan(self) -> Plan:
-        """What the next step will do, if its passes are those of the last one of their kind."""
+        """Return the plan of the next step, if each of its passes is like the last one of its kind."""
         return self._compiled(self._gathers.traces, self._gathers.depth, self._gathers.off_plan)
 
     def foresee(self, trace: Trace, depth: int) -> None:
-        """A schedule begins whose events are these: its weights have their places before the first is gathered."""
+        """Assign memory to all weights of a schedule that begins with these events, before the first is gathered."""
         plan = self._compiled({"schedule": trace}, depth)
         together = ([each for number in here for each in self._units[number].gathered] for here in plan.alive)
         self._channels.weights.foresee(together)
 
     def end_pass(self) -> None:
-        """Everything is at rest: plan memory anew where the pass did what the plan did not know."""
+        """Plan memory again after a pass that differed from the plan; no weights are gathered then."""
         weights = self._channels.weights
         weights.end_step(self._foreseen() if weights.outdated else None)
         self._channels.gradients.end_step()
 
     def _foreseen(self) -> Callable[[Transient, Transient], bool]:
-        """Whether the weights of two units may be here together in the next step, though they were not in this one."""
+        """Return a function that tells whether two units' weights may be live together in the next step."""
         unit_of = {each: unit for unit in self._units for group in unit.groups for each in group.transients}
         plan = self.plan()
 
@@ -79,7 +82,7 @@ class Planner:
 
 
 def _facts(unit: Unit, bucket: Bucket | None) -> UnitFacts:
-    """What the plan must know of a unit."""
+    """Return the sizes of a unit that the plan needs."""
     turning = [group for group in unit.groups if len(group.copies) > 1]
     return UnitFacts(
         unit.name,

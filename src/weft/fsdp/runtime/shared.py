@@ -1,13 +1,13 @@
-"""What the units of one model share, put together, and what a driver may do with one of them in any pass.
+"""The objects that the units of a model share, and the operations of drivers on a unit in any pass.
 
-    unit's event    rules, by the record            bytes
+    unit's event    rules                           memory and communication
     ------------    ------------------------------  ----------------------------------------------------------------
-    use             `gathers`: what comes next      `channels`: lanes and pools; `planner`: where they lie
-    done            `gathers`: what stays           the same
-    ready           `reductions`: whose turn it is  the same
+    use             `gathers`: the units to gather  `channels`: lanes and pools; `planner`: addresses
+    done            `gathers`: the units to keep    the same
+    ready           `reductions`: the order         the same
 
-A rank besides says what it does (`_consensus`, `_steps`), takes part in what only others need (`_helper`), and makes
-anew what follows the main weights (`_freshness`).
+In addition, ranks compare their actions (`_consensus`, `_steps`), join gathers that only others need (`_helper`), and
+update model weights after the main weights have changed (`_freshness`).
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from weft.layout.gathers import GatherOrder
 
 
 class Shared:
-    """Of the units under one root."""
+    """The objects that the units under one root share."""
 
     def __init__(
         self, units: Sequence[Unit], drivers: Sequence[Driver], device: torch.device, options: RuntimeOptions
@@ -82,19 +82,22 @@ class Shared:
             unit.gradient_to_write = weakly(self.reductions.gradient_to_write)
 
     def change(self, **options: Any) -> None:
-        """Use these `RuntimeOptions` in place of what was given. Collective for `separate_all_gather_group`."""
+        """Replace these fields of `RuntimeOptions`. Collective for `separate_all_gather_group`."""
         self.options = dataclasses.replace(self.options, **options)
         separate_gathers(self.every.process_groups, self.options.separate_all_gather_group)
         self.channels.separate = bool(self.options.separate_all_gather_group)
         self.reductions.most_alive = self.options.max_live_reduce_buffers
 
     def use(self, unit: Unit, holder: Any, named: Sequence[Unit] | None = None) -> None:
-        """`unit` is the next of this pass: gather it and what comes after it, and hold it."""
+        """Gather `unit`, the next one of this pass, prefetch units after it, and hold it for `holder`.
+
+        `named`: units to prefetch in place of those of the recorded order.
+        """
         self.gathers.use(unit, named, backward=holder.backward)
         unit.acquire(holder)
 
     def done(self, unit: Unit, holder: Any, *, backward_follows: bool = False) -> None:
-        """`holder` lets go of `unit`; the memory goes with the last, unless the unit is about to be needed again."""
+        """Release `unit` from `holder`. The last release frees its memory, unless the unit is needed again soon."""
         self.gathers.events.append(("done", unit.number, int(backward_follows)))
         unit.release(holder)
         for each in (unit, *unit.tied):
@@ -102,24 +105,24 @@ class Shared:
                 each.free()
 
     def keep(self, unit: Unit, holder: Any) -> None:
-        """`unit` stays when its holder lets go: after a forward until its backward, after a backward for good."""
+        """Hold `unit` for `holder` after its use: after a forward until its backward, after a backward permanently."""
         if holder not in unit.holders:
             self.gathers.events.append(("keep", unit.number, 0))
             unit.acquire(holder)
 
     def offer(self, unit: Unit) -> None:
-        """Make `main_grad` ready for the modules of `unit` that declared to use it."""
+        """Set `main_grad` for the modules of `unit` that have declared to use it."""
         if unit.writes_gradients:
             self.reductions.offer_main_gradients(unit)
 
     def ready(self, unit: Unit) -> None:
-        """Pack the gradients of `unit`, and reduce them if that is due."""
+        """Pack the gradients of `unit`, and reduce them if it is their turn."""
         if self._calls.makes_graph and unit.awaits_reduction:
             self._calls.refuse_graph(unit)
         self.reductions.reduce(unit)
 
     def expect_more(self, more: bool) -> None:
-        """Whether a schedule has further microbatches to reduce."""
+        """Set whether a schedule has more microbatches to reduce."""
         self.reductions.more_to_come = more
 
     def _before_gather(self, unit: Unit) -> None:
@@ -132,5 +135,5 @@ class Shared:
 
     @property
     def steady_passes(self) -> int:
-        """How many passes ended since the plan of gathered weights changed; 0 in one that differs from its record."""
+        """The number of passes since the plan of gathered weights changed; 0 in a pass that differs from its record."""
         return self.channels.weights.steady if self.gathers.on_plan else 0

@@ -1,7 +1,7 @@
-"""All units of one model, where the same is done to each: when a pass begins, when it ends, after a failure.
+"""Operations on all units of a model: when a pass begins, when it ends, after a failure.
 
-A unit whose module was replaced stays: when it is collected is a matter of each rank, and all ranks must send the same
-messages.
+A unit whose module was replaced remains in the set, because ranks may collect the module at different times, and all
+ranks must send the same messages.
 """
 
 import weakref
@@ -15,7 +15,10 @@ from weft.fsdp.unit import Unit
 
 
 class UnitSet:
-    """`units`: root first, and by number; `drivers`: what runs around their modules."""
+    """All units of a model.
+
+    `units`: in order of their numbers, the root first. `drivers`: the drivers around their modules.
+    """
 
     def __init__(self, units: Sequence[Unit], drivers: Sequence[Driver]) -> None:
         self.units = tuple(units)
@@ -24,20 +27,20 @@ class UnitSet:
         self.process_groups: list[dist.ProcessGroup] = list(
             dict.fromkeys(each for group in self.groups for each in group.groups)
         )
-        """Of the mesh axes of all units, which together reach every rank."""
+        """The process groups of the mesh axes of all units, which together connect all ranks of the model."""
         self._drivers = [weakref.ref(driver) for driver in drivers]
         self._offloaded = [group for group in self.groups if group.offload is not None]
 
     def begin_pass(self) -> None:
-        """What an earlier pass left behind goes."""
-        for unit in self.units:  # of all units first: a holder of one holds those that it is tied to
+        """End the holds of an earlier pass on all units."""
+        for unit in self.units:  # holds of all units first: a holder of a unit also holds units tied to it
             if unit.holders:
                 unit.end_holds(UNTIL_BACKWARD, RETURNED, *((UNTIL_NEXT_PASS,) if unit.reshard_after_backward else ()))
         for unit in self.units:
             unit.begin_pass()
 
     def renew(self) -> None:
-        """What is held through the pass that begins is made of the main weights that there are now."""
+        """Gather held weights again that are older than the main weights, at the beginning of a pass."""
         for unit in self.units:
             if unit.holders and unit.is_stale:
                 unit.renew()
@@ -45,7 +48,7 @@ class UnitSet:
                 unit.sync_versions()
 
     def end_backward(self, deferring: Sequence[bool]) -> None:
-        """No backward needs what was kept for it. `deferring`: whose gradients wait for another one."""
+        """End the holds for backward. `deferring`: for each unit, whether its gradients wait for another backward."""
         for unit, defers in zip(self.units, deferring):
             for group in unit.groups:
                 group.gradients.is_owed = group.agreed and defers
@@ -54,8 +57,10 @@ class UnitSet:
             unit.forget()
 
     def come_to_rest(self, stays: Callable[[Unit], bool] | None, *, complete: bool) -> None:
-        """The memory of all units goes but for those of which `stays` says so. `complete`: no call is under way. Raises
-        RuntimeError if a computation still holds weights then."""
+        """Free the weights of all units, except those for which `stays` returns True.
+
+        `complete`: whether no call is running; then raises RuntimeError if a computation still holds weights.
+        """
         if self._offloaded:
             self.finish_uploads()
         for unit in self.units if complete else ():
@@ -67,34 +72,36 @@ class UnitSet:
                 unit.free()
 
     def finish_uploads(self) -> None:
-        """Make the host wait until no upload reads weights in CPU memory any more: the caller may write them next."""
+        """Wait on the host for uploads that read weights in CPU memory, because the caller may write them next."""
         for group in self._offloaded:
             group.finish_upload()
 
     def publish(self) -> None:
-        """Hand out the gradients that have come."""
+        """Publish the reduced gradients as `.grad`."""
         try:
             for group in self.groups:
                 if group.gradients.where is Where.REDUCED:
                     group.gradients.publish()
-        except BaseException:  # of a user's hook
+        except BaseException:  # raised by a user's hook
             self.drop_gradients()
             raise
 
     def drop_gradients(self) -> None:
-        """The user gets none: a backward failed."""
+        """Clear all gradients after a failed backward."""
         for group in self.groups:
             group.gradients.drop()
 
     def abandon_forwards(self) -> None:
-        """Units that wait for more of their modules wait no longer."""
+        """Abandon forwards of units with several modules, of which only some have run."""
         for ref in self._drivers:
             if (driver := ref()) is not None:
                 driver.abandon()
 
     def reset(self, *, keeps_gradients: bool) -> None:
-        """Nothing of a failed pass stays but the user's holds, and the gradients of earlier backwards where it
-        `keeps_gradients`."""
+        """Clean up after a failed pass; the user's holds stay.
+
+        `keeps_gradients`: whether gradients of earlier backwards that wait for their reduction stay, too.
+        """
         self.abandon_forwards()
         if not keeps_gradients:
             for group in self.groups:

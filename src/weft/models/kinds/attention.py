@@ -25,11 +25,11 @@ class AnyAttention(Trunk):
     """The fields of all kinds of attention."""
 
     num_attention_heads: int = size(4)
-    """Query heads of `*`; heads of `+`."""
+    """The number of query heads of `*`, and of heads of `+`."""
     attention_bias: str = choice("none", ("none", "qkv", "all"))
     """Which projections of attention have a bias: "none", "qkv" or "all"; in `+` those from and to the hidden size."""
     attention_scale: float | None = optional_positive()
-    """Factor of the products of queries and keys; None: (width of a key)^-0.5."""
+    """Factor of the dot products of queries and keys; None: (width of a key)^-0.5."""
     rope_theta: float = amount(10000.0)
     """Base of the rotary position embedding's wavelengths; 0: no rotation."""
     rope_interleave: bool = switch(False)
@@ -58,16 +58,16 @@ KIND = Kind("*", "self-attention", "self_attention", "attention:Attention")
 
 @dataclass(frozen=True)
 class Attention(AnyAttention, kind=KIND):
-    """The fields of `*`."""
+    """The fields of self-attention, `*` in patterns."""
 
     num_key_value_heads: int = size(2)
-    """Key and value heads of `*`; divides the query heads, which share them in equal groups."""
+    """The number of key and value heads of `*`; must divide the query heads, which share them in equal groups."""
     head_dim: int | None = optional_size()
     """Width of one head of `*`, even if it is rotated; None: hidden_size / num_attention_heads."""
     attention_output_gate: bool = switch(False)
     """Whether the output of each head of `*` is multiplied by a sigmoid gate, projected together with the queries."""
     qk_norm: str = choice("none", ("none", "head", "full"))
-    """Norms of queries and keys of `*` before rotation: "none", over each "head", or "full", over all heads."""
+    """Norm of queries and keys of `*` before rotation: "none", "head" (of each head), or "full" (over all heads)."""
     sliding_window: int | None = optional_size()
     """Number of positions that a query of `*` attends to, itself included; None: all earlier ones."""
     windowed: tuple[int, ...] | None = any_value(None)
@@ -84,8 +84,8 @@ class Attention(AnyAttention, kind=KIND):
     """Numbers, from 0, of the layers `*` without rotation; they count anew in each prediction depth."""
 
     context_attention: str = choice("gather", ("gather", "heads"), result=False)
-    """How `*` reaches positions on other context ranks: "gather" their keys and values, or exchange "heads", so that a
-    rank has some heads at all positions."""
+    """How `*` attends to positions on other context ranks: "gather" gathers keys and values, "heads" exchanges
+    positions for heads, so that a rank has some heads at all positions."""
 
     @property
     def attention_head_dim(self) -> int:

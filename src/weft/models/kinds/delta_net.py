@@ -1,4 +1,4 @@
-"""The gated delta net `G`."""
+"""The fields of the gated delta net `G`."""
 
 from dataclasses import dataclass
 
@@ -10,20 +10,20 @@ KIND = Kind("G", "gated delta net", "mixer", "delta_net:GatedDeltaNet")
 
 @dataclass(frozen=True)
 class DeltaNet(Trunk, kind=KIND):
-    """The fields of `G`."""
+    """The fields of the gated delta net, `G` in patterns."""
 
     linear_num_key_heads: int = size(4)
-    """Key heads of `G`."""
+    """The number of key heads of `G`."""
     linear_num_value_heads: int = size(4)
-    """Value heads of `G`, a multiple of its key heads."""
+    """The number of value heads of `G`, a multiple of its key heads."""
     linear_key_head_dim: int = size(32)
     """Width of a key head of `G`."""
     linear_value_head_dim: int = size(32)
     """Width of a value head of `G`."""
     linear_conv_kernel_dim: int = size(4)
-    """Positions that the convolution of `G` sees."""
+    """Kernel width of the convolution of `G`, in positions."""
     delta_kernel: str = choice("auto", ("auto", "torch", "fla"), result=False)
-    """Kernel of the delta rule of `G`: "fla", "torch", or "auto": the first of these that runs."""
+    """Kernel of the delta rule of `G`: "fla", "torch", or "auto", the first of these that is usable."""
 
     def check(self) -> None:
         """Raise `ValueError` if the numbers of key and value heads do not fit."""

@@ -1,4 +1,4 @@
-"""The mixture of experts `E`."""
+"""The fields of the mixture of experts `E`."""
 
 from dataclasses import dataclass
 
@@ -23,12 +23,12 @@ KIND = Kind("E", "mixture of experts", "mlp", "experts:Experts")
 
 @dataclass(frozen=True)
 class Experts(AnyMLP, kind=KIND):
-    """The fields of `E`."""
+    """The fields of the mixture of experts, `E` in patterns."""
 
     num_experts: int = size(8)
-    """Experts of `E`."""
+    """The number of experts of `E`."""
     num_experts_per_tok: int = size(2)
-    """Experts that one token visits."""
+    """The number of experts per token."""
     moe_intermediate_size: int = size(64)
     """Inner width of one expert."""
     moe_rows_per: str = choice("rank", ROWS_PER, result=False)
@@ -39,7 +39,7 @@ class Experts(AnyMLP, kind=KIND):
     shared_expert_intermediate_size: int = declared(
         0, lambda value: is_whole(value, 0), "an integer, 0 for no shared expert"
     )
-    """Inner width of the expert that every token visits; 0: none."""
+    """Inner width of the shared expert, which every token visits; 0: no shared expert."""
     shared_expert_gate: bool = switch(False)
     """Whether the output of the shared expert is multiplied by a sigmoid, one number per token."""
     experts_bias: bool = switch(False)
@@ -53,19 +53,19 @@ class Experts(AnyMLP, kind=KIND):
     routed_scaling_factor: float = positive(1.0)
     """Factor of the scores of a token's experts."""
     n_group: int = size(1)
-    """Groups of experts: a token's experts are chosen among the best groups only."""
+    """The number of groups of experts. A token's experts are in its best `topk_group` groups."""
     topk_group: int = size(1)
-    """Groups that one token may choose from."""
+    """The number of groups from which a token's experts are chosen."""
     expert_bias: bool = switch(False)
-    """Whether a bias balances the load without a loss; the training loop updates it."""
+    """Whether a bias on the router's scores balances the load without a loss; the training loop updates it."""
     aux_loss_coef: float = amount(0.0, result=False)
     """Weight of the load-balancing loss."""
     z_loss_coef: float = amount(0.0, result=False)
     """Weight of the router's z-loss."""
     capacity_factor: float | None = optional_positive()
-    """Room per expert relative to a balanced load; None: no token is ever dropped."""
+    """Capacity of an expert relative to a balanced load; tokens above it are dropped. None: no limit."""
     pad_to_capacity: bool = switch(False)
-    """Whether each expert gets all the rows of its capacity, padded with zeros: shapes never change."""
+    """Whether the rows of each expert are padded with zeros to its capacity, so that shapes never change."""
 
     def check(self) -> None:
         """Raise `ValueError` if fields of `E` do not fit each other."""

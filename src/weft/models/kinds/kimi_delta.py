@@ -1,4 +1,4 @@
-"""Kimi delta attention `K`."""
+"""The fields of Kimi delta attention `K`."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,11 @@ KIND = Kind("K", "Kimi delta attention", "mixer", "kimi_delta:KimiDelta")
 
 @dataclass(frozen=True)
 class KimiDelta(Trunk, kind=KIND):
-    """The fields of `K`."""
+    """The fields of Kimi delta attention, `K` in patterns."""
 
     kda_num_heads: int = size(4)
-    """Heads of `K`."""
+    """The number of heads of `K`."""
     kda_head_dim: int = size(32)
     """Width of the keys and values of a head of `K`, and of the latents of its decay and its gate."""
     kda_conv_kernel: int = size(4)
-    """Positions that the convolution of `K` sees."""
+    """Kernel width of the convolution of `K`, in positions."""

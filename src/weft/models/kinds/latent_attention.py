@@ -1,4 +1,4 @@
-"""Multi-head latent attention `+`."""
+"""The fields of multi-head latent attention `+`."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ KIND = Kind("+", "multi-head latent attention", "self_attention", "latent_attent
 
 @dataclass(frozen=True)
 class LatentAttention(AnyAttention, kind=KIND):
-    """The fields of `+`."""
+    """The fields of multi-head latent attention, `+` in patterns."""
 
     q_lora_rank: int | None = optional_size()
     """Width of the latent of the queries of `+`; None: no latent."""

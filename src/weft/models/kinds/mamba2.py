@@ -1,4 +1,4 @@
-"""Mamba-2 `M`."""
+"""The fields of Mamba-2 `M`."""
 
 from dataclasses import dataclass
 
@@ -10,38 +10,39 @@ KIND = Kind("M", "Mamba-2", "mixer", "mamba2:Mamba2")
 
 @dataclass(frozen=True)
 class Mamba2(Trunk, kind=KIND):
-    """The fields of `M`."""
+    """The fields of Mamba-2, `M` in patterns."""
 
     mamba_num_heads: int = size(8)
-    """Heads of `M`."""
+    """The number of heads of `M`."""
     mamba_head_dim: int = size(32)
     """Width of one head of `M`."""
     ssm_state_size: int = size(32)
-    """Width of the state of `M` for each element of a head."""
+    """Size of the state of `M` for each element of a head."""
     mamba_n_groups: int = size(1)
-    """Groups of heads of `M` that share B and C, the projections to and from the state; divides the heads."""
+    """The number of groups of heads of `M` that share B and C, the projections to and from the state; divides the
+    heads."""
     conv_kernel: int = size(4)
-    """Positions that the convolution of `M` sees."""
+    """Kernel width of the convolution of `M`, in positions."""
     conv_bias: bool = switch(True)
-    """Whether that convolution has a bias."""
+    """Whether the convolution of `M` has a bias."""
     mamba_bias: bool = switch(False)
     """Whether the projections of `M` have a bias."""
     mamba_norm: str = choice("gate_first", ("gate_first", "norm_first", "none"))
     """Order of gate and norm on the output of `M`: "gate_first", "norm_first", or "none", the gate without a norm."""
     time_step_min: float = positive(0.001, result=False)
-    """Smallest step that heads of `M` start with."""
+    """Smallest initial time step of the heads of `M`."""
     time_step_max: float = positive(0.1, result=False)
-    """Largest step that heads of `M` start with."""
+    """Largest initial time step of the heads of `M`."""
     time_step_floor: float = positive(0.0001, result=False)
-    """Lower bound of the steps that heads of `M` start with."""
+    """Lower bound to which initial time steps of `M` are clamped."""
     time_step_limit_min: float = amount(0.0)
-    """Lower bound of every step of `M`."""
+    """Lower bound of all time steps of `M`."""
     time_step_limit_max: float | None = optional_positive()
-    """Upper bound of every step of `M`; None: no bound."""
+    """Upper bound of all time steps of `M`; None: no bound."""
     chunk_size: int = size(128, result=False)
-    """Positions that `M` computes at once; changes rounding and speed only."""
+    """Chunk length of the state space of `M`, in positions; affects rounding and speed only."""
     mamba_kernel: str = choice("auto", ("auto", "torch", "mamba_ssm"), result=False)
-    """Kernel of the state space of `M`: "mamba_ssm", "torch", or "auto": the first of these that runs."""
+    """Kernel of the state space of `M`: "mamba_ssm", "torch", or "auto", the first of these that is usable."""
 
     def check(self) -> None:
         """Raise `ValueError` if groups do not divide the heads, or a minimum is above its maximum."""

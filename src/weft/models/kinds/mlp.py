@@ -32,7 +32,7 @@ KIND = Kind("-", "dense MLP", "mlp", "mlp:MLP")
 
 @dataclass(frozen=True)
 class MLP(AnyMLP, kind=KIND):
-    """The fields of `-`."""
+    """The fields of the dense MLP, `-` in patterns."""
 
     intermediate_size: int = size(256)
     """Inner width of `-`."""

@@ -45,9 +45,9 @@ class Trunk:
     """
 
     pattern: str = any_value("M[*-]M[*E]")
-    """The stack, in the language of `weft.models.pattern`."""
+    """The layers of the model, in the pattern language of `weft.models.pattern`."""
     vocab_size: int = size(256)
-    """Number of different tokens."""
+    """The number of different tokens."""
     hidden_size: int = size(128)
     """Width of the residual stream."""
     rms_norm_eps: float = positive(1e-5)
@@ -57,17 +57,17 @@ class Trunk:
     norm_order: str = choice("pre", ("pre", "post", "both"))
     """Where each layer is normalised: its input ("pre"), its output ("post"), or "both"."""
     pad_token_id: int | None = any_value(None)
-    """A token whose embedding gets no gradient; None: all get theirs."""
+    """A token whose embedding gets no gradient; None: every embedding gets one."""
     tie_word_embeddings: bool = switch(False)
     """Whether the head uses the embedding's weight."""
     embedding_multiplier: float = positive(1.0)
     """Factor of the embeddings."""
     embedding_multiplier_rounded: bool = switch(False)
-    """Whether that number is rounded to the dtype of the embeddings first, as Gemma's is."""
+    """Whether `embedding_multiplier` is first rounded to the dtype of the embeddings, as in Gemma."""
     residual_multiplier: float = positive(1.0)
     """Factor of each layer's output before it is added to the residual stream."""
     logits_scaling: float = positive(1.0)
-    """Divisor of the head's scores."""
+    """Divisor of the logits."""
     mtp_loss_coef: float = amount(0.3, result=False)
     """Weight of the mean loss over the prediction depths."""
     recompute: tuple[str, ...] = declared(

@@ -48,7 +48,7 @@ class Embedding(nn.Embedding):
         super().__init__(vocab_size, hidden_size, padding_idx=padding_idx)
 
     def reset_parameters(self) -> None:
-        """Set the initial weight."""
+        """Initialise the weight with a normal distribution."""
         self.source.normal_(self.weight, INITIAL_STD)
 
     def forward(self, input: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ def fast_rule(asked: str, chunked: Callable[..., Any]) -> Callable[..., Any]:
         q, k = (each.repeat_interleave(v.shape[2] // each.shape[2], dim=2) for each in (q, k))
         given = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
         shape = v.shape
-        if documents is not None:  # all rows as one
+        if documents is not None:  # fla takes documents of one row only
             given["cu_seqlens"] = documents.cu_seqlens(q.device).long()
             q, k, v, g, beta = (each.flatten(0, 1)[None] for each in (q, k, v, g, beta))
         o, last = kernel(q, k, v, g=g, beta=beta, **given)

@@ -75,7 +75,7 @@ class LatentAttention(Block):
             q_BSHC = self._queries(x_BSD, where)
             latent_BSC, k_rope_BS1C = self._latents(x_BSD, where)
             known = remembered(state, latent=latent_BSC, rope=k_rope_BS1C)
-            if state is not None and x_BSD.shape[1] == 1 and type(self.kv_b_proj) is Linear:  # not one with an adapter
+            if state is not None and x_BSD.shape[1] == 1 and type(self.kv_b_proj) is Linear:  # no adapter
                 o_BSHC = self._step(q_BSHC, *known)
             else:
                 o_BSHC = attention_within(documents, q_BSHC, *self._keys_and_values(*known), scale=self.scale)
