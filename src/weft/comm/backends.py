@@ -1,4 +1,4 @@
-"""Which transport moves tensors between the ranks of a group.
+"""The choice of the transport that moves tensors between the ranks of a group.
 
     tensors on             backend        transport
     --------------------   -----------    ------------------------------
@@ -6,7 +6,7 @@
     CPU                    gloo           `Gloo`
     either                 any other      that of its module, or `BuiltIn`
 
-The transport of a backend is `TRANSPORT` of the module `weft.comm.<backend>`, so another one is one file. Only this
+The transport of a backend is `TRANSPORT` of the module `weft.comm.<backend>`, so adding one takes one file. Only this
 file and `groups`, which makes groups, know backends by name.
 """
 
@@ -22,19 +22,19 @@ from weft.comm.builtin import BuiltIn
 from weft.comm.transport import Transport
 
 HOSTS = "gloo"
-"""The backend for what lies in the memory of hosts."""
+"""The backend for tensors in CPU memory."""
 _DEVICES = {"cpu": HOSTS, "cuda": f"cpu:{HOSTS},cuda:nccl"}
 
 
 class Transports(dict[str, Transport]):
-    """Transports by backend, each imported when it is needed first."""
+    """Transports by the backend's name, each imported when it is first needed."""
 
     def __missing__(self, backend: str) -> Transport:
         name = f"{__package__}.{backend}"
         try:
             found = getattr(import_module(name), "TRANSPORT", _other)
         except ModuleNotFoundError as error:
-            if not name.startswith(str(error.name)):  # the module is there, and misses another one
+            if not name.startswith(str(error.name)):  # the module exists, and one of its own imports is missing
                 raise
             found = _other
         self[backend] = found
@@ -42,15 +42,15 @@ class Transports(dict[str, Transport]):
 
 
 TRANSPORTS = Transports()
-"""By the name of the backend. A package may add the transport of a backend that it has registered with torch."""
+"""Transports by the backend's name. A package may add the transport of a backend that it has registered with torch."""
 _other: Transport = BuiltIn()
 _instead: Transport | None = None
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The name of what moves tensors on `device` between the ranks of `group`, "" for nothing.
+    """Return the name of the backend that moves tensors on `device` between the ranks of `group`; "" if there is none.
 
-    A group may have one backend for each kind of device: torch's default, "cpu:gloo,cuda:nccl", is of that kind.
+    A group may have one backend per device type, as with torch's default "cpu:gloo,cuda:nccl".
     """
     try:
         return group._get_backend(device).name()
@@ -59,7 +59,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def transport_of(group: dist.ProcessGroup, device: torch.device) -> Transport:
-    """What moves tensors on `device` between the ranks of `group`."""
+    """Return the transport that moves tensors on `device` between the ranks of `group`."""
     if _instead is not None:
         return _instead
     backend = backend_of(group, device)
@@ -70,7 +70,7 @@ def transport_of(group: dist.ProcessGroup, device: torch.device) -> Transport:
 
 @contextmanager
 def moving_by(transport: Transport) -> Iterator[None]:
-    """Inside, `transport` moves everything, on every rank: for tests of what the engine makes of its capabilities."""
+    """Use `transport` for all groups inside the context, on every rank: for tests of how the engine uses capabilities."""
     global _instead
     _instead, before = transport, _instead
     try:
@@ -80,21 +80,21 @@ def moving_by(transport: Transport) -> Iterator[None]:
 
 
 def world() -> dist.ProcessGroup:
-    """The default process group."""
+    """Return the default process group."""
     assert dist.group.WORLD is not None, "there is no process group"
     return dist.group.WORLD
 
 
 def backend_for(device: torch.device) -> str:
-    """The backend to start a process group with whose ranks compute on `device`."""
+    """Return the backend for `init_process_group` if the ranks compute on `device`."""
     return _DEVICES[device.type]
 
 
 def reaches_devices() -> bool:
-    """Whether the default process group moves tensors that are not in CPU memory."""
+    """Return whether the default process group moves tensors that are not in CPU memory."""
     return dist.get_backend() != HOSTS
 
 
 def is_pretended(group: dist.ProcessGroup) -> bool:
-    """Whether the other ranks do not exist, but count as being all like this one."""
+    """Return whether the backend is torch's "fake", in which the other ranks do not exist."""
     return backend_of(group, torch.device("cpu")) == "fake"
