@@ -70,7 +70,7 @@ def transport_of(group: dist.ProcessGroup, device: torch.device) -> Transport:
 
 @contextmanager
 def moving_by(transport: Transport) -> Iterator[None]:
-    """Use `transport` for all groups inside the context, on every rank: for tests of how the engine uses capabilities."""
+    """Use `transport` for all groups inside the context: for tests of how the engine uses capabilities."""
     global _instead
     _instead, before = transport, _instead
     try:

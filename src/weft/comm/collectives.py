@@ -193,7 +193,8 @@ def reduce_now(
 ) -> Tensor:
     """All-reduce a small tensor in place, wait, and return it.
 
-    `group`: None is the world. `what`: the name of the reduction in messages. MAX and MIN propagate NaN, as `torch.max` and `torch.min` do.
+    `group`: None is the world. `what`: the name of the reduction in messages. MAX and MIN propagate NaN, as `torch.max`
+    and `torch.min` do.
     """
     group = group or world()
     if group.size() > 1:

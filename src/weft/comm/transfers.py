@@ -189,7 +189,7 @@ def _in_turn(
     start: Callable[[], None],
     fail: Callable[[BaseException], None],
 ) -> None:
-    """Call `start()` on the crew after all of `needs` have returned and all earlier transfers of the key have started."""
+    """Call `start()` on the crew once all of `needs` have returned and all earlier transfers of `key` have started."""
     with _turns_lock:
         before = _turns.get(key)
         mine = _turns[key] = threading.Event()
