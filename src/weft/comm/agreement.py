@@ -1,9 +1,10 @@
-"""What the ranks tell each other once per backward: what they reduced, what they issued, what got gradients.
+"""The ranks' exchange once per backward: which units they reduced, which collectives they issued, which parameters have
+gradients.
 
-A few words over the hosts' network. Reductions that are missing somewhere are then made up for. Ranks that issued
-different collectives where messages of different units look alike have mixed up gradients or are about to: that is an
-error before the optimizer can use them. A parameter keeps `.grad = None` only where no rank has a gradient for it, as
-in a single process.
+The exchange is a few integers over the hosts' network. A rank then starts the reductions that only other ranks have
+started. Messages of different units may look alike, so ranks that issued different collectives mix up gradients: this
+raises before the optimizer can use them. A parameter keeps `.grad = None` only if no rank has a gradient for it, as in
+a single process.
 """
 
 import hashlib
@@ -19,15 +20,17 @@ from weft.comm.watch.rules import mismatch
 from weft.errors import CollectiveMismatch
 
 _WORD = 62
+"""The number of flags that one integer of a message holds."""
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What holds on all ranks after a backward.
+    """The state that all ranks agree on after a backward.
 
-    `present`: per parameter, whether any rank has a gradient. `waiting`: the units that any rank packed without a turn
-    in the agreed order. `same_order`: whether the units' backwards ended in the same order everywhere. `trains`: per
-    group of parameters, `resharded`: per unit, and `uncaptured`: per graph, whether any rank says so.
+    `present`: per parameter, whether any rank has a gradient. `waiting`: the numbers of the units that any rank packed
+    and that had no turn in the agreed order. `same_order`: whether the units' backwards ended in the same order on all
+    ranks. `trains`: per parameter group, whether any rank trains it. `resharded`: per unit, whether any rank's user has
+    resharded it. `uncaptured`: per CUDA graph, whether its capture failed on any rank.
     """
 
     present: list[bool]
@@ -39,9 +42,9 @@ class Agreed:
 
 
 class Agreement:
-    """The log of one backward's collectives, and what the ranks agree on at its end.
+    """The log of one backward's collectives, compared across ranks at the end of the backward.
 
-    `channel`: keeps the words of one model apart from those of another over the same groups.
+    `check`: whether to keep the log. `channel`: separates the messages of models that use the same process groups.
     """
 
     def __init__(self, check: bool, channel: int) -> None:
@@ -50,20 +53,21 @@ class Agreement:
         self._log: list[tuple[int, str, int]] = []
 
     def note(self, unit: int, operation: str, nbytes: int) -> None:
-        """Log a collective."""
+        """Log a collective of unit number `unit`."""
         if self._check:
             self._log.append((unit, operation, nbytes))
 
     def forget(self) -> None:
-        """A backward was abandoned."""
+        """Clear the log after an abandoned backward."""
         self._log.clear()
 
     def same_structure(
         self, units: Sequence[str], groups: Sequence[dist.ProcessGroup], trains: Sequence[bool] = ()
     ) -> list[bool]:
-        """Raise CollectiveMismatch where ranks have different units; each string says all of one unit.
+        """Raise CollectiveMismatch if the ranks have different units. Return, per parameter group, whether any rank
+        trains it.
 
-        `trains`: per group of parameters, whether this rank trains it. Returns whether any rank does.
+        `units`: one description per unit. `trains`: per parameter group, whether this rank trains it.
         """
         words = _both_ways(_fingerprint(units))
         (high, low), union = agree(words, _packed(trains), groups, "first pass", channel=self._channel)
@@ -83,10 +87,11 @@ class Agreement:
         resharded: Sequence[bool] = (),
         uncaptured: Sequence[bool] = (),
     ) -> Agreed:
-        """Tell the other ranks, and hear what holds on all; the arguments are this rank's part of `Agreed`.
+        """Exchange this rank's state with the other ranks at the end of a backward, and clear the log.
 
-        `groups`: of the mesh axes, which together reach every rank. Raises CollectiveMismatch on every rank where logs
-        differ anywhere.
+        `arrived`: the units in the order in which their backwards ended. `names`: those of all units. `groups`: the
+        process groups of the mesh axes, which together reach every rank. The other arguments are this rank's values of
+        the fields of `Agreed`. Raises CollectiveMismatch, on every rank, if any two logs differ.
         """
         log, self._log = self._log, []
         if all(group.size() == 1 for group in groups):
@@ -115,7 +120,8 @@ class Agreement:
 
 
 def _both_ways(word: int) -> tuple[int, int]:
-    """The highest of these two over all ranks tell whether the word is the same on all."""
+    """Return two integers whose maxima over the ranks, `high` and `low`, satisfy `high == -low` only if all words are
+    equal."""
     return word, -word
 
 
@@ -133,8 +139,8 @@ def _fingerprint(things: Sequence[object]) -> int:
 
 
 def _parted(mine: Sequence[str], groups: Sequence[dist.ProcessGroup], what: str, rule: str) -> CollectiveMismatch:
-    """The first place where what the ranks say, `mine` on this one, is not the same on all."""
-    # Over all groups before anybody raises: others wait for this rank in the next one.
+    """Return an error that shows the first position at which the ranks' lists differ. `mine`: this rank's list."""
+    # Exchange over all groups before any rank raises: the ranks of the next group wait for this one.
     said = [dict(exchange_objects((dist.get_rank(), list(mine)), group)) for group in groups]
     for sayings in said:
         for position, here in enumerate(zip_longest(*sayings.values(), fillvalue="nothing")):

@@ -27,14 +27,14 @@ _DEVICES = {"cpu": HOSTS, "cuda": f"cpu:{HOSTS},cuda:nccl"}
 
 
 class Transports(dict[str, Transport]):
-    """Transports by backend, each imported when it is needed first."""
+    """Transports by the backend's name, each imported when it is first needed."""
 
     def __missing__(self, backend: str) -> Transport:
         name = f"{__package__}.{backend}"
         try:
             found = getattr(import_module(name), "TRANSPORT", _other)
         except ModuleNotFoundError as error:
-            if not name.startswith(str(error.name)):  # the module is there, and misses another one
+            if not name.startswith(str(error.name)):  # the module exists, and one of its own imports is missing
                 raise
             found = _other
         self[backend] = found

@@ -1,8 +1,8 @@
-"""Collectives as the backend has them: NCCL's, and those of any backend that weft does not know.
+"""The collectives that the backend itself implements: NCCL's, and those of any backend without a transport in weft.
 
-One communicator runs its operations one after another, in the order in which this rank issues them, and messages have
-no tags: every rank must issue the same ones in the same order. A bundle is one call for several tensors, which NCCL
-runs as one group.
+A communicator runs its operations one after another, in the order in which this rank issues them. Messages have no
+tags, so every rank must issue the same operations in the same order. A bundle is one call with several tensors, which
+NCCL runs as one group.
 """
 
 from typing import Any
@@ -20,16 +20,17 @@ from weft.comm.transport import Adds, Capabilities, Scales, Several, Sizes, Sum,
 
 
 class BuiltIn:
-    """See `weft.comm.transport.Transport`. `averages`: the backend has reductions that average."""
+    """A `weft.comm.transport.Transport` over the backend's own collectives. `averages`: the backend has
+    `ReduceOp.AVG`."""
 
     def __init__(self, *, averages: bool = False) -> None:
-        # The order of magnitude of NCCL between GPUs of one host.
+        # The order of magnitude of NCCL's latency and bandwidth between GPUs of one host.
         self.capabilities = Capabilities(
             tags=False, helpers=False, bundles=True, averages=averages, direct_sends=False, latency=2e-5, bandwidth=2e11
         )
 
     def all_gather(self, full: Tensor, source: Tensor, group: ProcessGroup, tag: int) -> Pending:
-        """In place: `source` is copied into `full` first, unless it lies there."""
+        """Gather in place: copy `source` into `full` first, unless it is a slice of `full`."""
         size = group.size()
         own = full.view(size, -1)[dist.get_rank(group)]
         if source.data_ptr() != own.data_ptr():
@@ -41,7 +42,7 @@ class BuiltIn:
     def all_gather_bundle(
         self, fulls: Wanted, sources: Several, group: ProcessGroup, tag: int, dtype: torch.dtype
     ) -> Pending:
-        """In place; what is not kept goes to memory of its own."""
+        """Gather in place. Tensors that are not kept are gathered into temporary memory."""
         rank, size = dist.get_rank(group), group.size()
         wholes = [
             torch.empty(size * source.numel(), dtype=dtype, device=sources[0].device) if full is None else full
@@ -54,10 +55,10 @@ class BuiltIn:
         options = AllgatherOptions()
         options.asyncOp = _beside(wholes[0])
         work = group.allgather_into_tensor_coalesced(wholes, own, options)
-        return Pending([work], wholes.clear)  # the memory of what is not kept stays until then
+        return Pending([work], wholes.clear)  # keeps the temporary memory until then
 
     def all_gather_uneven(self, parts: Several, rank: int, group: ProcessGroup, tag: int) -> Pending:
-        """Parts are padded to the size of the largest."""
+        """Gather parts that are padded to the size of the largest."""
         width = max(part.numel() for part in parts)
         padded = parts[rank].new_zeros(len(parts), width)
         padded[rank, : parts[rank].numel()] = parts[rank]
@@ -72,7 +73,7 @@ class BuiltIn:
         return _started(work, spread)
 
     def reduce_scatter(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
-        """An average where it is one, and the backend has it."""
+        """Reduce-scatter with `ReduceOp.AVG` if the scale is that of an average and the backend has it."""
         op, scale = self._scaled(partial, how.scale, group.size(), how.sum_only)
         beside, inbox = _beside(partial), how.inbox
         if not how.accumulate and scale == 1.0 and output.dtype == partial.dtype:
@@ -83,7 +84,7 @@ class BuiltIn:
     def reduce_scatter_bundle(
         self, outputs: Several, partials: Several, scales: Scales, adds: Adds, group: ProcessGroup, tag: int
     ) -> Pending:
-        """Sums of all tensors arrive in memory of their own, and go to the outputs from there."""
+        """Reduce-scatter all tensors into temporary memory, then scale and copy the sums to the outputs."""
         size = group.size()
         alike = len(set(scales)) == 1
         scaled = [self._scaled(partial, scale, size, sum_only=not alike) for partial, scale in zip(partials, scales)]
@@ -99,7 +100,7 @@ class BuiltIn:
         return Pending([work], take_sums)
 
     def all_reduce(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
-        """In `partial`."""
+        """All-reduce `partial` in place, then scale and copy the sum to `output`."""
         _, scale = self._scaled(partial, how.scale, group.size(), sum_only=True)
         works = [dist.all_reduce(partial, group=group, async_op=True)]
         return Pending(works, lambda: how.take(output, partial, scale))
@@ -107,7 +108,7 @@ class BuiltIn:
     def all_to_all(
         self, output: Tensor, source: Tensor, output_sizes: Sizes, source_sizes: Sizes, group: ProcessGroup, tag: int
     ) -> Pending:
-        """One call."""
+        """Exchange all rows in one `all_to_all_single`."""
         return _started(
             dist.all_to_all_single(
                 output, source, list(output_sizes), list(source_sizes), group=group, async_op=_beside(output)
@@ -115,11 +116,11 @@ class BuiltIn:
         )
 
     def inbox_numel(self, partial_numel: int, size: int, *, scatters: bool) -> int:
-        """For a scattered result on its way to the output."""
+        """Return the size of a scattered result, which is received before it is added to the output."""
         return partial_numel // size if scatters else 0
 
     def _scaled(self, partial: Tensor, scale: float, size: int, sum_only: bool) -> tuple[Any, float]:
-        """The operation to ask for, and the factor that is left for afterwards."""
+        """Return the reduce operation to use, and the factor to multiply its result with."""
         if scale == 1 / size and not sum_only and self.capabilities.averages:
             return dist.ReduceOp.AVG, 1.0
         if partial.dtype.itemsize < 4:  # a sum of many may overflow: scale the terms
@@ -129,7 +130,8 @@ class BuiltIn:
 
 
 def _beside(tensor: Tensor) -> bool:
-    """Whether a transfer runs beside the host by itself. With streams it runs on the current one, as if at once."""
+    """Return whether to start transfers asynchronously. With streams they run on the current stream, so no work handle
+    is needed."""
     return not streams.has_streams(tensor.device)
 
 

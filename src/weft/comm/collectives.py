@@ -1,9 +1,9 @@
-"""Collectives for lanes, and those that wait at once; the group's transport carries them out.
+"""Collectives for lanes (`weft.comm.lanes`), and blocking collectives. The transport of the group executes them.
 
-Each function for lanes starts its transfers and returns a `Pending`, whose `complete()` waits for them and does what is
-left on this rank. Tensors are contiguous, and 1-D but for the rows of `all_to_all`; `tag` keeps the messages of one
-lane apart from those of another, where the transport has tags. The functions at the end wait at once, and the detector
-of hangs watches them here; the others are watched at their wait.
+Each function for lanes starts its transfers and returns a `Pending`, whose `complete()` waits for them and does the
+remaining work on this rank. Tensors are contiguous. They are 1-D except in `all_to_all`, which sends rows. `tag`
+separates the messages of different lanes if the transport has tags. The functions at the end block, and the hang
+detector watches them here; it watches the others when they are waited for.
 """
 
 import math
@@ -23,36 +23,36 @@ from weft.comm.transport import Adds, Scales, Several, Sizes, Sum, Wanted
 from weft.comm.watch.hang_detector import watching
 
 UNEVEN_TAGS = 700
-"""The first of those of uneven parts, one for each size."""
+"""The first tag of gathers of uneven parts, which use one tag per combination of sizes."""
 
 
 def all_gather(full: Tensor, source: Tensor, group: ProcessGroup, tag: int) -> Pending:
     """Fill `full` with every rank's `source`, in rank order.
 
-    `source` may be this rank's own slice of `full`; elsewhere it is copied there.
+    `source` may be this rank's own slice of `full`; otherwise it is copied there.
     """
     return transport_of(group, full.device).all_gather(full, source, group, tag)
 
 
 def all_gather_bundle(fulls: Wanted, sources: Several, group: ProcessGroup, tag: int, *, dtype: torch.dtype) -> Pending:
-    """Fill each of `fulls` with every rank's own of `sources`, in rank order, at the cost of one message.
+    """Fill `fulls[i]` with every rank's `sources[i]`, in rank order, for all i at the cost of one message.
 
-    None: that one is sent, and not kept. Sources are cast to `dtype`.
+    If `fulls[i]` is None, `sources[i]` is sent and the result is not kept. Sources are cast to `dtype`.
     """
     return transport_of(group, sources[0].device).all_gather_bundle(fulls, sources, group, tag, dtype)
 
 
 def alone(work: Callable[[], Any], tag: int) -> Pending:
-    """`work()`, which sends nothing, in the place of a collective: on its lane, in its turn."""
+    """Call `work()`, which sends nothing, in the order of a lane's collectives."""
     work()
     return Pending()
 
 
 def move(target: Tensor, source: Tensor, staging: Tensor | None, tag: int = 0) -> Pending:
-    """Copy `source` to `target`, of which one may be in (pinned) CPU memory: the host does not wait. Nothing is sent.
+    """Copy `source` to `target` on this rank without making the host wait; one of them may be in pinned CPU memory.
 
-    `staging`: memory on the device in `source`'s dtype, where that is not `target`'s: casting on the CPU would make the
-    host wait.
+    `staging`: device memory in the dtype of `source`, needed if `target` has another dtype: a cast on the CPU would
+    make the host wait.
     """
     if staging is None:
         target.copy_(source, non_blocking=True)
@@ -63,7 +63,7 @@ def move(target: Tensor, source: Tensor, staging: Tensor | None, tag: int = 0) -
 
 
 def reduce_scatter(output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, **how: Any) -> Pending:
-    """`output`, which never aliases `partial`, (+)= the sum over ranks of their slice of `partial` for this rank.
+    """Reduce-scatter `partial` into `output`, or add the result to it. `output` must not alias `partial`.
 
     `how`: the fields of a `Sum`.
     """
@@ -76,7 +76,8 @@ def reduce_scatter(output: Tensor, partial: Tensor, group: ProcessGroup, tag: in
 def reduce_scatter_bundle(
     outputs: Several, partials: Several, scales: Scales, adds: Adds, group: ProcessGroup, tag: int
 ) -> Pending:
-    """`reduce_scatter` of each, at the cost of one message; `adds`: which outputs are added to."""
+    """Reduce-scatter each `partials[i]` into `outputs[i]`, all at the cost of one message. `adds`: per output, whether
+    to add to it."""
     if group.size() == 1:
         for each in zip(outputs, partials, scales, adds):
             add_scaled(*each)
@@ -85,7 +86,7 @@ def reduce_scatter_bundle(
 
 
 def all_reduce(output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, **how: Any) -> Pending:
-    """`output` (+)= the sum of `partial` over the ranks; `partial` is overwritten. `how`: the fields of a `Sum`."""
+    """All-reduce `partial` into `output`, or add the sum to it; overwrites `partial`. `how`: the fields of a `Sum`."""
     if group.size() == 1:
         return Pending([], lambda: add_scaled(output, partial, how["scale"], how["accumulate"]))
     return transport_of(group, partial.device).all_reduce(output, partial, group, tag, Sum(**how))
@@ -94,7 +95,7 @@ def all_reduce(output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, *
 def inbox_numel(
     reduction: Callable[..., Pending], partial_numel: int, group: ProcessGroup, device: torch.device
 ) -> int:
-    """Elements that `reduction`, `reduce_scatter` or `all_reduce`, needs beside the partial tensor."""
+    """Return the number of elements of the inbox that `reduction` (`reduce_scatter` or `all_reduce`) needs."""
     size = group.size()
     if size == 1:
         return 0
@@ -113,9 +114,10 @@ def reduce_through(
     accumulate: bool,
     **options: Any,
 ) -> Pending:
-    """`reduction` (`reduce_scatter` or `all_reduce`) into `scratch`, which `hook` may change before `output` (+)= it.
+    """Run `reduction` (`reduce_scatter` or `all_reduce`) into `scratch`, call `hook(scratch)`, which may modify it,
+    then copy or add it to `output`.
 
-    On CUDA the hook runs on the stream of the reduction, behind it.
+    On CUDA the hook runs on the stream of the reduction, after it.
     """
     pending = reduction(scratch, partial, group, tag, accumulate=False, **options)
 
@@ -129,7 +131,7 @@ def reduce_through(
 def all_to_all(
     output: Tensor, source: Tensor, output_sizes: Sizes, source_sizes: Sizes, group: ProcessGroup, tag: int
 ) -> Pending:
-    """Send the r-th part of `source` to rank r; `output` gets what the ranks sent here, in rank order.
+    """Send the r-th part of `source` to rank r, and fill `output` with the parts for this rank, in rank order.
 
     Sizes are in rows (dim 0) and may be 0; rank r's `source_sizes[p]` is rank p's `output_sizes[r]`.
     """
@@ -137,9 +139,9 @@ def all_to_all(
 
 
 def all_to_all_counts(received: Tensor, counts: Tensor, host: Tensor, group: ProcessGroup, tag: int) -> Pending:
-    """Send the r-th equal part of `counts` to rank r; `received` gets the parts for this rank.
+    """Send the r-th equal part of `counts` to rank r, and fill `received` with the parts for this rank.
 
-    `host`, [2, n] in (pinned) CPU memory, gets `counts` and `received`: its reader makes the host wait first.
+    `counts` and `received` are then copied to `host`, [2, n] in pinned CPU memory. Synchronize before you read it.
     """
     even = [counts.numel() // group.size()] * group.size()
     pending = all_to_all(received, counts, even, even, group, tag)
@@ -157,15 +159,15 @@ def send(tensors: Several, group: ProcessGroup, peer: int, tag: int) -> Pending:
 
 
 def receive(tensors: Several, group: ProcessGroup, peer: int, tag: int) -> Pending:
-    """Fill `tensors`, in this order, with what the rank `peer` of `group` sends."""
+    """Fill `tensors`, in this order, with the tensors that the rank `peer` of `group` sends."""
     return Pending([group.recv([tensor], peer, tag) for tensor in tensors])
 
 
-# --- what waits at once -----------------------------------------------------------------------------------------------
+# --- blocking collectives ---------------------------------------------------------------------------------------------
 
 
 def all_gather_uneven(parts: Several, rank: int, group: ProcessGroup, what: str = "a gather of uneven parts") -> None:
-    """Fill `parts[r]`, 1-D and of any size, with rank r's `parts[rank]`, and wait. `what`: what a person calls it."""
+    """Fill `parts[r]`, 1-D and of any size, with rank r's `parts[rank]`, and wait. `what`: its name in messages."""
     kind = f"uneven/{[part.numel() for part in parts]}/{parts[rank].dtype}"
     with watching(kind, what, group):
         moved = [_movable(part, group) for part in parts]
@@ -177,7 +179,7 @@ def all_gather_uneven(parts: Several, rank: int, group: ProcessGroup, what: str 
 
 
 def broadcast(tensor: Tensor, group: ProcessGroup, what: str = "a broadcast") -> None:
-    """Overwrite `tensor` with that of the group's first rank, and wait. `what`: what a person calls it."""
+    """Overwrite `tensor` with that of the group's first rank, and wait. `what`: its name in messages."""
     if group.size() > 1:
         with watching(f"broadcast/{tensor.numel()}", what, group):
             moved = _movable(tensor, group)
@@ -189,10 +191,10 @@ def broadcast(tensor: Tensor, group: ProcessGroup, what: str = "a broadcast") ->
 def reduce_now(
     tensor: Tensor, op: Any, group: ProcessGroup | None, what: str = "a reduction of a few numbers"
 ) -> Tensor:
-    """All-reduce a small tensor in place, wait, and return it. `group`: None is the world. `what`: what a person calls
-    it.
+    """All-reduce a small tensor in place, wait, and return it.
 
-    The largest or smallest of numbers among which is a NaN is NaN, as in one process.
+    `group`: None is the world. `what`: the name of the reduction in messages. MAX and MIN propagate NaN, as `torch.max`
+    and `torch.min` do.
     """
     group = group or world()
     if group.size() > 1:
@@ -212,12 +214,13 @@ _SIGNS = {dist.ReduceOp.MAX: 1, dist.ReduceOp.MIN: -1}
 
 
 def _with_nans(tensor: Tensor, sign: int) -> Tensor:
-    """The values, and `sign` where they are NaN, else 0: backends keep a NaN or lose it, as the ranks' order has it."""
+    """Return the values stacked with `sign` where they are NaN and 0 elsewhere: whether a backend's MAX and MIN
+    propagate a NaN depends on the order of the ranks."""
     return torch.stack([tensor, tensor.isnan().to(tensor.dtype) * sign])
 
 
 def _movable(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """`tensor`, or a copy on the device where it lies in CPU memory, which NCCL does not reach."""
+    """Return `tensor`, or a copy of it on the device if it is in CPU memory and the backend does not move that."""
     if tensor.device.type == "cpu" and not backend_of(group, tensor.device):
         return tensor.to("cuda")
     return tensor

@@ -1,12 +1,12 @@
 """Lanes: ordered queues of communication beside the computation.
 
     ticket = lane.run(all_gather, full, shard, group)                  # starts, the host continues
-    more = inner.run(all_gather, whole, full, other, after=ticket)     # starts when that has ended, without a wait
+    more = inner.run(all_gather, whole, full, other, after=ticket)     # starts when the first has ended, without a wait
     ...                                                                # computation
-    more.wait()                                                        # what is computed from here on sees the result
+    more.wait()                                                        # computation from here on sees the result
 
-With streams a lane is one and a ticket an event: only the stream that computes waits. Without, a lane starts
-asynchronous work, and the wait is where the host collects it.
+On CUDA a lane is a stream and a ticket holds an event: only the computing stream waits. On CPU a lane starts
+asynchronous work, and `wait` blocks the host until that ends.
 """
 
 import functools
@@ -26,11 +26,11 @@ from weft.comm.transfers import Transfer, begins_at_once
 from weft.comm.watch.hang_detector import Call, explain, hang_detector, watched
 
 ABANDONED_TIMEOUT = timedelta(seconds=10)
-"""How long transfers whose result is not awaited may take to end."""
+"""How long to wait for the end of transfers whose result is not used."""
 
 
 class Ticket:
-    """Communication under way; `wait` orders the computation that follows behind it. Waiting again is free."""
+    """A handle of communication under way. `wait` orders subsequent computation after it; waiting again is free."""
 
     def __init__(
         self,
@@ -41,7 +41,8 @@ class Ticket:
         home: Any = None,
         name: str = "",
     ) -> None:
-        """`home`: the stream that asked for it, whose memory it uses. `name`: what a checker of streams calls it."""
+        """`after`: the ticket that this one runs after. `home`: the stream that started it and owns its memory.
+        `name`: its name in reports of the stream checker."""
         self._transfer = transfer
         self._event = event
         self._call = call
@@ -49,21 +50,21 @@ class Ticket:
         self._home = home
         self._name = name
         self._behind: set[Any] = set()
-        """The streams that have waited for it."""
+        """The streams that have waited for this ticket."""
         self._settled = False
-        """Whether it was waited for, or given it up."""
+        """Whether the ticket was waited for or abandoned."""
 
     def __del__(self) -> None:
-        """What is not awaited ends all the same, but it should have been given up: a checker of streams counts it."""
+        """Abandon a ticket that nothing waited for; the stream checker counts it, because a wait may be missing."""
         if self._event is not None and not self._settled:
             streams.unawaited(self._name, self._event)
         if self._event is not None or self._transfer is not None:
             self.abandon()
 
     def abandon(self, timeout: timedelta = ABANDONED_TIMEOUT) -> None:
-        """Let transfers end whose result is not used, before their memory is reused.
+        """Let transfers end whose result is not used, so that their memory can be reused.
 
-        Their messages would pair with the lane's next ones.
+        Unreceived messages would otherwise be matched with the lane's next ones.
         """
         self._settle()
         self.order()
@@ -74,23 +75,24 @@ class Ticket:
 
     @property
     def ended(self) -> bool:
-        """Whether its memory is free: on CUDA when the device is past it, on CPU when it was waited for, or a
-        thread since `end_by_itself`."""
+        """Whether the transfers have ended, so that their memory is free. On CPU this is known after a wait, or after
+        the thread of `end_by_itself` has waited."""
         if self._event is not None and not self._event.query():
             return False
         return self._transfer is None or self._transfer.has_ended
 
     def end_by_itself(self) -> None:
-        """It need not be waited for: without streams a thread does, and its memory goes as soon as it has ended."""
+        """Declare that no caller will wait. Without streams a thread waits, and frees the memory when the transfers
+        have ended."""
         if self._transfer is not None:
             self._transfer.end_by_itself()
 
     def order(self) -> None:
-        """Where there are streams: let the one that asked for it go on behind it. The host waits for nothing."""
+        """Make the stream that started it wait, if there are streams. The host does not wait."""
         self._order(self._home)
 
     def wait(self) -> None:
-        """Make the computation that follows see the result; a timeline has what that costs on the lane "wait"."""
+        """Make subsequent computation see the result. A timeline records the time on its lane "wait"."""
         if self._transfer is not None:
             with span("wait"):
                 self._collect()
@@ -102,7 +104,7 @@ class Ticket:
                     self._order(stream)
 
     def synchronize(self) -> None:
-        """Make the host wait: what arrived in its memory may be read."""
+        """Make the host wait, so that it may read results in CPU memory."""
         if self._event is not None and not self._event.query():
             watch = hang_detector() if self._call is not None else None
             with watched(self._call):
@@ -110,7 +112,7 @@ class Ticket:
         self.wait()
 
     def _order(self, stream: Any) -> None:
-        """Let `stream` wait, and so for what this one comes behind."""
+        """Make `stream` wait for this ticket, and so for the tickets that this one runs after."""
         if self._event is not None and stream not in self._behind:
             stream.wait_event(self._event)
             each: Ticket | None = self
@@ -119,14 +121,14 @@ class Ticket:
                 each = each._after
 
     def _settle(self) -> None:
-        """It is dealt with, and so is what it comes behind."""
+        """Mark this ticket, and the tickets that it runs after, as waited for or abandoned."""
         each: Ticket | None = self
         while each is not None and not each._settled:
             each._settled = True
             each = each._after
 
     def _collect(self) -> None:
-        """Wait for each transfer of a chain in turn, so that the detector of hangs knows which one does not come."""
+        """Wait for each transfer of a chain in turn, so that the hang detector knows which one hangs."""
         if self._after is not None:
             self._after._collect()
             self._after = None
@@ -138,13 +140,14 @@ class Ticket:
 
 
 def _has_begun(call: Call | None) -> None:
-    """What `call` comes behind has ended."""
+    """Tell the hang detector that `call` has begun, because the transfer that it runs after has ended."""
     if call is not None and (watch := hang_detector()) is not None:
         watch.issued.off.discard((call.key, call.number))
 
 
 def on_stream(stream: Any, work: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-    """`work` on `stream`, behind what comes before it and before what comes behind it."""
+    """Return a function that runs `work` on `stream`, after the earlier and before the later work of the current
+    stream."""
 
     def run(tensor: torch.Tensor) -> None:
         around = streams.current(tensor.device)
@@ -178,14 +181,15 @@ class Lane:
     """The tag of each lane's point-to-point messages: the same on every rank, even if processes ran other work."""
 
     def __init__(self, name: str, device: torch.device, title: str = "") -> None:
-        """`title`: what a person calls what moves on it; default is its name."""
+        """`title`: the name of the lane's messages in reports; default is `name`."""
         self.name = name
         self.title = title or name
         self.tag = self.TAGS[name]
         self.stream = streams.new(name, device)
         self._device = device
         self._waits_later = name == "stage" and device.type == "cpu"
-        """Whether streams that are pretended go on where the host would wait: both ends begin to receive, then send."""
+        """Whether transfers are only waited for at `Ticket.wait`, also under the stream checker: both ends receive
+        first, then send, so blocking earlier would deadlock."""
 
     def run(
         self,
@@ -197,13 +201,13 @@ class Lane:
         prepare: Callable[[], Any] | None = None,
         **kwargs: Any,
     ) -> Ticket:
-        """Start `collective(*args, tag, **kwargs)` behind what was computed so far.
+        """Start `collective(*args, tag, **kwargs)` after the current stream's work so far.
 
-        `channel`: keeps the messages of what may run on some ranks only apart from those of the rest of the lane.
-        `after`: and behind the end of that, which only this waits for. `behind`: a moment (`streams.moment`) when
-        all that it reads was there: where there are streams it waits for that alone, not for later work, and
-        what it writes is `memory` of the lane. `prepare()` runs on the lane right before
-        the collective: on CUDA on its stream, on CPU at once or, with `after`, behind that.
+        `channel`: separates these messages from others of the lane, for collectives that only some ranks may run.
+        `after`: another ticket to start after; the computation does not wait for it. `behind`: an event
+        (`streams.moment`) at which all inputs are ready: with streams, the collective waits for this event only, and
+        must write to `memory` of the lane. `prepare`: called right before the collective: on CUDA on the lane's stream,
+        on CPU immediately or, with `after`, once that has ended.
         """
         if (self.stream is not None) != streams.has_streams(self._device):
             raise RuntimeError(
@@ -269,10 +273,11 @@ class Lane:
             return Ticket(None, self.stream.record_event(), call, after, home, name)
 
     def memory(self, like: torch.Tensor, *size: int) -> torch.Tensor:
-        """Memory in the dtype of `like` that the lane can fill at once, and that the current stream uses afterwards.
+        """Allocate memory in the dtype of `like` that the lane can fill immediately and the current stream then uses.
 
-        What the current stream gets may have belonged to what was computed on it last: the lane would have to wait. The
-        lane's goes back to the lane once the stream is past it, so that one piece serves exchange after exchange.
+        The memory belongs to the lane's stream: memory of the current stream may still be in use by earlier
+        computation, for which the lane would have to wait. It returns to the lane once the current stream has finished
+        with it, so that successive exchanges reuse it.
         """
         home = streams.current(self._device)
         with streams.on(self.stream):
@@ -281,7 +286,7 @@ class Lane:
         return made
 
     def key(self, group: dist.ProcessGroup, channel: int) -> str:
-        """What the collectives of a channel are called among the ranks."""
+        """Return the name, the same on all ranks, of the collectives of a channel."""
         return f"{group.group_name}/{self.name}/{channel}"
 
     def _call(self, group: dist.ProcessGroup, channel: int) -> Call | None:
@@ -294,7 +299,7 @@ class Lane:
     def _recorded(
         self, timeline: Timeline, collective: Callable[..., Pending], group: dist.ProcessGroup | None
     ) -> Callable[..., Pending]:
-        """`collective`, noting in `timeline` when it was issued and when its transfers ended."""
+        """Return `collective`, wrapped to record in `timeline` when it was issued and when its transfers ended."""
         label = timeline.label or collective.__name__
 
         def run(*args: Any, **kwargs: Any) -> Pending:

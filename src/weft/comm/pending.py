@@ -1,4 +1,4 @@
-"""Transfers under way, as every transport returns them."""
+"""The handle of transfers under way that every transport returns."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,9 +7,9 @@ from typing import Any
 
 @dataclass
 class Pending:
-    """Transfers under way: their work handles, and what this rank has still to do when they are done.
+    """Transfers under way: their work handles, and the work of this rank that follows them.
 
-    That is to `finish`, or to start a `second` round of transfers, after which is that round's `finish`.
+    `finish`: called after the transfers. `second`: called instead, starts a second round of transfers.
     """
 
     works: list[Any] = field(default_factory=list)
@@ -18,7 +18,7 @@ class Pending:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing to wait for, and nothing left to do."""
+        """Whether there is nothing to wait for and no work left."""
         return not self.works and self.finish is None and self.second is None
 
     def complete(self) -> None:
@@ -31,7 +31,7 @@ class Pending:
             self.finish()
 
     def followed_by(self, work: Callable[[], None]) -> "Pending":
-        """The same, with `work` at the end of all."""
+        """Return a `Pending` of the same transfers that calls `work` last."""
         finish, second = self.finish, self.second
         if second is not None:
             return Pending(self.works, None, lambda: second().followed_by(work))

@@ -1,6 +1,6 @@
-"""Streams and events: what orders the work of a device, and its memory.
+"""Streams and events, which order the work of a device and the reuse of its memory.
 
-    asked for here            CUDA                          checked (`weft.debug.check_streams`)   plain CPU
+    function                  CUDA                          checked (`weft.debug.check_streams`)   plain CPU
     ------------------------  ----------------------------  -------------------------------------  -----------------
     `has_streams`             yes                           yes, of CPU tensors                    no
     `new`, `current`, `on`    torch.cuda's streams          names with vector clocks               nothing to order
@@ -11,7 +11,7 @@
     `taken`                   -                             a write to the place                   -
     `unawaited`               -                             counts it                              -
 
-All code orders work by these: so the order can be checked without a device.
+All of weft orders work with these functions, so the order can be checked without a device.
 """
 
 import time
@@ -23,12 +23,12 @@ from typing import Any, Protocol
 import torch
 
 _SPIN_S = 1e-3
-"""How long the host asks a device without a pause: most of what it waits for comes sooner."""
+"""How long the host polls an event without sleeping: most waits end sooner."""
 
 
 class Checker(Protocol):
-    """What stands in for CUDA while streams are checked, with the functions of this file; its streams and events are
-    used like torch's. Inside `on_host`, work is the host's, in its memory."""
+    """A replacement for CUDA streams that checks the order of work on CPU tensors. Its methods have the meaning of this
+    file's functions, and its streams and events are used like torch's."""
 
     def new(self, name: str) -> Any: ...
     def current(self) -> Any: ...
@@ -43,7 +43,7 @@ _checker: Checker | None = None
 
 
 def check_with(checker: Checker | None) -> None:
-    """From now on `checker` stands in for CUDA; None: nothing does."""
+    """Replace CUDA streams by those of `checker` from now on; None ends the replacement."""
     global _checker
     if checker is not None and _checker is not None:
         raise RuntimeError("streams are checked already: leave that before another check begins")
@@ -51,14 +51,15 @@ def check_with(checker: Checker | None) -> None:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether work on `device` runs in streams, beside the host."""
+    """Return whether work on `device` runs in streams, asynchronously to the host."""
     return device.type == "cuda" or _checker is not None
 
 
 def new(name: str, device: torch.device) -> Any:
-    """A stream for communication, None on a device that has none.
+    """Return a new stream for communication; None on a device without streams.
 
-    Of high priority: what others wait for gets its few multiprocessors before the computation takes all of them.
+    The stream has high priority, so that communication kernels get their few multiprocessors before the computation
+    takes all of them.
     """
     if _checker is not None:
         return _checker.new(name)
@@ -67,11 +68,11 @@ def new(name: str, device: torch.device) -> Any:
 
 _in_use: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 _POOL = 32
-"""How many streams of a priority torch hands out before it begins anew with the first."""
+"""The number of streams per priority in torch's pool, which torch hands out in turn."""
 
 
 def _unused(make: Callable[[], Any]) -> Any:
-    """One that no other lane has, as long as there is one: on a shared one lanes would wait for each other."""
+    """Return a stream that no other lane has, if the pool has one: lanes that share a stream wait for each other."""
     for _ in range(_POOL):
         stream = make()
         if stream.cuda_stream not in _in_use:
@@ -81,34 +82,32 @@ def _unused(make: Callable[[], Any]) -> Any:
 
 
 def current(device: torch.device) -> Any:
-    """The stream on which `device` computes now, None where it has none."""
+    """Return the current stream of `device`; None if it has no streams."""
     if _checker is not None:
         return _checker.current()
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def on(stream: Any) -> AbstractContextManager:
-    """Inside, work goes to `stream`; None: where it goes anyway."""
+    """Make `stream` the current stream inside the context; None: change nothing."""
     if stream is None:
         return _NOTHING
     return _checker.on(stream) if _checker is not None else torch.cuda.stream(stream)
 
 
 def on_host() -> AbstractContextManager:
-    """Inside is the host's own work, on small tensors in its memory."""
+    """Mark the work inside the context as the host's, on small tensors in CPU memory."""
     return _checker.on_host() if _checker is not None else _NOTHING
 
 
 def moment(device: torch.device) -> Any:
-    """The moment behind all that `device` computes so far, None where it has no streams."""
+    """Record an event after all work so far of the current stream of `device`; None if it has no streams."""
     return current(device).record_event() if has_streams(device) else None
 
 
 def lend(memory: torch.Tensor, stream: Any) -> None:
-    """`stream` uses `memory` of the current one, too; it is not given away before that is past what it has by its end.
-
-    None: nothing to do.
-    """
+    """Declare that `stream` uses `memory` of the current stream too: the memory is not reused before `stream` has
+    finished the work it has when the tensor dies. None: do nothing."""
     if stream is None:
         return
     if _checker is not None:
@@ -118,7 +117,7 @@ def lend(memory: torch.Tensor, stream: Any) -> None:
 
 
 def wait_on_host(event: Any, check: Callable[[], None] | None) -> None:
-    """Make the host wait for `event`, calling `check`, which may raise, now and then."""
+    """Make the host wait for `event`. `check`: called repeatedly meanwhile, and may raise."""
     if check is None or _checker is not None:
         event.synchronize()
         return
@@ -129,20 +128,21 @@ def wait_on_host(event: Any, check: Callable[[], None] | None) -> None:
 
 
 def host_memory(*size: int, dtype: torch.dtype, device: torch.device, pinned: bool = True) -> torch.Tensor:
-    """CPU memory that `device` copies to or from beside the host, in pages that stay if they can be `pinned` for it."""
+    """Allocate CPU memory for asynchronous copies from and to `device`. `pinned`: pin it if `device` is on CUDA."""
     with on_host():
         return torch.empty(size, dtype=dtype, device="cpu", pin_memory=pinned and device.type == "cuda")
 
 
 def taken(memory: torch.Tensor, describe: Callable[[], str]) -> None:
-    """`memory` is used for something else from here on, `describe()`, behind all uses before."""
+    """Tell the checker that `memory` is reused from here on, by `describe()`, after all earlier uses."""
     if _checker is not None:
         _checker.taken(memory, describe)
 
 
 def unawaited(what: str, event: Any) -> None:
-    """`what`, over with `event`, is forgotten although no stream waited for it, or gave it up: some wait is missing."""
-    if _checker is not None and not event.query():  # the host may know that it is over
+    """Tell the checker that no stream waited for `what`, which ends with `event`, and that it was not abandoned: a wait
+    is missing."""
+    if _checker is not None and not event.query():  # the host may know that the work is done
         _checker.note_unawaited(what)
 
 

@@ -1,4 +1,4 @@
-"""Sums over ranks that are added up here, in rank order: bit-equal from run to run."""
+"""Sums over ranks that weft adds up itself, in rank order: bitwise equal from run to run."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ _SUMMED_AT_ONCE = 1 << 16
 
 
 def add_up(output: torch.Tensor, terms: Sequence[torch.Tensor], scale: float, accumulate: bool) -> None:
-    """`output` (+)= `scale` times the sum of `terms`, in this order."""
+    """Write `scale` times the sum of `terms`, in this order, to `output`, or add it if `accumulate`."""
     first, *rest = terms
     add_scaled(output, first, scale, accumulate)
     for term in rest:
@@ -16,7 +16,7 @@ def add_up(output: torch.Tensor, terms: Sequence[torch.Tensor], scale: float, ac
 
 
 def sum_into(output: torch.Tensor, terms: Sequence[torch.Tensor], scale: float) -> None:
-    """`output`, which may be one of `terms`, becomes `scale` times their sum, in this order and at least in fp32."""
+    """Write `scale` times the sum of `terms`, in this order and at least in fp32, to `output`, which may be a term."""
     wide = torch.promote_types(output.dtype, torch.float32)
     for target, *pieces in zip(*(each.split(_SUMMED_AT_ONCE) for each in (output, *terms))):
         total = pieces[0].to(wide, copy=True).mul_(scale)
@@ -26,12 +26,12 @@ def sum_into(output: torch.Tensor, terms: Sequence[torch.Tensor], scale: float) 
 
 
 def add_scaled(output: torch.Tensor, value: torch.Tensor, scale: float, accumulate: bool) -> None:
-    """`output` (+)= `scale` times `value`."""
+    """Write `scale` times `value` to `output`, or add it if `accumulate`."""
     if accumulate:
         output.add_(value, alpha=scale)
     elif scale == 1.0:
         output.copy_(value)
     elif output.dtype == value.dtype:
         torch.mul(value, scale, out=output)
-    else:  # the product in the wider dtype
+    else:  # multiply in the wider dtype
         output.copy_(value).mul_(scale)

@@ -1,16 +1,16 @@
-"""Transfers on the CPU that begin when something else has ended, and the threads that see to it.
+"""Transfers on the CPU that start when another one has ended, and the threads that start them.
 
-    what is asked for                            begins
+    transfer                                     starts
     -------------------------------------------  ---------------------------------------------------------
-    a collective behind nothing                  at once, on the thread that asks
-    a collective behind another                  when that has ended, on a thread of the crew
-    a collective behind a gate                   when that opens, on a thread of the crew (`weft.comm.priority`)
+    a collective without `after`                 immediately, on the calling thread
+    a collective after another one               when that has ended, on a thread of the crew
+    a collective behind a gate                   when the gate opens, on a thread of the crew (`weft.comm.priority`)
     the second round of a collective             when the first has ended, on a thread of the crew
-    any of them, while an earlier one of the     behind that one: messages of one tag pair in the order
-      same ranks and tag has not begun             in which they are sent, which is so the same on all ranks
+    any of them, while an earlier one of the     after that one: messages of one tag are matched in the order
+      same ranks and tag has not started           in which they are sent, so it must be the same on all ranks
 
-None of them needs a wait to proceed. The first one that waits ends it; for one that will not be waited
-for, a thread of the crew does.
+All of them proceed without a wait. The first thread that waits for a transfer ends it. If no caller will wait, a
+thread of the crew does.
 """
 
 import atexit
@@ -26,11 +26,11 @@ import torch
 from weft.comm.pending import Pending
 
 GOODBYE_S = 2.0
-"""How long the end of a process waits for threads that wait for transfers."""
+"""How long a process waits at exit for threads that wait for transfers."""
 
 
 class Transfer:
-    """One collective on its way; ended once, by the first one that waits."""
+    """One collective under way. The first thread that waits ends it."""
 
     def __init__(
         self,
@@ -39,16 +39,17 @@ class Transfer:
         after: "Transfer | None" = None,
         gate: threading.Event | None = None,
     ) -> None:
-        """`key`: of what begins in order. `gate`: who waits for the result opens it."""
+        """`key`: transfers of one key start in order. `gate`: if given, start once it is set; a wait for the result
+        sets it."""
         self._key = key
         self._gate = gate
         self._lock = threading.RLock()
         self._put_off: threading.Event | None = None
-        """Set when its last transfers have begun, or it has failed; None: they began at once."""
+        """Set when the last round has started, or has failed to; None if it started immediately."""
         self._pending: Pending | None = None
         self._failure: BaseException | None = None
         self.has_ended = False
-        """Whether its memory is not in use any more; known after a wait."""
+        """Whether the transfer no longer uses its memory; known after a wait."""
         needs: list[Callable[[], object]] = [] if gate is None or gate.is_set() else [gate.wait]
         if after is not None and not after._ends_at_once():
             needs.append(after._end)
@@ -73,11 +74,11 @@ class Transfer:
             self._put_off.set()
 
     def _is_under_way(self, timeout: float | None = 0) -> bool:
-        """Whether its last transfers have begun, or it has failed, after waiting for that for `timeout` seconds."""
+        """Wait up to `timeout` seconds for the last round to start or fail; return whether it did."""
         return self._put_off is None or self._put_off.wait(timeout)
 
     def _ends_at_once(self) -> bool:
-        """Whether nothing needs to be waited for any more; then it has ended."""
+        """End the transfer if that needs no wait; return whether it has ended."""
         pending = self._pending
         if not self._is_under_way() or self._failure is not None or (pending is not None and pending.works):
             return False
@@ -85,13 +86,13 @@ class Transfer:
         return True
 
     def complete(self) -> None:
-        """Wait for its end. Raises what a transfer raised."""
+        """Open the gate and wait for the end. Raises the exception of a failed transfer."""
         if self._gate is not None:
             self._gate.set()
         self._end()
 
     def _end(self) -> None:
-        """Wait for the end, without making it begin."""
+        """Wait for the end without opening the gate."""
         if self._put_off is not None:
             self._put_off.wait()
         with self._lock:
@@ -106,15 +107,15 @@ class Transfer:
                 raise self._failure
 
     def end_by_itself(self) -> None:
-        """Let a thread of the crew wait for it, so that its memory goes as soon as it can."""
+        """Let a thread of the crew wait for the end, so that the memory is freed as soon as possible."""
         in_background(self._complete_for_nobody)
 
     def _complete_for_nobody(self) -> None:
-        with contextlib.suppress(BaseException):  # belongs to the caller
+        with contextlib.suppress(BaseException):  # `complete` raises it in the caller's thread
             self._end()
 
     def abandon(self, timeout: timedelta) -> None:
-        """Let the transfers end, for at most `timeout`, and do nothing with what they brought."""
+        """Wait for the transfers, for at most `timeout`, and discard the result."""
         deadline = time.monotonic() + timeout.total_seconds()
         if self._gate is not None:
             self._gate.set()
@@ -132,7 +133,7 @@ class Transfer:
 
 
 class _Crew:
-    """Threads for what waits: as many as there are waits at once."""
+    """A pool of threads that wait for transfers: as many threads as there are simultaneous waits."""
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -156,12 +157,12 @@ class _Crew:
         with torch.no_grad():
             while (job := self._jobs.get()) is not None:
                 job()
-                del job  # and what it keeps alive
+                del job  # frees the tensors that it refers to
                 with self._lock:
                     self._idle += 1
 
     def leave(self) -> None:
-        """The interpreter goes: end the threads."""
+        """End the threads when the interpreter exits."""
         deadline = time.monotonic() + GOODBYE_S
         for _ in self._threads:
             self._jobs.put(None)
@@ -173,12 +174,12 @@ _crew = _Crew()
 in_background = _crew.start
 """`in_background(job)`: call `job()` on a thread of the crew."""
 _turns: dict[Hashable, threading.Event] = {}
-"""Of each key, whether the last that was put off has begun."""
+"""By key, an event that is set once the last delayed transfer of the key has started."""
 _turns_lock = threading.Lock()
 
 
 def begins_at_once(key: Hashable) -> bool:
-    """Whether no earlier transfer of the key is still to begin."""
+    """Return whether no earlier transfer of the key is still to start."""
     return key not in _turns
 
 
@@ -188,7 +189,7 @@ def _in_turn(
     start: Callable[[], None],
     fail: Callable[[BaseException], None],
 ) -> None:
-    """`start()` on the crew when all of `needs` have returned and all earlier ones of the key have started."""
+    """Call `start()` on the crew once all of `needs` have returned and all earlier transfers of `key` have started."""
     with _turns_lock:
         before = _turns.get(key)
         mine = _turns[key] = threading.Event()
@@ -200,7 +201,7 @@ def _in_turn(
             if before is not None:
                 before.wait()
             start()
-        except BaseException as error:  # belongs to the one that waits for the result
+        except BaseException as error:  # raised in the thread that waits for the result
             fail(error)
         finally:
             with _turns_lock:

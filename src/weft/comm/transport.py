@@ -1,4 +1,4 @@
-"""What moves bytes between ranks: the protocol that each transport implements, and what a transport can do.
+"""The protocol that each transport implements to move tensors between ranks, and the capabilities of a transport.
 
     transport             tags   helpers   bundles           averages   direct sends
     -------------------   ----   -------   ---------------   --------   ------------
@@ -29,13 +29,13 @@ Adds = Sequence[bool]
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a transport can do, and what a message costs.
+    """The capabilities of a transport, and the cost of a message.
 
-    `tags`: collectives of different lanes and channels over one group never pair with each other, in any order of
-    calls. `helpers`: a thread can take part in a gather that its rank skipped, while the rank waits.
-    `bundles`: several tensors travel at the cost of one message. `averages`: a reduction can average in place of a sum.
-    `direct_sends`: each pair of ranks exchanges messages, so that sums are taken here, in rank order.
-    `latency`: seconds that a message of any size takes. `bandwidth`: bytes per second of one rank.
+    `tags`: messages of different lanes and channels over one group are never confused, in any order of calls.
+    `helpers`: a thread can take part in a gather that its rank skipped, while the rank waits. `bundles`: several
+    tensors can travel at the cost of one message. `averages`: a reduction can average instead of summing.
+    `direct_sends`: each pair of ranks exchanges messages, and weft sums in rank order. `latency`: the seconds that an
+    empty message takes. `bandwidth`: bytes per second of one rank.
     """
 
     tags: bool
@@ -55,15 +55,15 @@ class Capabilities:
 
     @property
     def bundle_bytes(self) -> int:
-        """The size at which moving a message takes as long as its latency: smaller messages are worth bundling."""
+        """The message size whose transfer takes as long as its latency: smaller messages are worth bundling."""
         return int(self.latency * self.bandwidth)
 
 
 class Sum(NamedTuple):
-    """What becomes of a sum over the ranks: an output (+)= `scale` times it.
+    """How a reduction writes its sum over the ranks to the output.
 
-    `accumulate`: the output is added to. `inbox`: memory of `inbox_numel` elements in the dtype of what is sent.
-    `sum_only`: the backend never averages; what it sums is scaled here.
+    `scale`: the factor of the sum. `accumulate`: add to the output. `inbox`: memory of `inbox_numel` elements in the
+    dtype of the messages. `sum_only`: never let the backend average; scale its sum instead.
     """
 
     scale: float
@@ -72,15 +72,16 @@ class Sum(NamedTuple):
     sum_only: bool = False
 
     def take(self, output: Tensor, total: Tensor, scale: float) -> None:
-        """`output` (+)= `scale` times `total`; the backend has scaled what `scale` leaves out."""
+        """Write `scale` times `total` to `output`, or add it. The argument `scale` replaces the field: the backend may
+        have scaled the sum already."""
         add_scaled(output, total, scale, self.accumulate)
 
 
 class Transport(Protocol):
-    """Collectives over one backend. Each call starts its transfers and returns what is `Pending`.
+    """Collectives over one backend. Each call starts its transfers and returns a `Pending`.
 
-    Tensors are contiguous, and 1-D but for the rows of `all_to_all`. `tag` keeps the messages of a lane apart from
-    those of another where the transport has tags.
+    Tensors are contiguous. They are 1-D except in `all_to_all`, which sends rows. `tag` separates the messages of
+    different lanes if the transport has tags.
     """
 
     capabilities: Capabilities
@@ -92,7 +93,7 @@ class Transport(Protocol):
     def all_gather_bundle(
         self, fulls: Wanted, sources: Several, group: ProcessGroup, tag: int, dtype: torch.dtype
     ) -> Pending:
-        """Fill each of `fulls` with every rank's own of `sources`, cast to `dtype`; None: that one is not kept."""
+        """Fill each `fulls[i]` that is not None with every rank's `sources[i]`, cast to `dtype`."""
         ...
 
     def all_gather_uneven(self, parts: Several, rank: int, group: ProcessGroup, tag: int) -> Pending:
@@ -100,17 +101,17 @@ class Transport(Protocol):
         ...
 
     def reduce_scatter(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
-        """`output` (+)= the sum over ranks of their slice of `partial` for this rank, as `how` says."""
+        """Reduce-scatter `partial` into `output`, scaled or added as `how` says."""
         ...
 
     def reduce_scatter_bundle(
         self, outputs: Several, partials: Several, scales: Scales, adds: Adds, group: ProcessGroup, tag: int
     ) -> Pending:
-        """`reduce_scatter` of each; `adds`: which outputs are added to."""
+        """Reduce-scatter each `partials[i]` into `outputs[i]`, scaled by `scales[i]`, added if `adds[i]`."""
         ...
 
     def all_reduce(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
-        """`output` (+)= the sum of `partial` over the ranks, as `how` says; `partial` is overwritten."""
+        """All-reduce `partial` into `output`, scaled or added as `how` says; overwrites `partial`."""
         ...
 
     def all_to_all(
@@ -120,5 +121,5 @@ class Transport(Protocol):
         ...
 
     def inbox_numel(self, partial_numel: int, size: int, *, scatters: bool) -> int:
-        """Elements that a reduction over `size` > 1 ranks needs beside the partial tensor."""
+        """Return the number of elements of the inbox that a reduction over `size` > 1 ranks needs."""
         ...

@@ -1,11 +1,11 @@
-"""Sharded tensors whose part gets its values when it is asked for.
+"""Sharded tensors whose local tensor gets its values when it is first read.
 
-    class               the part has
+    class               the local tensor has
     ------------------  --------------------------------------------------------------------------------------------
-    `DeferredDTensor`   no memory, until an operator, `to_local()`, a checkpoint or a state dict asks for it
+    `DeferredDTensor`   no memory, until an operator, `to_local()`, a checkpoint or a state dict reads it
     `UnevenDTensor`     memory, until `defer`
 
-The tensor stays the same object. Its shape, dtype, cuts and `requires_grad` are known without the part.
+The DTensor stays the same object. Its shape, dtype, cuts and `requires_grad` are known without the local tensor.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,31 +18,31 @@ from weft.dtensor.uneven import UnevenDTensor
 
 
 class DeferredDTensor(UnevenDTensor):
-    """A sharded tensor without its part. What asks for the part makes it an `UnevenDTensor`."""
+    """A sharded tensor without its local tensor. The first read of that makes it an `UnevenDTensor`."""
 
     _bring: Callable[[], None]
 
     @property
     def _local_tensor(self) -> torch.Tensor:  # type: ignore[override]
-        """The part, which comes now."""
+        """The local tensor; calls `bring` first."""
         self._bring()
         return self._local_tensor
 
 
 def defer(tensor: UnevenDTensor, bring: Callable[[], None]) -> None:
-    """The memory of the part of `tensor` goes. `bring` is called when it is asked for, and calls `arrive`."""
+    """Make `tensor` a `DeferredDTensor`. `bring`: called at the first read; restores the values and calls `arrive`."""
     vars(tensor)["_bring"] = bring
     tensor.__class__ = DeferredDTensor
 
 
 def arrive(tensor: UnevenDTensor) -> None:
-    """The part is here from now on."""
+    """Make `tensor` an `UnevenDTensor` again, because its local tensor has memory."""
     vars(tensor).pop("_bring", None)
     tensor.__class__ = UnevenDTensor
 
 
 def bring_all(values: Iterable[Any]) -> None:
-    """Let the parts of all tensors in `values`, a pytree, come."""
+    """Restore the local tensors of all tensors in the pytree `values`."""
     for leaf in tree_leaves(values):
         if isinstance(leaf, DeferredDTensor):
             leaf._bring()

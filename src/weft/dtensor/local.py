@@ -1,16 +1,16 @@
 """Operators that run on the local parts alone, without communication.
 
-who calls                        what                                       runs
+caller                           operator                                   function
 -------------------------------  -----------------------------------------  -------------------------------------
-torch's optimizers, for each     element-wise, on operands of one spec      the short way: `in_place` and
-  parameter by itself              and plain scalars                          `element_wise`
-anybody                          element-wise, on what is cut alike or      `on_parts`
-                                   can be sliced alike
+torch's optimizers, one          element-wise, on operands of one spec      the fast path: `in_place` and
+  parameter at a time              and plain scalars                          `element_wise`
+all others                       element-wise, on operands that are cut     `on_parts`
+                                   or can be sliced in the same way
 foreach and fused optimizers     on lists, all tensors at once              `on_lists`
 
-What runs on a part is torch's own method or function of the operator's name, which takes arguments apart in half the
-time that the operator itself needs. What cannot run so is `NotImplemented`. A write to local parts says so to
-their version counters: autograd's own code, which does that elsewhere, lies above these rules.
+A local part is given to torch's own method or function of the operator's name, which parses arguments in half the time
+that the operator itself needs. The result is `NotImplemented` if that is not possible. These rules run below autograd,
+so they increment the version counters of the local parts that they write to.
 """
 
 import operator
@@ -28,23 +28,23 @@ from weft.dtensor.uneven import UnevenDTensor
 
 
 def parts_of(values: Iterable[Any]) -> list[Any]:
-    """What lies here of each."""
+    """Return the local tensor of each DTensor, and other values unchanged."""
     return [getattr(each, "_local_tensor", each) for each in values]
 
 
 def holding(parts: Iterable[torch.Tensor]) -> list[bool]:
-    """Which have elements. Empty parts stay out of kernels over many tensors, which have been seen to write to their
-    neighbours."""
+    """Return, per part, whether it has elements. Empty parts must not be given to multi-tensor kernels, some of which
+    write to adjacent memory then."""
     return [part.numel() > 0 for part in parts]
 
 
 def filled(parts: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Those with elements."""
+    """Return the parts that have elements."""
     return [part for part in parts if part.numel()]
 
 
 def kinds_of(parts: Iterable[torch.Tensor]) -> set[tuple[torch.device, torch.dtype]]:
-    """Their devices and dtypes; a kernel over many tensors takes those of one kind."""
+    """Return the devices and dtypes of `parts`. A multi-tensor kernel needs equal ones."""
     return set(map(_KIND, parts))
 
 
@@ -52,12 +52,12 @@ _KIND = attrgetter("device", "dtype")
 
 
 def uneven_in(values: Any) -> list[UnevenDTensor]:
-    """The tensors that are cut unevenly among `values`, a pytree."""
+    """Return the `UnevenDTensor`s in the pytree `values`."""
     return [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, UnevenDTensor)]
 
 
 def changed_by(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """The tensors that operator `func` writes to."""
+    """Return the tensors among the arguments that operator `func` writes to."""
     arguments = func._schema.arguments
     given = [*zip(arguments, args), *((each, kwargs.get(each.name)) for each in arguments[len(args) :])]
     return [
@@ -70,13 +70,13 @@ def changed_by(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
 
 
 def wrote(tensors: Iterable[DTensor]) -> None:
-    """Say that the local parts of `tensors` have changed."""
+    """Increment the version counters of the local parts of `tensors`, after a write."""
     torch.autograd.graph.increment_version([tensor._local_tensor for tensor in tensors])
 
 
 class _Facts(NamedTuple):
-    """What is asked of an operator each time that it runs. `run`: it, on plain tensors; `written`: the names of the
-    arguments that it writes to."""
+    """Cached properties of an operator. `run`: the function for plain tensors. `names`: those of its arguments.
+    `written`: the names of the arguments that it writes to."""
 
     run: Callable[..., Any]
     names: tuple[str, ...]
@@ -90,7 +90,7 @@ def _facts(func: Any) -> _Facts:
     run = func
     if name.startswith(("_foreach_", "_fused_")):
         run = getattr(torch, name, func)
-    elif arguments[0].name == "self":  # as of every method
+    elif arguments[0].name == "self":  # the operator may be a method
         method = getattr(torch._C.TensorBase, name, None)
         run = method if callable(method) else func
     written = frozenset(argument.name for argument in arguments if argument.is_write)
@@ -98,7 +98,7 @@ def _facts(func: Any) -> _Facts:
 
 
 def in_place(func: Any) -> Callable[[Any, tuple, dict], Any]:
-    """The rule of an operator that writes to its first operand: `on_parts`, by the short way if it can."""
+    """Return the rule of an operator that writes to its first operand: the fast path, or else `on_parts`."""
     run, increment = _facts(func).run, torch.autograd.graph.increment_version
 
     def rule(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -113,11 +113,11 @@ def in_place(func: Any) -> Callable[[Any, tuple, dict], Any]:
 
 
 def element_wise(func: Any) -> Callable[[Any, tuple, dict], Any]:
-    """The rule of an operator that writes nothing: `on_parts`, by the short way if it can."""
+    """Return the rule of an operator that writes to no operand: the fast path, or else `on_parts`."""
     run = _facts(func).run
 
     def rule(func: Any, args: tuple, kwargs: dict) -> Any:
-        mine = _beside(args) if not kwargs else None  # a dtype, a memory format
+        mine = _beside(args) if not kwargs else None  # `on_parts` handles dtype and memory_format
         return on_parts(func, args, kwargs) if mine is None else args[0].like(run(*mine))
 
     return rule
@@ -127,10 +127,8 @@ _SCALARS = frozenset((float, int, bool, type(None)))
 
 
 def _beside(operands: tuple) -> list[Any] | None:
-    """The short way: the parts of operands that all are plain scalars or of the spec of the first; else None.
-
-    So are those of what torch's optimizers do to each parameter by itself.
-    """
+    """Return the local parts of the operands for the fast path, if all are plain scalars or have the spec of the first;
+    otherwise None. Operands of torch's single-tensor optimizers are like that."""
     first = operands[0]
     if type(first) is not UnevenDTensor:
         return None
@@ -148,8 +146,9 @@ def _beside(operands: tuple) -> list[Any] | None:
 
 
 def on_parts(func: Any, args: tuple, kwargs: dict) -> Any:
-    """An element-wise operator on the parts, where operands are scalars, cut alike, or can be sliced alike."""
-    # Such operators have no lists of tensors; and torch's optimizers call them for each parameter: no pytrees.
+    """Run an element-wise operator on the local parts. Operands are scalars, or are cut or can be sliced in the same
+    way."""
+    # No pytree functions, which are slow: these operators take no lists, and optimizers call them per parameter.
     changed = kwargs.get("out", args[0]) if func._schema.is_mutable else None
     given = (*args, *kwargs.values())
     like = next(each for each in given if isinstance(each, UnevenDTensor)) if changed is None else changed
@@ -161,7 +160,7 @@ def on_parts(func: Any, args: tuple, kwargs: dict) -> Any:
     for each in given:
         if isinstance(each, torch.Tensor) and not fits(each, like):
             if each.shape != like.shape or not (isinstance(each, DTensor) or changed is not None):
-                return NotImplemented  # such as what a module computes that runs outside of its unit
+                return NotImplemented  # such as an activation in a module that runs outside of its unit
             each = like.slice_of(whole_of(each))
         mine.append(each._local_tensor if isinstance(each, DTensor) else each)
     try:
@@ -176,7 +175,7 @@ def on_parts(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def explain_dtypes(func: Any, dtypes: set[torch.dtype], error: Exception) -> None:
-    """Raise TypeError where several dtypes are the likely reason of `error`."""
+    """Raise TypeError from `error` if the operands have several dtypes, the likely reason."""
     if len(dtypes) > 1:
         raise TypeError(
             f"{func} takes tensors of one dtype, not {' and '.join(sorted(map(str, dtypes)))}: Adam and fused "
@@ -186,7 +185,7 @@ def explain_dtypes(func: Any, dtypes: set[torch.dtype], error: Exception) -> Non
 
 
 def fits(operand: torch.Tensor, like: UnevenDTensor) -> bool:
-    """Whether what lies here of `operand` goes with what lies here of `like`."""
+    """Return whether the local part of `operand` can be used with that of `like`: equal cuts, or a scalar."""
     if isinstance(operand, UnevenDTensor):
         if operand._cuts is like._cuts and operand._spec is like._spec:
             return True
@@ -201,14 +200,14 @@ def fits(operand: torch.Tensor, like: UnevenDTensor) -> bool:
 
 
 def whole_of(value: torch.Tensor) -> torch.Tensor:
-    """The full tensor. Collective for what is cut."""
+    """Return the full tensor. Collective for a DTensor."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
-    """A foreach or fused operator on the parts: lists run side by side, all tensors at once.
+    """Run a foreach or fused operator on the local parts of its lists, all tensors at once.
 
-    Empty parts stay out of it; where there are results, theirs are made by themselves.
+    Empty parts are left out. If the operator has results, those of empty parts are computed in a second call.
     """
     run, names, written = _facts(func)
     given = dict(zip(names, args)) | kwargs
@@ -222,7 +221,7 @@ def on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
     here = holding(own)
 
     def on_those(keep: Sequence[bool] | None) -> Any:
-        """The operator on what to `keep` of the lists; None: all."""
+        """Run the operator on the elements of the lists to `keep`; None: all."""
         mine = parts if keep is None else {name: _kept(value, name, keep) for name, value in parts.items()}
         try:
             return run(*(mine[name] for name in names[: len(args)]), **{name: mine[name] for name in kwargs})
@@ -230,7 +229,7 @@ def on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
             explain_dtypes(func, {leaf.dtype for leaf in uneven_in(lists)}, error)
             raise
 
-    for name in written:  # also of what is empty: its counter is that of a buffer, of which more lies elsewhere
+    for name in written:  # empty parts too: they share the counter of a buffer that has other parts
         if isinstance(given.get(name), (list, tuple)):
             changed = [pair for pair in zip(parts[name], given[name]) if operator.is_not(*pair)]
             torch.autograd.graph.increment_version([*chain.from_iterable(changed)])
@@ -244,10 +243,10 @@ def on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _fitting(func: Any, values: Any, first: Sequence[Any], cuts: Sequence[Any], written: bool) -> Any:
-    """An argument as it goes beside `first`, with its `cuts`: of what is cut in another way, such as a full tensor,
-    what lies here of `first`. Raises TypeError where that would be `written` to.
+    """Return the argument `values` cut like the list `first`, whose cuts are `cuts`. Tensors with other cuts, such as
+    full ones, are sliced. Raises TypeError for these if they are `written` to.
 
-    Equal cuts become the same object, so that the next look is short.
+    Equal cuts are made the same object, so that the next comparison is fast.
     """
     if not isinstance(values, (list, tuple)) or not any(isinstance(value, torch.Tensor) for value in values[:1]):
         return values
@@ -275,14 +274,14 @@ def _cuts_of(values: Sequence[Any]) -> list[Any]:
 
 
 def _part_or_parts(value: Any) -> Any:
-    """What an argument is on this rank."""
+    """Return the local part, or list of parts, of an argument."""
     if isinstance(value, (list, tuple)):
         return parts_of(value)
     return getattr(value, "_local_tensor", value)
 
 
 def _kept(local: Any, name: str, keep: Sequence[bool]) -> Any:
-    """Of the argument `name`, if it has one value for each tensor, those to `keep`."""
+    """Return the values to `keep` of the argument `name`, if it has one value per tensor."""
     if isinstance(local, list):
         return list(compress(local, keep))
     if name == "scalars" and isinstance(local, torch.Tensor):

@@ -1,15 +1,15 @@
-"""What operators do to tensors that are cut unevenly.
+"""The rules of operators on tensors that are cut unevenly over ranks.
 
 operator                                        | runs
 ------------------------------------------------+------------------------------------------------------------
-element-wise, foreach, fused optimizer steps    | on the local parts, where all have the same cuts: `local.py`
+element-wise, foreach, fused optimizer steps    | on the local parts, if all have the same cuts: `local.py`
 norms and full reductions                       | on the local parts, then one small all-reduce: `norms.py`
-copy_ from a full tensor or from other cuts     | on the slice that lies here
-anything on tensors that one rank holds whole   | on that rank: matrix optimizers step without communication
-views                                           | later: see `views.py`
-everything else, if it changes no argument      | on a replicated DTensor of the same values (communicates)
-everything else in place, or on a view in place | on the gathered tensor, then each rank keeps its part (communicates)
-what would change shape, strides or memory      | not at all: TypeError
+copy_ from a full tensor or from other cuts     | on this rank's slice
+any operator on tensors that one rank has whole | on that rank: matrix optimizers step without communication
+views                                           | lazily: see `views.py`
+all others, if they change no argument          | on a replicated DTensor of the same values (communicates)
+all others in place, or in place on a view      | on the gathered tensor, then each rank keeps its part (communicates)
+changes of shape, strides or memory             | never: TypeError
 """
 
 import math
@@ -56,7 +56,7 @@ _LOCAL_BY_NAME = {
 
 
 def run(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-    """The operator `func` on arguments among which are ruled tensors; `types`: the classes of its tensors."""
+    """Run the operator `func` on arguments with tensors of these rules. `types`: the classes of its tensors."""
     kwargs = kwargs or {}
     if DeferredDTensor in types:
         bring_all((args, kwargs))
@@ -70,17 +70,17 @@ def run(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None 
 
 
 _known: dict[Any, Callable[[Any, tuple, dict], Any]] = {}
-"""By operator; operators themselves are slow to look up."""
+"""The rules by `func._op`, whose hash is faster than that of `func`."""
 
 
 def _alias(func: Any, args: tuple, kwargs: dict) -> Any:
-    """`detach` and its like, which share the version counter; what is made in inference mode could not have one."""
+    """Run `detach` or `alias`, whose result shares the version counter. A tensor made in inference mode has none."""
     with torch.inference_mode(args[0].is_inference()) if torch.is_inference_mode_enabled() else nullcontext():
         return args[0].like(args[0]._local_tensor)
 
 
 def rule_of(func: Any) -> Callable[[Any, tuple, dict], Any]:
-    """The function that runs operator `func`, given it and its arguments."""
+    """Return the function that runs operator `func`, called with `func`, `args` and `kwargs`."""
     name = func._schema.name
     if name == "aten::detach_":
         return lambda func, args, kwargs: args[0]  # autograd has done it
@@ -125,8 +125,8 @@ def _localized(values: Any) -> Any:
 
 
 def _new_empty(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """A plain tensor: what `nn.init` fills with the same values on all ranks, to copy them. But one cut alike for who
-    names a device: a checkpoint's stager, which puts a copy of the local part there."""
+    """Return a plain tensor, which `nn.init` fills with the same values on all ranks and copies from. With a device,
+    return a tensor with the same cuts: checkpoint stagers copy local parts to another device."""
     tensor = args[0]
     kwargs = {k: v for k, v in kwargs.items() if v is not None}
     if "device" in kwargs and tuple(args[1]) == tensor.shape and isinstance(tensor, UnevenDTensor):
@@ -136,7 +136,7 @@ def _new_empty(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 
 def _copy(func: Any, args: tuple, kwargs: dict) -> Any:
-    """`copy_` where target, source or both are ruled: from a full tensor each rank takes its part."""
+    """Run `copy_` if target, source or both are sharded. From a full tensor each rank takes its part."""
     target, source = args[:2]
     if not isinstance(target, UnevenDTensor):
         if isinstance(target, DTensor):
@@ -167,7 +167,7 @@ def _foreach_copy(func: Any, args: tuple, kwargs: dict) -> None:
 
 
 def _unscale(func: Any, args: tuple, kwargs: dict) -> None:
-    """A gradient scaler's step: an infinite or missing value on any rank is one on all."""
+    """Unscale gradients for a gradient scaler. An infinite or NaN value on any rank is reported on all."""
     gradients, found, *rest = args
     parts = parts_of(gradients)
     torch.autograd.graph.increment_version(parts)
@@ -175,7 +175,7 @@ def _unscale(func: Any, args: tuple, kwargs: dict) -> None:
         func(here, found, *rest, **kwargs)
     tensors = uneven_in(gradients)
     meshes = {tensor.device_mesh for tensor in tensors}
-    if len(meshes) > 1:  # what is replicated here may lie beside what is not, such as experts
+    if len(meshes) > 1:  # ranks that share one mesh may differ on another, such as that of experts
         for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors):
             for axis in range(mesh.ndim):
                 reduce_now(found, dist.ReduceOp.MAX, group_of(mesh, axis), "whether a gradient is infinite")
@@ -185,7 +185,7 @@ def _unscale(func: Any, args: tuple, kwargs: dict) -> None:
 
 
 def _fill_randomly(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Random values as one process would draw them: every rank draws all and keeps its part."""
+    """Fill with the random values that one process would draw: every rank draws all and keeps its part."""
     target = args[0]
     if not isinstance(target, UnevenDTensor):  # out=
         return _write_through(func, args, kwargs)
@@ -196,7 +196,7 @@ def _fill_randomly(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _draw_randomly(func: Any, args: tuple, kwargs: dict) -> Any:
-    """A new tensor of random values, as one process would draw them."""
+    """Return a new tensor of the random values that one process would draw."""
     like = args[0]
     whole = torch.empty(like.shape, dtype=like.dtype, device=like._local_tensor.device)
     return like.like(like.slice_of(func(whole, *args[1:], **kwargs)).clone())
@@ -224,11 +224,11 @@ _REDUCTIONS = {
     "aten::all": (dist.ReduceOp.MIN, True),
     "aten::any": (dist.ReduceOp.MAX, True),
 }
-"""How parts of the result become the whole one, and whether the operator has a result for no elements."""
+"""The operation that combines the ranks' results, and whether the operator is defined for no elements."""
 
 
 def _reduction(func: Any, args: tuple, kwargs: dict) -> Any:
-    """A reduction over the whole tensor; over some of its dimensions it runs on the whole one."""
+    """Reduce all elements of a tensor. A reduction over some dimensions runs on the gathered tensor."""
     tensor, local = args[0], args[0]._local_tensor
     op, of_nothing = _REDUCTIONS[func._schema.name]
     mean = func._schema.name == "aten::mean"
@@ -239,7 +239,7 @@ def _reduction(func: Any, args: tuple, kwargs: dict) -> Any:
         kwargs = {"dtype": wide(dtype)}
     if local.numel() or of_nothing:
         value = local.sum(**kwargs) if mean else func(local, **kwargs)
-    else:  # the largest or smallest value of nothing
+    else:  # the neutral element of max or min
         if local.is_floating_point():
             least, most = -math.inf, math.inf
         else:
@@ -267,7 +267,7 @@ def _equal(func: Any, args: tuple, kwargs: dict) -> bool:
 
 
 def _on_owner(func: Any, args: tuple, kwargs: dict) -> Any:
-    """The operator on the one rank that holds all of its operands; elsewhere the result has an empty part."""
+    """Run the operator on the one rank that has all operands; the result's part is empty on the others."""
     operands = uneven_in((args, kwargs))
     like = operands[0]
     owner = like.owner
@@ -303,8 +303,8 @@ def _as_meta(leaf: Any) -> Any:
 
 
 def _on_whole(func: Any, args: tuple, kwargs: dict) -> Any:
-    """The operator on replicated DTensors of the same values; torch's own rules place the result. Where it writes to
-    its operands: `_write_through`."""
+    """Run the operator on replicated DTensors of the same values; torch's own rules place the result. Operators that
+    write to operands use `_write_through`."""
     if func._schema.is_mutable:
         return _write_through(func, args, kwargs)
     for leaf in tree_flatten((args, kwargs))[0]:
@@ -325,12 +325,12 @@ def _as_replicated(leaf: Any) -> Any:
 
 
 def _view(func: Any, args: tuple, kwargs: dict) -> Any:
-    """A view: of a tensor that one rank holds the same there, of others what `views.py` says."""
+    """Make a view: on the owner of a tensor that one rank has whole, otherwise as in `views.py`."""
     return view_of(func, args, kwargs) if args[0].owner is None else _on_owner(func, args, kwargs)
 
 
 def _on_views(func: Any, args: tuple, kwargs: dict) -> Any:
-    """An operator with views of sharded tensors among its operands."""
+    """Run an operator with views of sharded tensors among its operands."""
     if torch.Tag.inplace_view in func.tags:
         return _refuse(func, args, kwargs)
     if is_view(func):
@@ -351,7 +351,7 @@ def _on_views(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _refuse(func: Any, args: tuple, kwargs: dict) -> Any:
-    if func._schema.name == "aten::resize_" and tuple(args[1]) == args[0].shape:  # what out= begins with
+    if func._schema.name == "aten::resize_" and tuple(args[1]) == args[0].shape:  # torch resizes `out=` first
         return args[0]
     ruled = next(leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, RuledDTensor))
     raise TypeError(
@@ -361,10 +361,10 @@ def _refuse(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _write_through(func: Any, args: tuple, kwargs: dict) -> Any:
-    """An operator that writes to a sharded tensor, or to views of it, in a way that its cuts do not allow.
+    """Run an operator that writes to a sharded tensor, or to its views, and cannot run on local parts.
 
-    Every rank does it to the gathered tensor and keeps its own part. Operands that are the tensor, or views of it,
-    share its memory, as they would in one process.
+    Every rank runs it on the gathered tensor and keeps its part. Operands that are the tensor, or views of it, share
+    its memory, as in one process.
     """
     changed = changed_by(func, args, kwargs)
     parents = parents_of(changed)

@@ -1,17 +1,18 @@
-"""What autograd and its users may do with full weights, which come and go.
+"""Detection of reads of freed full weights, and of writes that would be lost.
 
-    weights      version                          class              who reads them
+    weights      version counter                  class              who may read them
     -----------  -------------------------------  -----------------  -------------------------------------------------
-    gathered     that of the main weights         Parameter          everybody
-    gone         1,000,000,000 + a number of the  Parameter, `Gone`  nothing: autograd refuses what was saved at another
-                 group                                               version, by every way into backward, and the
-                                                                     class refuses kept tensors
+    gathered     that of the main weights         Parameter          all code
+    freed        1,000,000,000 + a number of the  `_Gone`, a         no code: autograd's version check raises for saved
+                 group                            Parameter          tensors, on every path into backward, and the class
+                                                                     raises for tensors that code has kept
 
-So autograd refuses as well when main weights were written to between forward and backward, as it does for a plain
-module. A version that this module has not set is a write by other code, to a copy: it is refused before it is lost.
+Autograd also raises if main weights were written to between forward and backward, as it does for a plain module. A
+version that this module has not set means that other code wrote to a gathered copy: that raises before the write is
+lost.
 
-Autograd's refusal knows no names, and it finds no gradients of sharded parameters, which no graph contains. So torch's
-function that runs a backward is wrapped, once, to say whose weights are meant.
+Autograd's errors name no parameters. It also finds no gradients of sharded parameters, which are in no graph. So
+torch's function that runs a backward is wrapped, once, to raise errors that name the weights.
 """
 
 import functools
@@ -37,16 +38,17 @@ _REFUSAL = re.compile(r"\[(?:torch\.)?\w+ \[([\d, ]*)\]\].* is at version (\d+);
 
 _version_of = attrgetter("_version")
 behind_classes = torch._C.DisableTorchFunctionSubclass
-"""Inside, a parameter may be handled, which its class refuses."""
+"""A context in which code may use parameters of class `_Gone`."""
 
 
-# --- weights that have gone -------------------------------------------------------------------------------------------
+# --- freed weights ----------------------------------------------------------------------------------------------------
 
 
 class FullParameters:
     """The full parameters of one group as autograd sees them.
 
-    `copies`: whether what is written to them does not arrive in the main weights. `version`: of the main weights.
+    `copies`: whether they are copies, so that writes to them do not reach the main weights. `version`: the version
+    counter of the main weights.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, copies: bool, version: int) -> None:
@@ -54,17 +56,19 @@ class FullParameters:
         self._copies = copies
         self._version = version
         self._versions = self._here = tuple(map(_version_of, parameters))
-        """As autograd was told; another one is a write by other code."""
+        """The version counters that this class has set last; other values mean a write by other code."""
         self._before = self._versions
-        """As it was told when they were here last, before the main weights were written to."""
+        """The version counters of the gathered weights before the latest write to the main weights."""
         self._came: list[torch.Tensor] | None = None
-        """What was gathered, under `weft.debug.guard_memory`: some writes no version knows of."""
+        """Clones of the gathered weights under `weft.debug.guard_memory`: some writes change no version counter."""
         self._gone = next(_numbers)
         _gone_versions[self._gone] = self
 
     def come(self, version: int) -> None:
-        """They are here, and the main weights are at `version`: autograd reads only what was saved at that. Raises
-        WeightsWritten if code wrote to their memory since they left."""
+        """Mark the weights as gathered from main weights at `version`, which tensors saved for backward must match.
+
+        Raises WeightsWritten if code wrote to their memory while they were freed.
+        """
         if version == self._version and not self._copies:
             return
         from_gone = self._versions[0] == self._gone
@@ -75,7 +79,7 @@ class FullParameters:
             self._before = self._here
         if self._copies:
             self._versions = (version,) * len(self._parameters)
-        elif moved:  # their users may write to them, which counts as well
+        elif moved:  # users may write to them, which also counts
             self._versions = tuple(parameter._version + moved for parameter in self._parameters)
         else:
             return
@@ -94,7 +98,7 @@ class FullParameters:
             )
 
     def leave(self) -> None:
-        """Their memory goes."""
+        """Mark the weights as freed."""
         self._came = None
         self._versions = (self._gone,) * len(self._parameters)
         torch._C._autograd._unsafe_set_version_counter(self._parameters, self._versions)
@@ -122,7 +126,7 @@ class FullParameters:
             )
 
     def _written(self) -> list[nn.Parameter]:
-        """The copies whose version is not as autograd was told."""
+        """Return the copies whose version counter other code has changed."""
         if not self._copies:
             return []
         found = tuple(map(_version_of, self._parameters))
@@ -131,8 +135,8 @@ class FullParameters:
         return [each for each, here, told in zip(self._parameters, found, self._versions) if here != told]
 
     def was_written(self, shape: tuple[int, ...], expected: int, here: int) -> bool:
-        """Whether main weights were written to while a backward was to come that saved a parameter of this shape, at
-        version `expected`, which is at `here` now."""
+        """Return whether main weights were written to between a forward and its backward. The forward saved a parameter
+        of this shape at version `expected`; its version is `here` now."""
         record = record_of(self._parameters[0])
         return (
             record is not None
@@ -144,7 +148,7 @@ class FullParameters:
         )
 
     def named(self, shape: tuple[int, ...]) -> str:
-        """Those of this shape, or its transpose, and their unit."""
+        """Return the names of the parameters of this shape or its transpose, and of their unit."""
         records = [record_of(each) for each in self._parameters if tuple(each.shape) in (shape, shape[::-1])]
         names = [repr(each.name) for each in filter(None, records)]
         record = record_of(self._parameters[0])
@@ -156,7 +160,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Gone:
-    """Of parameters whose memory has gone: says so when one computes with them."""
+    """Mixin of the class of freed parameters: raises WeightsGone when code computes with them."""
 
     __slots__ = ()
 
@@ -202,16 +206,16 @@ def _name_of(parameter: Any) -> str:
 
 
 first_backwards: list[tuple[weakref.ref[Any], int]] = []
-"""The root units that have run forward and whose first backward is to come, and how many others came before it."""
+"""The root units that have run forward and not backward, each with the number of backwards since."""
 
 
 def explaining(
     run: Callable[..., Any], look_around: Callable[..., list], settle: Callable[[], None]
 ) -> Callable[..., Any]:
-    """`run`, torch's function that runs a backward, with refusals that name weights.
+    """Wrap `run`, torch's function that runs a backward, so that its errors name weights.
 
-    `look_around(roots, outputs)` is called before one that may be the first of some roots and returns those of which it
-    is not, `settle()` when one has run.
+    `look_around(roots, outputs)`: called before a backward that may be the first of some roots; returns the roots whose
+    first backward is still to come. `settle()`: called after each backward.
     """
 
     @functools.wraps(run)
@@ -238,7 +242,7 @@ def explaining(
 
 
 def _waits_for_backward(tensor: Any) -> bool:
-    """Whether `tensor` is a sharded parameter of a unit that has run forward: its gradient is to come from there."""
+    """Return whether `tensor` is a sharded parameter of a unit that has run forward and waits for its backward."""
     record = record_of(tensor) if isinstance(tensor, nn.Parameter) else None
     return record is not None and bool(record.unit.calls) and record.sharded is tensor
 
@@ -257,7 +261,7 @@ def _not_in_graph(parameter: nn.Parameter) -> RuntimeError:
 
 
 def _explained(refusal: str) -> RuntimeError | None:
-    """What a refusal of autograd means, None if it is about something else."""
+    """Return an error that explains autograd's error message `refusal`; None if it is not about sharded weights."""
     if "got mixed torch.Tensor and DTensor" in refusal and _gone_versions:
         return RuntimeError(
             "backward mixes plain tensors with sharded ones: a loss that adds a penalty on sharded parameters is a "

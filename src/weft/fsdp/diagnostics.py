@@ -1,4 +1,4 @@
-"""What a person can ask a sharded model: its units and layout, where its memory goes, what its numbers are like."""
+"""Reports on a sharded model: its units and layout, its memory, and values that are not finite."""
 
 import math
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from weft.mesh import parts_of
 
 
 def describe(model: nn.Module) -> str:
-    """A table of the model's units: parameters, strategy, dtypes, shards, bytes on this rank, padding.
+    """Return a table of the model's units: parameters, shards, dtypes, MiB on this rank, padding.
 
     Raises ValueError for a model without sharded modules.
     """
@@ -42,19 +42,18 @@ def describe(model: nn.Module) -> str:
 
 
 def memory_report(model: nn.Module) -> dict[str, Any]:
-    """Bytes on this rank by storage accounting; those of blocks that were replaced count as long as they are kept.
+    """Return the bytes of the model's storages on this rank, including those of replaced blocks that still exist.
 
-    `persistent`: by role, what stays at rest on the device; with "quantized weights" for a recipe, the payloads and
-    scales. `offloaded`: in CPU memory, with `CPUOffloadPolicy`.
-    `transient`: for gathered weights and partial gradients
+    `persistent`: bytes that are always allocated on the device, by role; "quantized weights" are payloads and scales.
+    `offloaded`: bytes in CPU memory, with `CPUOffloadPolicy`. `transient`: for gathered weights and partial gradients
 
         live          bytes in use now
-        peak          the most bytes that ever were
-        slab          bytes of the plan
-        lower bound   the most bytes in use at once in the steps that the plan is for: no plan can take less
-        plans         how many plans were made
-        allocations   how often memory was asked for: for a slab, or for one buffer outside of it
-        fallbacks     how often a buffer was outside of the slab because the plan did not foresee it
+        peak          the maximum of live so far
+        slab          bytes of the memory plan
+        lower bound   the most bytes in use at once in the planned steps: no plan can take less
+        plans         number of plans made
+        allocations   number of allocations: of a slab, or of one buffer outside of it
+        fallbacks     number of buffers outside of the slab because the plan did not include them
     """
     units = list(dict.fromkeys([*units_of(model), *kept_units(model)]))
     persistent, offloaded = {"weights": 0, "gradients": 0}, {"weights": 0, "gradients": 0}
@@ -83,11 +82,11 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
 
 
 def plan_of(model: nn.Module) -> Plan | None:
-    """The plan of the model's next step, if its passes are those of the last one; None before the first pass.
+    """Return the plan of the model's next step, if its passes are those of the last one; None before the first pass.
 
-    `model`: a root, or any sharded module under it. The plan is a value: `print(plan.table())` shows what happens at
-    each event, `plan.peak_bytes` are those that `memory_report` measures. Raises TypeError and ValueError as
-    `memory_report` does.
+    `model`: a root, or any sharded module under it. `print(plan.table())` shows the actions at each event, and
+    `plan.peak_bytes` are the bytes that `memory_report` measures. Raises TypeError and ValueError as `memory_report`
+    does.
     """
     if not isinstance(model, FSDPModule):
         units_of(model)
@@ -99,8 +98,11 @@ def plan_of(model: nn.Module) -> Plan | None:
 
 
 class Nonfinite(NamedTuple):
-    """What one rank holds of a parameter that is no finite number; `unit`: "" for the root, None for no unit; `stage`:
-    None for a model that is not cut into stages."""
+    """The non-finite elements of one rank's part of a parameter or gradient.
+
+    `unit`: the unit's name, "" for the root, None for no unit. `nan`, `inf`: numbers of elements. `stage`: the pipeline
+    stage, None for a model without stages.
+    """
 
     name: str
     unit: str | None
@@ -117,16 +119,16 @@ class Nonfinite(NamedTuple):
 
 
 def find_nonfinite(model: nn.Module) -> list[Nonfinite]:
-    """Where NaN and infinity are in the weights and gradients of a model, the same on every rank: by rank, then in the
-    model's order.
+    """Find NaN and infinity in the weights and gradients of a model, including all pipeline stages.
 
-    Of all stages of a model that is cut into some. Collective. Nothing is gathered: the hosts agree on one bit, and
-    exchange what they found if there is anything. Raises ValueError for a model without sharded modules.
+    The result is the same on every rank, ordered by rank, then in the model's order. Collective. No tensor is gathered:
+    the hosts agree on one bit, and exchange their findings if there are any. Raises ValueError for a model without
+    sharded modules.
     """
     found, units, what = _nonfinite_here(model), units_of(model), "search for values that are not finite"
     parts = parts_of(model)
     ways: list[tuple[list[dist.ProcessGroup], int]] = []
-    if any(unit.groups for unit in units):  # else a stage without parameters
+    if any(unit.groups for unit in units):  # otherwise it is a stage without parameters
         ways.append((groups_to_all_ranks(model), min(group.channel for unit in units for group in unit.groups)))
     if parts is not None and parts.group is not None:
         ways.append(([parts.group], parts.channel))
@@ -141,7 +143,7 @@ def _nonfinite_here(model: nn.Module) -> list[Nonfinite]:
     tensors: list[tuple[str, str | None, Any, torch.Tensor]] = []
     for name, parameter in model.named_parameters():
         record, unit = record_of(parameter), None
-        if record is not None:  # a full one may be registered
+        if record is not None:  # the full parameter may be registered
             unit, parameter = record.unit.name, record.sharded
         tensors += [(name, unit, what, each) for what, each in _both(parameter)]
     whole = parts_of(model)
@@ -160,20 +162,20 @@ def _nonfinite_here(model: nn.Module) -> list[Nonfinite]:
     for number in sorted(suspects):
         name, unit, what, tensor = tensors[number]
         nan, inf = (int(count(tensor).sum()) for count in (torch.isnan, torch.isinf))
-        if nan or inf:  # or too large for the norm's dtype
+        if nan or inf:  # if neither, the values were too large for the norm's dtype
             found.append(Nonfinite(name, unit, what, dist.get_rank(), nan, inf, stages.get(name)))
     return found
 
 
 def _both(parameter: nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
-    """What lies here of a parameter and of its gradient."""
+    """Yield this rank's part of a parameter and of its gradient."""
     yield "weight", local_of(parameter).detach()
     if parameter.grad is not None:
         yield "gradient", local_of(parameter.grad).detach()
 
 
 def groups_to_all_ranks(model: nn.Module) -> list[dist.ProcessGroup]:
-    """The process groups that reach all ranks of the model, one after the other."""
+    """Return process groups that together reach all ranks of the model, if a value is reduced over each in turn."""
     groups = [group for unit in units_of(model) for group in unit.groups]
     mesh = max((group.mesh for group in groups), key=lambda mesh: mesh.size())
     reached = [group_of(mesh, axis) for axis in range(mesh.ndim)]
@@ -183,7 +185,7 @@ def groups_to_all_ranks(model: nn.Module) -> list[dist.ProcessGroup]:
 
 
 def check_views(model: nn.Module) -> None:
-    """Check that the sharded parameters and gradients here lie in their units' buffers, and apart from each other.
+    """Check that this rank's sharded parameters are in their units' buffers, and that no weights or gradients overlap.
 
     Raises RuntimeError that names the parameters, ValueError for a model without sharded modules.
     """
@@ -215,7 +217,7 @@ def check_views(model: nn.Module) -> None:
 
 
 def named_records(model: nn.Module) -> Iterator[tuple[str, ShardedParameter]]:
-    """All sharded parameters by the model's names."""
+    """Yield all sharded parameters with their names in the model."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for unit in units_of(model):
         for record in (each for group in unit.groups for each in group.parameters):
@@ -224,7 +226,7 @@ def named_records(model: nn.Module) -> Iterator[tuple[str, ShardedParameter]]:
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of a dense tensor's first byte and of the one behind its last."""
+    """Return the addresses of a dense tensor's first byte and of the byte after its last."""
     return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
 
 

@@ -1,4 +1,4 @@
-"""What a driver may say to the engine, and all that it may use of it.
+"""The interface between drivers and the engine: the calls that a driver may make.
 
     hooks | a schedule | a pipeline | unshard()      drivers
                     |
@@ -8,26 +8,28 @@
                     v
     runtime, units, gradients                        no driver imports them
 
-A driver leads units through passes. It says what it computes with and when; what is gathered, given back and reduced
-for it, and in which order, follows from the plan.
+A driver runs units through passes. It reports which weights it computes with, and when. The plan decides what is
+gathered, freed and reduced for it, and in which order.
 
 call                                 meaning
 -----------------------------------  ------------------------------------------------------------------------------
 begin_forward(unit)                  a module of `unit` is called; the outermost call begins a pass
-end_forward(error)                   the call is over; with the outermost one the pass is
+end_forward(error)                   the call has ended; if it was the outermost, the pass has ended
 begin_backward(call)                 a backward reaches `call`; the first of a model begins a pass, autograd ends it
-scheduled(trace, depth, backward)    around a pass whose events are known before it begins, and which gathers `depth`
-                                     units ahead; not `backward`: an evaluation
+scheduled(trace, depth, backward)    a context around a pass whose events are known in advance and which gathers
+                                     `depth` units ahead; backward=False: an evaluation
 use(unit, holder, named)             the holder needs the full weights from here on; `named`: the units that the user
-                                     wants to be gathered ahead, None for those that the plan says
-done(unit, holder, ...)              it needs them no longer; `backward_follows`: it was a forward, and has a backward
-keep(unit, holder)                   the full weights stay: after a forward until its backward, after that for good
+                                     wants to be gathered ahead, None: those of the plan
+done(unit, holder, ...)              the holder needs them no longer; `backward_follows`: it was a forward whose
+                                     backward is still to come
+keep(unit, holder)                   keep the full weights: after a forward until its backward, after a backward
+                                     until they are resharded
 offer(unit)                          a backward begins in which modules of `unit` may write gradients themselves
 expect_more(more)                    whether a schedule has further microbatches whose gradients are added
 ready(unit)                          the gradients of `unit` in this backward are complete: pack them, reduce if due
-note_failure(what, error)            `what` ended in `error`; it counts only if the pass ends by that
-recover()                            from outside: what a failed pass has left goes; whether a schedule drives the
-                                     units, so that hooks stand back
+note_failure(what, error)            `what` raised `error`; it is only used if the pass ends with that error
+recover()                            called outside of passes: clean up after a failed pass; return whether a schedule
+                                     drives the units, so that hooks do nothing
 """
 
 from collections.abc import Collection, Sequence
@@ -44,8 +46,8 @@ from weft.layout.trace import Trace
 
 @dataclass(frozen=True, eq=False)
 class Hold:
-    """A holder of full weights. `computes`: it uses them now, so that they cannot make way for others. `backward`: it
-    computes gradients with them."""
+    """A holder of full weights. `computes`: it uses them now, so that they cannot be evicted. `backward`: it computes
+    gradients with them."""
 
     name: str
     computes: bool = True
@@ -53,19 +55,19 @@ class Hold:
 
 
 class TiedHold(NamedTuple):
-    """A holder of one unit holds the units that its parameters are tied to."""
+    """The hold of a unit, by a `holder` of another `unit` whose modules share its parameters."""
 
     unit: Any
     holder: Any
 
     @property
     def name(self) -> str:
-        """Whose hold it is."""
+        """The name of the holder, with that of its unit."""
         return f"{self.holder.name} of {self.unit}"
 
     @property
     def computes(self) -> bool:
-        """Whether the weights are being used."""
+        """Whether the holder uses the weights now."""
         return self.holder.computes
 
 
@@ -76,23 +78,23 @@ UNTIL_NEXT_PASS = Hold("reshard_after_backward=False", computes=False)
 
 
 def is_users(holder: Any) -> bool:
-    """Whether the user holds the weights, or those that they are tied to."""
+    """Return whether `holder` is the user's `unshard()`, of this unit or of a unit that shares its parameters."""
     return holder is USER or (isinstance(holder, TiedHold) and is_users(holder.holder))
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward: a forward inside one is a recomputation."""
+    """Return whether autograd is running a backward. A forward inside one is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 class DrivenUnit(Protocol):
-    """A unit as a driver sees it: what it is called, what its user chose, and who holds its weights.
+    """A unit as a driver sees it: its name, the user's options, and the holders of its weights.
 
-    `calls`: forwards whose backward has not ended; each leaves when its graph goes. `turns`: backward uses another copy
-    of some weights than forward. `moves`: how often the gathered weights have moved. `awaits_reduction`: gradients
-    arrived that no reduction has taken. `lends`: a tensor lies in the memory of gathered weights. `acquire`: hold
-    weights that are here. `end_holds`: let those of these go that hold them. `keep_post_forward`: when the memory goes,
-    post-forward shards stay until backward, if that is asked for.
+    `calls`: forwards whose backward has not ended; a call is removed when its graph dies. `turns`: backward uses
+    another copy of some weights than forward. `moves`: how often the gathered weights have moved. `awaits_reduction`:
+    some gradients have no reduction yet. `lends`: whether a tensor is in the memory of gathered weights. `acquire`:
+    hold the gathered weights. `end_holds`: end the given holds, if they exist. `keep_post_forward`: keep post-forward
+    shards until backward when the memory is freed, if the user asked for them.
     """
 
     name: str
@@ -118,8 +120,8 @@ class DrivenUnit(Protocol):
 
 
 class BackwardCall(Protocol):
-    """A forward of a unit on its way through backward. `begun`: its backward is under way, which `end` or, if it
-    failed, `abandon` ends."""
+    """A forward of a unit that waits for, or is in, its backward. `begun`: its backward is under way. `end` ends the
+    backward; `abandon` does so after a failure."""
 
     unit: Any
 
@@ -130,13 +132,13 @@ class BackwardCall(Protocol):
 
 
 class Driver(Protocol):
-    """What runs around the calls of a unit's modules. `abandon`: the unit's forward, if it is in one, is over."""
+    """The code that runs around the calls of a unit's modules. `abandon`: end the unit's forward, if it is in one."""
 
     def abandon(self) -> None: ...
 
 
 class Engine(Protocol):
-    """What the units of one model share, as drivers see it: the table at the top of this file."""
+    """The engine that the units of one model share; the table at the top of this file describes its methods."""
 
     def begin_forward(self, outermost: Any) -> None: ...
     def end_forward(self, error: BaseException | None = None) -> None: ...

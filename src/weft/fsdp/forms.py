@@ -1,4 +1,4 @@
-"""The two forms of the parameters of a group: full, while its weights are gathered, and sharded, at rest."""
+"""Construction of a group's parameters: the full ones, for gathered weights, and the sharded ones."""
 
 import weakref
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from weft.memory.buffer import FlatBuffer
 
 
 def forms_of(group: Any, members: Sequence[Unsharded]) -> tuple[ShardedParameter, ...]:
-    """Full and sharded parameters with the attributes of the original ones, and their records; views of the full and
-    the main weights of `group`."""
+    """Return the records of the parameters of `group`, each with a full and a sharded parameter. These are views of the
+    group's full and main weights, and have the attributes of the original parameters `members`."""
     recipe = group.recipe
     views = FlatBuffer(group.layout, group.mesh, group.plan.whole, group.full.local).views()
     full = [
-        # `.data`: views with a version counter of their own, so that refilling them is no change to autograd.
+        # `.data`: views with a separate version counter, so that autograd does not see a refill as a change.
         nn.Parameter(each.parallel.full(view.data) if each.parallel else view.data, requires_grad=group.trainable)
         for view, each in zip(views, members)
     ]

@@ -11,8 +11,8 @@ gradients                                           see `weft.fsdp.gradients.gro
 **  always, as model_weight, where the parameter placement is Replicate on every axis
 *** bytes of a quantized payload, if the recipe has one; then `full` always comes and goes
 
-Whether what was gathered is still right, the version counter of the main weights tells, which every write to a sharded
-parameter moves. The full parameters have that version too while their memory is here, see `weft.fsdp.autograd`.
+Every write to a sharded parameter increments the version counter of the main weights, which tells whether gathered
+weights are still up to date. While they are gathered, the full parameters have the same version (`weft.fsdp.autograd`).
 """
 
 import weakref
@@ -56,35 +56,37 @@ class ParameterGroup:
         plan: GroupPlan,
         members: Sequence[Unsharded],
     ) -> None:
-        """`members`: whose values are taken; those that have slices come first."""
+        """`members`: the original parameters, whose values are moved into the buffers; those with tensor-parallel
+        slices first."""
         self.owner: Callable[[], Any] = lambda: None
         self.plan = plan
         self.layout, self.mesh, self.placements, self.recipe = plan.layout, plan.mesh, plan.placements, plan.recipe
         self.device, self.home, self.offload, self.ranks = plan.device, plan.home, plan.offload, plan.mesh.size()
         self.trains = self.trainable = members[0].value.requires_grad
-        """Whether some of it is not frozen here; and whether it has gradients here, which may be from before that."""
+        """`trains`: whether any parameter requires gradients on this rank. `trainable`: whether the group has or gets
+        gradients on this rank; these may be from before it was frozen."""
         self.agreed = self.trainable
-        """Whether all ranks reduce its gradients, since some rank may have some."""
+        """Whether all ranks reduce the group's gradients, because any rank may have gradients."""
         slices = [local_of(each.value) for each in members]
         self.payload = payload_of(plan, self._ours("weights on their way"))
         self.main_weight, self.model_weight = self._weights(slices)
         self.copies = [self.model_weight, *(self._model_bytes() for _ in range(self.payload.copies - 1))]
-        """What gathers of forward and of backward start from: `model_weight`, and another one if they differ."""
+        """The buffers that gathers read: `model_weight`, and a second one if backward needs another copy."""
         self.copy = 0
-        """Which of them the full weights are, or are when they are gathered next."""
+        """The index in `copies` of the full weights, or of the next gather."""
         for tensor, member in zip(slices, members):
             if member.passes:  # before there is memory for gathered weights
                 tensor.untyped_storage().resize_(0)
         self.refreshes = self.model_weight is not self.main_weight
-        """Whether there are model weights beside the main weights, which follow them."""
+        """Whether model weights are kept separately and must be updated from the main weights."""
         self.post_forward: PostForwardShard | None = None
-        """What stays here of the gathered weights from forward to backward, if that is asked for."""
+        """The part of the gathered weights that is kept from forward to backward, if the user asked for it."""
         self.full, self.transient = self._make_full()
         self.transients = [each for each in (self.transient, self.payload.staging) if each is not None]
-        """The memory that comes and goes with the gathered weights."""
+        """The memory that is allocated and freed with the gathered weights."""
         self.parameters = forms_of(self, members)
         self.payload_only = payload_only_of(self)
-        """The main weights, if they go while the payload is up to date; None if they stay."""
+        """The main weights, if they are freed while the payload is up to date; None if they are always kept."""
         self.main_weight = self.payload_only or self.main_weight
         apart = self.main_weight.storage._cdata != self.model_weight.storage._cdata
         fulls = [*map(FULL, self.parameters)]
@@ -95,17 +97,17 @@ class ParameterGroup:
         self.gradients = GroupGradients(plan, self.parameters, self._ours("the gradients"))
         self.channels = [next_channel(self.groups[-1]) for _ in self.copies]
         self.channel = self.channels[0]
-        """Keeps its messages apart from those of other groups; `channels`: gathers of one copy from the other's."""
+        """Separates the group's messages from those of other groups. `channels`: one per copy."""
         self._gathered_from: int | None = None
-        """The version of the main weights that the gathered ones, or the model weights where they stay, are of."""
+        """The version of the main weights from which the gathered, or else the model weights were made."""
         self._refreshing: Ticket | None = None
         self._upload: Ticket | None = None
-        """What reads main weights in CPU memory."""
+        """The transfer that reads main weights in CPU memory."""
         self.unfilled = [each for each, tensor in zip(self.parameters, slices) if tensor.is_meta]
-        """The parameters whose first values were still to come when it was made."""
+        """The parameters that were on the meta device, without values, when the group was made."""
 
     def _weights(self, tensors: Sequence[torch.Tensor]) -> tuple[FlatBuffer, FlatBuffer]:
-        """The main weights, filled, and the model weights, which share their memory where they can."""
+        """Return the main weights, filled, and the model weights, which share memory if possible."""
         plan, recipe, where = self.plan, self.recipe, self.placements
         if self.payload.refreshes:
             main = plan.home_buffer(recipe.main)
@@ -119,16 +121,16 @@ class ParameterGroup:
         main = plan.home_buffer(recipe.main)
         main.fill(tensors)
         if aliased or (where.parameter == where.optimizer and self.layout.shards > 1):
-            return main, main  # gathers cast and upload on their way
+            return main, main  # gathers cast and upload
         return main, plan.buffer(where.parameter, recipe.compute)
 
     def _model_bytes(self) -> FlatBuffer:
         model = self.plan.buffer(self.placements.parameter, self.payload.dtype, self.payload.layout)
-        model.local.zero_()  # padding is sent as well, and nothing else writes it
+        model.local.zero_()  # padding is sent too, and nothing else writes it
         return model
 
     def _make_full(self) -> tuple[FlatBuffer, Transient | None]:
-        """The full weights, and their memory if it comes and goes."""
+        """Return the full weights, and their memory if it is freed between uses."""
         if not self.plan.moves and not self.payload.refreshes:
             return self.model_weight, None
         describe = self._ours("the gathered weights")
@@ -137,7 +139,7 @@ class ParameterGroup:
         return FlatBuffer(self.layout, self.mesh, self.plan.whole, transient.tensor), transient
 
     def belong_to(self, owner: Any) -> None:
-        """Be a group of `owner`, known only weakly, or neither would go without the collector."""
+        """Set the unit that has this group. The reference is weak, to avoid a reference cycle."""
         self.owner = ref = weakref.ref(owner)
         if self.transient is not None:
             self.transient.on_move = weakly(self._follow)
@@ -145,12 +147,12 @@ class ParameterGroup:
             self.transient.is_evictable = lambda: (unit := ref()) is None or unit.is_evictable()
 
     def _ours(self, what: str) -> Callable[[], str]:
-        """What errors call `what` of the unit; known to its buffers only weakly too."""
+        """Return a function that names `what` and the unit in errors. It refers to the group only weakly."""
         myself = weakref.ref(self)
         return lambda: f"{what} of {(group := myself()) and group.owner()}"
 
     def _follow(self, full: torch.Tensor) -> None:
-        """The gathered weights have moved: the full parameters are views of the new place."""
+        """Make the full parameters views of `full` after the gathered weights have moved there."""
         self.full = FlatBuffer(self.layout, self.mesh, self.plan.whole, full)
         with behind_classes():
             for parameter, view in zip(map(FULL, self.parameters), self.full.views()):
@@ -168,37 +170,37 @@ class ParameterGroup:
 
     @cached_property
     def reduced_bytes(self) -> int:
-        """Bytes of its gradients as they travel."""
+        """The size of the gradients' messages in bytes."""
         return self.layout.numel * self.recipe.reduce.itemsize
 
     def persistent_weights(self) -> dict[int, int]:
-        """Bytes of the weights that stay at rest on this rank, by address: each memory once."""
+        """Return the bytes of the weights that are always kept on this rank, by address of the memory."""
         storages = [buffer.storage for buffer in (self.main_weight, *self.copies)]
         return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
     @property
     def version(self) -> int:
-        """Of the main weights: every write to them makes it higher."""
+        """The version counter of the main weights, which every write increments."""
         return self.main_weight.version
 
     @property
     def is_stale(self) -> bool:
-        """Whether the main weights were written to since what is gathered, or stays, was made from them."""
+        """Whether the main weights were written to since the gathered or model weights were made from them."""
         return (self.refreshes or self.transient is not None) and self._gathered_from != self.version
 
     @property
     def is_outdated(self) -> bool:
-        """Whether its model weights are to be made from the main weights before they are used or sent."""
+        """Whether the model weights must be made from the main weights before they are used or sent."""
         return self.refreshes and self._gathered_from is None
 
     def outdate(self, *, agreed: bool = False) -> None:
-        """Let the next gather start from the main weights, because some rank says so. A payload that is all there is
-        must be `agreed` to be outdated, or written to here."""
+        """Make the next gather start from the main weights. If only the payload is kept, do so only if the ranks
+        `agreed` that it is outdated, or if this rank wrote to it."""
         if self.payload_only is None or agreed or self.is_stale:
             self._gathered_from = None
 
     def gather(self, channels: Channels) -> Ticket | None:
-        """Start making the full weights those of the main weights; None where they already are."""
+        """Start to gather the full weights from the main weights; return None if no transfer is needed."""
         self.refresh(channels)
         refreshing, self._refreshing = self._refreshing, None
         if self.transient is None:
@@ -230,7 +232,8 @@ class ParameterGroup:
 
     @property
     def fits_buckets(self) -> bool:
-        """Whether its weights may travel with those of neighbours: gathered for each use, from what is here alone."""
+        """Whether the weights may be gathered in one message with those of adjacent units: they are gathered for each
+        use, from model weights that are on the device."""
         return (
             self.transient is not None
             and (not self.refreshes or (self.payload.refreshes and self.plan.moves and not self.refreshed_bytes))
@@ -240,12 +243,13 @@ class ParameterGroup:
         )
 
     def bundled(self, channels: Channels, copy: int) -> torch.Tensor:
-        """What this rank sends in the bucket of the unit; under `torch.no_grad()`."""
+        """Return the tensor that this rank sends in the unit's bucket. Call it under `torch.no_grad()`."""
         self.refresh(channels)
         return self.copies[min(copy, self.payload.copies - 1)].local
 
     def open_full(self, channels: Channels) -> torch.Tensor:
-        """Memory for the full weights, and where the bucket brings what is sent; under `torch.no_grad()`."""
+        """Allocate the full weights; return the tensor that the bucket's gather fills. Call it under
+        `torch.no_grad()`."""
         assert self.transient is not None
         if not self.refreshes:
             self._gathered_from = self.version
@@ -253,7 +257,7 @@ class ParameterGroup:
         return self.payload.land(full, self.copies[self.copy].local, channels.weights, self.copy)
 
     def serve(self, channels: Channels, copy: int) -> Ticket:
-        """Start the part that other ranks need of this one in a gather of a copy whose result is not used here."""
+        """Take part in a gather of a copy that other ranks need, and discard the result."""
         with torch.no_grad():
             unused = self.plan.buffer(self.plan.whole, self.payload.dtype, self.payload.layout)
             own, source = unused.part(self.model_weight.placements).local, self.copies[copy].local
@@ -264,7 +268,7 @@ class ParameterGroup:
                 channels.of_gathers(self.groups[-1]),
                 channel=self.channels[copy],
                 after=self._refreshing,
-                prepare=lambda: own.copy_(source),  # must not change when this rank continues
+                prepare=lambda: own.copy_(source),  # this rank may change `source` while the gather runs
             )
 
     def refresh(self, channels: Channels) -> None:
@@ -280,7 +284,7 @@ class ParameterGroup:
         self._gathered_from = self.version
 
     def await_refresh(self) -> None:
-        """Wait for the model weights, before anything changes them."""
+        """Wait for the update of the model weights, before they change again."""
         ticket, self._refreshing = self._refreshing, None
         if ticket is not None:
             with torch.no_grad():
@@ -288,7 +292,7 @@ class ParameterGroup:
             self.payload.open(self.full.local)
 
     def rest(self, *, quantize: bool = False) -> None:
-        """Let main weights go, which nothing reads any more, if the payload is made from them, or else is made now."""
+        """Free the main weights if only the payload is kept and is up to date. `quantize`: make the payload first."""
         if self.payload_only is None:
             return
         if quantize:
@@ -298,33 +302,33 @@ class ParameterGroup:
             self.payload_only.let_go()
 
     def keep_main_weights(self) -> None:
-        """Let main weights come that the payload alone was kept of, and stay."""
+        """Restore main weights of which only the payload was kept, and keep them from now on."""
         if self.payload_only is not None:
             self.payload_only.bring()
         self.payload_only = None
 
     @property
     def refreshed_bytes(self) -> int:
-        """Bytes of the model weights that are gathered from the main weights once in a step."""
+        """The bytes of the model weights that are gathered from the main weights once per step."""
         moves = self.refreshes and set(self.main_weight.axes) - set(self.model_weight.axes)
         return self.model_weight.local.nbytes * len(self.copies) if moves else 0
 
     @property
     def staging_bytes(self) -> int:
-        """What is taken beside the gathered weights while they are uploaded and cast on their way."""
+        """The bytes of memory, besides the gathered weights, that an upload and cast of the weights needs."""
         staging = self.payload.staging
         return staging.nbytes if staging is not None and (self.payload.refreshes or not self.refreshes) else 0
 
     def finish_upload(self) -> None:
-        """Make the host wait until nothing reads main weights in CPU memory any more."""
+        """Make the host wait until no transfer reads main weights in CPU memory."""
         upload, self._upload = self._upload, None
         if upload is not None:
             upload.synchronize()
 
     def shard_after_forward(self, size: int | None) -> None:
-        """From now on keep 1/`size` of the gathered weights between forward and backward, or None of them.
+        """From now on keep 1/`size` of the gathered weights between forward and backward; None: keep nothing.
 
-        For a size it is collective over the shard axis.
+        Collective over the shard axis if `size` is not None.
         """
         self.post_forward = None
         if self.transient is not None and size is not None:
@@ -334,13 +338,13 @@ class ParameterGroup:
             self.transients.append(self.post_forward.transient)
 
     def keep_post_forward(self, channels: Channels) -> None:
-        """Keep the post-forward shard of the gathered weights, which are here, for the next gather to start from."""
+        """Keep the post-forward shard of the gathered weights; the next gather starts from it."""
         if self.post_forward is not None:
             with torch.no_grad():
                 self.post_forward.keep(self.full.local, channels.weights)
 
     def arrived(self) -> None:
-        """The gather is done: give back what it read on its way, and let autograd read what it brought."""
+        """Finish a gather that has ended: free its temporary memory, and let autograd read the full weights."""
         if self.post_forward is not None:
             self.post_forward.drop()
         if self.transient is not None or self.refreshes:
@@ -348,7 +352,7 @@ class ParameterGroup:
         self.fulls.come(self.version)
 
     def gather_other(self, copy: int, channels: Channels) -> None:
-        """Put another copy of the weights in the place of the one that is here. The computation waits for it."""
+        """Gather another copy of the weights in place of the current one. The computation waits for it."""
         self.fulls.check_unwritten()
         self.fulls.leave()
         self.copy = copy
@@ -357,21 +361,21 @@ class ParameterGroup:
         self.arrived()
 
     def free(self) -> None:
-        """Give the memory of the gathered weights back."""
+        """Free the memory of the gathered weights."""
         if self.transient is not None:
             self.fulls.leave()
             self.transient.give()
 
     def sync_requires_grad(self) -> None:
-        """Freeze and unfreeze the full parameters as the user did the registered ones. Raises RuntimeError for hooks
-        that would not run."""
+        """Set `requires_grad` of the full parameters to that of the sharded ones. Raises RuntimeError for hooks that
+        would not run."""
         trains = [*map(_trains, self.parameters)]
         self.trains = any(trains)
         with behind_classes():
             for each, flag in zip(self.parameters, trains):
                 if each.full.requires_grad != flag:
                     each.full.requires_grad_(flag)
-        # Gradients that wait for their reduction, here or elsewhere, are still reduced when their parameters are frozen
+        # Gradients that wait for their reduction, on any rank, are reduced even if their parameters are frozen
         # meanwhile.
         self.trainable = self.trains or self.gradients.is_owed or self.gradients.accumulates()
         for each in self.parameters:
@@ -382,12 +386,12 @@ class ParameterGroup:
 
     @cached_property
     def slice_groups(self) -> list[dist.ProcessGroup]:
-        """The ranks that hold other slices of some parameter, each group once."""
+        """The process groups over which parameters are sliced by tensor parallelism, without duplicates."""
         return list(dict.fromkeys(each.slices for each in self.parameters if each.slices is not None))
 
     @cached_property
     def slice_ranges(self) -> list[tuple[int, int, dist.ProcessGroup | None]]:
-        """The layout's elements in ranges that belong to parameters with the same slice group."""
+        """The ranges `(start, stop, group)` of the layout's elements whose parameters have the same slice group."""
         starts: list[int] = []
         groups = []
         for group, members in groupby(self.parameters, key=lambda each: each.slices):

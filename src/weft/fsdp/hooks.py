@@ -1,17 +1,17 @@
 """The hook driver: a module's forward and backward drive its unit.
 
-    forward   before  acquire, note the inputs' gradients as the end of this call's backward
-              after   release, or keep where the weights stay until backward; note the outputs' gradients as its begin
+    forward   before  acquire; the inputs' gradients mark the end of this call's backward
+              after   release, or keep until backward; the outputs' gradients mark the begin of this call's backward
     backward  begin   acquire
               end     release, reduce
               over    (once per backward, by the runtime) complete calls whose end has no hook, collect, check, publish
 
-A backward that is differentiated itself is like a forward: a backward through it begins at the gradients of the call's
+A backward with `create_graph=True` is like a forward: a backward through it begins at the gradients of the call's
 inputs, and needs the weights until the call's own end.
 
 A forward inside a backward is a recomputation by activation checkpointing. If the unit's own backward is under way, its
-weights are held and the hooks stand back; if that backward is still to come, the weights are kept for it. Hooks stand
-back as well while a schedule drives the units.
+weights are held and the hooks do nothing; if that backward is still to come, the weights are kept for it. Hooks also do
+nothing while a schedule drives the units.
 """
 
 import weakref
@@ -39,7 +39,7 @@ from weft.fsdp.trees import give_back, map_tensors, tensors_in
 
 
 class ForwardCall:
-    """One forward of a unit, on its way through backward, in which it holds the weights."""
+    """One forward of a unit, from its begin to the end of its backward; a holder of the weights in backward."""
 
     computes = backward = True
 
@@ -50,21 +50,21 @@ class ForwardCall:
         """Whether its backward is under way."""
         self._retained = False
         self._ended_in = -1
-        """The number of the last backward that it ended in."""
+        """The id of autograd's graph task in which this call's backward has ended last."""
         self._moves = self.unit.moves
         self._engine = engine
-        """Lives until then, though the root may be gone."""
+        """A strong reference: the root may be freed before the backward."""
         self._stretch: Stretch | None = None
         self._known = weakref.ref(self, self.unit.calls.discard)
         self.unit.calls.add(self._known)
 
     @property
     def name(self) -> str:
-        """As a holder."""
+        """The call's name as a holder of weights."""
         return f"a backward of {self.unit}"
 
     def begin(self, gradient: torch.Tensor | None = None) -> None:
-        """The first output's gradient has come."""
+        """Begin the call's backward. A hook on the outputs' gradients; all but the first call return at once."""
         if self.begun:
             return
         unit, driver = self.unit, self.driver
@@ -87,12 +87,13 @@ class ForwardCall:
         engine.offer(unit)
 
     def begin_inside(self, gradient: torch.Tensor) -> None:
-        """The gradient of what an output is a view of has come: the output's own does not if its caller wrote to it."""
+        """Begin the call's backward. A hook on the base of an output that is a view: the view's own hook does not run
+        if the caller wrote to the view."""
         if self._ended_in != torch._C._current_graph_task_id():
             self.begin()
 
     def reach_inputs(self, gradients: Iterable[torch.Tensor | None]) -> None:
-        """The inputs' gradients are done."""
+        """End the call's backward, because the inputs' gradients are computed."""
         if not self.begun and self.unit.awaits_reduction:
             self.begin()
         if torch.is_grad_enabled():
@@ -102,7 +103,8 @@ class ForwardCall:
         self.end()
 
     def end(self) -> None:
-        """The last input's gradient is done; for a call without differentiable inputs, the whole backward is."""
+        """End the call's backward: after the inputs' gradients, or, without differentiable inputs, after the whole
+        backward."""
         self._ended_in = torch._C._current_graph_task_id()
         if not self.begun:
             return
@@ -118,7 +120,7 @@ class ForwardCall:
             engine.done(unit, self)
 
     def abandon(self) -> None:
-        """The backward is not under way any more."""
+        """Mark the call's backward as not under way."""
         if self.begun:
             self.begun = False
             self.driver.backwards -= 1
@@ -129,7 +131,7 @@ class ForwardCall:
 
 
 class _EndOfBackward(torch.autograd.Function):
-    """The identity on a call's differentiable inputs; its backward runs when the call's is done."""
+    """The identity on a call's differentiable inputs, whose backward marks the end of the call's backward."""
 
     @staticmethod
     def forward(ctx: Any, call: ForwardCall, *inputs: torch.Tensor) -> Any:
@@ -144,18 +146,18 @@ class _EndOfBackward(torch.autograd.Function):
 
 
 _mark: Callable[..., Any] = super(torch.autograd.Function, _EndOfBackward).apply
-"""`Function.apply` without its preparations for torch.func, under which a unit refuses to run."""
+"""`Function.apply` without its handling of torch.func, under which units raise anyway."""
 
 
 class HookDriver(ABC):
-    """What runs around the calls of one unit's modules, outside of anything compiled in them."""
+    """The code that runs around the calls of one unit's modules, outside of compiled regions."""
 
     def __init__(self, unit: DrivenUnit, modules: Sequence[nn.Module]) -> None:
         self.unit = unit
         self.forward_prefetch: list[weakref.ref[Any]] | None = None
         self.backward_prefetch: list[weakref.ref[Any]] | None = None
         self.backwards = 0
-        """Backwards of the unit under way: a forward that meets one is a recomputation."""
+        """The number of the unit's backwards under way. A forward during one is a recomputation."""
         self._modules = [weakref.ref(module) for module in modules]
         self._entered: set[int] = set()
         self._call: ForwardCall | None = None
@@ -165,13 +167,13 @@ class HookDriver(ABC):
     @property
     @abstractmethod
     def engine(self) -> Engine:
-        """What the units of the model share: made at its first pass."""
+        """The engine that the units of the model share, made at the model's first pass."""
 
     @torch.compiler.disable(recursive=False)
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """`forward(*args, **kwargs)` of `module` with the unit's weights."""
+        """Run `forward(*args, **kwargs)` of `module` with the unit's gathered weights."""
         engine = self.engine
-        compiled = get_eval_frame_callback() is not None  # then torch.compile would trace what runs here
+        compiled = get_eval_frame_callback() is not None  # torch.compile would trace this code
         args, kwargs, finish = (self._enter_plainly if compiled else self._enter)(engine, module, args, kwargs)
         if finish is None:
             return self.unit.policy.cast_output(forward(*args, **kwargs))
@@ -188,8 +190,8 @@ class HookDriver(ABC):
         return (self._finish_plainly if compiled else self._finish)(engine, output, finish)
 
     def _enter(self, engine: Engine, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """What comes before the forward; returns its inputs, cast and marked, and what to call behind it, None where
-        hooks stand back."""
+        """Prepare a forward. Return its inputs, cast and marked, and a function to call after it; None in place of the
+        function if hooks do nothing in this call."""
         if engine.recover() or self.backwards or id(module) in self._entered:
             return *self.unit.policy.cast_inputs((args, kwargs)), None
         if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
@@ -206,7 +208,7 @@ class HookDriver(ABC):
             raise
 
     def _finish(self, engine: Engine, output: Any, finish: Callable[[], None]) -> Any:
-        """What comes behind the forward; returns its output."""
+        """Complete a forward, and return its output, cast and marked."""
         try:
             if finish is not _nothing:
                 finish()
@@ -222,7 +224,7 @@ class HookDriver(ABC):
 
     @torch.compiler.disable
     def _fail(self, engine: Engine, error: BaseException) -> None:
-        """The forward, or what is around it, ended in `error`."""
+        """Clean up after a forward, or the code around it, has raised `error`."""
         engine.note_failure(f"the forward of {self.unit.name or 'the root'}", error)
         try:
             self.abandon()
@@ -230,7 +232,7 @@ class HookDriver(ABC):
             engine.end_forward(error)
 
     def _before(self, engine: Engine, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """Acquire; returns the inputs, cast and marked, and what to call behind the forward."""
+        """Acquire the weights. Return the inputs, cast and marked, and a function to call after the forward."""
         unit = self.unit
         if not self._entered:
             if observed():
@@ -245,7 +247,7 @@ class HookDriver(ABC):
         return args, kwargs, finish
 
     def _after(self, engine: Engine, output: Any) -> Any:
-        """Release or keep, if this was the last of the unit's modules; returns the output, cast and marked."""
+        """Release or keep the weights after the last of the unit's modules. Return the output, cast and marked."""
         if not isinstance(output, torch.Tensor) and isinstance(output, _LAZY):
             raise TypeError(
                 f"forward of {self.unit.kind} returned a {type(output).__name__}, which computes when it is read, and "
@@ -259,7 +261,7 @@ class HookDriver(ABC):
                         f"{self.unit} returned a view of its gathered weights, which go when its forward ends: return "
                         "a clone(), or pass reshard_after_forward=False"
                     )
-                if self._call is None and RETURNED not in self.unit.holders:  # else until its backward is over
+                if self._call is None and RETURNED not in self.unit.holders:  # with a graph, its call holds them
                     self.unit.acquire(RETURNED)
             if self._call is not None and tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(self._call.begin)
@@ -271,7 +273,7 @@ class HookDriver(ABC):
         return output
 
     def abandon(self) -> None:
-        """The unit's forward, if it is in one, is over, although not all its modules ran."""
+        """End the unit's forward, if it is in one, although not all of its modules ran."""
         if self._entered:
             self._leave(self.engine)
         elif self._hold in self.unit.holders:  # it failed before it began
@@ -297,14 +299,15 @@ class HookDriver(ABC):
             engine.done(unit, self._hold, backward_follows=call is not None and not recomputing)
 
     def _reshards(self) -> bool:
-        """Whether the weights go after forward: by default not those of the root, whose backward follows at once."""
+        """Return whether to free the weights after forward. The default is no for the root, whose backward follows
+        immediately."""
         choice = self.unit.reshard_after_forward
         return self.unit.number > 0 if choice is None else choice
 
 
 def _marked(call: ForwardCall, args: tuple, kwargs: dict) -> tuple[tuple, dict, Callable[[], None]]:
-    """The inputs with their differentiable tensors passed through the end-of-backward mark, and what gives lists that
-    were made anew for it what the module has put into them."""
+    """Return the inputs with their differentiable tensors passed through `_EndOfBackward`, and a function to call after
+    the forward: it copies the module's changes of rebuilt lists to the original lists."""
     if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
         return (_mark(call, *args) if args[0].requires_grad else args), kwargs, _nothing
     tensors = [tensor for tensor in tensors_in((*args, *kwargs.values())) if tensor.requires_grad]
@@ -325,11 +328,11 @@ def _marked(call: ForwardCall, args: tuple, kwargs: dict) -> tuple[tuple, dict, 
 
 
 def _nothing() -> None:
-    """There is nothing to give back."""
+    """Do nothing after a forward whose inputs were not rebuilt."""
 
 
 def _alive(units: "list[weakref.ref[Any]]") -> list[Any]:
-    """What the user named to be gathered ahead, as far as it is still there."""
+    """Return those of the weakly referenced units that still exist."""
     return [unit for ref in units if (unit := ref()) is not None]
 
 

@@ -33,12 +33,12 @@ from weft.quantize import Quantization, count_losses, dequantize, largest_of, qu
 from weft.quantize.decode import packed_e2m1, unpacked_e2m1
 
 _ALIGNMENT = 16
-"""A shard's bytes are a multiple of this many."""
+"""The size of a shard is a multiple of this many bytes."""
 
 
 class _Piece(NamedTuple):
-    """A part of tensor `number`, and of one matrix of it, that lies in one shard. `place`: where its elements begin in
-    the layout; `scales_at`: where its scales begin in the shard's bytes."""
+    """A part of tensor `number`, and of one matrix of it, that is in one shard. `place`: the offset of its elements in
+    the layout; `scales_at`: the offset of its scales in the shard's bytes."""
 
     number: int
     matrix: int
@@ -49,10 +49,10 @@ class _Piece(NamedTuple):
 
 
 class Narrow:
-    """The payload of quantized weights, see `weft.fsdp.payload.Payload`."""
+    """The payload of quantized weights; implements `weft.fsdp.payload.Payload`."""
 
     refreshes = True
-    """Bytes stay beside the main weights, and are made anew once in a step."""
+    """The payload is kept besides the main weights, and is made from them once per step."""
 
     def __init__(self, plan: GroupPlan, describe: Callable[[], str]) -> None:
         self._plan = plan
@@ -60,17 +60,17 @@ class Narrow:
         self._extents = plan.layout.extents
         cuts = [plan.layout.cuts(number) for number in range(len(self._extents))]
         self._parts = [[(each[shard], each[shard + 1]) for each in cuts] for shard in range(plan.layout.shards)]
-        """By shard, the elements of each tensor that it holds."""
+        """By shard and tensor, the range of the tensor's elements that the shard has."""
         self.copies = self._recipe.copies
         self._payload_bytes = plan.layout.shard_numel // self._recipe.values_per_byte
         self._tails = [self._tail(parts) for parts in self._parts]
-        """By shard, where the scales of each tensor begin and where the last ones end, in bytes."""
+        """By shard, the byte offsets of each tensor's scales and of the end of the last ones."""
         numel = -(-max(tail[-1] for tail in self._tails) // _ALIGNMENT) * _ALIGNMENT
         self.layout = Layout((), plan.layout.shards, numel)
         self.dtype = torch.uint8
         self.sent = numel * plan.layout.shards if plan.moves else 0
         self._matrices = [0, *accumulate(math.prod(each.shape[:-2]) for each in self._extents)]
-        """Where the matrices of each tensor begin in `maxima`."""
+        """The offset in `maxima` of each tensor's matrices."""
         self.maxima: torch.Tensor | None = None
         if self._recipe.shares_maximum:
             self.maxima = torch.zeros(self._matrices[-1], device=plan.device)
@@ -79,49 +79,49 @@ class Narrow:
             for number, each in enumerate(self._extents)
         ]
         self._scales_at = [*accumulate((-(-size // 4) * 4 for size in whole), initial=plan.layout.numel)]
-        """Where the scales of each whole tensor begin in full weights that stay quantized."""
+        """The offset of each tensor's scales in full weights that stay quantized."""
         self._transposed_at = -(-self._scales_at[-1] // _ALIGNMENT) * _ALIGNMENT
-        """Where the transposed codes of all tensors begin there, if they are kept."""
+        """The offset of the transposed codes in full weights that stay quantized, if they are kept."""
         self.tail = self._transposed_at - plan.layout.numel if self._stays else 0
         self.tail += plan.layout.numel if self._recipe.keep_transpose else 0
         self.staging: Transient | None = None
         if plan.moves:
             self.staging = Transient(self.layout.numel, self.dtype, plan.device, describe=describe)
         self._come: torch.Tensor | None = None
-        """The bytes of all shards, which `open` reads."""
+        """The gathered bytes of all shards, which `open` reads."""
         self._copy = 0
-        """Which of the copies the full weights are."""
+        """The index of the copy that the full weights are."""
 
     @property
     def _recipe(self) -> Quantization:
-        """As the plan has it, with the dtype that weights are cast to first."""
+        """The plan's recipe, with the dtype to which weights are cast before they are quantized."""
         recipe, compute = self._plan.recipe.quantization, self._plan.recipe.compute
         assert recipe is not None
         return recipe if recipe.via is not None or compute.itemsize > 4 else dataclasses.replace(recipe, via=compute)
 
     @property
     def _stays(self) -> bool:
-        """Whether full weights are quantized too."""
+        """Whether full weights stay quantized."""
         return self._recipe.is_scaled
 
     def _recipe_of(self, number: int, copy: int) -> Quantization:
-        """Of a copy of tensor `number`. Stacks are of [in, out] matrices, so forward sums over their rows."""
+        """Return the recipe of a copy of tensor `number`. Stacks have [in, out] matrices: forward sums over rows."""
         if self.copies == 1:
             return self._recipe
         return self._recipe.along(-2 if (len(self._extents[number].shape) == 3) != bool(copy) else -1)
 
     def write(self, own: torch.Tensor, source: torch.Tensor, pool: Pool, copy: int = 0) -> Callable[[], Any] | None:
-        """See `Payload.write`. `source`: main weights, or the bytes that were made from them."""
+        """Return a function that quantizes `source` to `own`, as `Payload.write`; None if `source` is a payload."""
         return None if source.dtype == self.dtype else functools.partial(self.fill, own, source, copy)
 
     def land(self, full: torch.Tensor, source: torch.Tensor, pool: Pool, copy: int = 0) -> torch.Tensor:
-        """See `Payload.land`."""
+        """Return the memory into which the payload is gathered, as `Payload.land`."""
         self._copy = copy
         self._come = pool.take(self.staging) if self.staging is not None else source
         return self._come
 
     def open(self, full: torch.Tensor) -> None:
-        """See `Payload.open`."""
+        """Fill the full weights from the gathered bytes, and free these, as `Payload.open`."""
         come, self._come = self._come, None
         if come is None:
             return
@@ -131,12 +131,12 @@ class Narrow:
             self.staging.give()
 
     def maxima_of(self, number: int) -> torch.Tensor:
-        """Those of the matrices of tensor `number`, a view of `maxima`."""
+        """Return the maxima of the matrices of tensor `number`, a view of `maxima`."""
         assert self.maxima is not None
         return self.maxima[self._matrices[number] : self._matrices[number + 1]]
 
     def local_maxima(self, main: torch.Tensor) -> torch.Tensor:
-        """The largest magnitude that this rank's shard `main` has of each matrix; 0 for one of which it has nothing."""
+        """Return the largest magnitude of each matrix in this rank's shard `main`; 0 for a matrix without elements."""
         found = torch.zeros(self._matrices[-1], device=self._plan.device)
         begin = self._shard * self._plan.layout.shard_numel
         for piece in self._pieces(self._shard):
@@ -145,7 +145,7 @@ class Narrow:
         return found
 
     def losses(self, main: torch.Tensor) -> torch.Tensor:
-        """Of this rank's shard `main`: how many elements saturate, how many underflow, and how many there are."""
+        """Count the elements of this rank's shard `main`: [3] int64, those that saturate, those that underflow, all."""
         found = torch.zeros(3, dtype=torch.int64, device=self._plan.device)
         begin = self._shard * self._plan.layout.shard_numel
         for piece in self._pieces(self._shard):
@@ -156,17 +156,17 @@ class Narrow:
         return found
 
     def _scale_bytes(self, number: int, shape: tuple[int, ...], copy: int) -> int:
-        """Of the scales that a piece of tensor `number` with this shape has in its shard of a copy."""
+        """Return the bytes of the scales of a piece of tensor `number` with this shape, in one copy."""
         if self._recipe.kind == "tensorwise":
             return 0
         return math.prod(self._recipe_of(number, copy).scale_shape(shape)) * self._recipe.scale_itemsize
 
     def _most_scale_bytes(self, number: int, shape: tuple[int, ...]) -> int:
-        """That there is room for in each copy."""
+        """Return the bytes that each copy reserves for the scales of such a piece."""
         return max(self._scale_bytes(number, shape, copy) for copy in range(self.copies))
 
     def _tail(self, parts: list[tuple[int, int]]) -> list[int]:
-        """Where in a shard's bytes the scales of each tensor's part begin, and where the last end."""
+        """Return the offsets, in a shard's bytes, of the scales of each tensor's part, and of the end of the last."""
         sizes = [
             self._most_scale_bytes(number, self._shape(number, stop - start)) if stop > start else 0
             for number, (start, stop) in enumerate(parts)
@@ -174,7 +174,7 @@ class Narrow:
         return list(accumulate(sizes, initial=self._payload_bytes))
 
     def _shape(self, number: int, numel: int) -> tuple[int, ...]:
-        """The shape of a part of tensor `number`, in whose rows and matrices no block is divided."""
+        """Return a shape for `numel` elements of tensor `number`, whose rows and matrices divide no block."""
         shape = self._extents[number].shape
         if self._recipe.kind == "tensorwise":
             return (numel,)
@@ -183,7 +183,7 @@ class Narrow:
         return (numel // shape[-1], shape[-1])
 
     def _pieces(self, shard: int) -> Iterator[_Piece]:
-        """What lies in a shard, in pieces of one matrix each where a matrix has one scale."""
+        """Yield the pieces of a shard; with one scale per matrix, each piece is of one matrix."""
         for number, (start, stop) in enumerate(self._parts[shard]):
             if stop == start:
                 continue
@@ -203,7 +203,7 @@ class Narrow:
         for piece in self._pieces(self._shard):
             at = piece.place - begin
             values = main[at : at + piece.numel]
-            if self._plan.offload is not None:  # quantized on the device, whose memory it is copied to
+            if self._plan.offload is not None:  # quantize on the device
                 there = torch.empty(values.shape, dtype=values.dtype, device=own.device)
                 values = there.copy_(values, non_blocking=True)
             codes, steps = self._bytes_of(own, piece, at, copy)
@@ -216,8 +216,8 @@ class Narrow:
         return Pending()
 
     def unpacked(self, come: torch.Tensor, copy: int = 0) -> Iterator[tuple[int, torch.Tensor, Any]]:
-        """Views of the bytes of all shards of a copy: where in the full weights the elements of each piece begin, its
-        payload and its scales, as `quantize` returns them."""
+        """Yield, for each piece of all shards of a copy, the offset of its elements in the full weights, and views of
+        its payload and scales, as `quantize` returns them."""
         shard_numel = self._plan.layout.shard_numel
         for shard, sent in enumerate(come.view(self.layout.shards, -1)):
             for piece in self._pieces(shard):
@@ -241,7 +241,7 @@ class Narrow:
         dequantize(codes, scales, self._recipe, out=target[place : place + numel].view(*codes.shape[:-1], -1))
 
     def _assemble(self, come: torch.Tensor, full: torch.Tensor) -> None:
-        """Fill full weights that stay quantized from the bytes of all shards: the codes, and behind them the scales."""
+        """Fill full weights that stay quantized from the bytes of all shards: first the codes, then the scales."""
         target, ends = full.view(torch.uint8), list(self._scales_at)
         for shard, sent in enumerate(come.view(self.layout.shards, -1)):
             for piece in self._pieces(shard):
@@ -258,7 +258,7 @@ class Narrow:
                 )
 
     def _transposed(self, target: torch.Tensor, offset: int, shape: Sequence[int]) -> torch.Tensor:
-        """The transposed codes of a tensor in full weights that keep them."""
+        """Return the view of a tensor's transposed codes in full weights that keep them."""
         *stack, height, width = shape
         begin = self._transposed_at + offset
         return target[begin : begin + math.prod(shape)].view(*stack, width, height)
@@ -266,8 +266,11 @@ class Narrow:
     def operand(
         self, codes: torch.Tensor, full: torch.Tensor, number: int, *, backward: bool = False
     ) -> tuple[torch.Tensor, Any, Quantization]:
-        """Payload, scales and recipe of tensor `number`, whose `codes` are in full weights that stay quantized, for a
-        product of forward or of `backward`. A product that sums over rows gets transposed codes, if they are kept."""
+        """Return payload, scales and recipe of tensor `number` for a matrix product of forward or of `backward`.
+
+        `codes`: the tensor's payload in full weights that stay quantized. A product that sums over rows gets transposed
+        codes, if they are kept.
+        """
         recipe, shape, begin = self._recipe_of(number, self._copy), tuple(codes.shape), self._scales_at[number]
         if recipe.keep_transpose and (codes.dim() == 3) != backward:
             codes = self._transposed(full.view(torch.uint8), self._extents[number].offset, shape).mT
@@ -280,7 +283,7 @@ class Narrow:
         return codes, typed, recipe
 
     def _bytes_of(self, sent: torch.Tensor, piece: _Piece, at: int, copy: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of a shard's bytes: the payload of the piece whose elements begin at `at`, and its scales."""
+        """Return views of a shard's bytes: the payload of `piece`, whose elements begin at `at`, and its scales."""
         *rows, width = piece.shape
         per_byte = self._recipe.values_per_byte
         codes = sent[at // per_byte : (at + piece.numel) // per_byte].view(*rows, width // per_byte)

@@ -1,18 +1,18 @@
-"""Main weights of quantized parameters that are frozen when they are sharded: at rest the payload alone is kept.
+"""Main weights of quantized parameters that are frozen when they are sharded: only the payload is kept between uses.
 
     event                                      main weights
     -----------------------------------------  ------------------------------------------------------------------------
-    the payload has been made from them        go, unless code elsewhere has a tensor in their memory
-    they are read or written: by an operator,  come: the payload's values, dequantized to the parameter's dtype
+    the payload has been made from them        are freed, unless other code has a tensor in their memory
+    they are read or written: by an operator,  are restored: the payload's values, dequantized to the parameter's dtype
       `to_local()`, a state dict, a checkpoint
-    a pass begins, nothing was written         go again; the payload is as it was
-    the first pass begins, some rank has       the payload is made from them on all ranks, and they go
+    a pass begins, nothing was written         are freed again; the payload is unchanged
+    the first pass begins, some rank has       the payload is made from them on all ranks, and they are freed
       written, as loading does
-    a later pass begins, some rank has         come and stay, on all ranks: small writes, such as those of a moving
-      written or unfrozen one                  average, would be lost in the payload
+    a later pass begins, some rank has         are restored and kept, on all ranks: small writes, such as those of a
+      written or unfrozen one                  moving average, would be lost in the payload
 
-So a payload that nothing writes to never changes. Quantizing its values gives the same values again, with few
-exceptions for `nvfp4`, so state dicts hold values and need not know the format.
+A payload that is not written to never changes. Quantizing its values gives the same payload again, with few exceptions
+for `nvfp4`, so state dicts hold values and are independent of the format.
 """
 
 import sys
@@ -29,31 +29,31 @@ from weft.memory.buffer import FlatBuffer
 
 
 class PayloadOnly(FlatBuffer):
-    """Main weights that come from `payload` when `local` is asked for."""
+    """Main weights that are restored from `payload` when `local` is read."""
 
     WRITTEN, NEEDED = 1, 2
-    """What one rank tells the others of them."""
+    """The messages of one rank to the others: the weights were written to; they must be kept."""
 
     def __init__(
         self, main: FlatBuffer, model: FlatBuffer, payload: Narrow, parameters: Sequence[UnevenDTensor]
     ) -> None:
-        """Take the place of `main`, whose views `parameters` are. `model`: of all bytes that lie here."""
+        """Replace `main`, whose views are `parameters`. `model`: the buffer of this rank's payload."""
         self._local = main.local
         self._is_here = True
         super().__init__(main.layout, main.mesh, main.placements, main.local)
         main.local = main.local.new_empty(0)
         self._own = model.part(main.placements)
         self._payload = payload
-        # Weak: a parameter that is kept when its model has gone finds its values, and they keep no parameter.
+        # Weak references: parameters must not be kept alive. One that outlives its model still finds its values.
         self._parameters = [weakref.ref(each) for each in parameters]
         self._parts = [each._local_tensor for each in parameters]
         self.has_passed = False
-        """Whether a pass has begun, which finds first values."""
+        """Whether a pass has begun. Writes before the first pass are initial values."""
         self._own_holders = self._holders()
 
     @property
     def local(self) -> torch.Tensor:  # type: ignore[override]
-        """What lies here, which comes if it has gone."""
+        """This rank's main weights; restores them if they were freed."""
         self.bring()
         return self._local
 
@@ -63,26 +63,26 @@ class PayloadOnly(FlatBuffer):
 
     @property
     def version(self) -> int:
-        """See `FlatBuffer.version`. Coming and going are no writes."""
+        """The version counter of the main weights, as `FlatBuffer.version`. Freeing and restoring do not change it."""
         return self._local._version
 
     @property
     def storage(self) -> torch.UntypedStorage:
-        """See `FlatBuffer.storage`; empty if they have gone."""
+        """The storage of the main weights, as `FlatBuffer.storage`; empty while they are freed."""
         return self._local.untyped_storage()
 
     @property
     def is_unfrozen(self) -> bool:
-        """Whether a user has unfrozen one of them."""
+        """Whether the user has unfrozen any of the parameters."""
         return any((parameter := ref()) is not None and parameter.requires_grad for ref in self._parameters)
 
     def quantize(self) -> None:
-        """Make the bytes that lie here from them."""
+        """Make this rank's payload from the main weights."""
         with torch.no_grad():
             self._payload.fill(self._own.local, self.local)
 
     def let_go(self) -> None:
-        """The payload is made from them: let their memory go, if no other code has a tensor in it."""
+        """Free the memory of the main weights, from which the payload was made, if no other code has a tensor in it."""
         if not self._is_here or self.is_unfrozen or self._holders() > self._own_holders:
             return
         self._is_here = False
@@ -92,7 +92,7 @@ class PayloadOnly(FlatBuffer):
                 defer(parameter, self.bring)
 
     def bring(self) -> None:
-        """Make them from the payload, if they have gone."""
+        """Restore the main weights from the payload, if they were freed."""
         if self._is_here:
             return
         self._is_here = True
@@ -106,14 +106,14 @@ class PayloadOnly(FlatBuffer):
                 arrive(parameter)
 
     def _holders(self) -> int:
-        """How many references there are to their memory: tensors that share it, and references to those here."""
+        """Count the references to the main weights' memory: tensors that share it, and references to this object's."""
         sharing = torch._C._storage_Use_Count(self.storage._cdata)
         return sharing + sum(map(sys.getrefcount, (self._local, *self._parts)))
 
 
 def payload_only_of(group: Any) -> PayloadOnly | None:
-    """What takes the place of the main weights of `group`, if they need not stay: frozen ones, on the device, for which
-    there is one payload."""
+    """Return a replacement for the main weights of `group`, if they need not be kept: frozen weights, on the device,
+    with one copy of the payload. Otherwise return None."""
     stays = group.trainable or group.offload is not None or not group.layout.data_numel
     if stays or not isinstance(group.payload, Narrow) or group.payload.copies > 1:
         return None

@@ -1,4 +1,4 @@
-"""What quantized units lose at the ends of their formats."""
+"""The shares of weights that saturate or underflow in the formats of quantized units."""
 
 import torch
 import torch.distributed as dist
@@ -13,12 +13,12 @@ from weft.quantize.shares import Shares
 
 
 def quantization_shares(model: nn.Module) -> dict[str, Shares]:
-    """The shares of saturated and of underflowed elements of the weights of each unit with quantized weights, by the
-    unit's name ("" for the root), the same on all ranks.
+    """Return, by the name of each unit with quantized weights ("" for the root), the shares of its weights that
+    saturate and that underflow. The result is the same on all ranks.
 
-    Quantizes this rank's main weights again, and reduces the counts once. Weights that are frozen and kept as payload
-    alone are not counted: what they have lost is not known any more. Collective. Do not call it between a forward
-    and its backward. Raises ValueError for a model without sharded modules.
+    Quantizes this rank's main weights again, and reduces the counts once. Frozen weights that are kept as payload only
+    are not counted, because their original values are not known. Collective. Do not call it between a forward and its
+    backward. Raises ValueError for a model without sharded modules.
     """
     units = units_of(model)
     groups = [(unit.name, group) for unit in units for group in unit.groups if group.payload_only is None]

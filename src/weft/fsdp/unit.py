@@ -14,14 +14,14 @@
     here         free         at rest      a driver that foresees no      the memory goes
                                            use of the unit soon
 
-Everything else is an error that names the unit, its state and its holders. A holder is what needs the weights: a
-forward or backward call, a step of a schedule, the user's `unshard()`, or one of the promises that another will be
-back. A unit at most makes way for another, with its values; only its holders let it go. It does not know its drivers.
+Every other transition raises an error that names the unit, its state and its holders. A holder needs the weights: a
+forward or backward call, a step of a schedule, the user's `unshard()`, or a hold for a later use, such as a backward.
+The pool may move a unit's weights to make room for another; only holders end holds. A unit does not know its drivers.
 
-Full parameters are registered while a computation or the user's `unshard()` holds the weights, else the sharded ones,
-which an optimizer, a freeze or a write finds between passes. Autograd has views of weights that wait for a backward.
+Full parameters are registered while a computation or the user's `unshard()` holds the weights. Otherwise the sharded
+ones are: optimizers, freezes and writes use these. Autograd has views of weights that wait for a backward.
 
-Gradients have a life of their own, in `weft.fsdp.gradients.group`.
+`weft.fsdp.gradients.group` describes the life of the gradients.
 """
 
 import enum
@@ -73,7 +73,7 @@ _moves = attrgetter("moves")
 
 
 class Unit:
-    """The parameter groups of one `fully_shard` call; `channels` and `gradient_to_write` are of its model."""
+    """The parameter groups of one `fully_shard` call; `channels` and `gradient_to_write` are those of its model."""
 
     def __init__(
         self,
@@ -91,45 +91,45 @@ class Unit:
         self._list_groups()
         self.device = device
         self._coming = [group for group in self.groups if group.transient is not None or group.refreshes]
-        """Those whose full weights are not always here and right, as those are that are the main weights themselves."""
+        """The groups whose full weights must be gathered or updated: all but those that compute with main weights."""
         self.gathered = [group.transient for group in self.groups if group.transient is not None]
         """The memory of the gathered weights."""
         self.gathered_bytes = sum(each.nbytes for each in self.gathered)
         self.turns = any(len(group.copies) > 1 for group in self.groups)
         """Whether backward uses another copy of some weights than forward."""
         self.backward = False
-        """Whether what is gathered, or is gathered next, is the copy of backward, if `turns`."""
+        """Whether the current or next gather is of the copy for backward, if `turns`."""
         self.policy = policy
         self.name = ""
         self.number = 0
         self.writes_gradients = any(group.gradients.declared for group in self.groups)
         """Whether modules have declared that they add to `main_grad` themselves."""
         self.channels: Channels = None  # type: ignore[assignment]
-        """From the first pass of its root on."""
+        """Set at the first pass of the root."""
         self.gradient_to_write: Callable[[ShardedParameter], tuple[torch.Tensor, bool]] | None = None
-        """Where a module that writes the gradient of a parameter itself puts it, and whether it adds to it."""
+        """Returns the tensor to which a module writes the gradient of a parameter itself, and whether to add to it."""
         self.place = next(_places)
-        """Among all units of the process: the same on all ranks that build the same models."""
+        """The number among all units of the process: the same on all ranks that build the same models."""
         self.state = State.AT_REST
         self.resident = False
-        """Whether the full weights are here or on their way, by `state`: asked for at each event of a pass."""
+        """Whether the full weights are here or on the way: `state is not AT_REST`, which is checked very often."""
         self.holders: dict[Any, None] = {}
         self._shows_full = False
         """Whether the full parameters are registered."""
         self.tied: dict[Unit, str] = {}
-        """The units that own parameters which modules of this one share, with a parameter's name."""
+        """The units that own parameters which modules of this one share, each with the name of one such parameter."""
         self.resharded = False
-        """Whether a pass has ended the hold of this rank's user; on others the unit may not have run."""
+        """Whether a pass has ended the user's hold on this rank; on other ranks the unit may not have run."""
         self.reshard_after_forward: bool | None = None
         self.reshard_after_backward = True
         self.unshard_in_backward = True
         self.requires_gradient_sync = True
         self.requires_all_reduce = True
         self.calls: set[weakref.ref[Any]] = set()
-        """Forwards whose backward has not ended, as long as their graphs live: autograd has views of the weights."""
+        """Forwards whose graph exists and whose backward has not ended: autograd has views of the weights."""
         self._divide_factor = divide_factor
         self.replaced_factor: float | None = None
-        """What summed gradients are divided by in place of the number of ranks; None: that number."""
+        """The divisor of summed gradients; None: the number of ranks."""
         self._tickets: list[Ticket] = []
         self._keeps_post_forward = False
         self.reshard_after(reshard_after_forward)
@@ -149,16 +149,16 @@ class Unit:
 
     @property
     def computes(self) -> bool:
-        """Whether a holder computes with the full weights."""
+        """Whether any holder computes with the full weights."""
         return any(holder.computes for holder in self.holders)
 
     @property
     def is_stale(self) -> bool:
-        """Whether the full weights are not those of the main weights any more."""
+        """Whether the main weights have changed since the full weights were made from them."""
         return any(group.is_stale for group in self.groups)
 
     def prefetch(self) -> None:
-        """Start the gather, if the weights are neither here nor on their way."""
+        """Start the gather, if the weights are at rest."""
         for unit in self.tied:
             unit.prefetch()
         if self.state is State.AT_REST:
@@ -167,13 +167,13 @@ class Unit:
             self._gather()
 
     def gather_started(self, ticket: Ticket) -> None:
-        """The weights are at rest, and their gather has started, with those of other units."""
+        """Note that the weights, which are at rest, are being gathered in a message with those of other units."""
         self.state = TRANSITIONS.get((self.state, "gather")) or self._refuse("gather")
         self.resident = True
         self._tickets = [ticket]
 
     def acquire(self, holder: Any) -> None:
-        """Hold the full weights: they are registered and ready for what is computed from here on."""
+        """Hold the full weights: register them, and make subsequent computation see them."""
         if holder in self.holders:
             raise RuntimeError(f"{self}: {holder.name} holds its weights already")
         for unit in self.tied:
@@ -192,12 +192,12 @@ class Unit:
         if not self._shows_full and (holder.computes or is_users(holder)):
             try:
                 self._show(full=True)
-            except RuntimeError:  # what was put in place of a parameter
+            except RuntimeError:  # the user has replaced a parameter
                 self.release(holder)
                 raise
 
     def release(self, holder: Any) -> None:
-        """Let go. The memory stays until `free`."""
+        """End a hold. The memory stays until `free`."""
         if holder not in self.holders:
             raise RuntimeError(f"{self}: {holder.name} lets go of weights that it does not hold")
         self._let_go(holder)
@@ -207,14 +207,14 @@ class Unit:
             group.fulls.check_unwritten()
 
     def end_holds(self, *holders: Hold) -> None:
-        """Let those of these go that hold the weights."""
+        """End the given holds, if they exist."""
         for holder in holders:
             if holder in self.holders:
                 self.release(holder)
                 self.resharded |= holder is USER
 
     def renew(self) -> None:
-        """Gather weights that are held again, since the main weights have changed."""
+        """Gather held weights again, because the main weights have changed."""
         self.state = TRANSITIONS.get((self.state, "renew")) or self._refuse("renew")
         for group in self.groups:
             group.fulls.check_unwritten()
@@ -224,7 +224,7 @@ class Unit:
         self._wait()
 
     def turn(self, backward: bool) -> None:
-        """Let weights that have two copies be gathered, or be gathered again, as forward or `backward` needs them."""
+        """Select the copy of weights with two copies for the next gather. Gather them again if they are held."""
         if not self.turns or self.backward == backward:
             return
         self.free()  # gathered ahead for the other direction
@@ -240,15 +240,15 @@ class Unit:
             group.gather_other(int(backward), self.channels)
 
     def sync_versions(self) -> None:
-        """A pass begins, and the weights are here: let autograd read only what was saved from the main weights that
-        there are now. Raises WeightsWritten as `release` does."""
+        """Set the version counters of gathered weights to that of the main weights at the begin of a backward.
+        Autograd then raises for tensors saved at another version. Raises WeightsWritten as `release` does."""
         if self.state in (State.HERE, State.HELD):
             for group in self.groups:
                 group.fulls.check_unwritten()
                 group.fulls.come(group.version)
 
     def register(self) -> None:
-        """Register what the holders need: full parameters, or the sharded ones if none computes."""
+        """Register the full parameters if a holder computes or is the user, otherwise the sharded ones."""
         self._show(full=any(holder.computes or is_users(holder) for holder in self.holders))
 
     def _show(self, *, full: bool) -> None:
@@ -257,7 +257,7 @@ class Unit:
             register(group.parameters, FULL if full else SHARDED)
 
     def free(self) -> None:
-        """Give the memory back, if it is there and the weights have no holder."""
+        """Free the memory of weights that have no holder."""
         if self.state is State.ON_THE_WAY:
             self._arrive()
         if self.state is State.HERE:
@@ -269,7 +269,7 @@ class Unit:
                 group.free()
 
     def reshard_after(self, forward: bool | int | None) -> None:
-        """Let the weights go after forward, or not; an int: keep them sharded over that many ranks."""
+        """Set whether the weights are freed after forward; an int: keep them sharded over that many ranks."""
         self.forget()
         size = None if forward is None or isinstance(forward, bool) else forward
         self.reshard_after_forward = True if size is not None else forward  # type: ignore[assignment]
@@ -277,22 +277,21 @@ class Unit:
             group.shard_after_forward(size)
 
     def keep_post_forward(self) -> None:
-        """The forward is over, and a backward follows: when the memory goes, post-forward shards stay if that is
-        asked for."""
+        """Keep post-forward shards, if the user asked for them, when the memory is freed after this forward."""
         self._keeps_post_forward = True
 
     def forget(self) -> None:
-        """Drop what stayed for a backward: the next gather starts from the main weights."""
+        """Drop post-forward shards: the next gather starts from the main weights."""
         self._keeps_post_forward = False
         for group in self._coming:
             if group.post_forward is not None:
                 group.post_forward.drop()
 
     def begin_pass(self) -> None:
-        """A pass begins: what an earlier one left goes, and what its user froze or unfroze counts from here on."""
+        """Free what an earlier pass has left, and apply the user's changes of `requires_grad`, when a pass begins."""
         self.forget()
         if self.state is not State.AT_REST:
-            self.free()  # before the model weights change that the gather reads
+            self.free()  # waits for a gather before the model weights change that it reads
         for group in self._coming:
             group.await_refresh()
         for group in self.groups:
@@ -300,29 +299,29 @@ class Unit:
             group.sync_requires_grad()
 
     def drop_holders(self) -> None:
-        """Let all holders go but for the user: a pass was abandoned."""
+        """End all holds except the user's, after an abandoned pass."""
         for holder in [each for each in self.holders if not is_users(each)]:
-            self._let_go(holder)  # units that are tied stand back by themselves
+            self._let_go(holder)  # tied units drop their own holders
 
     def reset(self) -> None:
-        """Go to rest from any state but for the user's hold: a pass was abandoned."""
+        """Return to rest, unless the user holds the weights, after an abandoned pass."""
         self.drop_holders()
         self.forget()
         self.free()
 
     def has_room(self) -> bool:
-        """Whether the weights can be gathered beside what is here, at the address where autograd may need them."""
+        """Return whether the weights can be gathered now, at the address where autograd may need them."""
         return all(map(self.channels.weights.has_room, self.gathered))
 
     def is_evictable(self) -> bool:
-        """Whether the weights may move out of their place. What is on its way there arrives first."""
+        """Return whether the weights may be moved to other memory. Waits for a gather that is under way."""
         if self.computes:
             return False
         self._arrive()
         return True
 
     def lends(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies in the memory of gathered weights, which comes and goes."""
+        """Return whether `tensor` is in the memory of gathered weights, which is freed between uses."""
         for each in self.gathered:
             if each.lends(tensor):
                 return True
@@ -366,35 +365,35 @@ class Unit:
     # --- gradients --------------------------------------------------------------------------------------------------
 
     def agree(self, trains: Sequence[bool]) -> None:
-        """From now on reduce the gradients of these groups."""
+        """Set, per group, whether its gradients are reduced from now on."""
         for group, agreed in zip(self.groups, trains):
             group.agreed = agreed
         self._list_groups()
 
     def _list_groups(self) -> None:
         self.trainable_groups = [group for group in self.groups if group.agreed]
-        """The groups whose gradients are reduced: the same on all ranks, even if they froze different ones."""
+        """The groups whose gradients are reduced: the same on all ranks, even if ranks froze different groups."""
         self.reduced = [number for number, group in enumerate(self.groups) if group.agreed]
-        """Their numbers."""
+        """The numbers of `trainable_groups`."""
         self.others = [number for number, group in enumerate(self.groups) if not group.agreed]
-        """Those of the others; a rank that has unfrozen one tells the others at the end of its backward."""
+        """The numbers of the other groups. A rank that has unfrozen one tells the others at the end of its backward."""
 
     @cached_property
     def is_addressed(self) -> bool:
-        """Whether its gathers cannot be taken for those of other units: there are none, or each has a tag."""
+        """Whether gathers of this unit cannot be confused with those of others: there are none, or each has a tag."""
         gathered = (group for group in self.groups if group.plan.moves)
         return all(transport_of(group.groups[-1], group.device).capabilities.tags for group in gathered)
 
     @property
     def awaits_reduction(self) -> bool:
-        """Whether gradients arrived that no reduction has taken."""
+        """Whether some gradients have arrived that no reduction has taken."""
         for group in self.groups:
             if (group.agreed or group.trainable) and group.gradients.arrived:
                 return True
         return False
 
     def scale_of(self, group: ParameterGroup) -> float:
-        """What the sum of gradients over the ranks is multiplied with."""
+        """Return the factor for the sum of gradients over the ranks."""
         if self.replaced_factor is not None:
             return 1 / self.replaced_factor
         return 1 / (group.ranks * (self._divide_factor or 1))

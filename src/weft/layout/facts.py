@@ -1,4 +1,4 @@
-"""What a plan must know of units, and what a user may choose: numbers of bytes, and what belongs together."""
+"""The inputs of a plan: sizes of units in bytes, units that share messages, and the user's limits."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class StageFacts:
-    """The buffers of one stage of a reduction, in bytes: what accumulates over microbatches, what travels, what other
-    ranks send. `shared`: the first two are one buffer."""
+    """The bytes of the buffers of one stage of a reduction. `accumulating`: adds up microbatches. `travelling`: is
+    sent. `inbox`: receives from other ranks. `shared`: the first two are one buffer."""
 
     accumulating: int
     travelling: int
@@ -20,9 +20,9 @@ class StageFacts:
 class GradientFacts:
     """The gradients of one trainable group.
 
-    `kind`: what groups that are reduced in one message have in common. `sent`: bytes that travel. `narrows`: packed
-    wide even if they travel at once. `declared`: modules write them themselves. `download`: bytes of what is reduced on
-    its way to CPU memory.
+    `kind`: groups of equal kind can be reduced in one message. `sent`: bytes of the messages. `narrows`: gradients are
+    packed in a wider dtype than that of the messages, even if they are reduced immediately. `declared`: modules write
+    them themselves. `download`: bytes of the buffer from which reduced gradients are copied to CPU memory.
     """
 
     kind: Hashable | None
@@ -35,14 +35,14 @@ class GradientFacts:
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """What a plan must know of one unit.
+    """The sizes of one unit, in bytes, and its relations to others.
 
-    `gathered`: bytes of the gathered weights of each group. `sent`: of a gather of all of them, None for as many.
-    `refreshed`: of the model weights that stay on each rank and are gathered once in a step, behind the optimizer.
-    `turned`: where backward uses another copy of some weights than forward, bytes of a gather of one copy of those into
-    memory that is there, and of what is taken meanwhile. `staging`: of what is uploaded on its way there.
-    `post_forward`: of what stays of them between forward and backward. `tied`: the units whose parameters it shares.
-    `bundle`: the units that travel with it, itself included. `gradients`: of each group, None for one that has none.
+    `gathered`: gathered weights, per group. `sent`: the message that gathers them all; None: the sum of `gathered`.
+    `refreshed`: model weights that are kept on each rank and gathered once per step, after the optimizer. `turned`: if
+    backward uses another copy of some weights than forward, the message of a gather of one copy into existing memory,
+    and its temporary memory. `staging`: temporary memory of an upload. `post_forward`: the part kept from forward to
+    backward. `tied`: the units whose parameters it shares. `bundle`: the units gathered in one message with it,
+    including itself. `gradients`: per group, None for a group without gradients.
     """
 
     name: str
@@ -58,19 +58,19 @@ class UnitFacts:
 
     @property
     def message(self) -> int:
-        """Bytes of a gather of its weights."""
+        """The size in bytes of the message that gathers the unit's weights."""
         return sum(self.gathered) if self.sent is None else self.sent
 
     def trained(self) -> list[GradientFacts]:
-        """Of the groups that have gradients."""
+        """Return the facts of the groups that have gradients."""
         return [each for each in self.gradients if each is not None]
 
 
 class Limits(NamedTuple):
-    """What a user may choose, see `RuntimeOptions`, and what a schedule asks for.
+    """Limits that the user sets with `RuntimeOptions`, and those of a schedule.
 
-    `depth`: units that a schedule gathers ahead. `order`: in which reductions start; None: from the last unit to the
-    first.
+    `depth`: the number of units that a schedule gathers ahead. `order`: the units in the order in which their
+    reductions start; None: from the last unit to the first.
     """
 
     prefetch_bytes: int | None = None
@@ -82,6 +82,6 @@ class Limits(NamedTuple):
 
 
 def kind_of(groups: Sequence[GradientFacts]) -> Hashable | None:
-    """What a unit's gradients have in common with those of others that travel in one message; None: nothing."""
+    """Return the common kind of a unit's groups; None if they differ, so that the unit shares no message."""
     kinds = {group.kind for group in groups}
     return next(iter(kinds)) if len(kinds) == 1 else None

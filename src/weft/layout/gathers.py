@@ -1,19 +1,19 @@
-"""What is gathered when, by the traces of earlier passes: rules over anything that can be gathered.
+"""The order of gathers, predicted from the traces of earlier passes.
 
     pass          predicted by
     ----------    ------------------------------------------------------------
-    forward       the forward before
-    evaluation    the evaluation before
-    backward      the backward before; the first by the forward, turned round
+    forward       the previous forward
+    evaluation    the previous evaluation
+    backward      the previous backward; the first by the forward, reversed
     schedule      its own program
 
     depth 1:    use 0   gathers 0 and starts 1
                 use 1   waits for 1 and starts 2
-                done 1  gives its memory back, unless 1 is among what is needed next
+                done 1  frees its memory, unless 1 is needed next
 
-A pass that leaves its record is served on demand to its end: prediction changes speed, never results. A schedule
-gathers further ahead than hooks do. A byte budget counts for all of them, each unit once. The executor applies these
-rules to units, `layout.plan` to numbers: both see the same events in the same order.
+If a pass deviates from its trace, the rest of it is gathered on demand: predictions change speed, never results. A
+schedule gathers further ahead than hooks do. A byte budget limits the total of the units ahead, each counted once. The
+runtime applies these rules to units, `layout.plan` to numbers: both see the same events in the same order.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -27,13 +27,12 @@ BACKWARD = ("backward", "accumulation")
 
 
 class Gathered(Protocol):
-    """What the rules ask of a unit, and do with it.
+    """A unit as `GatherOrder` sees it.
 
-    `tied`: the units whose parameters it shares. `holders`: of its weights. `resident`: they are here or on their way.
-    `turns`: backward uses another copy than forward; `backward`: what is gathered, now or next, is that copy.
-    `turn`: have one of the copies, at once if it is held, else when it is gathered next. `prefetch`: start the gather,
-    unless it is resident. `has_room`: it can be gathered beside what is here. `free`: give the memory back, unless a
-    holder needs it.
+    `tied`: the units whose parameters it shares. `holders`: those of its weights. `resident`: the weights are gathered
+    or being gathered. `turns`: backward uses another copy than forward. `backward`: the current or next gather is of
+    that copy. `turn`: select a copy; if the unit is held, gather it now. `prefetch`: start the gather, unless resident.
+    `has_room`: whether there is memory to gather it now. `free`: free the memory, unless it has holders.
     """
 
     number: int
@@ -53,61 +52,61 @@ class Gathered(Protocol):
 
 
 class Bundle(Protocol):
-    """Units whose weights travel in one message."""
+    """Units whose weights are gathered in one message."""
 
     @property
     def numbers(self) -> Collection[int]:
-        """Of its units."""
+        """The numbers of its units."""
         ...
 
     def gather(self, backward: bool) -> None:
-        """Start the gather of its units that are not resident and have room, in a backward or not."""
+        """Start to gather its units that are not resident and have room. `backward`: whether a backward needs them."""
 
 
 class GatherOrder:
-    """`units`: by number. `bundles`: of the units that are in one. `budget`: bytes to gather ahead, None for the next
-    unit or bundle."""
+    """Starts gathers in predicted order. `units`: by number. `bundles`: by the numbers of their units. `budget`: the
+    most bytes to gather ahead; None: the next unit or bundle."""
 
     def __init__(self, units: Sequence[Gathered], bundles: Mapping[int, Bundle], budget: int | None) -> None:
         self.traces: dict[str, Trace] = {}
         """The last trace of each kind of pass."""
         self.events: list[tuple[str, int, int]] = []
-        """Of the pass under way."""
+        """The events of the current pass: (kind, unit, detail)."""
         self.off_plan: dict[str, int] = {}
-        """How many passes left their record, by reason."""
+        """The number of passes that deviated from their trace, by reason."""
         self._units = units
         self._bundles = bundles
         self._budget = budget
         self._kind = "forward"
         self.depth = 1
-        """How many units a schedule gathers ahead; hooks: one."""
+        """The number of units that a schedule gathers ahead; hooks gather one."""
         self._expected: tuple[int, ...] = ()
         self._backwards: tuple[int, ...] = ()
-        """Which of the expected uses are in backward, of units that turn."""
+        """Per expected use, 1 if it is in backward and of a unit that turns."""
         self._position = 0
         self._on_plan = True
         self._waits = False
-        """Whether gradients of the backward under way wait for another."""
+        """Whether gradients of the current backward wait for another backward."""
         self._gathered: set[int] = set()
-        """The units of the bundles that travelled in this pass."""
+        """The units of the bundles that were gathered in this pass."""
         self._ahead: dict[tuple[str, tuple[int, ...]], dict[tuple[int, bool], tuple[int, ...]]] = {}
-        """What to gather ahead of each position: worked out once for each record."""
+        """The units to gather ahead at each position of a trace: computed once per trace."""
         self._wanted_at: dict[tuple[int, bool], tuple[int, ...]] = {}
         self._wanted: tuple[int, ...] = ()
-        """What should be here, or on its way, besides what is held, behind the latest use."""
+        """The units that should be gathered ahead after the latest use."""
         self._around: tuple[Any, ...] | None = None
-        """The forward that a backward interrupts: a gradient that is taken inside of it."""
+        """The saved state of a forward inside which a backward runs, such as one that computes a gradient."""
 
     # --- passes -----------------------------------------------------------------------------------------------------
 
     def begin(self, kind: str, *, inside: bool = False) -> None:
-        """A pass of this kind begins, `inside` of another or not."""
+        """Begin a pass of this kind. `inside`: whether it runs inside another pass."""
         self._around = self._state() if inside else None
         self._kind = kind
         self._follow(*self._predicted(kind))
 
     def foresee(self, trace: Trace, depth: int) -> bool:
-        """A schedule begins, which will have these events and gathers `depth` units ahead; whether it is a new one."""
+        """Begin a schedule with the events of `trace` that gathers `depth` units ahead; return whether it is new."""
         known = self.traces.get("schedule")
         new = known is None or (known.uses, known.backwards) != (trace.uses, trace.backwards)
         if new:
@@ -117,12 +116,12 @@ class GatherOrder:
         return new
 
     def end_forward(self) -> None:
-        """A forward is over: what it predicted beyond its end does not come."""
+        """End a forward. It deviates from its trace if expected uses are left."""
         self._on_plan = self._on_plan and self._position == len(self._expected)
         self._keep_trace(self._kind)
 
     def end_backward(self) -> None:
-        """A backward or a schedule is over."""
+        """End a backward or a schedule."""
         self._keep_trace("accumulation" if self._waits else self._kind)
         self._kind = "forward"
         if self._around is not None:
@@ -132,11 +131,11 @@ class GatherOrder:
 
     @property
     def on_plan(self) -> bool:
-        """Whether the pass under way is as its record says, so far."""
+        """Whether the current pass has followed its trace so far."""
         return self._on_plan
 
     def forget(self) -> None:
-        """Drop the records: a pass was not what a pass should be."""
+        """Drop all traces after a failed pass."""
         self.traces.clear()
         self.events = []
         self._kind = "forward"
@@ -159,7 +158,7 @@ class GatherOrder:
         self._wanted_at = self._ahead[key]
 
     def _predicted(self, kind: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The uses of a pass of this kind, as far as they are known, and which of them are in backward."""
+        """Return the expected uses of a pass of this kind and, per use, whether it is in backward; empty if unknown."""
         for known in BACKWARD if kind == "backward" else (kind,):
             if known in self.traces:
                 return self.traces[known].uses, self.traces[known].backwards
@@ -177,17 +176,17 @@ class GatherOrder:
             self.traces[kind] = Trace(kind, tuple(Event(*event) for event in self.events))
 
     def waits(self, unit: int) -> None:
-        """The gradients of `unit` wait for another backward."""
+        """Note that the gradients of `unit` wait for another backward."""
         self._waits = self._kind == "backward"
         self.events.append(("later", unit, 0))
 
     # --- events -----------------------------------------------------------------------------------------------------
 
     def use(self, unit: Gathered, named: Iterable[Gathered] | None = None, *, backward: bool = False) -> None:
-        """`unit` comes next: gather it, and ahead the `named` units, else those that the record predicts. `backward`:
-        what comes computes gradients.
+        """Gather `unit`, which is used next, and ahead the `named` units, or else those that the trace predicts.
 
-        All gathers start before the host waits for the one that it needs, so that no lane runs dry.
+        `backward`: whether the use computes gradients. All gathers start before the host waits for the one that it
+        needs, so that the lanes always have work.
         """
         number, position = unit.number, self._position
         self.events.append(("use", number, int(backward and unit.turns)))
@@ -219,25 +218,25 @@ class GatherOrder:
                 self._gather(ahead, ahead.backward)
 
     def stays(self, unit: Gathered) -> bool:
-        """Whether `unit`, just released, is among what the pass needs next, so that its memory stays."""
+        """Return whether to keep the memory of `unit`, just released, because the pass needs it next."""
         if not self._on_plan:
             return False
         number, position, expected = unit.number, self._position, self._expected
         if position < len(expected):
             return number == expected[position] or number in self._wanted
-        if self._kind == "forward":  # behind its last use the backward comes
+        if self._kind == "forward":  # the backward follows its last use
             for coming in self._known(BACKWARD):
                 if not self._units[coming].holders:
                     return number == coming
         return False
 
     def together(self, number: int) -> Collection[int]:
-        """The units that come with unit `number` in a pass of this kind: a schedule gathers each by itself."""
+        """Return the units that are gathered with unit `number` in this kind of pass; a schedule gathers each alone."""
         bundle = self._bundles.get(number)
         return bundle.numbers if bundle is not None and self._kind != "schedule" else (number,)
 
     def behind(self, here: Collection[int], upcoming: Iterable[int]) -> Iterator[int]:
-        """What to gather ahead once the units `here` are in use, of which some may be used again at once."""
+        """Yield the units to gather ahead while the units `here` are in use, perhaps several times in a row."""
         spent, seen = 0, set()
         following = dropwhile(here.__contains__, upcoming)
         depth = self.depth if self._kind == "schedule" else 1
@@ -251,13 +250,13 @@ class GatherOrder:
             yield number
 
     def _turn_ahead(self, unit: Gathered) -> None:
-        """Let `unit`, which is gathered ahead, have the copy of its next use, unless another holds it."""
+        """Select the copy for the next use of `unit`, which is gathered ahead, unless it is held."""
         if not unit.holders:
             coming = zip(self._expected[self._position :], self._backwards[self._position :])
             unit.turn(bool(next((use for number, use in coming if number == unit.number), self._kind == "backward")))
 
     def _gather(self, unit: Gathered, backward: bool) -> None:
-        """Start to gather `unit`, with its bundle if that did not travel in this pass."""
+        """Start to gather `unit`, with its bundle if that was not gathered in this pass."""
         for tied in unit.tied:
             self._gather(tied, backward)
         if unit.resident:
@@ -283,10 +282,10 @@ class GatherOrder:
         return wanted
 
     def _leave_plan(self) -> None:
-        """The pass is not what its record says: what was gathered ahead may never be used."""
+        """Stop following the trace, and free units that were gathered ahead and may never be used."""
         self._on_plan = False
         if not self._known(BACKWARD if self._kind == "backward" else (self._kind,)):
-            return  # nothing was known, or foretold by the forward alone
+            return  # there was no prediction, or only that of the forward
         reason = f"{self._kind}: other units, or in another order"
         self.off_plan[reason] = self.off_plan.get(reason, 0) + 1
         seen = {unit for _, unit, _ in self.events}
@@ -297,4 +296,4 @@ class GatherOrder:
 
 
 _RECORDS = 16
-"""How many records keep what was worked out for them."""
+"""The number of traces for which the units to gather ahead are cached."""

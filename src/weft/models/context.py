@@ -1,20 +1,21 @@
-"""Context parallelism: the rows of a batch are cut over the ranks of an axis, and layers exchange what crosses.
+"""Context parallelism: the rows of a batch are cut over the ranks of an axis, and layers exchange what they need.
 
 Each of the `cp` ranks has two of 2 cp equal slices of every row, the r-th and the (2 cp - 1 - r)-th, so that causal
-attention is even work. With cp = 2:
+attention is the same work on each. With cp = 2:
 
     row        0 0 1 1 2 2 3 3        slices
     rank 0     0 0 3 3
     rank 1     1 1 2 2
 
-    layer   what is gathered over cp                             bytes
+    layer   gathered over cp                                     bytes
     *       keys and values, or heads are exchanged              grow with the row
-            of a window that a slice holds, those before slices  constant
-    +       latents and rotated keys                             the same, and fewer
-    M, G    the last inputs of the convolution, then of each     constant
-            slice what it does to the state and what it adds
+            with a window up to a slice, the end of the slice    constant
+            before each slice
+    +       latents and rotated keys                             grow with the row, but fewer
+    M, G    the last inputs of the convolution, then each        constant
+            slice's factor of the state and its addition to it
 
-Gathering runs on the lane "context". What comes back in backward is summed over the ranks.
+Gathers run on the lane "context". In backward, gradients are summed over the ranks.
 """
 
 import math
@@ -37,8 +38,9 @@ from weft.models.loss import IGNORED_LABEL
 
 
 class Piece(NamedTuple):
-    """Equal parts of documents in this rank's slices: `queries` [count, S] and the `keys` [count, T] that they may see,
-    the last S of them their own, as places in the flattened slices and in the flattened rows of keys."""
+    """Equally long parts of documents in this rank's slices, as indices. `queries` [count, S]: positions in the
+    flattened slices. `keys` [count, T]: the positions that these may see, in the flattened rows of keys; the last S are
+    those of the queries."""
 
     queries: Tensor
     keys: Tensor
@@ -46,10 +48,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Slices:
-    """The slices of this rank of a batch, in place of `Documents`.
+    """This rank's slices of the rows of a batch; given to layers in place of `Documents`.
 
-    `whole`: the documents of the batch, whose rows are padded to a multiple of 2 `ranks`. `group`: the ranks that share
-    the rows, of which this is number `rank`.
+    `whole`: the documents of the batch, whose rows are padded to a multiple of 2 `ranks`. `group`: the process group of
+    the ranks that share the rows. `rank`: this rank's number in the group.
     """
 
     whole: Documents
@@ -61,7 +63,7 @@ class Slices:
 
     @property
     def ranks(self) -> int:
-        """How many ranks share the rows."""
+        """The number of ranks that share the rows."""
         return self.group.size()
 
     @property
@@ -71,7 +73,7 @@ class Slices:
 
     @property
     def mine(self) -> tuple[int, int]:
-        """Which slices this rank has."""
+        """The numbers of this rank's slices."""
         return self.rank, 2 * self.ranks - 1 - self.rank
 
     def require(self, values: Tensor) -> None:
@@ -83,31 +85,31 @@ class Slices:
             )
 
     def cut(self, values: Tensor) -> Tensor:
-        """[batch, seq, ...] -> this rank's slices, [batch, 2 width, ...]."""
+        """Return this rank's slices, [batch, 2 width, ...], of `values` [batch, seq, ...]."""
         parts = values.split(self.width, dim=1)
         return torch.cat([parts[number] for number in self.mine], dim=1)
 
-    # --- what layers ask of documents ---------------------------------------------------------------------------------
+    # --- the methods of Documents that layers use ---------------------------------------------------------------------
 
     def position_ids(self, device: torch.device) -> Tensor:
-        """As `Documents.position_ids`, of the slices."""
+        """Return the slices of `Documents.position_ids`, [batch, 2 width]."""
         return self.kept(device, "position_ids", lambda: self.cut(self.whole.position_ids()))
 
     def reaches(self, device: torch.device) -> Tensor:
-        """As `Documents.reaches`, of the slices."""
+        """Return the slices of `Documents.reaches`, [batch, 2 width]."""
         return self.kept(device, "reaches", lambda: self.cut(self.whole.reaches()))
 
     def labels(self, labels: Tensor) -> Tensor:
-        """What `context_part` has cut has its labels masked."""
+        """Return `labels` unchanged: `context_part` has masked them."""
         return labels
 
     def following(self, values: Tensor, places: int, filling: int) -> Tensor:
-        """As `Documents.following`; the slices behind are gathered."""
+        """Return the slices of `Documents.following` of the whole rows, which are gathered."""
         whole = self._joined(gathered(self.group, values)[0].unbind())
         return self.cut(self.whole.following(whole, places, filling))
 
     def kept(self, device: torch.device, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """As `Documents.kept`."""
+        """Return the result of `make` on `device`, cached by name and device, as `Documents.kept`."""
         if (device, name) not in self._made:
             with torch.inference_mode(False):
                 self._made[device, name] = make().to(device)
@@ -116,36 +118,40 @@ class Slices:
     # --- attention ----------------------------------------------------------------------------------------------------
 
     def gathering(self, *parts: Tensor) -> Callable[[], list[Tensor]]:
-        """Begin to gather [batch, 2 width, ...] each; the result gives [batch, seq, ...] of the whole rows."""
+        """Start to gather tensors [batch, 2 width, ...]. The returned function waits and returns the whole rows,
+        [batch, seq, ...] each."""
         finish = start_gathering(self.group, *parts)
         return lambda: [self._joined(each.unbind()) for each in finish()]
 
     def exchanging(self, *parts: Tensor) -> Callable[[], list[Tensor]]:
-        """Begin to send the heads of [batch, 2 width, heads, C] each to the ranks, an equal part to each.
+        """Start to send the heads of tensors [batch, 2 width, heads, C] to the ranks, an equal part to each.
 
-        The result gives this rank's heads at all positions of the rows, [batch, seq, heads / ranks, C].
+        The returned function waits and returns this rank's heads of the whole rows, [batch, seq, heads / ranks, C].
         """
         by_rank = (torch.stack(part.chunk(self.ranks, dim=2)) for part in parts)
         finish = start_exchanging(self.group, *by_rank)
         return lambda: [self._joined(each.unbind()) for each in finish()]
 
     def exchanging_back(self, whole: Tensor) -> Callable[[], Tensor]:
-        """Begin to send [batch, seq, heads / ranks, C] where its positions are; the result gives this rank's positions
-        of all heads, [batch, 2 width, heads, C]."""
+        """Start to send `whole` [batch, seq, heads / ranks, C] to the ranks that have its positions. The returned
+        function waits and returns all heads of this rank's positions, [batch, 2 width, heads, C]."""
         finish = start_exchanging(self.group, torch.stack(self._parted(whole)))
         return lambda: torch.cat(finish()[0].unbind(), dim=2)
 
     def haloing(self, size: int, *parts: Tensor) -> Callable[[], list[Tensor]]:
-        """Begin to gather the last `size` positions of each slice; the result gives this rank's slices behind those
-        before them, [2 batch, size + width, ...] each, with zeros before a row."""
+        """Start to gather the last `size` positions of each slice of `parts` [batch, 2 width, ...].
+
+        The returned function waits and returns this rank's slices, each with the `size` positions before it, or zeros
+        at the begin of a row: [2 batch, size + width, ...].
+        """
         rows = [self.rows(part) for part in parts]
         finish = start_gathering(self.group, *(self._tails(each, size) for each in rows))
         return lambda: [torch.cat((self._ahead(tails), own), dim=1) for tails, own in zip(finish(), rows)]
 
     def pieces(self, device: torch.device, before: int | None = None) -> list[Piece]:
-        """What this rank's positions see, equal shapes together; padding is left out.
+        """Return the positions that this rank's positions see, without padding: one `Piece` per shape.
 
-        `before`: at most so many keys before each slice, in the rows that `haloing` gives.
+        `before`: see at most this many keys before each slice; the keys are then indices into the rows of `haloing`.
         """
         name = f"pieces/{before}"
         if (device, name) not in self._made:
@@ -167,7 +173,7 @@ class Slices:
                             found.setdefault((end - begin, seen), []).append((place, source))
             pieces = []
             for (queries, keys), places in found.items():
-                with torch.inference_mode(False):  # backward saves them
+                with torch.inference_mode(False):  # backward saves these tensors
                     begins = torch.tensor(places)
                     spans = begins[:, :1] + torch.arange(queries), begins[:, 1:] + torch.arange(keys)
                     pieces.append(Piece(*(each.to(device) for each in spans)))
@@ -177,24 +183,24 @@ class Slices:
     # --- recurrences --------------------------------------------------------------------------------------------------
 
     def rows(self, x: Tensor) -> Tensor:
-        """[batch, 2 width, ...] -> a row for each slice, [2 batch, width, ...]."""
+        """Return `x` [batch, 2 width, ...] with a row per slice, [2 batch, width, ...]."""
         return x.unflatten(1, (2, self.width)).flatten(0, 1)
 
     def unrows(self, x: Tensor) -> Tensor:
-        """[2 batch, width, ...] -> [batch, 2 width, ...]."""
+        """Return `x` [2 batch, width, ...] with both slices in one row, [batch, 2 width, ...]."""
         return x.unflatten(0, (-1, 2)).flatten(1, 2)
 
     @cached_property
     def _numbers(self) -> Tensor:
-        """The documents of the rows of slices, [2 batch, width]."""
+        """The number of each position's document, [2 batch, width], in CPU memory."""
         return self.rows(self.cut(self.whole.numbers()))
 
     def numbers(self, device: torch.device) -> Tensor:
-        """The number of each position's document, [2 batch, width]."""
+        """Return the number of each position's document, [2 batch, width]."""
         return self.kept(device, "numbers", lambda: self._numbers)
 
     def before(self, device: torch.device) -> Tensor:
-        """The document of the position before each slice, [2 batch]; -1 before a row."""
+        """Return the number of the document before each slice, [2 batch]; -1 at the begin of a row."""
 
         def make() -> Tensor:
             numbers = F.pad(self.whole.numbers(), (1, 0), value=PADDING)
@@ -204,12 +210,14 @@ class Slices:
 
     @cached_property
     def local(self) -> Documents:
-        """The parts of documents in the slices, as documents of a batch of their own."""
+        """The documents of this rank's slices, as a batch [2 batch, width]."""
         return Documents.from_ids(self._numbers)
 
     def halo(self, x: Tensor, size: int) -> Tensor:
-        """The last `size` positions of the slice before each of this rank's, [2 batch, size, ...]; zeros where another
-        document is there. `x` [batch, 2 width, ...]."""
+        """Return the `size` positions before each of this rank's slices of `x` [batch, 2 width, ...].
+
+        The result is [2 batch, size, ...], with zeros at positions of another document than the slice's first.
+        """
         if self.width < size:
             raise ValueError(
                 f"slices of {self.width} tokens: a convolution sees {size} tokens before a slice, and takes them from "
@@ -229,10 +237,8 @@ class Slices:
     def carrying(
         self, combine: Callable[[Tensor, Tensor], Tensor], across: Tensor, added: Tensor
     ) -> Callable[[], Tensor]:
-        """Begin to gather what each slice does to a state, [2 batch, ...]: `combine(across, state) + added`.
-
-        The result gives the state before each of this rank's slices.
-        """
+        """Start to gather `across` and `added`, [2 batch, ...]. The returned function waits and returns the state
+        before each of this rank's slices, where a slice maps a state to `combine(across, state) + added`."""
         finish = start_gathering(self.group, *(each.unflatten(0, (-1, 2)) for each in (across, added)))
 
         def state() -> Tensor:
@@ -247,54 +253,55 @@ class Slices:
     # --- loss ---------------------------------------------------------------------------------------------------------
 
     def mean(self, loss: Tensor, labels: Tensor) -> Tensor:
-        """The mean over all labels of the rows, from this rank's mean and labels; NaN where there are none.
+        """Return the mean loss over all labels of the rows, from this rank's mean and labels; NaN without any labels.
 
-        Its gradients, averaged over the ranks, are those of the mean.
+        Gradients, averaged over the ranks, are those of this mean.
         """
         count = (labels != IGNORED_LABEL).sum()
         return _Sum.apply(loss.where(count > 0, 0.0) * count, self.group) / _total(count, self.group)
 
     def total(self, value: Tensor) -> Tensor:
-        """The sum over the ranks of a number without gradients."""
+        """Return the sum over the ranks of a number without gradients."""
         return _total(value, self.group)
 
     def average(self, loss: Tensor) -> Tensor:
-        """The mean of a number over the ranks; its gradients, averaged over the ranks, are those of the mean."""
+        """Return the mean of a number over the ranks. Gradients, averaged over the ranks, are those of the mean."""
         return _Sum.apply(loss, self.group) / self.ranks
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
     def _tails(self, rows: Tensor, size: int) -> Tensor:
-        """[2 batch, width, ...] -> the last positions, [batch, 2, size, ...]."""
+        """Return the last `size` positions, [batch, 2, size, ...], of `rows` [2 batch, width, ...]."""
         return rows[:, self.width - size :].unflatten(0, (-1, 2))
 
     def _ahead(self, tails: Tensor) -> Tensor:
-        """Those of all ranks -> of the slice before each of this rank's, [2 batch, size, ...]; zeros before a row."""
+        """Return, from the tails of all ranks, those before this rank's slices, [2 batch, size, ...]; zeros at the
+        begin of a row."""
         by_slice = self._by_slice(tails)
         found = [by_slice[number - 1] if number else torch.zeros_like(by_slice[0]) for number in self.mine]
         return torch.stack(found, dim=1).flatten(0, 1)
 
     def _by_slice(self, parts: Tensor) -> list[Tensor]:
-        """[ranks, batch, 2, ...] -> [batch, ...] of each slice, first to last."""
+        """Return `parts` [ranks, batch, 2, ...] as one tensor [batch, ...] per slice, in the order of the row."""
         return [*parts[:, :, 0].unbind(), *parts[:, :, 1].flip(0).unbind()]
 
     def _joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """The slices of each rank, [batch, 2 width, ...] -> the whole rows."""
+        """Return the whole rows, [batch, seq, ...], from the slices of each rank, [batch, 2 width, ...]."""
         split = [part.split(self.width, dim=1) for part in parts]
         return torch.cat([first for first, _ in split] + [second for _, second in reversed(split)], dim=1)
 
     def _parted(self, whole: Tensor) -> list[Tensor]:
-        """The whole rows -> the slices of each rank, [batch, 2 width, ...]."""
+        """Return the slices of each rank, [batch, 2 width, ...], of the whole rows."""
         parts = whole.split(self.width, dim=1)
         return [torch.cat((first, last), dim=1) for first, last in zip(parts[: self.ranks], reversed(parts))]
 
 
 Borders = Documents | Slices
-"""What layers are told about where documents begin."""
+"""The type of the argument `documents` of layers."""
 
 
 def require_borders(documents: Any, tokens: Tensor) -> None:
-    """Raise unless `documents` are None or those of `tokens`."""
+    """Raise `TypeError` or `ValueError` unless `documents` are None or have the shape of `tokens`."""
     if not isinstance(documents, Documents | Slices | None):
         raise TypeError(
             f"documents is a {type(documents).__name__}: make it with weft.models.Documents, such as "
@@ -305,16 +312,18 @@ def require_borders(documents: Any, tokens: Tensor) -> None:
 
 
 def context_part(batch: Mapping[str, Any], meshes: Meshes) -> dict[str, Any]:
-    """This rank's part of a batch that the ranks of `meshes.cp` share: tensors [batch, seq, ...] by name, "documents".
+    """Return this rank's part of a batch that the ranks of `meshes.cp` share.
 
-    Each of these ranks calls it with the same batch. Rows are padded to a multiple of twice the context ranks; "labels"
-    of padding and of the last positions of documents are -100. "documents" of the part says which slices it has.
+    `batch`: tensors [batch, seq, ...] by name, of which one is "tokens", and optionally "documents".
+
+    Each of these ranks calls it with the same batch. Rows are padded to a multiple of twice the context ranks. "labels"
+    of padding and of the last positions of documents are set to -100. "documents" of the result are a `Slices`.
 
         part = context_part({"tokens": tokens, "labels": labels, "documents": documents}, meshes)
         loss = model(part.pop("tokens"), **part)
 
-    Raises `ValueError` without `meshes.cp`, for tensors of another shape than "tokens", and for what is no tensor, and
-    `TypeError` for a batch without "tokens", and for documents that are none or are cut already.
+    Raises `ValueError` without `meshes.cp`, and for values that are no tensors or begin with another shape than
+    "tokens". Raises `TypeError` for a batch without "tokens", and for documents of another type or already cut.
     """
     if meshes.cp is None:
         raise ValueError(
@@ -328,7 +337,7 @@ def context_part(batch: Mapping[str, Any], meshes: Meshes) -> dict[str, Any]:
     if isinstance(given, Slices):
         raise TypeError("documents of this batch are slices already: cut each batch once")
     rows, seq = tokens.shape
-    shared = 1 if meshes.tp is None else meshes.tp.size()  # the positions of a rank are cut once more
+    shared = 1 if meshes.tp is None else meshes.tp.size()  # tensor-parallel ranks cut a rank's positions again
     missing = -seq % (2 * group.size() * shared // math.gcd(2, shared))
     whole = Documents(rows, seq, tuple(range(0, rows * seq, seq))) if given is None else given
     slices = Slices(_padded(whole, missing), group.rank(), group)
@@ -351,7 +360,7 @@ def context_part(batch: Mapping[str, Any], meshes: Meshes) -> dict[str, Any]:
 
 
 def _padded(documents: Documents, missing: int) -> Documents:
-    """The same with `missing` positions of padding at the end of each row."""
+    """Return `documents` with `missing` positions of padding added at the end of each row."""
     if not missing:
         return documents
     seq = documents.seq + missing
@@ -371,7 +380,7 @@ def _padded(documents: Documents, missing: int) -> Documents:
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the ranks, of which each computes the same from it: its gradient is that of all of them together."""
+    """The sum over the ranks. All ranks compute the same from it, so the gradient is multiplied by their number."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which positions of a batch belong to one document.
+"""The documents in a batch of packed or padded rows.
 
     row 0   a a a b b .      documents a and b, padding at the end
     row 1   c c c c c c      one document
@@ -27,7 +27,7 @@ PADDING = -1
 class AttentionLayout(NamedTuple):
     """The positions of all documents, grouped by the documents' length.
 
-    `order`: their places in the flattened batch, None if they are in this order already. `groups`: (number of
+    `order`: their indices in the flattened batch, None if they are in this order already. `groups`: (number of
     documents, length of each).
     """
 
@@ -38,7 +38,7 @@ class AttentionLayout(NamedTuple):
 class ConvolutionLayout(NamedTuple):
     """The flattened batch with empty places before each document.
 
-    `places`: where each position goes. `size`: how many places there are.
+    `places`: the new index of each position. `size`: the number of all places.
     """
 
     places: Tensor
@@ -47,13 +47,13 @@ class ConvolutionLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class Documents:
-    """Where documents begin in a batch of `batch` rows of `seq` tokens; checked when it is made, on the host.
+    """The begins of documents in a batch of `batch` rows of `seq` tokens; checked on construction, on the host.
 
-    `starts`: the first position of each document and of each stretch of padding, counted through the rows. `padding`:
-    which of them are padding, as indices into `starts`. `continues`: the last document of each row continues behind the
-    row, so that the label at its last position counts. Two values are equal if they describe the same.
+    `starts`: the first position of each document and of each run of padding, in the flattened batch. `padding`: the
+    indices into `starts` of runs of padding. `continues`: the last document of each row continues after the row, so
+    that the label at its last position is used. Two values are equal if they describe the same documents.
 
-    Raises `ValueError` for starts that do not ascend, do not begin every row or lie outside of the batch.
+    Raises `ValueError` for starts that do not ascend, lack the begin of a row or are outside of the batch.
     """
 
     batch: int
@@ -84,13 +84,13 @@ class Documents:
         if not set(self.padding) <= set(range(len(self.starts))):
             raise ValueError(f"padding={self.padding}: must be indices of starts, from 0 to {len(self.starts) - 1}")
 
-    # --- made from ----------------------------------------------------------------------------------------------------
+    # --- constructors -------------------------------------------------------------------------------------------------
 
     @classmethod
     def from_position_ids(cls, position_ids: Tensor) -> "Documents":
-        """From positions [batch, seq] that begin anew with 0 at each document, as transformers has them.
+        """Make documents from positions [batch, seq] that restart with 0 at each document, as in transformers.
 
-        Raises `ValueError` where a position is neither 0 nor one more than the position before it.
+        Raises `ValueError` if a position is neither 0 nor one more than the position before it.
         """
         positions = _integers("position_ids", position_ids, "[batch, seq]")
         begins = positions == 0
@@ -107,10 +107,10 @@ class Documents:
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, batch: int, seq: int) -> "Documents":
-        """From the sums of lengths, `[0, n_1, n_1 + n_2, ..., batch * seq]`, of documents in the flattened batch.
+        """Make documents from cumulative lengths in the flattened batch, `[0, n_1, n_1 + n_2, ..., batch * seq]`.
 
-        Raises `ValueError` where they do not begin with 0, ascend and end with `batch * seq`, and where a document
-        crosses rows.
+        Raises `ValueError` if they do not begin with 0, ascend and end with `batch * seq`, or if a document crosses
+        rows.
         """
         *starts, end = _integers("cu_seqlens", cu_seqlens, "[documents + 1]").tolist()
         if end != batch * seq:
@@ -121,9 +121,9 @@ class Documents:
 
     @classmethod
     def from_ids(cls, ids: Tensor) -> "Documents":
-        """From a number for each position [batch, seq], equal within a document; -1 is padding.
+        """Make documents from a number for each position [batch, seq], equal within a document; -1 is padding.
 
-        Raises `ValueError` for a number below -1, and for one that appears again in its row behind another number.
+        Raises `ValueError` for a number below -1, and for one that appears in its row again after another number.
         """
         ids = _integers("ids", ids, "[batch, seq]")
         if bool((ids < PADDING).any()):
@@ -145,13 +145,13 @@ class Documents:
 
     @classmethod
     def from_mask(cls, attention_mask: Tensor) -> "Documents":
-        """From a mask [batch, seq], 1 or True where a token is and 0 where padding is, on the left, the right or both.
+        """Make documents from a mask [batch, seq]: 1 or True at tokens, 0 at padding, on the left, the right or both.
 
         Each row is one document. Raises `ValueError` for a row with padding between tokens.
         """
         mask = attention_mask
         if isinstance(mask, Tensor) and bool((is_one := mask == 1).logical_or(mask == 0).all()):
-            mask = is_one.long()  # floating-point masks are common, too
+            mask = is_one.long()  # floating-point masks are common too
         mask = _integers("attention_mask", mask, "[batch, seq]")
         if bool(((mask != 0) & (mask != 1)).any()):
             raise ValueError("attention_mask has other values than 0 and 1; several documents: Documents.from_ids")
@@ -163,7 +163,7 @@ class Documents:
             )
         return cls.from_ids(mask - 1)
 
-    # --- what follows from it -----------------------------------------------------------------------------------------
+    # --- properties ---------------------------------------------------------------------------------------------------
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -172,7 +172,7 @@ class Documents:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The length of each document and of each stretch of padding."""
+        """The length of each document and of each run of padding."""
         ends = (*self.starts[1:], self.batch * self.seq)
         return tuple(end - start for start, end in zip(self.starts, ends))
 
@@ -182,7 +182,7 @@ class Documents:
         return len(self.starts) == self.batch and not self.padding
 
     def numbers(self, device: torch.device | str = "cpu") -> Tensor:
-        """A number for each position, [batch, seq] int64, different for all documents of the batch."""
+        """Return the number of each position's document in the batch, [batch, seq] int64; runs of padding count."""
 
         def make() -> Tensor:
             lengths = torch.tensor(self.lengths)
@@ -191,7 +191,7 @@ class Documents:
         return self.kept(device, "numbers", make)
 
     def position_ids(self, device: torch.device | str = "cpu") -> Tensor:
-        """Positions that begin anew at each border, [batch, seq] int64."""
+        """Return positions that restart with 0 at each document, [batch, seq] int64."""
 
         def make() -> Tensor:
             starts = torch.tensor(self.starts)[self.numbers()]
@@ -200,7 +200,7 @@ class Documents:
         return self.kept(device, "position_ids", make)
 
     def reaches(self, device: torch.device | str = "cpu") -> Tensor:
-        """The length of each position's document, 0 in padding, [batch, seq] int64."""
+        """Return the length of each position's document, 0 in padding, [batch, seq] int64."""
 
         def make() -> Tensor:
             lengths = torch.tensor([0 if i in self.padding else length for i, length in enumerate(self.lengths)])
@@ -209,11 +209,11 @@ class Documents:
         return self.kept(device, "reaches", make)
 
     def cu_seqlens(self, device: torch.device | str = "cpu") -> Tensor:
-        """The starts in the flattened batch, then its length, int32, as kernels of variable length take them."""
+        """Return the starts in the flattened batch, then its length, int32, as variable-length kernels take them."""
         return self.kept(device, "cu_seqlens", lambda: torch.tensor([*self.starts, self.batch * self.seq]).int())
 
     def labels(self, labels: Tensor) -> Tensor:
-        """`labels` [batch, seq], -100 at the last position of each document and in padding."""
+        """Return `labels` [batch, seq] with -100 at the last position of each document and in padding."""
         self.require(labels)
 
         def make() -> Tensor:
@@ -228,7 +228,7 @@ class Documents:
         return labels.masked_fill(self.kept(labels.device, "labels", make), IGNORED_LABEL)
 
     def following(self, values: Tensor, places: int, filling: int) -> Tensor:
-        """[batch, seq] shifted by `places` within each document; `filling` at the end of a document."""
+        """Return `values` [batch, seq] shifted left by `places` within each document, with `filling` at its end."""
         self.require(values)
         moved = F.pad(values[:, places:], (0, min(places, self.seq)), value=filling)
         numbers = self.numbers(values.device)
@@ -244,7 +244,7 @@ class Documents:
             )
 
     def attention(self, device: torch.device) -> AttentionLayout:
-        """Documents by length, without padding."""
+        """Return the documents grouped by length, without padding."""
         if (device, "attention") not in self._made:
             lengths = self.lengths
             kept = [number for number in range(len(lengths)) if number not in set(self.padding)]
@@ -261,7 +261,7 @@ class Documents:
         return self._made[device, "attention"]
 
     def convolution(self, before: int, device: torch.device) -> ConvolutionLayout:
-        """With `before` empty places ahead of each document."""
+        """Return the layout of the flattened batch with `before` empty places before each document."""
         places = self.kept(
             device,
             f"convolution/{before}",
@@ -270,7 +270,7 @@ class Documents:
         return ConvolutionLayout(places, self.batch * self.seq + before * len(self.starts))
 
     def kept(self, device: torch.device | str, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """What `make` gives, on `device`. It is made once for each name and device, and lives as long as this."""
+        """Return the result of `make` on `device`, cached in this object by name and device."""
         key = torch.device(device), name
         if key not in self._made:
             self._made[key] = self._placed(make(), key[0])
@@ -279,7 +279,7 @@ class Documents:
     # --- parts --------------------------------------------------------------------------------------------------------
 
     def _in_padding(self) -> Tensor:
-        """[batch * seq] bool."""
+        """Return whether each position is padding, [batch * seq] bool."""
         return torch.isin(self.numbers().flatten(), torch.tensor(self.padding, dtype=torch.int64))
 
     @staticmethod
@@ -289,7 +289,7 @@ class Documents:
 
 
 def _integers(name: str, values: Any, shape: str) -> Tensor:
-    """`values` on the host; `shape`: in words."""
+    """Return `values` as int64 on the host; raise unless they are integers. `shape`: the expected shape, for errors."""
     if not isinstance(values, Tensor):
         raise TypeError(f"{name} is a {type(values).__name__}: give a tensor of integers {shape}")
     if values.dim() != shape.count(",") + 1 or values.is_floating_point() or not values.numel():

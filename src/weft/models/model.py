@@ -30,16 +30,16 @@ from weft.pipeline.actions import LOOP
 
 
 class HybridModel(nn.Module):
-    """An embedding, a stack of the layers that `cfg.pattern` describes, a head that scores the next token, and
-    prediction depths if the pattern has them.
+    """A language model: an embedding, a stack of the layers that `cfg.pattern` describes, a head that scores the next
+    token, and multi-token prediction depths if the pattern has them.
 
-    Initial weights depend on the seed and on nothing else: neither on `meshes` nor, on the meta device, on
-    the order in which modules are materialised (`to_empty` and `reset_parameters`). With tied embeddings the
-    head has no weight of its own.
+    Initial weights depend only on the seed: neither on `meshes` nor, on the meta device, on the order in which modules
+    are materialized (`to_empty` and `reset_parameters`). With tied embeddings the head uses the embedding's weight.
 
-    With a pipeline (`meshes.pp`) this rank has some stages only: `chunks` of them, cut at the `|` of the pattern, else
-    into segments of equal cost, and dealt as `placement` says ("loop" or "v", see `weft.pipeline.placement`). Names and
-    initial weights are those of the whole model. `weft.overlap.forward_backward` runs it.
+    With a pipeline (`meshes.pp`) this rank has only some stages: `chunks` of them. They are cut at the `|` of the
+    pattern, or else into segments of equal cost, and assigned to ranks by `placement` ("loop" or "v", see
+    `weft.pipeline.placement`). Names and initial weights are those of the whole model. Run it with
+    `weft.overlap.forward_backward`.
 
     With `meshes.tp` the ranks of that axis share every layer (see `weft.models.tensor_parallel`): each calls the model
     with the same tokens and gets the same loss. Parameters are DTensors.
@@ -48,7 +48,7 @@ class HybridModel(nn.Module):
     """
 
     origin: Any = None
-    """The files of loaded weights, a `weft.models.hf.origin.Origin`; None if none were loaded."""
+    """The files from which weights were loaded, a `weft.models.hf.origin.Origin`; None without such files."""
 
     def __init__(
         self, cfg: HybridConfig, meshes: Meshes | None = None, *, chunks: int | None = None, placement: str = LOOP
@@ -78,11 +78,12 @@ class HybridModel(nn.Module):
                 self.embedding.ranks = self.ranks
         self.mtp = Predictions(cfg, source / "mtp", meshes) if ends and cfg.parsed.depths else None
         if not ends and "E" in "".join(layer.symbols for layer in cfg.parsed.prediction):
-            for _ in range(cfg.parsed.depths):  # every rank of the world makes them, with depths or without
+            for _ in range(cfg.parsed.depths):  # makes process groups, which every rank of the world must do
                 dispatcher_of(cfg, meshes)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "HybridModel":
-        """Moves to another dtype or device leave parameters their attributes, which torch exchanges with a DTensor."""
+        """Restore the attributes of parameters after a move to another dtype or device, in which torch drops those of
+        DTensors."""
         before = [
             (module, name, vars(p))
             for module in self.modules()
@@ -97,27 +98,27 @@ class HybridModel(nn.Module):
 
     @property
     def staged_layers(self) -> Sequence[StagedLayer]:
-        """The logical layers of this rank, as `weft.overlap` runs them."""
+        """This rank's logical layers, the units that `weft.overlap` schedules."""
         return list(self.decoder.layers)  # type: ignore[arg-type]
 
     @property
     def chunks(self) -> list[list[StagedLayer]]:
-        """The logical layers of each stage of this rank, in the order in which a microbatch visits them. A model in one
-        piece is one chunk."""
+        """The logical layers of each stage of this rank, in the order in which a microbatch visits them. A model
+        without a pipeline is one chunk."""
         layers = iter(self.staged_layers)
         segments = [self.staged_layers] if self.cut is None else self.cut.mine
         return [list(islice(layers, len(segment))) for segment in segments]
 
     @property
     def tied_ends(self) -> Sequence[nn.Module]:
-        """What is used before the layers and behind them, as far as it is here: the embedding, which a tied head and
-        prediction depths use."""
+        """This rank's modules that are used both before and after the layers: the embedding, if a tied head or
+        prediction depths use it."""
         ties = self.cfg.tie_word_embeddings or self.cfg.parsed.depths > 0
         return [self.embedding] if ties and self.embedding is not None else []
 
     @property
     def shared_ends(self) -> Sequence[nn.Module]:
-        """Of `tied_ends`, what the first and the last stage both have, where they are on two ranks."""
+        """Those of `tied_ends` that the first and the last stage both have, if these are on two ranks."""
         return self.tied_ends if self.cut is not None and self.cut.shares_ends else []
 
     @property
@@ -126,7 +127,7 @@ class HybridModel(nn.Module):
         return [] if self.mtp is None else list(self.mtp.layers)
 
     def embed(self, tokens: Tensor, documents: Borders | None = None) -> Tensor:
-        """Vectors of tokens; [batch, seq] int64 -> [batch, seq, hidden].
+        """Embed tokens; [batch, seq] int64 -> [batch, seq, hidden].
 
         Raises `TypeError` for `documents` that are neither `Documents` nor from `context_part`, and `ValueError` for
         those of another shape.
@@ -138,18 +139,18 @@ class HybridModel(nn.Module):
         return scaled(x_BSD, multiplier)
 
     def logits(self, x_BSD: Tensor) -> Tensor:
-        """Scores of every token from the last layer's output; [B, S, D] -> [B, S, vocabulary]."""
+        """Compute the logits from the last layer's output; [B, S, D] -> [B, S, vocabulary]."""
         return self._all_scores(self.final_norm(x_BSD))
 
     def prediction_logits(self, tokens: Tensor, documents: Borders | None = None) -> list[Tensor]:
-        """The scores of each prediction depth, [B, S, vocabulary] each, the first of the second next token.
+        """Compute the logits of each prediction depth, [B, S, vocabulary]; the first predicts the token after the next.
 
-        Where a document has no token for a depth to read, that depth reads token 0. See `forward`.
+        At the end of a document, where a depth has no token to read, it reads token 0. Arguments as in `forward`.
         """
         return self(tokens, documents=documents, depths=True)  # a call, so that hooks of sharding run
 
     def _all_scores(self, hidden_BSD: Tensor) -> Tensor:
-        """Those of all tokens, on every rank."""
+        """Compute the logits of the whole vocabulary, on every tensor-parallel rank."""
         scores = self._scores(hidden_BSD)
         if self.ranks is None:
             return scores
@@ -164,14 +165,18 @@ class HybridModel(nn.Module):
         losses: Sequence[Tensor],
         documents: Borders | None = None,
     ) -> Tensor:
-        """The mean cross-entropy and, in training mode, what the layers and the prediction depths add; a scalar."""
+        """Compute the mean cross-entropy plus, in training mode, the losses of layers and prediction depths; a scalar.
+
+        `x_BSD`: the last layer's output. `losses`: those of the layers.
+        """
         outputs, added = self._outputs(x_BSD, tokens, self.depths if self.training else (), documents)
         return self.total_loss(outputs, labels, [*losses, *added], documents)
 
     def _outputs(
         self, x_BSD: Tensor, tokens: Tensor, depths: Sequence[PredictionDepth], documents: Borders | None
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """What is scored, of the model and of each depth, and what the depths' layers add to the loss."""
+        """Return the hidden states from which logits are computed, of the model and of each depth, and the losses of
+        the depths' layers."""
         outputs, losses = [self.final_norm(x_BSD)], []
         for number, depth in enumerate(depths):
             output_BSD, added = depth(self.following(number, tokens, documents), outputs[-1], documents)
@@ -180,17 +185,20 @@ class HybridModel(nn.Module):
         return outputs, losses
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """The last layer's output, normalised."""
+        """Normalize the last layer's output."""
         return self.decoder.final_layernorm(hidden)
 
     def following(self, number: int, tokens: Tensor, documents: Borders | None = None) -> Tensor:
-        """The tokens that depth `number` reads, embedded; where a document has none that follows, token 0."""
+        """Embed the tokens that depth `number` reads; token 0 at the end of a document."""
         return self.embed(shifted(tokens, number + 1, 0, documents))
 
     def total_loss(
         self, hidden: Sequence[Tensor], labels: Tensor, losses: Sequence[Tensor], documents: Borders | None = None
     ) -> Tensor:
-        """The loss from what is scored: by the model and, in training mode, by each prediction depth."""
+        """Compute the loss from the hidden states of the model and, in training mode, of each prediction depth.
+
+        `hidden`: [B, S, D] each, after the final norm. `losses`: scalars that are added in training mode.
+        """
         if documents is not None:
             labels = documents.labels(labels)
         self._require_slices(documents)
@@ -204,7 +212,7 @@ class HybridModel(nn.Module):
         return sum(losses, loss)
 
     def _require_slices(self, documents: Borders | None) -> None:
-        """Raise unless a model of context ranks is told its slices."""
+        """Raise `ValueError` if the model has context ranks and `documents` are not slices."""
         if self.context_ranks > 1 and not isinstance(documents, Slices):
             raise ValueError(
                 f"cp={self.context_ranks}: each context rank has a part of every row, and this call does not say "
@@ -219,7 +227,7 @@ class HybridModel(nn.Module):
         return cut_cross_entropy(scores, labels, first, self.ranks.group)
 
     def _scores(self, hidden_BSD: Tensor) -> Tensor:
-        """Those of all tokens, or of this rank's tokens at all positions."""
+        """Compute the logits; with tensor parallelism, those of this rank's part of the vocabulary."""
         with Positions(self.ranks, hidden_BSD) as positions:
             if self.cfg.tie_word_embeddings:
                 scores = F.linear(positions.whole, part(self.embedding, "weight"))
@@ -235,23 +243,23 @@ class HybridModel(nn.Module):
         documents: Borders | None = None,
         depths: bool = False,
     ) -> Any:
-        """Scores, or with labels the loss.
+        """Compute the logits or, with labels, the loss.
 
-        tokens: [batch, seq] int64. labels: the same shape, `labels[b, s]` the token that follows `tokens[b,
-        s]` (already shifted), -100 where no loss is wanted. Returns [batch, seq, vocabulary], or the mean
-        cross-entropy over the labels that are not -100, a scalar (see `weft.models.loss.cross_entropy`). In
-        training mode the losses of routers and prediction depths are added, in evaluation they are not.
+        tokens: [batch, seq] int64. labels: the same shape, `labels[b, s]` is the token that follows `tokens[b, s]`
+        (already shifted), or -100 to ignore the position. Returns [batch, seq, vocabulary], or the mean cross-entropy
+        over the labels that are not -100, a scalar (see `weft.models.loss.cross_entropy`). In training mode the losses
+        of routers and prediction depths are added.
 
-        cache: a dict, empty at first. `tokens` are then those that follow what it has seen, one or several, and it
-        remembers them: feeding a sequence in parts gives the scores that it gives at once.
+        cache: a dict for generation, empty at first, that the call updates. `tokens` follow those of earlier calls:
+        several calls with parts of a sequence give the logits of one call with all of it.
 
-        documents: where documents begin in the rows, and where padding is. Nothing of one document reaches another. The
-        label at a document's last position is ignored.
+        documents: the documents and the padding in the rows. No information crosses documents. The label at a
+        document's last position is ignored.
 
-        depths: return a list with the scores of each prediction depth, as `prediction_logits` does.
+        depths: return a list with the logits of each prediction depth, as `prediction_logits` does.
 
-        Raises `ValueError` for `documents` of another shape, or beside a cache, and for `depths` beside labels or a
-        cache.
+        Raises `ValueError` for `documents` of another shape or together with a cache, and for `depths` together with
+        labels or a cache.
         """
         if self.cut is not None and self.cut.ranks > 1:
             raise RuntimeError(
@@ -278,7 +286,7 @@ def _rounded(number: float, dtype: torch.dtype) -> float:
 
 
 def require_usable(cfg: HybridConfig, meshes: Meshes) -> None:
-    """Raise `ValueError` if `meshes` has an axis of which a model of `cfg` would make nothing."""
+    """Raise `ValueError` if `meshes` has an axis that a model of `cfg` cannot use."""
     if meshes.tp is not None:
         check_shared(cfg, meshes.tp.size(), 1 if meshes.etp is None else meshes.etp.size())
     if meshes.cp is not None:

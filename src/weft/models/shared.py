@@ -1,4 +1,4 @@
-"""Which models the ranks of tensor and context parallelism can share: rules over sizes, which load no torch."""
+"""Checks that a model's sizes suit tensor and context parallelism. This file does not import torch."""
 
 from weft.models.config import HybridConfig
 
@@ -11,14 +11,14 @@ _DIVIDED = {
 }
 """The sizes that are cut over the ranks, by the kinds of layers that have them."""
 _KERNELS = {"MP": ("mamba_kernel", "mamba_ssm"), "G": ("delta_kernel", "fla")}
-"""Those that cannot begin with the state of another slice."""
+"""Options and their kernels that cannot start from the state of another slice, by the kinds of layers."""
 _CONVOLUTIONS = {"MP": "conv_kernel", "G": "linear_conv_kernel_dim", "K": "kda_conv_kernel"}
 _FEW = {"*P": "num_key_value_heads", "MP": "mamba_n_groups", "G": "linear_num_key_heads"}
-"""The sizes of which several ranks may share one."""
+"""The sizes that may be smaller than the number of ranks, by the kinds of layers that have them."""
 
 
 def check_context(cfg: HybridConfig, context: int, size: int) -> None:
-    """Raise `ValueError` for a model whose rows `context` ranks cannot share where `size` ranks share each layer."""
+    """Raise `ValueError` if `context` ranks cannot share the rows of a model whose layers `size` ranks share."""
     for kinds, (name, kernel) in _KERNELS.items():
         if context > 1 and set(cfg.pattern) & set(kinds) and getattr(cfg, name) == kernel:
             raise ValueError(
@@ -34,14 +34,14 @@ def check_context(cfg: HybridConfig, context: int, size: int) -> None:
 
 
 def least_row(cfg: HybridConfig, context: int) -> int:
-    """The shortest rows that `context` ranks can share: a convolution takes all that it sees of another slice from the
-    one before."""
+    """Return the length of the shortest rows that `context` ranks can share: what a convolution sees before a slice
+    must be in the previous slice."""
     widths = [getattr(cfg, name) for kinds, name in _CONVOLUTIONS.items() if set(cfg.pattern) & set(kinds)]
     return 2 * context * max(max(widths, default=1) - 2, 0) + 1 if context > 1 else 1
 
 
 def check_shared(cfg: HybridConfig, size: int, experts: int) -> None:
-    """Raise `ValueError` for a model whose layers `size` ranks cannot share; `experts`: how many cut each expert."""
+    """Raise `ValueError` if `size` ranks cannot share a model's layers. `experts`: the ranks that share each expert."""
     symbols = set("".join(layer.symbols for layer in (*cfg.parsed.layers, *cfg.parsed.prediction)))
     for kinds, names in _DIVIDED.items():
         for name in names if symbols & set(kinds) else ():

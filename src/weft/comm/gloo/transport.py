@@ -1,4 +1,4 @@
-"""Collectives over gloo, of direct sends."""
+"""Collectives over gloo, built from point-to-point messages."""
 
 import torch
 import torch.distributed as dist
@@ -11,21 +11,21 @@ from weft.comm.sums import add_up, sum_into
 from weft.comm.transport import Adds, Capabilities, Scales, Several, Sizes, Sum, Wanted
 
 SECOND_ROUND = 500
-"""What is added to the tag of a lane for a second round of transfers."""
+"""The offset of the tag of a second round of transfers from the lane's tag."""
 
 
 class Gloo:
-    """See `weft.comm.transport.Transport`. Tensors are in CPU memory."""
+    """The `weft.comm.transport.Transport` of gloo. Tensors are in CPU memory."""
 
-    # Of processes on one host, in round numbers. A message between idle processes takes 0.3 to 0.5 ms; while every core
-    # computes, its thread waits for one, and a pass with 1 MB units is fastest in messages of 4 to 8 MB. Between hosts
-    # latency and bandwidth are those of the network, and their product is smaller.
+    # Round numbers for processes on one host. A message between idle processes takes 0.3 to 0.5 ms. While every core
+    # computes, gloo's thread waits for a core, and a pass with 1 MB units is fastest with messages of 4 to 8 MB.
+    # Between hosts latency and bandwidth are those of the network, and their product is smaller.
     capabilities = Capabilities(
         tags=True, helpers=True, bundles=True, averages=False, direct_sends=True, latency=2e-3, bandwidth=2e9
     )
 
     def all_gather(self, full: Tensor, source: Tensor, group: ProcessGroup, tag: int) -> Pending:
-        """`source` is copied into `full` while the sends are under way, unless it lies there."""
+        """Send `source` to each rank, and meanwhile copy it into `full`, unless it is a slice of `full`."""
         rank, size = dist.get_rank(group), group.size()
         slices = full.view(size, -1)
         works = swap(slices, [source] * size, group, tag)
@@ -36,7 +36,7 @@ class Gloo:
     def all_gather_bundle(
         self, fulls: Wanted, sources: Several, group: ProcessGroup, tag: int, dtype: torch.dtype
     ) -> Pending:
-        """One message to each rank: row r of a table, from or for rank r, holds the tensors one after another."""
+        """Send one message to each rank. Row r of the `table` is the message from rank r: the tensors, concatenated."""
         rank, size = dist.get_rank(group), group.size()
         widths = [*map(Tensor.numel, sources)]
         table = torch.empty(size, sum(widths), dtype=dtype, device=sources[0].device)
@@ -51,11 +51,11 @@ class Gloo:
         return Pending(swap(table, [table[rank]] * size, group, tag), spread)
 
     def all_gather_uneven(self, parts: Several, rank: int, group: ProcessGroup, tag: int) -> Pending:
-        """Empty parts are not sent."""
+        """Send this rank's part to each rank, unless it is empty."""
         return Pending(swap(parts, [parts[rank]] * len(parts), group, tag))
 
     def reduce_scatter(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
-        """Every rank gets its slice of all others and sums in rank order."""
+        """Receive this rank's slice from all other ranks, and sum in rank order."""
         rank, size = dist.get_rank(group), group.size()
         slices = partial.view(size, -1)
         terms = terms_of(slices[rank], how.inbox, rank, size)
@@ -64,7 +64,7 @@ class Gloo:
     def reduce_scatter_bundle(
         self, outputs: Several, partials: Several, scales: Scales, adds: Adds, group: ProcessGroup, tag: int
     ) -> Pending:
-        """One message to each rank; the sums are those of one reduction for each tensor, bit for bit."""
+        """Send one message to each rank. The sums are bitwise equal to those of one reduction per tensor."""
         rank, size = dist.get_rank(group), group.size()
         slices = [partial.view(size, -1) for partial in partials]
         leaving = torch.cat(slices, dim=1)
@@ -73,7 +73,7 @@ class Gloo:
         def take_sums() -> None:
             widths = [each.shape[1] for each in slices]
             arriving[rank] = leaving[rank]
-            alike = not any(adds) and len(set(scales)) == 1  # then all at once, in a row that has left
+            alike = not any(adds) and len(set(scales)) == 1  # then sum all at once, into a row that is already sent
             sums = [leaving[0]] if alike else outputs
             columns = [arriving] if alike else arriving.split(widths, dim=1)
             for total, column, scale, add in zip(sums, columns, scales, adds):
@@ -84,13 +84,13 @@ class Gloo:
         return Pending(swap(arriving, leaving, group, tag), take_sums)
 
     def all_reduce(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
-        """Over
+        """All-reduce in one or two rounds of messages.
 
-            2 ranks    each sends all it has; the sum is the output's, in its dtype
-            more       first every rank gets and sums its slice, in fp32, then the sums go round in `partial`'s dtype
+            2 ranks    each sends its whole tensor; the sum is in the dtype of `output`
+            more       each rank receives and sums its slice, in fp32, then sends the sum in the dtype of `partial`
 
-        All sends of a round overlap, in both directions. The second round begins when the first has ended on this rank,
-        even if the others do not; a lane starts it beside the computation.
+        All messages of a round overlap, in both directions. The second round starts as soon as the first has ended on
+        this rank; a lane starts it beside the computation.
         """
         rank, size = dist.get_rank(group), group.size()
         if size == 2:
@@ -111,7 +111,7 @@ class Gloo:
     def all_to_all(
         self, output: Tensor, source: Tensor, output_sizes: Sizes, source_sizes: Sizes, group: ProcessGroup, tag: int
     ) -> Pending:
-        """Rows go directly into place."""
+        """Receive rows directly in `output`."""
         rank = dist.get_rank(group)
         arriving, leaving = output.split(list(output_sizes)), source.split(list(source_sizes))
         works = swap(arriving, leaving, group, tag)
@@ -119,5 +119,5 @@ class Gloo:
         return Pending(works)
 
     def inbox_numel(self, partial_numel: int, size: int, *, scatters: bool) -> int:
-        """For what the other ranks send."""
+        """Return the number of elements that the other ranks send to this one."""
         return partial_numel if size == 2 and not scatters else -(-partial_numel // size) * (size - 1)

@@ -1,10 +1,10 @@
-"""The parameters that one `fully_shard` call shards: those that no unit below has, and what becomes of each.
+"""The parameters that one `fully_shard` call shards: all in its modules that belong to no nested unit.
 
-parameter                                     becomes
+parameter                                     treatment
 --------------------------------------------  ------------------------------------------------------------------
-of a unit below, or in `ignored_params`       nothing: it is left alone
-that another unit has already                 tied: it stays theirs, and is registered here as well
-on the meta device                            real, where its module can fill it, before it is cut
+in a nested unit, or in `ignored_params`      unchanged
+shared with another unit                      tied: it remains that unit's, and is registered here as well
+on the meta device                            materialized before it is sharded, if its module can initialize it
 with equal mesh, dtypes and `requires_grad`   members of one group
 """
 
@@ -33,10 +33,11 @@ from weft.fsdp.unit import Unit
 
 
 class Members:
-    """What lies in `request.modules` outside of any unit below: `owners`, by name, and their parameters."""
+    """The modules in `request.modules` outside of nested units (`owners`, with names), and their parameters."""
 
     def __init__(self, request: Request) -> None:
-        """Raises ValueError for what cannot be sharded; nothing is changed yet but parameters that came quantized."""
+        """Collect and check the parameters; dequantize those that are quantized. Raises ValueError for one that cannot
+        be sharded."""
         self._request = request
         self.owners = _owners(request.modules)
         found = {p: slot for p, slot in _owned_parameters(self.owners).items() if id(p) not in request.ignored}
@@ -49,7 +50,7 @@ class Members:
         self._members: list[list[Unsharded]] = []
 
     def _member(self, parameter: nn.Parameter, slot: Slot) -> Unsharded:
-        """What becomes of a parameter of no other unit. Raises ValueError for one that cannot be sharded."""
+        """Return how to shard a parameter that no other unit has. Raises ValueError if it cannot be sharded."""
         request, name = self._request, slot.name
         choice, own_mesh, replicas = choice_of(parameter, request.choose, request.mesh, request.replicas)
         mesh = request.checked_own_mesh(own_mesh)
@@ -60,7 +61,7 @@ class Members:
         return Unsharded(parameter, parameter, slot, mesh, parallel, recipe, cutting)
 
     def _refuse_outside_in(self) -> None:
-        """Raise for a parameter that a unit around the modules has; a unit beside them shares it."""
+        """Raise ValueError for a parameter that an enclosing unit has already sharded."""
         modules = self._request.modules
         for _, slot, tied in self._tied:
             around = [one for ref in tied.unit.modules if (one := ref()) is not None]
@@ -71,7 +72,7 @@ class Members:
                 )
 
     def _refuse_other_precision(self) -> None:
-        """Raise for a parameter of another unit that computes in another dtype: it is gathered once, in one dtype."""
+        """Raise ValueError for a parameter of another unit that is gathered in another dtype or quantization."""
         policy, kind = self._request.policy, kind_of(self._request.modules[0])
         for parameter, slot, tied in self._tied:
             asked = policy.resolve(parameter.dtype, keep=keeps_dtype(parameter)).compute
@@ -90,7 +91,7 @@ class Members:
                 )
 
     def groups(self) -> list[ParameterGroup]:
-        """Their parameter groups, with values for what was on the meta device."""
+        """Materialize parameters on the meta device, and return the parameter groups."""
         self._materialize()
         self._members = self._by_kind()
         return [self._group(members) for members in self._members]
@@ -105,7 +106,7 @@ class Members:
         bring_buffers(self.owners, device)
 
     def _by_kind(self) -> list[list[Unsharded]]:
-        """What becomes one group each; those with tensor-parallel slices come first."""
+        """Return the members of each group; groups with tensor-parallel slices come first."""
         kinds: dict[Any, list[Unsharded]] = {}
         for each in sorted(self._own, key=lambda each: not (each.parallel and each.parallel.is_spread)):
             key = (each.mesh, each.original.dtype, each.recipe, each.original.requires_grad)
@@ -118,7 +119,7 @@ class Members:
         return ParameterGroup(plan, members)
 
     def register(self, unit: Unit) -> None:
-        """Put the sharded parameters of `unit`, which has the groups, in the place of the original ones."""
+        """Replace the original parameters with the sharded ones of `unit`, which was made from `groups()`."""
         for group, members in zip(unit.groups, self._members):
             for record, member in zip(group.parameters, members):
                 record.stands_for(member.original)
@@ -135,7 +136,7 @@ class Members:
 
 
 def _owners(modules: list[nn.Module]) -> dict[nn.Module, str]:
-    """The modules inside `modules`, outside of any unit below, with their names."""
+    """Return `modules` and their submodules outside of nested units, with their name prefixes."""
     names: dict[nn.Module, str] = {}
     ahead = [(module, "") for module in reversed(modules)]
     while ahead:
@@ -155,7 +156,7 @@ def _owners(modules: list[nn.Module]) -> dict[nn.Module, str]:
 
 
 def _owned_parameters(owners: dict[nn.Module, str]) -> dict[nn.Parameter, Slot]:
-    """The parameters that `owners` hold, each with every place that shares it."""
+    """Return the parameters of `owners`, each with all modules and attribute names that share it."""
     slots: dict[nn.Parameter, Slot] = {}
     for module, prefix in owners.items():
         for name, parameter in module._parameters.items():
@@ -166,7 +167,7 @@ def _owned_parameters(owners: dict[nn.Module, str]) -> dict[nn.Parameter, Slot]:
 
 
 def _refuse_sparse(owners: dict[nn.Module, str], found: dict[nn.Parameter, Slot]) -> None:
-    """Raise for embeddings whose gradients would be sparse tensors: flat buffers of gradients are dense."""
+    """Raise ValueError for embeddings with sparse gradients: flat gradient buffers are dense."""
     for module, prefix in owners.items():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             weight = module._parameters.get("weight")

@@ -1,11 +1,11 @@
-"""Gradients on their way from autograd to the main gradients: one buffer, from its first packing to its reduction.
+"""One stage of a gradient reduction: a buffer of packed gradients, and its reduction over one mesh axis.
 
     1-D    packed    --shard axis-->    main gradients
     2-D    packed    --shard axis-->    summed    --outer axis-->    main gradients
 
-A stage that waits for more microbatches accumulates in the main gradients' dtype; what travels has the reduce dtype.
-Where that has less range (float16), gradients are scaled before they are cast to it: the average may be representable
-where the terms are not.
+A stage that waits for more microbatches accumulates in the main gradients' dtype. Messages have the reduce dtype. If
+that has less range (float16), gradients are scaled before they are cast to it: the average may be representable where
+the terms are not.
 """
 
 from collections.abc import Callable
@@ -25,9 +25,9 @@ from weft.memory.pool import Pool, Transient
 
 
 class GradientStage:
-    """A buffer of gradients that are partial over `axis`; `goal` are the placements after their reduction over it.
+    """A buffer of gradients that are partial over the mesh axis `axis`.
 
-    `describe()` says whose gradients they are.
+    `placements`, `goal`: the placements before and after the reduction. `describe()`: names the gradients in errors.
     """
 
     def __init__(
@@ -50,31 +50,33 @@ class GradientStage:
             inbox, plan.recipe.reduce, plan.device, describe=lambda: f"{describe()} that other ranks send"
         )
         self._hooked: torch.Tensor | None = None
-        """What a hook on the reduction works on. It stays: the lane uses it when no other code knows of it any more."""
+        """The tensor that a hook on the reduction modifies. It is kept, because the lane still uses it after the call.
+        """
         self._describe = describe
         self.buffer: FlatBuffer | None = None
         self._latest: FlatBuffer | None = None
-        """The buffer that was open last: the pool hands out the same memory step after step, so it stays."""
+        """The buffer that was open last: kept, because the pool returns the same memory in each step."""
         self.views: list[torch.Tensor] = []
         """The open buffer's view of each tensor."""
         self.padding: list[torch.Tensor] = []
-        """The views of what belongs to no tensor, of a whole buffer."""
+        """Views of the open buffer's padding, if it is not cut."""
 
     def open(self, pool: Pool, *, accumulating: bool) -> FlatBuffer:
-        """Take memory, with unspecified contents; `accumulating`: for more than what travels as it is."""
+        """Take uninitialized memory for the buffer. `accumulating`: in the dtype of the main gradients, to add up
+        microbatches; otherwise in the reduce dtype."""
         dtype = self._plan.recipe.main_grad if accumulating else self._plan.recipe.reduce
         if dtype not in self._memory:
             self._memory[dtype] = Transient(self._numel, dtype, self._plan.device, describe=self._describe)
         memory = pool.take(self._memory[dtype])
         if self._latest is None or self._latest.local is not memory:
             self._latest = FlatBuffer(self._plan.layout, self._plan.mesh, self._placements, memory)
-            gaps = self._plan.layout.gaps if self._latest.pieces == 1 else ()  # a piece has other gaps than the whole
+            gaps = self._plan.layout.gaps if self._latest.pieces == 1 else ()  # a cut buffer has other gaps
             self.views, self.padding = self._latest.views(), [memory[start:stop] for start, stop in gaps]
         self.buffer = self._latest
         return self.buffer
 
     def facts(self) -> StageFacts:
-        """The bytes of its buffers."""
+        """Return the sizes of the stage's buffers in bytes."""
         recipe = self._plan.recipe
         return StageFacts(
             accumulating=self._numel * recipe.main_grad.itemsize,
@@ -96,11 +98,11 @@ class GradientStage:
         channel: int,
         after: Ticket | None,
     ) -> Ticket:
-        """Start `output` (+)= `scale` times the sum of the buffer over the ranks of the stage's axis, behind `after` if
-        that is given; `close` when it is done.
+        """Start to reduce the buffer over the ranks of the stage's axis; write the sum times `scale` to `output`, or
+        add it. Call `close` after the returned ticket.
 
-        `sum_only`: without averages by the backend. `hook`: gets what is reduced, in the reduce dtype, and may change
-        it before `output` takes it.
+        `sum_only`: do not let the backend average. `hook`: called with the reduced tensor, in the reduce dtype, which
+        it may modify before `output` takes it. `after`: a ticket to start after.
         """
         assert self.buffer is not None, "open first"
         prepare, wide = None, self.buffer.local
@@ -125,7 +127,7 @@ class GradientStage:
         return lane.run(collectives.reduce_through, hook, self._hooked, self._reduction, *tensors, **options)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         if self._inbox.nbytes:
             self._inbox.give()
         for memory in self._memory.values():

@@ -1,19 +1,19 @@
-"""Buckets: neighbouring small units whose weights travel together, one message for all of them.
+"""Buckets: adjacent small units whose weights are gathered in one message.
 
-    unit            0     1     2     3     4        the large one travels by itself, as do units of other ranks or
+    unit            0     1     2     3     4        a large unit has its own message, as have units with other ranks or
     bytes          small small small large small     dtypes; a bucket has at most `bucket_bytes`
     bucket         |---- A ----|           -
 
-    a visit of      gathers
-    --------------  ----------------------------------------------------------------------------------------------
-    any unit of A   A, once in a pass; what of it is here already, or has no room, is sent and not kept
-    another of A    nothing: it is here, until its own forward or backward, or the pass, is over
-    one again       that unit by itself: its memory went after the first time
-    another rank's  A, to be sent and not kept: this rank may be in another pass
+    use of                      gathers
+    --------------------------  -----------------------------------------------------------------------------------
+    the first unit of A         A, once per pass; units that are gathered already, or have no room, are sent, not kept
+    another unit of A           nothing: it is gathered, until its own forward or backward, or the pass, has ended
+    a unit of A again           that unit alone: its memory was freed after the first use
+    A, requested by other rank  A, sent and not kept: this rank may be in another pass
 
-Which units are in a bucket follows from the model alone, and is so the same on all ranks, for any units they run:
-ranks that need different units of a bucket send the same message. A schedule, and a user who says what to gather ahead,
-gather unit by unit.
+The buckets depend only on the model, so they are the same on all ranks, whichever units these run: ranks that need
+different units of a bucket send the same message. Schedules, and users who name the units to prefetch, gather unit by
+unit.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from weft.fsdp.unit import Unit
 
 
 class Bucket:
-    """Units whose weights travel together."""
+    """Units whose weights are gathered in one message."""
 
     def __init__(self, units: Sequence[Unit], channels: Channels) -> None:
         self.numbers = frozenset(unit.number for unit in units)
@@ -39,31 +39,31 @@ class Bucket:
         self._channels = channels
         self._lead = units[0].groups[0]
         self._turning = next((group for unit in units for group in unit.groups if len(group.copies) > 1), None)
-        """One with two copies, if there is any."""
+        """A group with two copies of its weights, if there is any."""
         dtypes = {group.payload.dtype for unit in units for group in unit.groups}
         self._dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
         self._name = f"{units[0].name} to {units[-1].name}"
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The ranks that it travels over."""
+        """The process group of the bucket's gathers."""
         return self._channels.of_gathers(self._lead.groups[-1])
 
     @property
     def channels(self) -> list[int]:
-        """Those of its messages: of forward, and of backward if some weights have another copy there."""
+        """The channels of the gathers: of forward, and of backward if some weights have another copy there."""
         return self._turning.channels if self._turning is not None else [self._lead.channel]
 
     @torch.no_grad()
     def gather(self, backward: bool) -> None:
-        """Start the gather of all its units that are at rest and have room, of the copies that `backward` needs if
-        there are two."""
+        """Start to gather the units that are at rest and have room. `backward`: the copies that backward needs, for
+        weights with two copies."""
         copy = int(backward and self._turning is not None)
         sources = self._sources(copy)
         fulls: list[torch.Tensor | None] = []
         coming: list[Unit] = []
         for unit in self._units:
-            comes = not unit.resident and unit.has_room()  # beside those before it
+            comes = not unit.resident and unit.has_room()  # in addition to the units before it
             if comes:
                 unit.turn(backward)
             if comes:
@@ -76,16 +76,16 @@ class Bucket:
             unit.gather_started(ticket)
 
     def serve(self, copy: int) -> Ticket:
-        """Start the part that other ranks need of this one in a gather of a copy whose result is not used here.
+        """Take part in a gather of a copy that other ranks need, and discard the result.
 
-        Also what was gathered here: those who ask may be in another pass.
+        This includes units that are gathered here: the other ranks may be in another pass.
         """
         with torch.no_grad():
             sources = self._sources(copy)
         return self._start([None] * len(sources), sources, copy)
 
     def _sources(self, copy: int) -> list[torch.Tensor]:
-        """What this rank sends of each group; bytes, where some are quantized and others are not."""
+        """Return the tensors that this rank sends, one per group; as uint8 if only some are quantized."""
         sources = [group.bundled(self._channels, copy) for unit in self._units for group in unit.groups]
         if self._dtype == torch.uint8:
             compute = self._lead.recipe.compute
@@ -105,14 +105,14 @@ class Bucket:
 
 
 def bundle_bytes(groups: Sequence[ParameterGroup]) -> int:
-    """How many bytes travel in one message by default: what takes as long as the latency of a message, by what the
-    slowest transport of `groups` says of itself."""
+    """Return the default size of a bucket in bytes: the smallest `Capabilities.bundle_bytes` of the transports of
+    `groups`."""
     said = [transport_of(group.groups[-1], group.device).capabilities for group in groups]
     return min((each.bundle_bytes for each in said), default=0)
 
 
 def fill_buckets(units: Sequence[Unit], channels: Channels, most: int) -> dict[int, Bucket]:
-    """The bucket of each unit that is in one, by the unit's number; `most`: bytes of one bucket."""
+    """Return the buckets by the numbers of their units. `most`: the largest size of a bucket in bytes."""
     runs: list[list[Unit]] = []
     for unit in units:
         if not unit.groups or unit.gathered_bytes > most or not all(group.fits_buckets for group in unit.groups):
@@ -126,7 +126,7 @@ def fill_buckets(units: Sequence[Unit], channels: Channels, most: int) -> dict[i
 
 
 def _alike(one: Unit, other: Unit) -> bool:
-    """Whether weights of both travel over the same ranks, and are used in one dtype."""
+    """Return whether the weights of both units are gathered over the same ranks and computed with in one dtype."""
     return len({_kind(group) for unit in (one, other) for group in unit.groups}) == 1
 
 

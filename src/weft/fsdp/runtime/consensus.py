@@ -1,14 +1,14 @@
-"""What the ranks of one model agree on: which groups they reduce, which parameters have gradients, in which order.
+"""The agreement of the ranks of one model on the groups that they reduce, the parameters with gradients, and the order.
 
-    when                 a rank says                                     then holds on all
+    when                 a rank sends                                    result on all ranks
     -------------------  ----------------------------------------------  -----------------------------------------------
-    before the first     which units it has, and which groups it trains  a group is reduced if any rank trains it
+    before the first     its units, and the groups that it trains        a group is reduced if any rank trains it
       pass
-    at the end of a      what it issued, what got gradients, who waits   a parameter has a gradient if it has one
-      backward           for a turn, what it trains now, which graphs    anywhere; who waited anywhere is reduced; the
-                         failed                                          order of the units, if all had the same
+    at the end of a      its collectives, parameters with gradients,     a parameter has a gradient if it has one on any
+      backward           units that wait for a turn, groups that it      rank; units that waited on a rank are reduced;
+                         trains now, failed graph captures               the order of the units, if it was the same
 
-Where ranks do not tell each other (`check_collectives=False`), each takes what is safe: what there may be, there is.
+With `check_collectives=False` the ranks exchange nothing. Each then assumes that every gradient exists that may exist.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,8 @@ _others, _present, _resharded = map(attrgetter, ("others", "gradient.present", "
 
 
 class Consensus:
-    """`agreement`: what was issued, and the words of the ranks. `checked`: whether they tell each other."""
+    """Exchanges the state of one model with the other ranks. `agreement`: the log of collectives, and the exchange.
+    `checked`: `check_collectives`."""
 
     def __init__(self, every: UnitSet, reductions: Reductions, agreement: Agreement, *, checked: bool) -> None:
         self._every = every
@@ -40,8 +41,8 @@ class Consensus:
         self._reduced: Sequence[bool] = [group.agreed for group in every.groups]
 
     def ask(self, helper: GatherHelper) -> list[bool] | None:
-        """A pass begins, in which `helper` watches. Before the first one: see that all ranks have the same units, and
-        return which groups any of them trains."""
+        """Begin a pass of `helper`. Before the first pass, check that all ranks have the same units, and return, per
+        group, whether any rank trains it; otherwise return None."""
         if self.is_alone or not self._checked or not helper.begin_pass():
             return None
         said = []
@@ -57,15 +58,15 @@ class Consensus:
         return trains
 
     def take(self, trains: Sequence[bool] | None) -> None:
-        """What `ask` has said holds from here on; without a word, what the user has frozen here."""
+        """Reduce the groups that `ask` has returned from now on. Without an exchange, reduce those that train here."""
         if self.is_alone or not self._checked:
             self._reduce([group.trainable for group in self._every.groups])
         elif trains is not None:
             self._reduce(trains)
 
     def pack_unheard(self) -> list[Unit]:
-        """Pack what arrived for groups that only some ranks have unfrozen: the others have yet to hear of them. Returns
-        the units that have such groups."""
+        """Pack the gradients of groups that this rank has unfrozen and that the ranks do not reduce yet. Return the
+        units that have such groups."""
         units = [*filter(_others, self._every.units)]
         late = [unit for unit in units if any(unit.groups[n].trainable for n in unit.others)] if units else units
         for unit in late:
@@ -74,8 +75,8 @@ class Consensus:
         return late
 
     def reach(self, graphs: CaptureTable | None) -> None:
-        """A backward is over here: start the reductions that are missing here, and hear from the other ranks what is
-        missing elsewhere."""
+        """Exchange state with the other ranks at the end of a backward, and start the reductions that this rank has not
+        started."""
         reductions, units, groups = self._reductions, self._every.units, self._every.groups
         reductions.complete()
         if not self._checked:
@@ -107,19 +108,19 @@ class Consensus:
                 reductions.start(unit.number, [number for number in numbers if unit.groups[number].agreed])
         for unit, resharded in zip(units, agreed.resharded):
             unit.resharded = False
-            if resharded and USER in unit.holders:  # the unit did not run here
+            if resharded and USER in unit.holders:  # the unit did not run on this rank
                 unit.release(USER)
         if agreed.same_order and reductions.arrived:
             reductions.agreed = tuple(reductions.arrived)
 
     def _keeps(self, unit: Unit, group: ParameterGroup) -> bool:
-        """Whether gradients of the group, which is frozen here, wait for their reduction somewhere."""
+        """Return whether gradients of the group, which is frozen here, may wait for their reduction on some rank."""
         if not group.agreed:
             return group.trainable
         return not (unit.requires_all_reduce and self._reductions.is_last) or self._reductions.defers(unit)
 
     def _reduce(self, trains: Sequence[bool]) -> None:
-        """From now on reduce the gradients of these groups."""
+        """Set, per group, whether its gradients are reduced from now on."""
         if trains != self._reduced:
             self._reduced = trains
             numbered = iter(trains)

@@ -1,15 +1,15 @@
-"""Model weights that stay beside the main weights, and when they follow them.
+"""Updates of model weights that are kept separately from the main weights.
 
-    what happened since they were made                       they are made anew, on all ranks
+    event since the last update                              updated, on all ranks
     -------------------------------------------------------  ---------------------------------------------------------
-    nothing yet, or the last backward of a step              at the next pass: an optimizer is expected
-    main weights were written, on any rank                   at the next pass: version counters tell, the ranks agree
-    nothing                                                  no: the passes of a step use what the first has made
+    no update yet, or the last backward of a step            in the next pass: an optimizer step is expected
+    main weights were written, on any rank                   in the next pass: ranks compare version counters and agree
+    none                                                     no: the passes of a step share the first one's update
 
-An optimizer is not expected of weights that are frozen and rest as payload alone (`weft.fsdp.payload_only`): the ranks
-agree in each pass whether one has written to them or has unfrozen them.
+For frozen weights of which only the payload is kept (`weft.fsdp.payload_only`), no optimizer step is expected. The
+ranks agree in each pass whether any of them has written to these weights or has unfrozen them.
 
-Weights that are gathered for each use need none of this: they are gathered from what the main weights are then.
+Weights that are gathered for each use need no update: they are gathered from the current main weights.
 """
 
 from collections.abc import Sequence
@@ -25,21 +25,22 @@ from weft.fsdp.unit import State, Unit
 
 
 class Freshness:
-    """What is still to be made anew in the pass under way, in one order on all ranks."""
+    """The units whose model weights are still to be updated in the current pass, in one order on all ranks."""
 
     def __init__(self, channels: Channels, *, checked: bool, channel: int) -> None:
-        """`channel`: keeps what the ranks say of one model apart from what they say of another."""
+        """`checked`: whether the ranks agree on changes. `channel`: separates the messages of different models."""
         self._channels = channels
         self._checked = checked
         self._channel = channel
         self._certain = True
-        """Whether all ranks know without asking that the weights change."""
+        """Whether the weights must be updated, which all ranks know without an exchange."""
         self.ahead: dict[Unit, None] = {}
-        """The units that are still to be made anew, in the order of all ranks."""
+        """The units that are still to be updated, in the same order on all ranks."""
         self._made: list[Unit] = []
 
     def begin_pass(self, units: Sequence[Unit], inside: Sequence[Unit], groups: Sequence[dist.ProcessGroup]) -> None:
-        """A pass over the units `inside` of `units` begins: ask whether main weights have changed."""
+        """Begin a pass over the units `inside`, a part of `units`: agree with the other ranks on which main weights
+        have changed."""
         following = [group for unit in units for group in unit.groups if group.refreshes]
         if not following:
             return
@@ -61,16 +62,16 @@ class Freshness:
         self.ahead.update(dict.fromkeys(inside))
 
     def expect_change(self) -> None:
-        """A step is over: an optimizer follows."""
+        """Expect an optimizer step before the next pass."""
         self._certain = True
 
     def is_due(self, unit: Unit) -> bool:
-        """Whether the weights of `unit` are still to be made anew: in this pass, or in that of another rank."""
+        """Return whether the weights of `unit` are still to be updated: in this pass, or in one of another rank."""
         return unit in self.ahead or any(group.is_outdated for group in unit.groups)
 
     def reach(self, unit: Unit) -> None:
-        """Make the weights of all units before `unit` anew, its own, and those of the next, whose transfer so runs
-        beside the computation with its own. A unit of another rank's pass, which this one is without, by itself."""
+        """Update the weights of all units up to `unit`, and of the next one, whose transfer then overlaps with
+        computation. A unit that only another rank's pass uses is updated alone."""
         if unit in self.ahead:
             while self._next() is not unit:
                 pass
@@ -80,7 +81,7 @@ class Freshness:
             self._next()
 
     def finish(self) -> None:
-        """The pass is over: make anew what is left, whether its unit ran here or not, and see that all has come."""
+        """Update the remaining units at the end of a pass, even if they did not run here, and wait for all updates."""
         while self.ahead:
             self._next()
         made, self._made = self._made, []
@@ -91,7 +92,7 @@ class Freshness:
                     group.rest()
 
     def forget(self) -> None:
-        """A pass was abandoned: it is unknown what was made anew where."""
+        """Expect a change of all weights after an abandoned pass: ranks may have updated different units."""
         self.ahead.clear()
         self._made.clear()
         self._certain = True
@@ -109,7 +110,7 @@ class Freshness:
 
 
 def _word_of(group: ParameterGroup) -> int:
-    """What a rank says of weights that rest as payload alone."""
+    """Return this rank's message about weights of which only the payload is kept: 0, WRITTEN or NEEDED."""
     resting = group.payload_only
     assert resting is not None
     rewritten = group.is_stale and not group.is_outdated  # outdated: by a pass that has failed

@@ -1,7 +1,7 @@
-"""The reductions of one model's gradients: when they are due, and what starting them means.
+"""The reductions of one model's gradients: when they are due, and how they are started.
 
-In which order they start, what travels together and how many are alive is in `weft.layout.turns`; here are the groups,
-lanes and tickets that those rules are applied to.
+`weft.layout.turns` decides in which order they start, which share a message and how many are alive. This file applies
+its decisions to groups, lanes and tickets.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +20,11 @@ from weft.layout.turns import Due, ReductionOrder, turns_of
 
 
 class Reductions(ReductionOrder):
-    """Packs gradients and starts their reductions in turn.
+    """Packs gradients and starts their reductions in turn. A turn is one unit, or several units in one message.
 
-    `units`: by number. `most_alive`: how many units' gradients may be, those of one turn counting as one.
-    `bucket_bytes`: the most that takes one turn, if it is several units. `checked`: whether to keep to the agreed
-    order. `note`: told of each reduction that did not wait for its turn. `gathers`: keeps the events of the pass.
+    `units`: by number. `most_alive`: the number of turns whose buffers may exist at once. `bucket_bytes`: the largest
+    size of a turn of several units. `checked`: whether to start reductions in the order that the ranks agreed on.
+    `note`: called for each reduction that did not wait for its turn. `gathers`: records the events of the pass.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Reductions(ReductionOrder):
     ) -> None:
         super().__init__(most_alive)
         self.last_backward = True
-        """Whether the backward under way is the last before the optimizer, as the user says."""
+        """The user's `set_is_last_backward`: whether this backward is the last before the optimizer."""
         self.more_to_come = False
         """Whether a schedule has further microbatches to reduce."""
         self.agreed: tuple[int, ...] = tuple(range(len(units) - 1, -1, -1))
@@ -52,15 +52,15 @@ class Reductions(ReductionOrder):
         self._gathers = gathers
         self._bucket_bytes = bucket_bytes
         self._planned: tuple[list[Due], list[tuple[int, ...]]] = ([], [])
-        """What was due in an earlier backward, and the turns that it took."""
+        """The reductions that were due in the latest planned backward, and their turns."""
 
     @property
     def is_last(self) -> bool:
-        """Whether what is reduced now is the last before the optimizer."""
+        """Whether the current reductions are the last before the optimizer."""
         return self.last_backward and not self.more_to_come
 
     def defers(self, unit: Unit) -> bool:
-        """Whether the gradients of `unit` wait for another backward before they are reduced."""
+        """Return whether the gradients of `unit` wait for another backward before they are reduced."""
         if unit.requires_gradient_sync and self.last_backward and not self.more_to_come:
             return False
         return not unit.requires_gradient_sync or not any(
@@ -68,16 +68,17 @@ class Reductions(ReductionOrder):
         )
 
     def _finishes(self, unit: Unit) -> bool:
-        """Whether what is reduced now goes through all stages."""
+        """Return whether reductions of `unit` started now include all stages."""
         return unit.requires_all_reduce and self.last_backward and not self.more_to_come
 
     def begin(self, *, taking_turns: bool = True) -> None:
-        """A backward begins, or was abandoned. Not `taking_turns`: of a schedule, which has an order of its own."""
+        """Plan the turns at the begin of a backward, or reset them after an abandoned one. `taking_turns`: False for a
+        schedule, which determines the order."""
         if not taking_turns:
             self.take_turns(None)
             return
         due = []
-        # Not a unit whose gathers could be taken for those of another: what ranks out of order compute is wrong anyway.
+        # Skip a unit whose gathers could be confused with those of another: ranks out of order compute garbage anyway.
         for number in self.agreed:
             unit = self._units[number]
             if unit.trainable_groups and not self.defers(unit) and self._checked and unit.is_addressed:
@@ -97,10 +98,10 @@ class Reductions(ReductionOrder):
         return Due(unit.number, kind, nbytes)
 
     def reduce(self, unit: Unit) -> None:
-        """Pack the gradients of `unit`; start their reduction if they are due, and if it is its turn."""
+        """Pack the gradients of `unit`; start their reduction if they are due and it is the unit's turn."""
         if not unit.trainable_groups:
             return
-        if torch.is_grad_enabled():  # in a schedule; a backward has switched it off
+        if torch.is_grad_enabled():  # in a schedule; a backward has disabled it
             with torch.no_grad():
                 self.reduce(unit)
             return
@@ -114,8 +115,8 @@ class Reductions(ReductionOrder):
                 self._note(unit.number, "reduction", group.reduced_bytes)
 
     def left_over(self, unit: Unit) -> bool:
-        """Whether gradients are here that no backward's end has taken: of this backward, or of earlier ones if their
-        reduction is due."""
+        """Return whether `unit` has gradients that no call's end has taken: of this backward, or of earlier ones if
+        their reduction is due."""
         for group in unit.trainable_groups:
             gradients = group.gradients
             if gradients.arrived:
@@ -127,12 +128,12 @@ class Reductions(ReductionOrder):
         return False
 
     def abandon(self) -> None:
-        """Let transfers end, and do nothing with what they brought."""
+        """Wait for the transfers of started reductions, and discard the results."""
         for ticket in self.drop():
             ticket.abandon()
 
     def gradient_to_write(self, parameter: ShardedParameter) -> tuple[torch.Tensor, bool]:
-        """Where a module writes the gradient of `parameter` itself, and whether to add to it."""
+        """Return the tensor to which a module writes the gradient of `parameter` itself, and whether to add to it."""
         unit, group = parameter.unit, parameter.group
         index, defer = unit.groups.index(group), self.defers(unit)
         if not group.gradients.is_open:
@@ -142,7 +143,7 @@ class Reductions(ReductionOrder):
         return group.gradients.place_of(parameter, self._channels.gradients, defer=defer)
 
     def offer_main_gradients(self, unit: Unit) -> None:
-        """Make `main_grad` ready for the modules of `unit` that declared to use it."""
+        """Provide `main_grad` to the modules of `unit` that have declared to use it."""
         for index, group in enumerate(unit.groups):
             if group.trainable and group.gradients.declared:
                 defer = self.defers(unit)
@@ -151,25 +152,25 @@ class Reductions(ReductionOrder):
                     self.make_room(unit.number, index, defer=defer)
                 group.gradients.offer(self._channels.gradients, defer=defer)
 
-    # --- what the rules ask and do ------------------------------------------------------------------------------------
+    # --- methods that `ReductionOrder` calls --------------------------------------------------------------------------
 
     def groups_of(self, unit: int) -> Sequence[int]:
-        """The groups of the unit that all ranks reduce."""
+        """Return the indices of the unit's groups that all ranks reduce."""
         return self._units[unit].reduced
 
     def has_buffer(self, unit: int, group: int) -> bool:
-        """Whether gradients are packed, or will be written by a module."""
+        """Return whether the group's gradients are packed, or modules have declared to write them."""
         gradients = self._units[unit].groups[group].gradients
         return gradients.where is Where.PACKED or gradients.declared
 
     def pack_group(self, unit: int, group: int, *, defer: bool) -> None:
-        """Move what autograd left into the buffer that travels."""
+        """Copy autograd's gradients into the packed buffer."""
         each = self._units[unit]
         with profiled(each.name, "reduce"):
             each.groups[group].gradients.pack(self._channels.gradients, defer=defer)
 
     def reduce_group(self, unit: int, group: int) -> Ticket:
-        """Pack what autograd left, and start the reductions of what is packed."""
+        """Pack autograd's gradients, and start the reduction of the packed buffer."""
         each = self._units[unit]
         one = each.groups[group]
         finishes = self._finishes(each)
@@ -178,7 +179,7 @@ class Reductions(ReductionOrder):
             return one.gradients.reduce(self._channels, each.scale_of(one), channel=one.channel, finishes=finishes)
 
     def reduce_turn(self, turn: Sequence[int]) -> Ticket:
-        """Start the reductions of units that take one turn."""
+        """Start the reductions of the units of one turn, in one message."""
         units = [self._units[number] for number in turn]
         groups = [group for unit in units for group in unit.trainable_groups]
         scales = [unit.scale_of(group) for unit in units for group in unit.trainable_groups]
@@ -190,6 +191,6 @@ class Reductions(ReductionOrder):
             )
 
     def finish_group(self, unit: int, group: int, under_way: Ticket) -> None:
-        """Wait for reductions, and give their memory back."""
+        """Wait for the group's reductions, and free their memory."""
         under_way.wait()
         self._units[unit].groups[group].gradients.reduced()

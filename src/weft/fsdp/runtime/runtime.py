@@ -1,18 +1,18 @@
 """The life of a pass: how it begins, how it ends and how it fails.
 
-    call                         what happens, in this order
+    call                         actions, in this order
     ---------------------------  -----------------------------------------------------------------------------------
-    begin_forward, scheduled     what was added to the model is refused; a failed pass is recovered from; the ranks
-                                 speak, before the first; old holds go; main weights that changed are noticed
-    use, done, keep, ready       a driver's way through the units: `Shared`
-    end_forward                  what was gathered ahead for nothing goes
-    begin_backward               autograd will call at its end, and drop that call if it fails
-    end_backward                 complete what no hook could; agree; collect the reductions; go to rest; plan memory;
-                                 hand the gradients out
-    fail, recover                holders and gradients go at once; the rest when the next call comes
+    begin_forward, scheduled     raise if modules were added to the model; recover from a failed pass; before the first
+                                 pass, compare the ranks' units; end old holds; check whether main weights changed
+    use, done, keep, ready       (calls of a driver for each unit: see `Shared`)
+    end_forward                  free weights that were gathered ahead and not used
+    begin_backward               register a callback for the end of autograd's backward, which a failure drops
+    end_backward                 complete the calls whose end has no hook; agree with the other ranks; collect the
+                                 reductions; free the units' memory; plan memory; set `.grad`
+    fail, recover                drop holders and gradients immediately, everything else at the next call
 
-Which pass is under way is in `passes`, what is done to all units alike in `unit_set`, what the ranks tell each other in
-`consensus`, what other models of the process have to do with it in `joint_backward`.
+`passes` knows the current pass, `unit_set` acts on all units, `consensus` exchanges state with the other ranks, and
+`joint_backward` handles backwards that run through several models of the process.
 """
 
 import weakref
@@ -52,25 +52,26 @@ class Runtime(Shared):
         self._inventory = inventory
         self._joint = JointBackward(self.units, weakly(self.finish_unnoticed))
         self._depth = 0
-        """How many calls of sharded modules are under way, one inside of the other."""
+        """The number of nested calls of sharded modules under way."""
         self._failure: tuple[BaseException, str] | None = None
         self._evaluates = False
-        """Whether the schedule under way, or the last one, has no backward."""
+        """Whether the current or latest schedule has no backward."""
         self._keeps_gradients = False
-        """Whether the pass that failed changed no gradients of earlier backwards."""
+        """Whether the failed pass left the gradients of earlier backwards unchanged."""
         self._filled = False
-        """Whether everything that was on the meta device has values."""
+        """Whether all parameters and buffers that were on the meta device are known to have values."""
         self._is_new = not self._consensus.is_alone
-        """Whether no backward has looked for parameters around the root."""
+        """Whether no backward has checked yet for parameters outside of the root."""
         self.post_optimizer_event: Any = None
-        """What the next pass waits for before it reads the weights, where the optimizer ran beside the computation."""
+        """An event that the next pass waits for before it reads the weights, for an optimizer that runs on another
+        stream."""
         equalize_slices(self.every.groups)
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
     def begin_forward(self, outermost: Unit) -> None:
-        """The module of `outermost` is called. If no other is under way, a pass begins: what an earlier one left
-        behind goes."""
+        """Enter a call of a module of `outermost`. If no other call is under way, begin a pass, and clean up after the
+        earlier one."""
         self._depth += 1
         if self._depth > 1 or self._recomputes:
             return
@@ -99,7 +100,8 @@ class Runtime(Shared):
             self.gathers.begin(kind.value)
 
     def _enter(self) -> None:
-        """A call comes from outside: everything must be there, and nothing of a failed pass."""
+        """Prepare for a call from outside of passes: recover from a failed pass, check that weights have values, and
+        wait for the optimizer."""
         check_alive(self.every.process_groups)
         self.recover()
         if not self._filled:
@@ -111,13 +113,13 @@ class Runtime(Shared):
 
     @property
     def _recomputes(self) -> bool:
-        """Whether a forward belongs to a backward, as activation checkpointing recomputes one. Not an evaluation that a
-        hook of another model's backward runs: that is a pass."""
+        """Whether a forward is a recomputation in backward, by activation checkpointing. An evaluation that a hook of
+        another model's backward runs is not: it is a pass."""
         return in_backward() and (torch.is_grad_enabled() or self.passes.current is Pass.BACKWARD)
 
     def end_forward(self, error: BaseException | None = None) -> None:
-        """A sharded module's call ended. With the outermost, units that still wait for more of their modules wait no
-        longer, and what was gathered ahead for nothing goes."""
+        """Leave a call of a sharded module. With the outermost call, end the forwards of units of which not all modules
+        ran, and free weights that were gathered ahead and not used."""
         self._depth = max(self._depth - 1, 0)
         if self._depth or (self._recomputes and self.passes.current is not Pass.EVALUATION):
             return
@@ -139,10 +141,10 @@ class Runtime(Shared):
         if evaluated:
             self.planner.end_pass()
 
-    # --- what the user holds ------------------------------------------------------------------------------------------
+    # --- the user's unshard and reshard -------------------------------------------------------------------------------
 
     def unshard(self, unit: Unit) -> None:
-        """Start to gather `unit` for its user, from what the main weights are now."""
+        """Start to gather `unit` for the user, from the current main weights."""
         self._enter()
         if self.passes.current is Pass.IDLE:
             self._freshness.begin_pass(self.units, [unit, *unit.tied], self.every.process_groups)
@@ -155,14 +157,14 @@ class Runtime(Shared):
         unit.prefetch()
 
     def finish_unshard(self, unit: Unit) -> None:
-        """What was unsharded has come: register it, and let the main weights in CPU memory be written again."""
+        """Wait for the gather of `unshard`, register full parameters, and wait until no upload reads main weights."""
         if USER not in unit.holders:
             unit.acquire(USER)
             unit.resharded = False
         self.every.finish_uploads()
 
     def reshard(self, unit: Unit) -> None:
-        """The user lets go of `unit`, and of what it keeps for a backward."""
+        """Free the weights of `unit`, also if they were kept for a backward."""
         self.recover()
         unit.forget()
         unit.end_holds(USER, UNTIL_BACKWARD, RETURNED, UNTIL_NEXT_PASS)
@@ -174,14 +176,14 @@ class Runtime(Shared):
 
     @property
     def in_schedule(self) -> bool:
-        """Whether a schedule drives the units: hooks stand back."""
+        """Whether a schedule drives the units, so that hooks do nothing."""
         return self.passes.current is Pass.SCHEDULE
 
     @contextmanager
     def scheduled(self, trace: Trace, depth: int, *, backward: bool = True) -> Iterator[None]:
-        """Around a schedule that visits units itself, with the events of `trace`: hooks stand back, and what a backward
-        does at its end is done at the schedule's. `depth`: how many to gather ahead. Not `backward`: an evaluation,
-        which leaves gradients alone."""
+        """A context for a schedule that drives the units itself, with the events of `trace`. Hooks do nothing, and the
+        end of the context acts as the end of a backward. `depth`: the number of units to gather ahead. `backward`:
+        False for an evaluation, which does not touch gradients."""
         if self._depth or in_backward():
             raise RuntimeError("a schedule cannot run inside a forward or backward of the same model: call it outside")
         self._evaluates = not backward
@@ -210,7 +212,7 @@ class Runtime(Shared):
     # --- backward ---------------------------------------------------------------------------------------------------
 
     def begin_backward(self, call: BackwardCall) -> None:
-        """`call` is the next whose backward begins."""
+        """Note that the backward of `call` begins. The first one begins a pass."""
         if self.passes.current is Pass.FAILED:
             self._recover()
         self._calls.append(call)
@@ -230,7 +232,7 @@ class Runtime(Shared):
         self.reductions.begin()
 
     def end_backward(self) -> None:
-        """Autograd's backward is over."""
+        """End the pass when autograd's backward has ended."""
         try:
             self._calls.end()
             self._end_backward()
@@ -240,7 +242,8 @@ class Runtime(Shared):
 
     @torch.no_grad()
     def _end_backward(self) -> None:
-        """Complete what no hook could, agree, collect the reductions, hand the gradients out, and go to rest."""
+        """Complete the calls whose end has no hook, agree with the other ranks, collect the reductions, free the units'
+        memory, and set `.grad`."""
         for unit in reversed(self.units):
             if self.reductions.left_over(unit):
                 self.ready(unit)
@@ -260,23 +263,23 @@ class Runtime(Shared):
             self._steps.expect()
         self.passes.end()
         self._joint.settle()
-        self.every.publish()  # runs hooks of the user, who finds everything at rest
+        self.every.publish()  # runs the user's hooks, which must find all units at rest
 
     def _go_to_rest(self) -> None:
-        """The memory of all units goes, and is planned anew where the pass did what the plan did not know."""
+        """Free the memory of all units, and plan it again if the pass deviated from the plan."""
         self._helper.collect()
         self.every.come_to_rest(None, complete=self._depth == 0)
         self.planner.end_pass()
 
     def finish_unnoticed(self) -> None:
-        """Autograd has run a backward after this model's last forward: if it left gradients here that no hook noticed,
-        the model's own backward is over, too."""
+        """End this model's backward after an autograd backward in which no hook of the model ran, if that left
+        gradients."""
         if self.passes.current is Pass.IDLE and any(unit.awaits_reduction for unit in self.units):
             self._open_backward()
             self.end_backward()
 
     def finish_deferred(self) -> None:
-        """Reduce what backwards have left to later, and hand the gradients out, without another backward."""
+        """Reduce the gradients that earlier backwards have deferred, and set `.grad`, without another backward."""
         self._enter()
         self.passes.begin(Pass.BACKWARD)
         self.reductions.begin(taking_turns=False)
@@ -292,20 +295,20 @@ class Runtime(Shared):
     # --- failure ------------------------------------------------------------------------------------------------------
 
     def note_failure(self, what: str, error: BaseException) -> None:
-        """`what` ended in `error`, which code around it may catch: it is told only if the pass ends by it."""
+        """Note that `what` raised `error`. The caller may catch it, so it is only reported if the pass ends with it."""
         if self._failure is None or self._failure[0] is not error:
             self._failure = (error, what)
 
     def _leave_by(self, error: BaseException) -> None:
-        """The pass under way ends by `error`: others hear what it came from, and nothing of the pass stays."""
+        """End the pass with `error`: report the error's source to the other ranks, and clean up."""
         if self._failure is not None and self._failure[0] is error:
             self._helper.failed(self._failure[1], error)
         self._failure = None
         self.reset()
 
     def fail(self) -> None:
-        """An exception left the pass under way. What the user sees from here on are sharded parameters again, and of
-        a backward no gradient at all: some units have added theirs by now, on some ranks, and others have not."""
+        """Mark the pass as failed, and register the sharded parameters. After a failed backward drop all gradients:
+        some units, on some ranks, have added theirs already, and others have not."""
         left = self.passes.current
         evaluates = left in (Pass.FORWARD, Pass.EVALUATION) or (left is Pass.SCHEDULE and self._evaluates)
         if left is not Pass.FAILED:
@@ -317,8 +320,7 @@ class Runtime(Shared):
             unit.drop_holders()
 
     def recover(self) -> bool:
-        """Calls from outside begin here: what a failed pass has left goes. Returns whether a schedule drives the
-        units."""
+        """Clean up after a failed pass, in a call from outside of passes. Return whether a schedule drives units."""
         if self.passes.current is not Pass.FAILED:
             return self.passes.current is Pass.SCHEDULE
         if self._depth:
@@ -329,12 +331,12 @@ class Runtime(Shared):
         return False
 
     def reset(self) -> None:
-        """Return every unit to rest and forget gradients that were not reduced."""
+        """Return every unit to rest, and discard gradients that were not reduced."""
         self.fail()
         self._recover()
 
     def _recover(self) -> None:
-        """Nothing of the failed pass stays: units are at rest but for the user's holds, reductions add to nothing."""
+        """Discard the state of the failed pass, and return all units to rest that the user does not hold."""
         self.reductions.abandon()
         self.reductions.begin(taking_turns=False)
         self._helper.collect()

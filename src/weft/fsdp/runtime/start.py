@@ -1,12 +1,12 @@
-"""The values with which training starts: there at all, and the same on all ranks that have the same parameters.
+"""Checks of initial values: every parameter must have values, and ranks with the same parameters the same values.
 
-when                           what happens
+when                           action
 -----------------------------  -----------------------------------------------------------------------------------
-a unit is made                 replicas get the values of the first of them, for any seeds of their ranks; frozen
-                               weights are quantized, if their payload alone is kept
-the first pass of a root       parameters from the meta device that no one filled are an error, on every rank;
-                               replicas of the others are made alike again, if they were filled differently
-a root's runtime is made       what tensor parallelism does not slice is made alike over the ranks of the slices
+a unit is made                 broadcast values from the first replica, so that ranks may have different seeds; quantize
+                               frozen weights of which only the payload is kept
+the first pass of a root       raise, on every rank, for parameters from the meta device that have no values; broadcast
+                               those that have been filled
+a root's runtime is made       broadcast parameters that tensor parallelism does not slice over its ranks
 """
 
 from collections.abc import Sequence
@@ -22,22 +22,25 @@ from weft.memory.blank import has_blank
 
 
 def equalize(group: ParameterGroup) -> None:
-    """Let replicas start with the values of the first of them. Collective."""
+    """Broadcast the values of the first replica to the others. Collective."""
     for axis, ranks in enumerate(group.groups):
         if axis not in group.main_weight.axes and ranks.size() > 1:
             collectives.broadcast(group.main_weight.local, ranks)
 
 
 def rest(group: ParameterGroup) -> None:
-    """Quantize weights of which the payload alone is kept, and let the others go, if they have values and ranks make
-    their parts alone. Else the first pass does it. Collective for recipes with one scale per matrix."""
+    """Quantize weights of which only the payload is kept, and free their main weights.
+
+    The first pass does it instead if they have no values yet, or if payloads are gathered once per step. Collective for
+    recipes with one scale per matrix.
+    """
     if group.payload_only is not None and not group.unfilled and not group.refreshed_bytes:
         agree_on_maxima([group])
         group.rest(quantize=True)
 
 
 def equalize_slices(groups: Sequence[ParameterGroup]) -> None:
-    """Let what is no slice start alike on all ranks that have slices of others, unless it is cut over them.
+    """Broadcast parameters that are not sliced over the tensor-parallel ranks, unless they are sharded over these.
     Collective."""
     for slices in dict.fromkeys(own for group in groups for own in group.slice_groups):
         for group in groups:
@@ -46,10 +49,10 @@ def equalize_slices(groups: Sequence[ParameterGroup]) -> None:
 
 def _equalize_over(group: ParameterGroup, slices: dist.ProcessGroup) -> None:
     if len(set(dist.get_process_group_ranks(slices)).intersection(group.mesh.mesh.flatten().tolist())) > 1:
-        return  # ranks of other experts have other parts of what is dense
+        return  # the group is sharded over these ranks
     if not group.slice_groups:
         collectives.broadcast(group.main_weight.local, slices)
-        torch.autograd.graph.increment_version(group.main_weight.local)  # if a payload alone is kept, it is outdated
+        torch.autograd.graph.increment_version(group.main_weight.local)  # a kept payload is outdated now
         return
     for each in group.parameters:
         if each.slices is None:  # slices of unequal size make its cuts differ from rank to rank
@@ -60,8 +63,8 @@ def _equalize_over(group: ParameterGroup, slices: dist.ProcessGroup) -> None:
 
 
 def check_filled(units: Sequence[Unit]) -> None:
-    """Raise ValueError, on every rank, for what was on the meta device and has no values yet. Collective where
-    something was."""
+    """Raise ValueError, on every rank, for parameters and buffers without values. Collective if any parameter was on
+    the meta device."""
     for unit in units:
         for group in unit.groups:
             if group.unfilled:

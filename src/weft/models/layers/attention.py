@@ -1,9 +1,9 @@
-"""Causal self-attention, groups of query heads sharing a key and value head (GQA; arXiv:2305.13245).
+"""Causal grouped-query attention: groups of query heads share a key and value head (GQA; arXiv:2305.13245).
 
-q, k, v = W_q x, W_k x, W_v x      per head; norms over a head or over all of them, then rotation, of q and k
-o       = softmax(scale q k^T) v   over the positions up to one's own, in a window if there is one; a sink takes part
-                                   in the softmax like a position whose value is 0 (arXiv:2309.17453)
-y       = W_o (o * sigmoid(g))     the gate g, where there is one, is the second half of each head's rows of W_q
+q, k, v = W_q x, W_k x, W_v x      per head; then norms, over one head or all heads, and rotation of q and k
+o       = softmax(scale q k^T) v   over positions up to the query's, optionally in a window; a sink takes part in the
+                                   softmax like a position whose value is 0 (arXiv:2309.17453)
+y       = W_o (o * sigmoid(g))     the optional gate g is the second half of each head's rows of W_q
 """
 
 from collections.abc import Callable
@@ -27,11 +27,11 @@ from weft.moe.parts import part
 from weft.moe.source import INITIAL_STD, WeightSource
 
 Where = tuple[int, Borders | None]
-"""Which positions a layer has, as `RotaryEmbedding.forward` takes them."""
+"""The positions of a layer's input: the arguments `start` and `documents` of `RotaryEmbedding.forward`."""
 
 
 class Attention(Block):
-    """Grouped-query attention. Its state are the keys and values so far, [B, T, heads, C]."""
+    """Grouped-query attention. Its state has the keys and values so far, [B, T, heads, C]."""
 
     graph_scopes: ClassVar = {"forward": ("attn", None)}
 
@@ -63,23 +63,23 @@ class Attention(Block):
             (self.source / "sinks").normal_(self.sinks, INITIAL_STD)
 
     def share(self, ranks: TensorRanks) -> None:
-        """See `Block.share`."""
+        """Keep this rank's part of the heads, as `Block.share`."""
         super().share(ranks)
         self.heads //= ranks.size
         self.key_value_heads = max(1, self.key_value_heads // ranks.size)
         if self.norm_of == "full":
-            for norm in (self.q_norm, self.k_norm):  # heads that several ranks have count as often each
+            for norm in (self.q_norm, self.k_norm):  # key heads that several ranks share have equal weight
                 assert norm is not None
                 norm.mean_over_ranks = partial(ranks.mean, first=0, count=ranks.size)
 
     def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
-        """See `Block.mix`."""
+        """Compute the attention of normalized input [B, S, D], as `Block.mix`."""
         how: dict[str, Any] = {"scale": self.scale, "window": self.window, "sinks": part(self, "sinks")}
         where = positions_of(documents, state["k"].shape[1] if state else 0, x_BSD)
         others = None
         if isinstance(documents, Slices):
             others, attention = self._over(documents, self._keys_and_values(x_BSD, where), how)
-            q_BSHC, gate_BSHC = self._queries(x_BSD, where)  # beside what keys and values take
+            q_BSHC, gate_BSHC = self._queries(x_BSD, where)  # beside the transfer of keys and values
             o_BSHC = others.attend(attention, q_BSHC)
         else:
             q_BSHC, gate_BSHC = self._queries(x_BSD, where)
@@ -94,11 +94,11 @@ class Attention(Block):
     def _over(
         self, slices: Slices, parts: tuple[Tensor, Tensor], how: dict[str, Any]
     ) -> tuple[Gathered | Exchanged, Callable[..., Tensor]]:
-        """Keys and values on their way, and what computes with those that come."""
+        """Start to gather or exchange keys and values; return the transfer, and the attention function for it."""
         if not self.exchanges:
             if self.window is None or not 1 < self.window <= slices.width:
                 return Gathered(slices.gathering, *parts), partial(attention_over, slices, **how)
-            before = self.window - 1  # positions before a slice that it sees, which are in one other
+            before = self.window - 1  # the positions that a slice sees before itself, all in the previous slice
             halo = partial(slices.haloing, before)
             return Gathered(halo, *parts), partial(attention_over, slices, before=before, **how)
         if how["sinks"] is not None:
@@ -106,7 +106,7 @@ class Attention(Block):
         return Exchanged(slices, self.heads, *parts), partial(attention_within, slices.whole, **how)
 
     def _queries(self, x_BSD: Tensor, where: Where) -> tuple[Tensor, Tensor | None]:
-        """Of the heads, normed and rotated, and what gates their results."""
+        """Return the queries, after norm and rotation, [B, S, H, C], and the gate of the same shape or None."""
         q_BSHC, gate_BSHC = self.q_proj(x_BSD).unflatten(-1, (self.heads, -1)), None
         if self.gated:
             q_BSHC, gate_BSHC = q_BSHC.chunk(2, dim=-1)
@@ -131,7 +131,7 @@ class Attention(Block):
 
 
 def remembered(state: State | None, **new: Tensor) -> list[Tensor]:
-    """Each of `new`, [B, S, ...], behind what `state` has under its name, [B, T, ...] together, and kept there."""
+    """Append each of `new`, [B, S, ...], to the tensor of that name in `state`; return the results, [B, T, ...]."""
     if state is None:
         return list(new.values())
     for name, tensor in new.items():
@@ -140,8 +140,8 @@ def remembered(state: State | None, **new: Tensor) -> list[Tensor]:
 
 
 def positions_of(documents: Borders | None, start: int, x_BSD: Tensor) -> Where:
-    """The positions of `x_BSD`, of which `start` are remembered before it."""
-    if isinstance(documents, Slices):  # a slice has positions of all of its row
+    """Return the positions of `x_BSD`. `start`: the number of earlier positions in the state."""
+    if isinstance(documents, Slices):  # positions in a slice may be anywhere in the row
         start = documents.whole.seq - x_BSD.shape[1]
     return start, documents
 
@@ -149,31 +149,32 @@ def positions_of(documents: Borders | None, start: int, x_BSD: Tensor) -> Where:
 def attention_over(
     slices: Slices, q_BSHC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor, *, before: int | None = None, **how: Any
 ) -> Tensor:
-    """`attention_within` of the queries of this rank's slices over the keys and values of the whole rows.
+    """Compute attention of the queries of this rank's slices to the keys and values of the whole rows.
 
-    With `before` over those of its slices and of so many positions before each.
+    `before`: keys and values are those of `Slices.haloing`, with so many positions before each slice. `how`: options of
+    `causal_attention`. Returns [B, S, H, C of v].
     """
     q_NHC, k_NHC, v_NHC = (each.flatten(0, 1) for each in (q_BSHC, k_BTHC, v_BTHC))
     found, places = [q_NHC.new_zeros(0, q_BSHC.shape[2], v_BTHC.shape[3])], []
     for queries, keys in slices.pieces(q_BSHC.device, before):
-        if (window := how.get("window")) is not None:  # nothing else is read
+        if (window := how.get("window")) is not None:  # all that the window sees
             keys = keys[:, -(queries.shape[1] + window - 1) :]
         found.append(causal_attention(q_NHC[queries], k_NHC[keys], v_NHC[keys], **how).flatten(0, 1))
         places.append(queries.flatten())
     o_NHC = torch.cat(found)
     if places:
         o_NHC = o_NHC.new_zeros(len(q_NHC), *o_NHC.shape[1:]).index_copy(0, torch.cat(places), o_NHC)
-    else:  # nothing but padding; a tensor is saved, as on other ranks, so that backward gathers here as well
+    else:  # only padding: depend on all inputs, so that backward runs its collectives on this rank too
         nothing = (k_NHC.sum() + v_NHC.sum() + q_NHC.sum()) * q_NHC.new_zeros(())
         o_NHC = o_NHC.new_zeros(len(q_NHC), *o_NHC.shape[1:]) + nothing
     return o_NHC.unflatten(0, q_BSHC.shape[:2])
 
 
 def attention_within(documents: Documents | None, q_BSHC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor, **how: Any) -> Tensor:
-    """`causal_attention`, with `documents` of each document by itself; `how`: what else that takes.
+    """Compute `causal_attention`, separately for each document if `documents` are given. `how`: its options.
 
-    Documents of one length are computed together, at the cost of the sum of their squares. Where padding is, the
-    result is 0.
+    Documents of one length are computed together. The cost is the sum of the squared lengths. At padding the result is
+    0.
     """
     if documents is None:
         return causal_attention(q_BSHC, k_BTHC, v_BTHC, **how)
@@ -201,14 +202,14 @@ def causal_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Softmax attention of the last S of T positions, each on itself and on what stands before.
+    """Compute softmax attention of the last S of T positions, each to itself and to earlier ones.
 
-    `scale`: None, C^-0.5. `window`: how many positions one sees, itself included; None: all. `sinks` [H]: a score of
-    each head that takes part in the softmax and has no value. -> [B, S, H, C of v].
+    `scale`: None is C^-0.5. `window`: the number of positions that a query sees, including its own; None: all.
+    `sinks` [H]: a score per head that takes part in the softmax and has no value. Returns [B, S, H, C of v].
     """
     queries, seen = q_BSHC.shape[1], k_BTHC.shape[1]
     if window is not None:
-        seen = min(seen, queries + window - 1)  # no query sees what stands before
+        seen = min(seen, queries + window - 1)  # no query sees earlier keys
         k_BTHC, v_BTHC = k_BTHC[:, -seen:], v_BTHC[:, -seen:]
         if window < seen and queries > 1:
             return _in_blocks(q_BSHC, k_BTHC, v_BTHC, window, scale=scale, sinks=sinks)
@@ -224,11 +225,11 @@ def causal_attention(
 def _in_blocks(
     q_BSHC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor, window: int, *, scale: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """`causal_attention` in a window, at the cost of S x window: a block sees its own keys and `window` - 1 before.
+    """Compute `causal_attention` in a window, at a cost of S x window: a block sees its keys and `window` - 1 before.
 
-    queries   head   block   block   tail         head: what sees everything before it
+    queries   head   block   block   tail         head: queries that see all earlier keys
     keys      ====
-                 ---=======                       all blocks have one mask, which all layers share
+                 ---=======                       all blocks and layers share one mask
                          ---=======
                                  ---====
     """
@@ -256,17 +257,17 @@ def _in_blocks(
 
 
 LEAST_BLOCK = 64
-"""Queries of a block, in windows that are no larger."""
+"""The smallest number of queries in a block, used for windows up to this size."""
 _bands: dict[tuple[int, int, int, torch.dtype, torch.device], Tensor] = {}
 
 
 def _band(window: int, size: int, first: int, like: Tensor) -> Tensor:
-    """[size, first + size + window - 1], what scores of a block are added to: 0 in the window, else minus infinity.
+    """Return the mask added to a block's scores, [size, first + size + window - 1]: 0 in the window, else -inf.
 
-    All see the `first` ones. It is made once for all layers and steps: autograd keeps no copy per layer.
+    The `first` columns are 0 for all queries. All layers and steps share one mask, so autograd saves no copy per layer.
     """
     key = window, size, first, like.dtype, like.device
-    if type(like) is not Tensor or torch.compiler.is_compiling():  # made of another kind of tensors
+    if type(like) is not Tensor or torch.compiler.is_compiling():  # a cached plain tensor would not do
         return _made_band(window, size, first, like)
     if key not in _bands:
         with torch.inference_mode(False):
@@ -289,9 +290,9 @@ def _attend(
     scale: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention under a mask, of which positions are seen or what is added to scores; None: causal.
+    """Compute attention with a mask of visible positions (bool) or of numbers added to scores; None: causal.
 
-    With sinks its first column is theirs.
+    With sinks, the first column of the mask is that of the sinks.
     """
     queries, width = q_BSHC.shape[1], v_BTHC.shape[3]
     if sinks is not None:
@@ -311,25 +312,26 @@ def _attend(
 
 
 def _step(q_B1HC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor, scale: float | None) -> Tensor:
-    """One position that sees all of `k`: the queries that share a key are rows of one product, without a mask."""
+    """Compute attention of one position to all keys. Queries that share a key are rows of one product, unmasked."""
     shared = q_B1HC[:, 0].unflatten(1, (k_BTHC.shape[2], -1))
     o_BGRC = F.scaled_dot_product_attention(shared, k_BTHC.transpose(1, 2), v_BTHC.transpose(1, 2), scale=scale)
     return o_BGRC.flatten(1, 2).unsqueeze(1)
 
 
 CHANNELS = 8
-"""How many more channels a head has for its sink; kernels on CUDA copy heads of other widths than multiples of it."""
+"""The channels added to a head for its sink. CUDA kernels copy heads whose width is not a multiple of this number."""
 
 
 def _with_sinks(
     scores_H: Tensor, causal: bool, q_BSHC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One more position before all others, whose value is 0 and whose product with the queries of a head is its score.
+    """Return queries, keys and values with one more key before all others. Its value is 0, and its product with a
+    head's queries is the score of the head's sink.
 
         q = [q ; score ; 0]     k = [0 ; 1 ; 0], [k ; 0 ; 0], ...     v = [0 ; 0], [v ; 0], ...
 
-    So scores of sinks need no mask, which would be as large as all scores. `causal`: one more query too, which sees
-    the sink alone, so that what is seen remains a triangle.
+    So sinks need no mask, which would be as large as all scores. `causal`: also add a query that sees only the sink, so
+    that the causal mask remains triangular.
     """
     width = q_BSHC.shape[3]
     scores_HC = F.pad(scores_H.to(q_BSHC.dtype).unsqueeze(-1), (width, CHANNELS - 1))

@@ -1,12 +1,13 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864).
 
-Pair i of a head's width at position p turns by the angle p * f_i, f_i = theta^(-2i / width). Which elements are a
-pair: i and i + width / 2, or with `interleave` 2i and 2i + 1. Longer contexts than a model was trained on change f:
+Pair i of a head's elements at position p is rotated by the angle p * f_i, f_i = theta^(-2i / width). A pair has the
+elements i and i + width / 2, or with `interleave` 2i and 2i + 1. `scaling` changes f for contexts longer than the one
+that the model was trained on first (`original_max_position_embeddings`):
 
     none      f
     linear    f / factor
-    llama3    f / factor for long waves, f for short ones, a line in between (Llama 3.1, arXiv:2407.21783)
-    yarn      the same by the number of turns in the first context; cos and sin grow a little (arXiv:2309.00071)
+    llama3    f / factor for long waves, f for short ones, interpolated in between (Llama 3.1, arXiv:2407.21783)
+    yarn      as llama3, by the number of turns in the first context; cos and sin grow a little (arXiv:2309.00071)
     dynamic   f of a larger theta, which grows with a sequence that is longer than the first context
     longrope  f / s_i, with other s for sequences longer than the first context; cos and sin grow (arXiv:2402.13753)
 """
@@ -25,16 +26,16 @@ from weft.models.kinds.attention import AnyAttention, Attention
 
 FIRST_POSITIONS = 1024
 BY_LENGTH = ("dynamic", "longrope")
-"""Types whose rotation depends on the length of a sequence beyond the first context."""
+"""The values of `rope_type` whose rotation depends on the length of a sequence beyond the first context."""
 
 
 class RotaryEmbedding(nn.Module):
-    """Turns the first `width` elements of each head, and leaves the others.
+    """Rotates the first `width` elements of each head, and leaves the others.
 
-    `scaling`: {"rope_type": one of those above, and its numbers}, as `HybridConfig.rope_scaling`; None: none.
-    One instance serves all layers of a stack. Its tables are buffers [positions, width] that checkpoints leave out;
-    they grow when a longer sequence comes, and are at least fp32 in any dtype the module is cast to. `local`: what
-    layers with a window use in its place.
+    `scaling`: {"rope_type": a type of the table above, and its numbers}, as `HybridConfig.rope_scaling`; None: none.
+    All layers of a stack share one instance. Its tables are buffers [positions, width] that are not in checkpoints.
+    They grow for longer sequences, and stay at least fp32 if the module is cast. `local`: the rotation of layers with a
+    window, if it differs.
     """
 
     cos: Tensor
@@ -55,12 +56,12 @@ class RotaryEmbedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Compute the tables anew, on the device and in the dtype that they have."""
+        """Recompute the tables, on their device and in their dtype."""
         self._fill(self.cos.shape[0])
 
     def _apply(self, *args: Any, **options: Any) -> "RotaryEmbedding":
         super()._apply(*args, **options)
-        if torch.finfo(self.cos.dtype).bits < 32:  # a cast back would not give the digits back
+        if torch.finfo(self.cos.dtype).bits < 32:  # a cast back would not restore the precision
             self.cos, self.sin = self.cos.float(), self.sin.float()
             self.reset_parameters()
         return self
@@ -72,7 +73,7 @@ class RotaryEmbedding(nn.Module):
             self.cos, self.sin = self._table(0, positions)
 
     def _table(self, start: int, end: int, length: int = 0) -> tuple[Tensor, Tensor]:
-        """cos and sin of positions from `start` to `end`, [positions, width], in a sequence of `length` (0: short)."""
+        """Return cos and sin of positions `start` to `end`, [positions, width]. `length`: the sequence's (0: short)."""
         device, dtype = self.cos.device, self.cos.dtype
         frequency, factor = frequencies(self.width, self.theta, self.scaling, device, length)
         angle = torch.outer(torch.arange(start, end, dtype=torch.float32, device=device), frequency)
@@ -85,7 +86,7 @@ class RotaryEmbedding(nn.Module):
         return self.scaling is not None and self.scaling["rope_type"] in BY_LENGTH
 
     def _rows(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of positions from `start` to `end`, the end of the sequence so far."""
+        """Return cos and sin of positions `start` to `end`, [positions, width]. The sequence so far ends at `end`."""
         if self._is_by_length and end > self.scaling["original_max_position_embeddings"]:  # type: ignore[index]
             return self._table(start, end, end)
         if end > self.cos.shape[0]:
@@ -93,11 +94,11 @@ class RotaryEmbedding(nn.Module):
         return self.cos[start:end], self.sin[start:end]
 
     def _rows_of(self, documents: Borders, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of each position, [B, S, width] in `dtype`; each is below `end`, each document is a sequence.
+        """Return cos and sin of each position, [B, S, width] in `dtype`. All positions in documents are below `end`.
 
-        They are made once per batch: queries and keys of all layers share them, and so do their backwards.
+        They are computed once per batch: queries and keys of all layers share them, in forward and backward.
         """
-        name = f"{self._spelled}, {self.cos.dtype} as {dtype}"  # all that they depend on
+        name = f"{self._spelled}, {self.cos.dtype} as {dtype}"  # everything that the tables depend on
         both = documents.kept(self.cos.device, name, lambda: torch.stack(self._turns(documents, end)).to(dtype))
         return both[0], both[1]
 
@@ -116,9 +117,9 @@ class RotaryEmbedding(nn.Module):
         return cos, sin
 
     def forward(self, x_BSHC: Tensor, start: int = 0, documents: Borders | None = None) -> Tensor:
-        """Turn the heads of positions start, start + 1, ...; [B, S, H, C] -> [B, S, H, C].
+        """Rotate the heads of positions start, start + 1, ...; [B, S, H, C] -> [B, S, H, C].
 
-        `documents`: positions begin anew in each, and each is below `start` + S.
+        `documents`: positions restart with 0 in each; all positions are below `start` + S.
         """
         end = start + x_BSHC.shape[1]
         tables = self._rows(start, end) if documents is None else self._rows_of(documents, end, x_BSHC.dtype)
@@ -136,7 +137,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def rotary_of(cfg: HybridConfig, symbols: str) -> RotaryEmbedding | None:
-    """The rotation that the attention layers among `symbols` share; None without such layers, or without rotation."""
+    """Return the rotation that the attention layers among `symbols` share; None without such layers or rotation."""
     used = classes_of(symbols)
     if not cfg.rope_theta or AnyAttention not in used:
         return None
@@ -148,7 +149,7 @@ def rotary_of(cfg: HybridConfig, symbols: str) -> RotaryEmbedding | None:
 
 
 def rotary_for(cfg: HybridConfig, rotary: RotaryEmbedding | None, attention: int) -> RotaryEmbedding | None:
-    """What the layer `*` of number `attention` in its part turns with, of what its stack has; None: nothing."""
+    """Return the rotation of attention layer number `attention` of a stack: `rotary`, its `local` one, or None."""
     if rotary is None or attention in cfg.unrotated:
         return None
     return rotary.local if rotary.local is not None and cfg.window_of(attention) is not None else rotary
@@ -157,9 +158,9 @@ def rotary_for(cfg: HybridConfig, rotary: RotaryEmbedding | None, attention: int
 def frequencies(
     width: int, theta: float, scaling: Mapping[str, Any] | None, device: torch.device | None = None, length: int = 0
 ) -> tuple[Tensor, float]:
-    """Radians per position of each pair, [width / 2] fp32, and what cos and sin are multiplied with.
+    """Return the radians per position of each pair, [width / 2] fp32, and the factor of cos and sin.
 
-    `length`: of the sequence, where it is longer than the first context.
+    `length`: the length of the sequence, if it is longer than the first context.
     """
     even = torch.arange(0, width, 2, dtype=torch.float32, device=device)
     plain = 1.0 / theta ** (even / width)
@@ -186,7 +187,7 @@ def frequencies(
 
 
 def attention_factor(scaling: Mapping[str, Any]) -> float:
-    """The factor of cos and sin in yarn."""
+    """Return the factor of cos and sin in yarn."""
     if (given := scaling.get("attention_factor")) is not None:
         return given
     factor, one, all_dim = scaling["factor"], scaling.get("mscale"), scaling.get("mscale_all_dim")
@@ -194,7 +195,7 @@ def attention_factor(scaling: Mapping[str, Any]) -> float:
 
 
 def longrope_factor(scaling: Mapping[str, Any]) -> float:
-    """The factor of cos and sin in longrope."""
+    """Return the factor of cos and sin in longrope."""
     if (given := scaling.get("attention_factor")) is not None:
         return given
     factor, first = scaling["factor"], scaling["original_max_position_embeddings"]
@@ -202,7 +203,7 @@ def longrope_factor(scaling: Mapping[str, Any]) -> float:
 
 
 def yarn_scale(factor: float, mscale: float = 1.0) -> float:
-    """0.1 * mscale * ln(factor) + 1, yarn's growth of what goes into the softmax."""
+    """Return 0.1 * mscale * ln(factor) + 1, the factor with which yarn scales attention logits."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
