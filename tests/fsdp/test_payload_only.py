@@ -107,6 +107,57 @@ def test_adapters_train_on_a_base_whose_payload_alone_is_kept():
     assert gone(net)
 
 
+@distributed(2)
+def test_what_needs_no_values_leaves_the_payload_alone():
+    net, x = shard(adapted(), mx(32)), torch.ones(2, WIDTH)
+    optimizers = torch.optim.AdamW(net.parameters(), weight_decay=0.5), weft.optim.flat(torch.optim.AdamW, net)
+    for _ in range(2):
+        net(x).square().mean().backward()
+        weft.optim.clip_grad_norm_(net, 0.1), nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.state_dict()
+        net.zero_grad(set_to_none=False)
+        assert gone(net)
+    before = nets.full(net[0].base.weight)
+    sizes = []
+    hook = net[0].low.register_forward_pre_hook(
+        lambda *_: sizes.extend(group.main_weight.storage.nbytes() for group in frozen_groups(net))
+    )
+    assert not gone(net)
+    net(x)
+    hook.remove()
+    assert sizes == [0, 0, 0], "what was read goes before the pass takes memory, not after it"
+    assert torch.equal(nets.full(net[0].base.weight), before)
+
+
+@distributed(2)
+def test_main_weights_stay_while_other_code_has_their_memory():
+    net, x, scale = shard(adapted(), mx(32)), torch.ones(2, WIDTH), torch.ones((), requires_grad=True)
+    wanted = nets.full(net[1].base.weight)
+    ways = {
+        "part": lambda p: p.to_local(),
+        "view": lambda p: p.to_local()[1:],
+        "data": lambda p: p.data,
+        "state dict": lambda p: net.state_dict(),
+        "array": lambda p: p.to_local().numpy(),
+        "storage": lambda p: p.to_local().untyped_storage(),
+        "another library's": lambda p: torch.from_dlpack(p.to_local()),
+        "graph": lambda p: (p.to_local() * scale).sum(),
+    }
+    for name, hold in ways.items():
+        held = hold(net[1].base.weight)
+        net(x)
+        assert frozen_groups(net)[1].main_weight.storage.nbytes() > 0, name
+        if name == "graph":
+            held.backward()
+            torch.testing.assert_close(scale.grad, net[1].base.weight.to_local().sum())
+        del held
+        net(x)
+        assert gone(net), name
+        assert torch.equal(nets.full(net[1].base.weight), wanted), name
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(2)

@@ -17,7 +17,8 @@ for `nvfp4`, so state dicts hold values and are independent of the format.
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -86,6 +87,8 @@ class PayloadOnly(FlatBuffer):
         if not self._is_here or self.is_unfrozen or self._holders() > self._own_holders:
             return
         self._is_here = False
+        if not self.storage.resizable():
+            self._move()
         self.storage.resize_(0)
         for ref in self._parameters:
             if (parameter := ref()) is not None:
@@ -96,19 +99,34 @@ class PayloadOnly(FlatBuffer):
         if self._is_here:
             return
         self._is_here = True
-        version = self.version
-        with torch.no_grad():
+        with self._unwritten():
             self.storage.resize_(self._local.nbytes)
             self._payload.restore(self._own.local, self._local.zero_())
-        torch._C._autograd._unsafe_set_version_counter((self._local,), (version,))
         for ref in self._parameters:
             if (parameter := ref()) is not None:
                 arrive(parameter)
 
+    def _move(self) -> None:
+        """Replace the storage, without its values, because one that was a NumPy array cannot be resized."""
+        fresh = torch.UntypedStorage(self.storage.nbytes(), device=self._local.device)
+        with self._unwritten():
+            for each in (self._local, *self._parts):
+                each.set_(fresh, each.storage_offset(), each.shape, each.stride())  # type: ignore[call-overload]
+
+    @contextmanager
+    def _unwritten(self) -> Iterator[None]:
+        """Keep the version counter in this context, so that writes do not count."""
+        version = self.version
+        with torch.no_grad():
+            yield
+        torch._C._autograd._unsafe_set_version_counter((self._local,), (version,))
+
     def _holders(self) -> int:
-        """Count the references to the main weights' memory: tensors that share it, and references to this object's."""
-        sharing = torch._C._storage_Use_Count(self.storage._cdata)
-        return sharing + sum(map(sys.getrefcount, (self._local, *self._parts)))
+        """Count the references to the main weights' memory: tensors that share it, and Python's references to the
+        storage and to the tensors of this object."""
+        storage = self.storage
+        sharing = torch._C._storage_Use_Count(storage._cdata)
+        return sharing + sum(map(sys.getrefcount, (storage, self._local, *self._parts)))
 
 
 def payload_only_of(group: Any) -> PayloadOnly | None:

@@ -214,7 +214,7 @@ def _pieces_of(group: ParameterGroup) -> Iterator[tuple[torch.Tensor, dist.Proce
     main = group.gradients.main
     present = main.take_over() is not None
     for start, stop, slices in group.slice_ranges:
-        yield main.window(start, stop) if present else group.main_weight.local[:0], slices
+        yield main.window(start, stop) if present else torch.empty(0, dtype=group.recipe.main, device=group.home), slices
 
 
 def _whole_norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
