@@ -1,4 +1,4 @@
-"""Lanes: ordered queues of communication beside the computation.
+"""Lanes: ordered queues of communication that runs parallel to the computation.
 
     ticket = lane.run(all_gather, full, shard, group)                  # starts, the host continues
     more = inner.run(all_gather, whole, full, other, after=ticket)     # starts when the first has ended, without a wait

@@ -4,12 +4,12 @@
     ------------------------  ----------------------------  -------------------------------------  -----------------
     `has_streams`             yes                           yes, of CPU tensors                    no
     `new`, `current`, `on`    torch.cuda's streams          names with vector clocks               nothing to order
-    `wait_on_host`            asks the event, and a watch   merges the clocks, and counts          -
+    `wait_on_host`            polls the event, and `check`  merges the clocks, and counts          -
     `moment`                  an event                      a clock                                None
-    `lend`                    `record_stream`               freed behind both streams              -
-    `host_memory`             pinned                        memory of the host, for the checker    plain memory
-    `taken`                   -                             a write to the place                   -
-    `unawaited`               -                             counts it                              -
+    `lend`                    `record_stream`               freed after both streams' work         -
+    `host_memory`             pinned                        memory of the host                     plain memory
+    `taken`                   -                             recorded as a write                    -
+    `unawaited`               -                             counted                                -
 
 All of weft orders work with these functions, so the order can be checked without a device.
 """

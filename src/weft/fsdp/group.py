@@ -1,15 +1,15 @@
 """The parameters of one unit that share dtype, `requires_grad`, mesh and precision recipe.
 
 buffer        lives       placement    dtype        holds
-main_weight   always      optimizer    main         what the optimizer updates; registered at rest
-model_weight  always*     parameter    compute***   what gathers start from
-full          gathered**  Replicate    compute      what forward and backward read; registered while they do
+main_weight   always      optimizer    main         the weights that the optimizer updates; registered between uses
+model_weight  always*     parameter    compute***   the input of gathers
+full          gathered**  Replicate    compute      the weights that forward and backward read; registered meanwhile
 gradients                                           see `weft.fsdp.gradients.group`
 
-*   the same memory as main_weight where the dtypes agree, and the same buffer where the placements do too; `copies`
-    are two of them where forward and backward differ
-**  always, as model_weight, where the parameter placement is Replicate on every axis
-*** bytes of a quantized payload, if the recipe has one; then `full` always comes and goes
+*   the same memory as main_weight if the dtypes are equal, and the same buffer if the placements are equal too;
+    `copies` has two of them if forward and backward use different ones
+**  always, as model_weight, if the parameter placement is Replicate on every axis
+*** bytes of a quantized payload, if the recipe has one; then `full` is always freed between uses
 
 Every write to a sharded parameter increments the version counter of the main weights, which tells whether gathered
 weights are still up to date. While they are gathered, the full parameters have the same version (`weft.fsdp.autograd`).
@@ -326,7 +326,7 @@ class ParameterGroup:
             upload.synchronize()
 
     def shard_after_forward(self, size: int | None) -> None:
-        """From now on keep 1/`size` of the gathered weights between forward and backward; None: keep nothing.
+        """Keep 1/`size` of the gathered weights between forward and backward from now on; None: keep nothing.
 
         Collective over the shard axis if `size` is not None.
         """

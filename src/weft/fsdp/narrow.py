@@ -1,17 +1,16 @@
 """Quantized weights: one byte or half a byte per element, and the scales of the blocks.
 
-    bytes of a shard, at rest and in a gather:   | payload, in the order of the layout | scales of the shard's blocks |
+    bytes of a shard, also in a gather:          | payload, in the order of the layout | scales of the shard's blocks |
     replicated, for recipes with one scale per matrix:   maxima of the matrices
 
 Shard borders are block borders, so each rank quantizes its shard without communication. Recipes with one scale per
 matrix need the maximum of the whole matrix. `local_maxima` computes the shard's; the runtime reduces them over the
 ranks once per step and writes the result to `maxima` (`weft.fsdp.runtime.maxima`). One message carries payload and
-scales. Each piece of a shard is dequantized from the received bytes to its place in the full weights, without a copy
-in between.
+scales. Each piece of a shard is dequantized directly from the received bytes into the full weights.
 
 Weights of mx with `compute="scaled"` have two copies, made from the same main weights at the same time and gathered one
-at a time: copy 0, with blocks along what forward products sum over, and copy 1, with blocks along what their backward
-sums over. Both have the same bytes per shard. A cut between 32 rows divides blocks of neither.
+at a time. Copy 0 has blocks along the dimension that forward products sum over, and copy 1 along that of backward. Both
+have the same bytes per shard. Shard borders at multiples of 32 rows divide blocks of neither.
 """
 
 import dataclasses

@@ -1,17 +1,16 @@
 """A sharded unit: the life of its weights.
 
-    from         event        to           caused by                      what happens
+    from         event        to           caused by                      action
     -----------  -----------  -----------  -----------------------------  ----------------------------------------------
-    at rest      gather       on the way   the first one to need or       the gather starts, beside the computation
-                                           to foresee the unit
-    on the way   arrive       here         the one that needs weights     what is computed from here on sees them
+    at rest      gather       on the way   the first use, or a prefetch   start the gather, parallel to the computation
+    on the way   arrive       here         the first use                  make subsequent computation see the weights
     here         hold         held         a holder, by name
     held         hold         held         another holder
-    held         let go       held         a holder, another one stays
+    held         let go       held         a holder, not the last one
     held         let go last  here         the last holder
-    held         renew        held         a pass that finds them stale   they are gathered again, into the same memory
+    held         renew        held         a pass that finds them stale   gather them again, into the same memory
                                            or needs their other copy
-    here         free         at rest      a driver that foresees no      the memory goes
+    here         free         at rest      a driver that expects no       free the memory
                                            use of the unit soon
 
 Every other transition raises an error that names the unit, its state and its holders. A holder needs the weights: a

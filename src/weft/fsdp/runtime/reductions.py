@@ -78,7 +78,7 @@ class Reductions(ReductionOrder):
             self.take_turns(None)
             return
         due = []
-        # Skip a unit whose gathers could be confused with those of another: ranks out of order compute garbage anyway.
+        # Skip units whose gathers could be confused: ranks out of order would compute wrong results anyway.
         for number in self.agreed:
             unit = self._units[number]
             if unit.trainable_groups and not self.defers(unit) and self._checked and unit.is_addressed:
