@@ -213,8 +213,9 @@ def _pieces_of(group: ParameterGroup) -> Iterator[tuple[torch.Tensor, dist.Proce
     """Yield this rank's gradients in pieces, empty without gradients, with the process group of their other slices."""
     main = group.gradients.main
     present = main.take_over() is not None
+    nothing = torch.empty(0, dtype=group.recipe.main, device=group.home)
     for start, stop, slices in group.slice_ranges:
-        yield main.window(start, stop) if present else torch.empty(0, dtype=group.recipe.main, device=group.home), slices
+        yield main.window(start, stop) if present else nothing, slices
 
 
 def _whole_norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
