@@ -1560,6 +1560,27 @@ MUTATIONS = [
         "fsdp/test_payload_only.py::test_adapters_train_on_a_base_whose_payload_alone_is_kept[2]",
     ),
     Mutation(
+        "a norm of gradients brings frozen main weights back",
+        "optim/norms.py",
+        "if present else torch.empty(0), slices",
+        "if present else group.main_weight.local[:0], slices",
+        "fsdp/test_payload_only.py::test_what_needs_no_values_leaves_the_payload_alone[2]",
+    ),
+    Mutation(
+        "weights with two copies are kept as payload alone",
+        "fsdp/payload_only.py",
+        " or group.payload.copies > 1",
+        "",
+        "fsdp/test_payload_only.py::test_two_copies_and_main_weights_in_cpu_memory_keep_exact_values[2]",
+    ),
+    Mutation(
+        "memory that numpy has shared is not replaced",
+        "fsdp/payload_only.py",
+        "if not self.storage.resizable():",
+        "if False:",
+        "fsdp/test_payload_only.py::test_main_weights_stay_while_other_code_has_their_memory[2]",
+    ),
+    Mutation(
         "small writes to weights that rest as payload are lost",
         "fsdp/runtime/freshness.py",
         "(rewritten and resting.has_passed)",

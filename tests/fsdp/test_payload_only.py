@@ -249,6 +249,16 @@ def test_after_a_first_pass_that_fails_the_payload_alone_is_kept_too():
 
 
 @distributed(2)
+def test_two_copies_and_main_weights_in_cpu_memory_keep_exact_values():
+    for recipe, options in ((mx(32, compute="scaled"), {}), (mx(32), {"offload_policy": weft.CPUOffloadPolicy()})):
+        net, x = shard(adapted(), recipe, **options), torch.ones(2, WIDTH)
+        for _ in range(2):
+            net(x)
+        for each, exact in zip(net, adapted()):
+            assert torch.equal(nets.full(each.base.weight), exact.base.weight)
+
+
+@distributed(2)
 def test_weights_that_are_unfrozen_have_main_weights_from_then_on():
     for recipe, strategy in ((tensorwise(), "optim_grads"), (mx(32), "optim_grads_params")):
         net, wanted = shard(adapted(), recipe, strategy=strategy), narrowed(adapted(), recipe)
