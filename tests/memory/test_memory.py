@@ -322,3 +322,25 @@ def test_what_has_no_room_where_backward_needs_it_is_not_gathered_ahead():
     assert refused == sharded.left._weft_unit.gathered
     for one, other in zip(sharded.parameters(), plain.parameters()):
         torch.testing.assert_close(nets.full(one.grad), other.grad)
+
+
+@distributed(2)
+def test_weights_that_numpy_has_had_keep_their_memory_and_their_values():
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(8 * width, 8 * (width + 1)) for width in range(1, 4)))
+    plain = copy.deepcopy(net)
+    seen: list[float] = []
+    for layer in net:  # an array shares the memory of the gathered weight, which torch cannot resize from then on
+        layer.register_forward_hook(lambda module, *_: seen.append(module.weight.detach().numpy()[0, 0].item()))
+        weft.fully_shard(layer)
+    weft.fully_shard(net)
+    for used in (1, 1, 1, 3, 3, 3):  # further layers need another plan of memory
+        seen.clear()
+        for model in (net, plain):
+            hidden = torch.ones(2, 8)
+            for layer in list(model)[:used]:
+                hidden = layer(hidden)
+            hidden.sum().backward()
+        assert seen == [layer.weight[0, 0].item() for layer in list(plain)[:used]]
+    for mine, whole in zip(net.parameters(), plain.parameters()):
+        torch.testing.assert_close(mine.grad.full_tensor(), whole.grad)

@@ -73,7 +73,7 @@ class Transient:
 
     def empty(self) -> None:
         """Free the memory until the next take."""
-        self.own.untyped_storage().resize_(0)
+        _resize(self.own, 0)
 
     def live_in(self, tensor: torch.Tensor) -> None:
         """Use the memory of `tensor` from now on."""
@@ -164,7 +164,7 @@ class Pool:
         if guard.guards:
             blank(transient.tensor)
         elif transient.tensor is transient.own:
-            transient.own.untyped_storage().resize_(0)
+            _resize(transient.own, 0)
         if transient.place is not None:
             place, transient.place = transient.place, None
             transient.live_in(place)
@@ -182,14 +182,14 @@ class Pool:
         streams.taken(place, transient.describe)
         place.copy_(transient.own)
         transient.live_in(place)
-        transient.own.untyped_storage().resize_(0)
+        _resize(transient.own, 0)
 
     def _choose_home(self, transient: Transient) -> None:
         """Make the current stream the owner of the slab."""
         self._home = streams.current(transient.own.device)
 
     def _own_memory(self, transient: Transient) -> torch.Tensor:
-        transient.own.untyped_storage().resize_(transient.nbytes)
+        _resize(transient.own, transient.nbytes)
         self.allocations += 1
         return transient.own
 
@@ -261,7 +261,10 @@ class Pool:
         if self.slab_bytes != plan.nbytes:
             storage = self._slab.untyped_storage()
             with streams.on(self._home):
-                storage.resize_(0)  # so that the old and the new slab never exist together
+                if storage.resizable():
+                    storage.resize_(0)  # so that the old and the new slab never exist together
+                else:  # NumPy has had it: places in it stay valid for what still looks there
+                    storage, self._places = torch.UntypedStorage(0, device=self._slab.device), {}
                 storage.resize_(plan.nbytes)
             self.allocations += 1
             self._slab = self._slab.new_empty(0).set_(storage)  # keeps the storage, allocates nothing else
@@ -310,3 +313,10 @@ class Pool:
         assert self.plan is not None
         start, begin = self.plan.offsets[one], self.plan.offsets[other]
         return begin < start + one.nbytes and start < begin + other.nbytes
+
+
+def _resize(tensor: torch.Tensor, nbytes: int) -> None:
+    """Resize the memory of `tensor`. Memory that an array of NumPy has shared cannot be resized, and stays."""
+    storage = tensor.untyped_storage()
+    if storage.resizable():
+        storage.resize_(nbytes)
