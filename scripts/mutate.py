@@ -247,7 +247,7 @@ MUTATIONS = [
     Mutation(
         "buffers keep what a capture has done",
         "graphs/places.py",
-        "buffer.copy_(values)",
+        "each.copy_(values)",
         "pass",
         GRAPHS + "test_buffers_that_a_forward_changes_are_counted_once_per_call[2]",
     ),
@@ -316,8 +316,8 @@ MUTATIONS = [
     ),
     Mutation(
         "gradients of inputs are those of the next replay",
-        "graphs/captured.py",
-        "None if each is None else copied(each) if may_be_kept else each.detach()",
+        "graphs/backward.py",
+        "None if each is None else copied(each) if copies else each.detach()",
         "None if each is None else each.detach()",
         "graphs/test_scopes.py::test_delayed_weight_gradients_are_replayed_after_the_backward_that_queues_them[2]",
     ),
@@ -334,6 +334,27 @@ MUTATIONS = [
         "return kind, repr(value)  # also those of NumPy",
         "return 0, value",
         PYTHON + "test_what_changes_deep_inside_leads_to_a_new_capture[a sign]",
+    ),
+    Mutation(
+        "a gradient of a weight lies in memory of the next forward",
+        "graphs/backward.py",
+        "keep or not touches(each, made) or",
+        "keep or",
+        BACKWARDS + "test_gradients_of_weights_that_are_views_of_others_outlast_the_backward",
+    ),
+    Mutation(
+        "a function of other code is taken for the one before",
+        "graphs/attributes.py",
+        'self.tokens.append((f"{name}.__code__", value.__code__))',
+        "pass",
+        PYTHON + "test_what_functions_and_references_hold_leads_to_a_new_capture[the code of a function]",
+    ),
+    Mutation(
+        "a buffer of another layout is taken for the one before",
+        "graphs/places.py",
+        "return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype",
+        "return (tensor.data_ptr(),)",
+        PYTHON + "test_a_buffer_that_gets_another_layout_at_its_address_leads_to_a_new_capture[transposed]",
     ),
     Mutation(
         "what cannot be compared is taken to stay as it is",

@@ -5,20 +5,18 @@ value                                       what is compared
 numbers, strings, None, dtypes, ...         type and value; -0.0 is not 0.0, and NaN is NaN
 lists, dicts, sets, tuples, deques          what they have
 modules, other objects, classes             their attributes in `__dict__` and `__slots__`, and those of their classes
-functions, methods, partials                what they are made of: closures, owners, arguments
+functions, methods, properties, partials    what they are made of: code, defaults, closures, owners, arguments
+members of an enum, weak references         their values, what they refer to
 tensors; objects of torch, weft, logging    which they are; parameters and buffers are told apart by their addresses
 all else, such as a NumPy array             nothing: the capture is refused
 
 What forward reads elsewhere, such as a global variable, cannot be seen.
 """
 
-import random
-import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from enum import Enum
-from functools import partial
+from functools import _lru_cache_wrapper, cached_property, partial
 from itertools import chain, repeat
 from operator import attrgetter, call, is_, itemgetter
 from types import (
@@ -33,6 +31,7 @@ from types import (
     UnionType,
 )
 from typing import Any
+from weakref import ProxyTypes, ReferenceType
 
 import torch
 from torch import Tensor, nn
@@ -48,13 +47,16 @@ _PLAIN = frozenset(
     {int, bool, str, bytes, type(None), type(...), range, slice, torch.dtype, torch.device}
     | {torch.layout, torch.memory_format}
 )
-_OPAQUE = (Tensor, Enum, ModuleType, GenericAlias, UnionType)
+_OPAQUE = (Tensor, ModuleType, GenericAlias, UnionType)
+_REACHED = (partial, ReferenceType, _lru_cache_wrapper, cached_property)
+"""Of Python's libraries, and hold what is the user's."""
 _LIBRARIES = frozenset(
-    {"torch", "weft", "triton", "functools", "logging", "weakref", "typing", "abc", "_abc", "re", "dataclasses"}
-    | {"datetime", "decimal", "fractions", "pathlib", "uuid", "operator", "_operator", "_thread"}
+    {"torch", "weft", "triton", "functools", "logging", "typing", "abc", "_abc", "re", "dataclasses", "enum"}
+    | {"contextlib", "datetime", "decimal", "fractions", "pathlib", "uuid", "operator", "_operator", "_thread"}
 )
 """Whose objects are taken to stay as they are."""
 _METHODS = frozenset({FunctionType, classmethod, staticmethod, property, type(None)})
+_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
 _UNSET = object()
 
 
@@ -64,11 +66,12 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 class Attributes:
-    """Those of `modules` at this moment. Raises CaptureRefused for what cannot be compared."""
+    """Those of `modules` at this moment, and what `function`, which is captured, is made of. Raises CaptureRefused for
+    what cannot be compared."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
-        self._walk = _Walk(modules)
+    def __init__(self, modules: Sequence[nn.Module], function: Callable[..., Any] | None = None) -> None:
+        self._modules, self._function = modules, function
+        self._walk = _Walk(modules, function)
         self._buffers = [(type(each).__name__, each._buffers, dict(each._buffers)) for each in modules]
 
     def same(self) -> bool:
@@ -76,7 +79,7 @@ class Attributes:
         try:
             if self._walk.same():
                 return True
-            now = _Walk(self._modules)
+            now = _Walk(self._modules, self._function)
         except (KeyError, AttributeError, CaptureRefused):  # what was there is gone, or cannot be compared
             return False
         if now.tokens != self._walk.tokens:
@@ -87,7 +90,7 @@ class Attributes:
     def difference(self) -> str | None:
         """What is not as it was, by name; also a buffer that is another tensor."""
         try:
-            now = _Walk(self._modules).tokens
+            now = _Walk(self._modules, self._function).tokens
         except CaptureRefused as error:
             return str(error)
         for (name, token), (other, then) in zip(now, self._walk.tokens):
@@ -111,7 +114,7 @@ class _Walk:
     """All that can be reached. `tokens`: names and values that can be compared with those of another walk. `kept`: what
     can change, and what it had."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], function: Any) -> None:
         # What is looked at again before each replay, without Python for each value: all that containers have, and what
         # objects, modules and classes have under the names of now, with the number of names.
         self._views: list[Iterable[Any]] = []
@@ -133,6 +136,7 @@ class _Walk:
             self._numbers[id(each)] = len(self._numbers)
         for number, each in enumerate(modules):
             self._module(type(each).__name__, each, outermost=not number)
+        self._note("forward", function)
         while self._ahead:
             self._reach(*self._ahead.popleft())
             if len(self._values) + len(self._got) > MOST:
@@ -186,8 +190,10 @@ class _Walk:
         if isinstance(value, (tuple, frozenset)) and not hasattr(value, "__dict__"):
             inside = [self._token(f"{name}[{place}]", each) for place, each in enumerate(value)]
             return kind, tuple(inside) if isinstance(value, tuple) else frozenset(inside)
-        if kind.__module__ == "numpy" and hasattr(value, "tobytes") and not hasattr(value, "__array_wrap__"):
-            return kind, value.tobytes()
+        if kind.__module__ == "numpy" and hasattr(value, "tobytes") and not hasattr(value, "__setitem__"):
+            return kind, value.tobytes()  # a number
+        if kind in ProxyTypes:
+            raise CaptureRefused(f"it may read state that cannot be compared: {name} is a {kind.__name__}")
         if _is_opaque(value):
             return kind, id(value)
         if id(value) not in self._numbers:
@@ -210,12 +216,22 @@ class _Walk:
             self._class(value)
         elif isinstance(value, FunctionType):
             self._names(name, vars(value))
-            self._note(f"{name}.__defaults__", (value.__defaults__, value.__kwdefaults__ and {**value.__kwdefaults__}))
+            self._get(attrgetter, value, _OF_FUNCTIONS)
+            self.tokens.append((f"{name}.__code__", value.__code__))
+            self._note(f"{name}.__defaults__", (value.__defaults__, value.__kwdefaults__))
             for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or ()):
                 self._cells(f"{name} ({variable})", cell)
         elif isinstance(value, (MethodType, BuiltinFunctionType)):
             self._note(f"{name}.__self__", value.__self__)
             self._note(f"{name}.__func__", getattr(value, "__func__", None))
+        elif isinstance(value, (classmethod, staticmethod, _lru_cache_wrapper)):
+            self._note(f"{name}.__wrapped__", value.__wrapped__)
+        elif isinstance(value, property):
+            self._note(f"{name}.fget", value.fget)
+        elif isinstance(value, ReferenceType):
+            self._note(f"{name}()", value())
+        elif isinstance(value, Enum):
+            self._names(name, vars(value), frozenset({"__objclass__"}))
         elif isinstance(value, partial):
             self._note(f"{name}.func", (value.func, value.args, value.keywords))
             self._names(name, vars(value))
@@ -269,7 +285,12 @@ class _Walk:
         self._size(values)
         self._look(values, values.values())
         for key, value in values.items():
-            self._note(f"{name}.{key}" if isinstance(key, str) else f"{name}[{key!r}]", value)
+            inside = f"{name}.{key}" if isinstance(key, str) else f"{name}[{type(key).__name__}]"
+            self._note(inside, value)
+            self._note(inside, key)
+        if isinstance(values, defaultdict):
+            self._get(attrgetter, values, ["default_factory"])
+            self._note(f"{name}.default_factory", values.default_factory)
         self.kept.append((values, dict(values)))
 
     def _module(self, name: str, module: nn.Module, *, outermost: bool) -> None:
@@ -297,14 +318,16 @@ class _Walk:
             self._get(itemgetter, values, [*values])
             for key, value in values.items():
                 name = f"{each.__name__}.{key}"
-                if hasattr(type(value), "__get__") or (key.startswith("__") and key.endswith("__")):
-                    self.tokens.append((name, id(value)))  # a method, or what Python keeps there
+                if _is_plain(key, value):
+                    self.tokens.append((name, id(value)))
                 else:
                     self._note(name, value)
             self.kept.append((each, dict(values)))
 
     def _cells(self, name: str, cell: CellType) -> None:
-        self._look(_Slots(cell, ["cell_contents"]))
+        contents = _Slots(cell, ["cell_contents"])
+        self._look(contents)
+        self.kept.append((contents, [*contents]))
         try:
             self._note(name, cell.cell_contents)
         except ValueError:  # empty
@@ -327,6 +350,17 @@ def _hides(kind: type, slots: int) -> bool:
     return kind.__basicsize__ != object.__basicsize__ + words * object.__basicsize__ // 2
 
 
+def _is_plain(key: str, value: Any) -> bool:
+    """Whether what a class has under `key` is what Python keeps there, or a method that holds nothing."""
+    kind = type(value)
+    if kind is FunctionType:
+        held = (value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value))
+        return not any(held)
+    if hasattr(kind, "__get__"):
+        return kind.__module__ == "builtins" and kind not in _METHODS
+    return key.startswith("__") and key.endswith("__")
+
+
 def _is_opaque(value: Any) -> bool:
     if isinstance(value, nn.Module):
         return _of_library(type(value)) and type(value).__module__.startswith("weft")
@@ -334,7 +368,7 @@ def _is_opaque(value: Any) -> bool:
         return _of_library(value)
     if isinstance(value, BuiltinFunctionType):
         return value.__self__ is None or isinstance(value.__self__, (ModuleType, type))
-    if isinstance(value, partial):
+    if isinstance(value, _REACHED):
         return False
     return isinstance(value, _OPAQUE) or _of_library(type(value))
 
@@ -364,21 +398,3 @@ def _put_back(live: Any, before: Any) -> None:
     elif isinstance(live, (set, deque)):
         live.clear()
         (live.update if isinstance(live, set) else live.extend)(before)
-
-
-@contextmanager
-def nothing_drawn() -> Iterator[None]:
-    """Refuse a capture inside of which Python's or NumPy's numbers are drawn, and put their generators back."""
-    before = random.getstate()
-    drawn = sys.modules["numpy"].random.get_state(legacy=False) if "numpy" in sys.modules else None
-    try:
-        yield
-    finally:
-        different = random.getstate() != before
-        random.setstate(before)
-        if drawn is not None:
-            now = sys.modules["numpy"].random.get_state(legacy=False)
-            different |= str(now) != str(drawn) or bool((now["state"]["key"] != drawn["state"]["key"]).any())
-            sys.modules["numpy"].random.set_state(drawn)
-    if different:
-        raise CaptureRefused("it draws random numbers of Python or NumPy")

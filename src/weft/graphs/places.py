@@ -24,9 +24,19 @@ def touches(one: tuple[int, int, bool], others: Iterable[tuple[int, int, bool]])
     return any(max(one[0], each[0]) < min(one[1], each[1]) for each in others)
 
 
+def cut_of(tensor: Tensor) -> tuple[slice, ...] | None:
+    """What of an expanded `tensor` has all of its memory; None: the whole."""
+    cut = tuple(slice(0, 1) if not stride else slice(None) for stride in tensor.stride())
+    return cut if any(each.stop for each in cut) else None
+
+
 def local(tensor: Tensor) -> Tensor:
     """What of a DTensor lies on this rank; any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def hooked(tensor: Tensor) -> bool:
@@ -57,12 +67,12 @@ class Places:
                 self._slots += [(slots, name) for name in slots]  # None may become a tensor
 
     def addresses(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """What a graph holds: where each tensor lies; and which of them train, and which have hooks. Raises WeightsGone
-        for weights that are not here."""
+        """What a graph holds: where each tensor lies, and in which layout; and which of them train, and which have
+        hooks. Raises WeightsGone for weights that are not here."""
         places, flags = [], []
         for slots, name in self._slots:
             tensor = slots.get(name)
-            places.append(None if tensor is None else local(tensor).data_ptr())
+            places.append(None if tensor is None else _place(local(tensor)))
             flags.append(None if tensor is None else (tensor.requires_grad, hooked(tensor)))
         return tuple(places), tuple(flags)
 
@@ -85,13 +95,14 @@ class Places:
         """Inside, buffers may change; behind it they are as they were."""
         buffers = [each for each in self.tensors() if not isinstance(each, nn.Parameter)]
         with torch.no_grad():
-            before = [each.clone() for each in buffers]
+            memory = [each if (cut := cut_of(each)) is None else each[cut] for each in buffers]
+            before = [each.clone() for each in memory]
         versions = tuple(each._version for each in buffers)
         try:
             yield
         finally:
             with torch.no_grad():
-                for buffer, values in zip(buffers, before):
-                    buffer.copy_(values)
+                for each, values in zip(memory, before):
+                    each.copy_(values)
             if buffers:  # autograd may have saved them
                 torch._C._autograd._unsafe_set_version_counter(tuple(buffers), versions)
