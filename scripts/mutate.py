@@ -330,7 +330,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a changed attribute is met by a value that is equal and no longer the same",
-        "graphs/attributes.py",
+        "graphs/walk.py",
         "return kind, repr(value)  # also those of NumPy",
         "return 0, value",
         PYTHON + "test_what_changes_deep_inside_leads_to_a_new_capture[a sign]",
@@ -344,7 +344,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a function of other code is taken for the one before",
-        "graphs/attributes.py",
+        "graphs/walk.py",
         'self.tokens.append((f"{name}.__code__", value.__code__))',
         "pass",
         PYTHON + "test_what_functions_and_references_hold_leads_to_a_new_capture[the code of a function]",
@@ -358,7 +358,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what cannot be compared is taken to stay as it is",
-        "graphs/attributes.py",
+        "graphs/walk.py",
         "if not known and _hides(kind, len(slots)):",
         "if False:",
         PYTHON + "test_state_that_cannot_be_compared_keeps_a_module_eager[ndarray]",

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tests.graphs.test_keys import Always
-from weft.graphs import attributes
+from weft.graphs import attributes, walk
 from weft.graphs.call import GraphedCall
 
 
@@ -391,7 +391,7 @@ def test_state_that_cannot_be_compared_keeps_a_module_eager(kind):
 
 
 def test_more_state_than_can_be_compared_before_each_call_keeps_a_module_eager(monkeypatch):
-    monkeypatch.setattr(attributes, "MOST", 200)
+    monkeypatch.setattr(walk, "MOST", 200)
     _, call = run(Base, lambda module, number: module.options.update({str(each): each for each in range(200)}))
     assert call.replays == 0 and "it may read more state than is compared before each call (200 values)" in call.eager
 
@@ -408,6 +408,19 @@ def test_blocks_of_hugging_face_can_be_compared(kind):
     assert found.same() and found.difference() is None
     config.initializer_range /= 2
     assert not found.same() and "initializer_range" in found.difference()
+
+
+def nested(depth):
+    found = ()
+    for _ in range(depth):
+        found = (found,)
+    return found
+
+
+@pytest.mark.parametrize("much", [(1.0,) * 6000, nested(3000)], ids=["long", "deep"])
+def test_what_tuples_have_is_counted_and_bounded(much):
+    _, call = run(Base, lambda module, number: setattr(module, "much", (much, number)), steps=3)
+    assert call.captures == 0 and call.refused.startswith("it may read"), call.refused
 
 
 def test_attributes_that_change_with_each_call_end_the_captures_by_name():

@@ -33,11 +33,11 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from weft.fsdp.gradients.direct import answering
 from weft.fsdp.gradients.partial import entering, whole
 from weft.graphs import tape
-from weft.graphs.attributes import Attributes, has_hooks
+from weft.graphs.attributes import Attributes
 from weft.graphs.backward import Backward, Uses
 from weft.graphs.capture import Backend, CaptureRefused, Delays
 from weft.graphs.generators import nothing_drawn
-from weft.graphs.places import Places, Ranges, hooked, local, range_of, touches
+from weft.graphs.places import Places, Ranges, has_hooks, hooked, local, range_of, touches
 from weft.graphs.statics import Sample, Static, copied
 
 POISON = False

@@ -12,6 +12,9 @@ Ranges = list[tuple[int, int, bool]]
 """First byte, last byte and whether a captured function may write there."""
 
 
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
 def range_of(tensor: Tensor, *, writable: bool = False) -> tuple[int, int, bool]:
     """The bytes from the beginning of `tensor` to the end of its last element."""
     start = tensor.data_ptr()
@@ -42,6 +45,11 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 def hooked(tensor: Tensor) -> bool:
     """Whether hooks run when `tensor` gets its gradient."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of `module` runs hooks."""
+    return any(getattr(module, kind) for kind in HOOKS)
 
 
 @contextmanager
