@@ -29,12 +29,13 @@ def rows(step, *shape):
     return torch.randn(*(shape or (19, WIDTH)), generator=torch.Generator().manual_seed(step))
 
 
-def compare(make, step_of, steps=8):
-    """Both runs are bit-equal, also in which gradients are None; -> the call."""
+def compare(make, step_of, steps=8, owned=False):
+    """Both runs are bit-equal, also in which gradients are None; -> the call. `owned`: gradients of
+    weights are used up before the next forward."""
     torch.manual_seed(0)
     plain = make()
     net, owner = copy.deepcopy(plain), Always()
-    call = GraphedCall(owner, net.part, "forward", "part", lambda it: [*it.modules()], lambda parameter: False)
+    call = GraphedCall(owner, net.part, "forward", "part", lambda it: [*it.modules()], lambda parameter: owned)
     with poisoned():
         for step in range(steps):
             (found, refused), (expected, words) = (outcome(step_of, each, step) for each in (net, plain))
@@ -106,6 +107,51 @@ def test_more_forms_of_gradients_than_are_recorded_are_eager_and_right(monkeypat
     call = compare(lambda: Net(nn.Linear(WIDTH, WIDTH)), step_of)
     assert call.replays == 6
     assert call.eager["its outputs get gradients in more than 1 forms"] == 4, call.eager
+
+
+class Added(nn.Module):
+    """Weights whose gradients are views of the outputs' gradients, and the same one for two of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.one, self.other = nn.Linear(WIDTH, WIDTH), *map(nn.Parameter, torch.randn(2, 19, WIDTH))
+
+    def forward(self, x):
+        return self.linear(x) + self.one + self.other, self.linear.weight.sum(0)
+
+
+def test_gradients_of_weights_that_are_views_of_others_outlast_the_backward():
+    def step_of(net, step):
+        y, total = net.part(net.outside(rows(step)))
+        (y.square().sum() + total.sum()).backward()
+        return (y,)
+
+    call = compare(lambda: Net(Added()), step_of, owned=True)
+    assert call.replays == 6, call.eager
+
+
+class Turned(nn.Module):
+    """Changes the layout and the memory of tensors that it made."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.cell = nn.Linear(WIDTH, WIDTH), nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x):
+        y = self.linear(x).t_().squeeze_()
+        factor = x.detach().clone()
+        factor.data = factor.data.t() * 2
+        return self.cell((y * factor).t()[None])[0][0]
+
+
+def test_tensors_that_a_forward_gives_another_layout_are_replayed_with_it():
+    def step_of(net, step):
+        y = net.part(net.outside(rows(step)))
+        y.square().mean().backward()
+        return (y,)
+
+    call = compare(lambda: Net(Turned()), step_of)
+    assert call.replays == 6, call.eager
 
 
 class Tied(nn.Module):

@@ -2,10 +2,12 @@
 
 import collections
 import copy
+import enum
 import functools
 import itertools
 import math
 import random
+import weakref
 from types import SimpleNamespace
 
 import numpy
@@ -14,7 +16,7 @@ import torch
 from torch import nn
 
 from tests.graphs.test_keys import Always
-from weft.graphs import attributes
+from weft.graphs import attributes, walk
 from weft.graphs.call import GraphedCall
 
 
@@ -177,6 +179,155 @@ def test_what_changes_deep_inside_leads_to_a_new_capture(change):
     assert (call.captures, call.replays) == (2, 5), call.eager
 
 
+class Kept:
+    """A descriptor."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __get__(self, owner, kind=None):
+        return self.value
+
+
+class Kind(enum.Enum):
+    ONE = {"scale": 1.0}
+
+
+HELD = {}
+"""What `holds` made last: its module refers to none of it by an attribute."""
+
+
+def holds():
+    """A module that reads what its methods, descriptors, members of enums, references and keys hold."""
+    inside = {name: [1.0] for name in ("method", "default", "property", "cached", "before", "counted")}
+    kept, referred = Kept(1.0), Settings()
+    HELD.update(inside, kept=kept, referred=referred)
+    Kind.ONE.value.update(scale=1.0)
+
+    class Holds(Base):
+        descriptor = kept
+
+        def __init__(self):
+            super().__init__()
+            self.codes, self.kind, self.keys = [lambda y: y * 1.0], Kind.ONE, {Settings(): 1}
+            self.reference, self.number = weakref.ref(referred), numpy.float32(1.0)
+            self.factory = collections.defaultdict(lambda: 1.0)
+            self.cached = functools.lru_cache(lambda: inside["cached"][0])
+
+        @property
+        def held(self):
+            return inside["property"][0]
+
+        def times(self, y, by=inside["default"], *, also={"scale": 1.0}):  # noqa: B006  # it is the case
+            return y * by[0] * also["scale"] * inside["method"][0] * self.held * self.descriptor
+
+        def forward(self, x):
+            y = self.codes[0](self.times(super().forward(x))) * self.kind.value["scale"] * next(iter(self.keys)).scale
+            y = y * self.reference().scale * float(self.number) * self.factory.default_factory() * self.cached()
+            return y
+
+    module = Holds()
+    before = module.forward
+    module.forward = lambda x: before(x) * inside["before"][0]
+    return module
+
+
+HOLDERS = {
+    "what a method's closure has": lambda module: HELD["method"].__setitem__(0, 3.0),
+    "what a property's closure has": lambda module: HELD["property"].__setitem__(0, 3.0),
+    "what a default has": lambda module: HELD["default"].__setitem__(0, 3.0),
+    "what a default of a keyword has": lambda module: type(module).times.__kwdefaults__["also"].update(scale=3.0),
+    "other defaults": lambda module: setattr(type(module).times, "__defaults__", ([3.0],)),
+    "what a descriptor has": lambda module: setattr(HELD["kept"], "value", 3.0),
+    "the closure of a forward that was patched before": lambda module: HELD["before"].__setitem__(0, 3.0),
+    "the code of a function": lambda module: module.codes.__setitem__(0, lambda y: y * 3.0),
+    "the value of an enum's member": lambda module: Kind.ONE.value.update(scale=3.0),
+    "what is weakly referred to": lambda module: setattr(HELD["referred"], "scale", 3.0),
+    "what a key has": lambda module: setattr(next(iter(module.keys)), "scale", 3.0),
+    "what a default dict makes": lambda module: setattr(module.factory, "default_factory", lambda: 3.0),
+    "what a cached function has": lambda module: (HELD["cached"].__setitem__(0, 3.0), module.cached.cache_clear()),
+    "a number of NumPy": lambda module: setattr(module, "number", numpy.float32(3.0)),
+    "a method of the class": lambda module: setattr(type(module), "times", lambda self, y: y * 3.0),
+}
+
+
+@pytest.mark.parametrize("change", HOLDERS.values(), ids=HOLDERS)
+def test_what_functions_and_references_hold_leads_to_a_new_capture(change):
+    _, call = run(holds, at_five(change))
+    assert (call.captures, call.replays) == (2, 5), call.eager
+
+
+def test_a_class_that_gets_another_forward_is_captured_with_it():
+    class Patched(Base):
+        pass
+
+    def change(module):
+        type(module).forward = lambda self, x: self.linear(x) * 3
+
+    def make():
+        Patched.forward = Base.forward
+        return Patched()
+
+    _, call = run(make, at_five(change))
+    assert (call.captures, call.replays) == (2, 5), call.eager
+
+
+def test_a_capture_leaves_a_closure_as_it_was():
+    def make():
+        calls = 0
+
+        class Counts(Base):
+            def forward(self, x):
+                nonlocal calls
+                calls += 1
+                return super().forward(x) * calls
+
+        return Counts()
+
+    _, call = run(make)
+    assert call.captures == 0 and "it sets attributes" in call.refused, call.refused
+
+
+def test_a_weak_proxy_cannot_be_compared():
+    there = Settings()
+    _, call = run(Base, lambda module, number: setattr(module, "proxy", weakref.proxy(there)))
+    assert call.captures == 0 and "ProxyType" in call.refused, call.refused
+
+
+class Laid(Base):
+    """Has a buffer whose layout may change where it lies."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.arange(16.0).reshape(4, 4))
+
+    def forward(self, x):
+        return super().forward(x) @ self.table * self.table.sum()
+
+
+LAYOUTS = {
+    "transposed": lambda module: setattr(module, "table", module.table.t()),
+    "transposed in place": lambda module: module.table.t_(),
+    "rows of zeros": lambda module: setattr(module, "table", module.table[:1].expand(4, 4)),
+}
+
+
+@pytest.mark.parametrize("change", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_buffer_that_gets_another_layout_at_its_address_leads_to_a_new_capture(change):
+    _, call = run(Laid, at_five(change))
+    assert (call.captures, call.replays) == (2, 5), call.eager
+
+
+def test_a_forward_that_turns_a_buffer_is_eager():
+    class Turns(Laid):
+        def forward(self, x):
+            self.table.t_()
+            return super().forward(x)
+
+    _, call = run(Turns)
+    assert call.captures == 0 and "changes the shape of a tensor that is not its own" in call.refused, call.refused
+
+
 def test_equal_values_in_new_objects_need_no_capture():
     def renewed(module, number):
         module.factor, module.options = float("1.0"), {"scale": float("1.0")}
@@ -240,7 +391,7 @@ def test_state_that_cannot_be_compared_keeps_a_module_eager(kind):
 
 
 def test_more_state_than_can_be_compared_before_each_call_keeps_a_module_eager(monkeypatch):
-    monkeypatch.setattr(attributes, "MOST", 200)
+    monkeypatch.setattr(walk, "MOST", 200)
     _, call = run(Base, lambda module, number: module.options.update({str(each): each for each in range(200)}))
     assert call.replays == 0 and "it may read more state than is compared before each call (200 values)" in call.eager
 
@@ -257,6 +408,19 @@ def test_blocks_of_hugging_face_can_be_compared(kind):
     assert found.same() and found.difference() is None
     config.initializer_range /= 2
     assert not found.same() and "initializer_range" in found.difference()
+
+
+def nested(depth):
+    found = ()
+    for _ in range(depth):
+        found = (found,)
+    return found
+
+
+@pytest.mark.parametrize("much", [(1.0,) * 6000, nested(3000)], ids=["long", "deep"])
+def test_what_tuples_have_is_counted_and_bounded(much):
+    _, call = run(Base, lambda module, number: setattr(module, "much", (much, number)), steps=3)
+    assert call.captures == 0 and call.refused.startswith("it may read"), call.refused
 
 
 def test_attributes_that_change_with_each_call_end_the_captures_by_name():

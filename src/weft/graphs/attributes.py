@@ -5,70 +5,32 @@ value                                       what is compared
 numbers, strings, None, dtypes, ...         type and value; -0.0 is not 0.0, and NaN is NaN
 lists, dicts, sets, tuples, deques          what they have
 modules, other objects, classes             their attributes in `__dict__` and `__slots__`, and those of their classes
-functions, methods, partials                what they are made of: closures, owners, arguments
+functions, methods, properties, partials    what they are made of: code, defaults, closures, owners, arguments
+members of an enum, weak references         their values, what they refer to
 tensors; objects of torch, weft, logging    which they are; parameters and buffers are told apart by their addresses
 all else, such as a NumPy array             nothing: the capture is refused
 
 What forward reads elsewhere, such as a global variable, cannot be seen.
 """
 
-import random
-import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from enum import Enum
-from functools import partial
-from itertools import chain, repeat
-from operator import attrgetter, call, is_, itemgetter
-from types import (
-    BuiltinFunctionType,
-    CellType,
-    FunctionType,
-    GenericAlias,
-    MappingProxyType,
-    MemberDescriptorType,
-    MethodType,
-    ModuleType,
-    UnionType,
-)
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from weft.graphs.capture import CaptureRefused
-
-MOST = 5000
-"""Values that are compared before each replay."""
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-"""What every module has; of these, names, children and hooks are compared."""
-_PLAIN = frozenset(
-    {int, bool, str, bytes, type(None), type(...), range, slice, torch.dtype, torch.device}
-    | {torch.layout, torch.memory_format}
-)
-_OPAQUE = (Tensor, Enum, ModuleType, GenericAlias, UnionType)
-_LIBRARIES = frozenset(
-    {"torch", "weft", "triton", "functools", "logging", "weakref", "typing", "abc", "_abc", "re", "dataclasses"}
-    | {"datetime", "decimal", "fractions", "pathlib", "uuid", "operator", "_operator", "_thread"}
-)
-"""Whose objects are taken to stay as they are."""
-_METHODS = frozenset({FunctionType, classmethod, staticmethod, property, type(None)})
-_UNSET = object()
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of `module` runs hooks."""
-    return any(getattr(module, kind) for kind in _HOOKS)
+from weft.graphs.walk import UNSET, Slots, Walk
 
 
 class Attributes:
-    """Those of `modules` at this moment. Raises CaptureRefused for what cannot be compared."""
+    """Those of `modules` at this moment, and what `function`, which is captured, is made of. Raises CaptureRefused for
+    what cannot be compared."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
-        self._walk = _Walk(modules)
+    def __init__(self, modules: Sequence[nn.Module], function: Callable[..., Any] | None = None) -> None:
+        self._modules, self._function = modules, function
+        self._walk = Walk(modules, function)
         self._buffers = [(type(each).__name__, each._buffers, dict(each._buffers)) for each in modules]
 
     def same(self) -> bool:
@@ -76,8 +38,8 @@ class Attributes:
         try:
             if self._walk.same():
                 return True
-            now = _Walk(self._modules)
-        except (KeyError, AttributeError, CaptureRefused):  # what was there is gone, or cannot be compared
+            now = Walk(self._modules, self._function)
+        except (KeyError, AttributeError, ValueError, CaptureRefused):  # what was there is gone, or cannot be compared
             return False
         if now.tokens != self._walk.tokens:
             return False
@@ -87,7 +49,7 @@ class Attributes:
     def difference(self) -> str | None:
         """What is not as it was, by name; also a buffer that is another tensor."""
         try:
-            now = _Walk(self._modules).tokens
+            now = Walk(self._modules, self._function).tokens
         except CaptureRefused as error:
             return str(error)
         for (name, token), (other, then) in zip(now, self._walk.tokens):
@@ -107,251 +69,15 @@ class Attributes:
             _put_back(live, before)
 
 
-class _Walk:
-    """All that can be reached. `tokens`: names and values that can be compared with those of another walk. `kept`: what
-    can change, and what it had."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        # What is looked at again before each replay, without Python for each value: all that containers have, and what
-        # objects, modules and classes have under the names of now, with the number of names.
-        self._views: list[Iterable[Any]] = []
-        self._values: list[Any] = []
-        self._getters: list[Callable[[Any], tuple]] = []
-        self._owners: list[Any] = []
-        self._got: list[Any] = []
-        self._of_methods: list[tuple[Callable[[Any], tuple], Any]] = []
-        self._methods: list[tuple] = []
-        self._sized: list[Any] = []
-        self._lengths: list[int] = []
-        self.tokens: list[tuple[str, Any]] = []
-        self.kept: list[tuple[Any, Any]] = []
-        self._numbers: dict[int, int] = {}
-        self._alive: list[Any] = []
-        self._classes: set[type] = set()
-        self._ahead: deque[tuple[str, Any]] = deque()
-        for each in modules:
-            self._numbers[id(each)] = len(self._numbers)
-        for number, each in enumerate(modules):
-            self._module(type(each).__name__, each, outermost=not number)
-        while self._ahead:
-            self._reach(*self._ahead.popleft())
-            if len(self._values) + len(self._got) > MOST:
-                raise CaptureRefused(f"it may read more state than is compared before each call ({MOST} values)")
-
-    def same(self) -> bool:
-        """Whether the same objects are found again. Raises KeyError or AttributeError for a name that has gone."""
-        return (
-            [*map(len, self._sized)] == self._lengths
-            and all(map(is_, chain.from_iterable(map(call, self._getters, self._owners)), self._got))
-            and [get(owner) for get, owner in self._of_methods] == self._methods
-            and all(map(is_, chain.from_iterable(self._views), self._values))
-        )
-
-    def _size(self, container: Any) -> None:
-        self._sized.append(container)
-        self._lengths.append(len(container))
-
-    def _look(self, *views: Iterable[Any]) -> None:
-        self._views += views
-        self._values += chain.from_iterable(views)
-
-    def _get(self, getter: Callable[..., Any], owner: Any, names: Sequence[str]) -> None:
-        found = getter(*names, *names[:2])(owner) if names else ()  # of two names or more: a tuple
-        methods = [name for name, value in zip(names, found) if type(value) in _METHODS]
-        if methods:  # equal if they are the same, which is faster
-            self._of_methods.append((getter(*methods, methods[0]), owner))
-            self._methods.append(self._of_methods[-1][0](owner))
-        others = [name for name, value in zip(names, found) if type(value) not in _METHODS]
-        if others:
-            self._getters.append(getter(*others, others[0]))
-            self._owners.append(owner)
-            self._got += self._getters[-1](owner)
-
-    def _names(self, name: str, values: Mapping[str, Any], skip: frozenset[str] = frozenset()) -> None:
-        """What an object or module has by names."""
-        self._size(values)
-        self._get(itemgetter, values, [key for key in values if key not in skip])
-        for key, value in values.items():
-            if key not in skip:
-                self._note(f"{name}.{key}", value)
-        self.kept.append((values, dict(values)))
-
-    def _token(self, name: str, value: Any) -> Any:
-        """What stands for `value` in comparisons. What it has is reached later."""
-        kind = type(value)
-        if kind in _PLAIN:
-            return kind, str(value) if kind is slice else value
-        if isinstance(value, (float, complex)) and not hasattr(value, "__dict__"):
-            return kind, repr(value)  # also those of NumPy
-        if isinstance(value, (tuple, frozenset)) and not hasattr(value, "__dict__"):
-            inside = [self._token(f"{name}[{place}]", each) for place, each in enumerate(value)]
-            return kind, tuple(inside) if isinstance(value, tuple) else frozenset(inside)
-        if kind.__module__ == "numpy" and hasattr(value, "tobytes") and not hasattr(value, "__array_wrap__"):
-            return kind, value.tobytes()
-        if _is_opaque(value):
-            return kind, id(value)
-        if id(value) not in self._numbers:
-            self._numbers[id(value)] = len(self._numbers)
-            self._alive.append(value)  # as long as its number
-            self._ahead.append((name, value))
-        return kind, self._numbers[id(value)]
-
-    def _note(self, name: str, value: Any) -> None:
-        self.tokens.append((name, self._token(name, value)))
-
-    def _reach(self, name: str, value: Any) -> None:
-        if isinstance(value, nn.Module):
-            if has_hooks(value):
-                raise CaptureRefused("a module inside of it has hooks, which a replay would not run")
-            self._module(name, value, outermost=False)
-            for key, child in value._modules.items():
-                self._note(f"{name}.{key}", child)
-        elif isinstance(value, type):
-            self._class(value)
-        elif isinstance(value, FunctionType):
-            self._names(name, vars(value))
-            self._note(f"{name}.__defaults__", (value.__defaults__, value.__kwdefaults__ and {**value.__kwdefaults__}))
-            for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or ()):
-                self._cells(f"{name} ({variable})", cell)
-        elif isinstance(value, (MethodType, BuiltinFunctionType)):
-            self._note(f"{name}.__self__", value.__self__)
-            self._note(f"{name}.__func__", getattr(value, "__func__", None))
-        elif isinstance(value, partial):
-            self._note(f"{name}.func", (value.func, value.args, value.keywords))
-            self._names(name, vars(value))
-        else:
-            self._object(name, value)
-
-    def _object(self, name: str, value: Any) -> None:
-        known = self._contents(name, value)
-        kind = type(value)
-        members = (
-            key for each in kind.__mro__ for key, it in vars(each).items() if isinstance(it, MemberDescriptorType)
-        )
-        slots = [key for key in members if key not in ("__dict__", "__weakref__")]
-        if not known and _hides(kind, len(slots)):
-            raise CaptureRefused(f"it may read state that cannot be compared: {name} is a {kind.__name__}")
-        if hasattr(value, "__dict__"):
-            self._names(name, vars(value))
-        if slots:
-            there = [key for key in slots if hasattr(value, key)]
-            self._look(_Slots(value, [key for key in slots if key not in there]))
-            self._get(attrgetter, value, there)
-            for key in there:
-                self._note(f"{name}.{key}", getattr(value, key))
-            self.kept.append((_Slots(value, slots), [*_Slots(value, slots)]))
-        self._class(kind)
-
-    def _contents(self, name: str, value: Any) -> bool:
-        """Reach what a container has; whether it is one."""
-        if isinstance(value, (dict, MappingProxyType)):
-            self._dict(name, value)
-        elif isinstance(value, (list, deque)):
-            self._size(value)
-            self._look(value)
-            self.tokens.append((name, len(value)))
-            for place, each in enumerate(value):
-                self._note(f"{name}[{place}]", each)
-            self.kept.append((value, list(value)))
-        elif isinstance(value, (set, frozenset)):
-            self._size(value)
-            self._look(value)
-            self.tokens.append((name, frozenset(self._token(f"{name}[...]", each) for each in value)))
-            self.kept.append((value, set(value)))
-        elif isinstance(value, tuple):
-            for place, each in enumerate(value):
-                self._note(f"{name}[{place}]", each)
-        else:
-            return False
-        return True
-
-    def _dict(self, name: str, values: Mapping[Any, Any]) -> None:
-        self._size(values)
-        self._look(values, values.values())
-        for key, value in values.items():
-            self._note(f"{name}.{key}" if isinstance(key, str) else f"{name}[{key!r}]", value)
-        self.kept.append((values, dict(values)))
-
-    def _module(self, name: str, module: nn.Module, *, outermost: bool) -> None:
-        self._class(type(module))
-        self._names(name, vars(module), _OF_TORCH)
-        hooks = () if outermost else _HOOKS  # those of the first one run around a replay
-        for kind in ("_modules", *hooks):
-            children = vars(module)[kind]
-            self._size(children)
-            if children:
-                self._look(children.values())
-            self.tokens += ((f"{name}.{key}", id(child)) for key, child in children.items())
-            self.kept.append((children, dict(children)))
-        for kind in ("_parameters", "_buffers"):  # one that is replaced by another lies elsewhere
-            self._size(vars(module)[kind])
-            self.tokens.append((f"{name}.{kind}", tuple(vars(module)[kind])))
-
-    def _class(self, kind: type) -> None:
-        for each in kind.__mro__:
-            if each in self._classes or _of_library(each) or each.__module__ == "builtins":
-                continue
-            self._classes.add(each)
-            values = vars(each)
-            self._size(values)
-            self._get(itemgetter, values, [*values])
-            for key, value in values.items():
-                name = f"{each.__name__}.{key}"
-                if hasattr(type(value), "__get__") or (key.startswith("__") and key.endswith("__")):
-                    self.tokens.append((name, id(value)))  # a method, or what Python keeps there
-                else:
-                    self._note(name, value)
-            self.kept.append((each, dict(values)))
-
-    def _cells(self, name: str, cell: CellType) -> None:
-        self._look(_Slots(cell, ["cell_contents"]))
-        try:
-            self._note(name, cell.cell_contents)
-        except ValueError:  # empty
-            self.tokens.append((name, _UNSET))
-
-
-class _Slots:
-    """The values of attributes that are in no dict."""
-
-    def __init__(self, owner: Any, names: Sequence[str]) -> None:
-        self.owner, self.names = owner, names
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(getattr, repeat(self.owner), self.names, repeat(_UNSET))
-
-
-def _hides(kind: type, slots: int) -> bool:
-    """Whether objects of a class have more than attributes: those of classes that are not written in Python."""
-    words = slots + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
-    return kind.__basicsize__ != object.__basicsize__ + words * object.__basicsize__ // 2
-
-
-def _is_opaque(value: Any) -> bool:
-    if isinstance(value, nn.Module):
-        return _of_library(type(value)) and type(value).__module__.startswith("weft")
-    if isinstance(value, (type, FunctionType)):
-        return _of_library(value)
-    if isinstance(value, BuiltinFunctionType):
-        return value.__self__ is None or isinstance(value.__self__, (ModuleType, type))
-    if isinstance(value, partial):
-        return False
-    return isinstance(value, _OPAQUE) or _of_library(type(value))
-
-
-def _of_library(kind: Any) -> bool:
-    return str(kind.__module__).partition(".")[0] in _LIBRARIES
-
-
 def _put_back(live: Any, before: Any) -> None:
     if isinstance(live, type):
         for key in [key for key in vars(live) if key not in before]:
             delattr(live, key)
-        for key in [key for key in before if vars(live).get(key, _UNSET) is not before[key]]:
+        for key in [key for key in before if vars(live).get(key, UNSET) is not before[key]]:
             setattr(live, key, before[key])
-    elif isinstance(live, _Slots):
+    elif isinstance(live, Slots):
         for key, value, now in zip(live.names, before, live):
-            if value is _UNSET is not now:
+            if value is UNSET is not now:
                 delattr(live.owner, key)
             elif value is not now:
                 object.__setattr__(live.owner, key, value)  # also of a frozen dataclass
@@ -364,21 +90,3 @@ def _put_back(live: Any, before: Any) -> None:
     elif isinstance(live, (set, deque)):
         live.clear()
         (live.update if isinstance(live, set) else live.extend)(before)
-
-
-@contextmanager
-def nothing_drawn() -> Iterator[None]:
-    """Refuse a capture inside of which Python's or NumPy's numbers are drawn, and put their generators back."""
-    before = random.getstate()
-    drawn = sys.modules["numpy"].random.get_state(legacy=False) if "numpy" in sys.modules else None
-    try:
-        yield
-    finally:
-        different = random.getstate() != before
-        random.setstate(before)
-        if drawn is not None:
-            now = sys.modules["numpy"].random.get_state(legacy=False)
-            different |= str(now) != str(drawn) or bool((now["state"]["key"] != drawn["state"]["key"]).any())
-            sys.modules["numpy"].random.set_state(drawn)
-    if different:
-        raise CaptureRefused("it draws random numbers of Python or NumPy")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from weft.graphs.capture import CaptureRefused, Recording
-from weft.graphs.places import Ranges, range_of, versions_set
+from weft.graphs.places import Ranges, range_of, touches, versions_set
 from weft.graphs.statics import Sample, Static, copied
 from weft.graphs.writes import MOST, Recordings
 
@@ -82,10 +82,27 @@ def _take(brought: list[Tensor | None], places: dict[int, int], gradients: Seque
 
 
 class Form:
-    """The recordings of one form. `weights`: of what the backward delays."""
+    """The recordings of one form. `weights`: of what the backward delays. `kept`: which gradients stay when the next
+    replay writes to static memory."""
 
-    def __init__(self, statics: Sequence[Static | None], backward: Recordings, weights: Recordings | None) -> None:
+    def __init__(
+        self, statics: Sequence[Static | None], backward: Recordings, weights: Recordings | None, kept: Sequence[bool]
+    ) -> None:
         self.statics, self.backward, self.weights = statics, backward, weights
+        # One may be the gradient of an output, or lie in memory of the forward; or two leaves get the same one.
+        made, found = backward.tried.recording.memory(), backward.tried.result
+        ranges = [(0, 0, False) if each is None else range_of(each) for each in found]
+        self._copied = [
+            keep or not touches(each, made) or touches(each, [*ranges[:number], *ranges[number + 1 :]])
+            for number, (keep, each) in enumerate(zip(kept, ranges))
+        ]
+
+    def handed(self, found: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients that the caller gets."""
+        return [
+            None if each is None else copied(each) if copies else each.detach()
+            for each, copies in zip(found, self._copied)
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -103,7 +120,7 @@ class Form:
 class Backward:
     """`capture`: records a function that may use further memory. `saved`: what autograd has saved as it is now.
     `trained`, `restored` and `count`: see `Recordings`. `delays`: what the function runs under, if gradients of
-    weights are delayed."""
+    weights are delayed. `kept`: of which uses the caller keeps the gradient."""
 
     def __init__(
         self,
@@ -114,8 +131,9 @@ class Backward:
         restored: Callable[[], AbstractContextManager],
         count: Callable[[str], None],
         delays: Any,
+        kept: Sequence[bool],
     ) -> None:
-        self._capture, self._uses, self._delays = capture, uses, delays
+        self._capture, self._uses, self._delays, self._kept = capture, uses, delays, kept
         self._saved, self._versions = saved, [each._version for each in saved]
         self._trained, self._restored, self._count = trained, restored, count
         self._forms: dict[Any, Form | str] = {}
@@ -136,7 +154,7 @@ class Backward:
                 raise CaptureRefused("some of its gradients of weights are delayed, and it writes others itself")
             of_statics += backward.tried.recording.memory()
             weights = recordings(self._delays.repeatable(), [], self._restored, self._count)
-        return Form(statics, backward, weights)
+        return Form(statics, backward, weights, self._kept)
 
     def begin(self, samples: Samples, full: Sequence[Sample]) -> Ranges | None:
         """Record the form of `samples`, and return what any form reads: what that for gradients of all outputs reads.
@@ -165,7 +183,8 @@ class Backward:
     def run(
         self, gradients: Sequence[Tensor | None], *, poisoned: bool
     ) -> tuple[Sequence[Tensor | None], Callable[[], None] | None]:
-        """A gradient for each use, as memory that the next replay writes to, and what computes the delayed ones."""
+        """A gradient for each use, and what computes the delayed ones. Those that are not kept lie in memory that the
+        next backward writes to."""
         key = tuple([None if each is None else each.stride() for each in gradients])
         form = self._forms.get(key)
         if form is None:
@@ -174,11 +193,12 @@ class Backward:
             self._count(form)
             with torch.enable_grad():
                 found = self._differentiate(gradients)
-            return found, None if self._delays is None else self._delays.repeatable()
+            made = [None if each is None else copied(each) for each in found]
+            return made, None if self._delays is None else self._delays.repeatable()
         for static, gradient in zip(form.statics, gradients):
             if static is not None:
                 static.fill(gradient)  # type: ignore[arg-type]
-        found = form.backward.run(poisoned=poisoned)
+        found = form.handed(form.backward.run(poisoned=poisoned))
         return found, None if form.weights is None else partial(form.weights.run, poisoned=poisoned)
 
     def _new(self, key: Any, gradients: Sequence[Tensor | None]) -> Form | str:

@@ -101,7 +101,6 @@ class GraphedCall:
         before = vars(module).get(name)
         self._before: Callable[..., Any] | None = before._before if isinstance(before, GraphedCall) else before
         """What stood in place of the class's method."""
-        self._method = getattr(type(module), name)
         self._inside = inside
         self._is_owned = is_owned
         self._places: Places | None = None
@@ -182,7 +181,7 @@ class GraphedCall:
     ) -> str:
         try:
             captured = Captured(
-                owner.backend, self._run, leaves, spec, places, signature.gradients, self._count, delaying()
+                owner.backend, self._function(), leaves, spec, places, signature.gradients, self._count, delaying()
             )
         except Exception as error:
             self.failed = True
@@ -211,7 +210,7 @@ class GraphedCall:
         if self._before is not None:
             return copy.deepcopy(self._before, memo)
         module = self._module()
-        return MethodType(self._method, memo.get(id(module), module))
+        return MethodType(getattr(type(module), self._name), memo.get(id(module), module))
 
     def drop(self) -> None:
         """The module is as it was."""
@@ -226,10 +225,13 @@ class GraphedCall:
         """The memory of its captures."""
         return sum(each.nbytes for signature in self._signatures.values() for each in signature.captured)
 
+    def _function(self) -> Callable[..., Any]:
+        """What a call runs when nothing is replayed. A user may give the class another method."""
+        module = self._module()
+        return self._before if self._before is not None else MethodType(getattr(type(module), self._name), module)
+
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if self._before is not None:
-            return self._before(*args, **kwargs)
-        return self._method(self._module(), *args, **kwargs)
+        return self._function()(*args, **kwargs)
 
     def _found_places(self) -> Places:
         if self._places is None:

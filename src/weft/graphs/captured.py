@@ -33,10 +33,11 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from weft.fsdp.gradients.direct import answering
 from weft.fsdp.gradients.partial import entering, whole
 from weft.graphs import tape
-from weft.graphs.attributes import Attributes, has_hooks, nothing_drawn
+from weft.graphs.attributes import Attributes
 from weft.graphs.backward import Backward, Uses
 from weft.graphs.capture import Backend, CaptureRefused, Delays
-from weft.graphs.places import Places, Ranges, hooked, local, range_of, touches
+from weft.graphs.generators import nothing_drawn
+from weft.graphs.places import Places, Ranges, has_hooks, hooked, local, range_of, touches
 from weft.graphs.statics import Sample, Static, copied
 
 POISON = False
@@ -97,7 +98,7 @@ class Captured:
                 static.fill(tensor)
         self._entered: list[tuple[Any, DeviceMesh]] = []
         """Weights whose gradients are summed over ranks behind a replay, once for each use."""
-        self.python = Attributes(places.modules)
+        self.python = Attributes(places.modules, function)
         try:
             with places.restored(), nothing_drawn():
                 self._capture(backend, function, leaves, spec, gradients)
@@ -168,7 +169,7 @@ class Captured:
         may_be_kept = (
             [True] * len(self._needs) + [False] * len(alike) + [not self._places.is_owned(it) for it in trained]
         )
-        self._copied = [may_be_kept[leaf] for leaf in self._uses]
+        kept = [may_be_kept[leaf] for leaf in self._uses]
         self._outputs = [each.data for each in outputs]
         self._differentiable = [each.requires_grad for each in outputs]
         known += [*self._forward.memory(), *map(range_of, outputs)]
@@ -179,7 +180,7 @@ class Captured:
         # A further backward must find what this one read. It runs when replays have written to all that autograd saved;
         # the forward before it has made the values.
         saved = [*self._places.tensors(), *map(local, self._places.tensors()), *entered]
-        self._backward = Backward(capture, uses, saved, trained, self._places.restored, self._count, self._delays)
+        self._backward = Backward(capture, uses, saved, trained, self._places.restored, self._count, self._delays, kept)
         samples = [gradients.get(number) for number, each in numbered if each.requires_grad]
         self._check_later(outputs, entered, self._backward.begin(samples, [*map(Sample.of, ends)]))
 
@@ -256,7 +257,7 @@ class Captured:
         return outputs, constant, saved
 
     @torch.no_grad()
-    def backward(self, gradients: Sequence[Tensor | None], lease: Lease, *, ends: bool) -> list[Tensor | None]:
+    def backward(self, gradients: Sequence[Tensor | None], lease: Lease, *, ends: bool) -> Sequence[Tensor | None]:
         """Replay the backward: a gradient for each use. What was delayed is queued. `ends`: the lease ends with it."""
         if self._places.addresses() != self.addresses:
             raise RuntimeError(
@@ -265,15 +266,11 @@ class Captured:
             )
         wanted = [each for each, needs in zip(gradients, self._differentiable) if needs]
         found, delayed = self._backward.run(wanted, poisoned=POISON)
-        handed = [
-            None if each is None else copied(each) if may_be_kept else each.detach()
-            for each, may_be_kept in zip(found, self._copied)
-        ]
         if delayed is not None:
             _queue(lease, delayed, ends=ends)
         elif ends:
             lease.end()
-        return handed
+        return found
 
     def rest(self) -> None:
         """No forward is in flight."""

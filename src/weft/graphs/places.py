@@ -12,6 +12,9 @@ Ranges = list[tuple[int, int, bool]]
 """First byte, last byte and whether a captured function may write there."""
 
 
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
 def range_of(tensor: Tensor, *, writable: bool = False) -> tuple[int, int, bool]:
     """The bytes from the beginning of `tensor` to the end of its last element."""
     start = tensor.data_ptr()
@@ -24,14 +27,29 @@ def touches(one: tuple[int, int, bool], others: Iterable[tuple[int, int, bool]])
     return any(max(one[0], each[0]) < min(one[1], each[1]) for each in others)
 
 
+def cut_of(tensor: Tensor) -> tuple[slice, ...] | None:
+    """What of an expanded `tensor` has all of its memory; None: the whole."""
+    cut = tuple(slice(0, 1) if not stride else slice(None) for stride in tensor.stride())
+    return cut if any(each.stop for each in cut) else None
+
+
 def local(tensor: Tensor) -> Tensor:
     """What of a DTensor lies on this rank; any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
 def hooked(tensor: Tensor) -> bool:
     """Whether hooks run when `tensor` gets its gradient."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of `module` runs hooks."""
+    return any(getattr(module, kind) for kind in HOOKS)
 
 
 @contextmanager
@@ -57,12 +75,12 @@ class Places:
                 self._slots += [(slots, name) for name in slots]  # None may become a tensor
 
     def addresses(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """What a graph holds: where each tensor lies; and which of them train, and which have hooks. Raises WeightsGone
-        for weights that are not here."""
+        """What a graph holds: where each tensor lies, and in which layout; and which of them train, and which have
+        hooks. Raises WeightsGone for weights that are not here."""
         places, flags = [], []
         for slots, name in self._slots:
             tensor = slots.get(name)
-            places.append(None if tensor is None else local(tensor).data_ptr())
+            places.append(None if tensor is None else _place(local(tensor)))
             flags.append(None if tensor is None else (tensor.requires_grad, hooked(tensor)))
         return tuple(places), tuple(flags)
 
@@ -85,13 +103,14 @@ class Places:
         """Inside, buffers may change; behind it they are as they were."""
         buffers = [each for each in self.tensors() if not isinstance(each, nn.Parameter)]
         with torch.no_grad():
-            before = [each.clone() for each in buffers]
+            memory = [each if (cut := cut_of(each)) is None else each[cut] for each in buffers]
+            before = [each.clone() for each in memory]
         versions = tuple(each._version for each in buffers)
         try:
             yield
         finally:
             with torch.no_grad():
-                for buffer, values in zip(buffers, before):
-                    buffer.copy_(values)
+                for each, values in zip(memory, before):
+                    each.copy_(values)
             if buffers:  # autograd may have saved them
                 torch._C._autograd._unsafe_set_version_counter(tuple(buffers), versions)

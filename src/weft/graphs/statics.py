@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.graphs.capture import CaptureRefused
-
-_Cut = tuple[slice, ...] | None
+from weft.graphs.places import cut_of
 
 
 class Sample(NamedTuple):
@@ -34,7 +33,7 @@ class Static:
     def __init__(self, sample: Sample) -> None:
         _check(sample.shape, sample.stride)
         self.tensor = torch.empty_strided(sample.shape, sample.stride, dtype=sample.dtype, device=sample.device)
-        self._cut = _cut(self.tensor)
+        self._cut = cut_of(self.tensor)
         self._memory = self.tensor if self._cut is None else self.tensor[self._cut]
         self._memory.zero_()
 
@@ -51,12 +50,6 @@ def copied(tensor: Tensor) -> Tensor:
     static = Static(Sample.of(tensor))
     static.fill(tensor)
     return static.tensor
-
-
-def _cut(tensor: Tensor) -> _Cut:
-    """What of `tensor` has all of its memory; None: the whole."""
-    cut = tuple(slice(0, 1) if not stride else slice(None) for stride in tensor.stride())
-    return cut if any(each.stop for each in cut) else None
 
 
 def _check(shape: Sequence[int], strides: Sequence[int]) -> None:

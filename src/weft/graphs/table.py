@@ -12,9 +12,9 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from weft.debug import guard
-from weft.graphs.attributes import has_hooks
 from weft.graphs.call import GraphedCall
 from weft.graphs.capture import Backend, delaying
+from weft.graphs.places import has_hooks
 from weft.graphs.settings import Settings
 from weft.graphs.tape import TapeBackend
 

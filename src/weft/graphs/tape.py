@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 
 from weft.graphs.capture import Recording
 from weft.graphs.places import Ranges
+from weft.graphs.statics import Sample
 from weft.graphs.watch import Methods, New, Watch, storage_of
 
 _EMPTY = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
@@ -97,7 +98,8 @@ class _Recorder(Watch):
         super().__init__(known)
         self._tape = tape
         self._aliases: dict[int, tuple[Tensor, Tensor]] = {}
-        """By id: each tensor, which so keeps its id, and a tensor of its memory without history."""
+        """By id: each tensor, which so keeps its id, and a tensor of its memory without history, which another
+        follows behind such as `transpose_` and `tensor.data = ...`."""
 
     def note(self, function: Any, args: tuple, kwargs: dict, given: list[Tensor], new: New) -> None:
         for _, tensor in new:
@@ -105,6 +107,8 @@ class _Recorder(Watch):
         for tensor in given:
             if storage_of(tensor) not in self.made and tensor.numel():
                 self._tape.read.setdefault(tensor.data_ptr(), self._alias(tensor))
+        if torch.Tag.inplace_view in function.tags:
+            return  # it computes nothing, and what it gave another shape has another alias from now on
         keep: Any = tree_map(self._kept, (args, kwargs))
         if (new or function._schema.is_mutable) and function.overloadpacket.__name__ not in _EMPTY:
             results = tuple((place, self._alias(tensor)) for place, tensor in new)
@@ -114,6 +118,8 @@ class _Recorder(Watch):
         return self._alias(value) if isinstance(value, Tensor) else value
 
     def _alias(self, tensor: Tensor) -> Tensor:
-        if id(tensor) not in self._aliases:
-            self._aliases[id(tensor)] = (tensor, tensor.data)
-        return self._aliases[id(tensor)][1]
+        _, alias = self._aliases.get(id(tensor), (None, None))
+        if alias is None or alias.data_ptr() != tensor.data_ptr() or Sample.of(alias) != Sample.of(tensor):
+            alias = tensor.data
+            self._aliases[id(tensor)] = (tensor, alias)
+        return alias

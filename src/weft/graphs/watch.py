@@ -57,7 +57,10 @@ class Watch(TorchDispatchMode):
                     f"{function} reads a tensor of shape {tuple(tensor.shape)} that is no argument, parameter or buffer"
                 )
             self.reads.add(range_of(tensor))
+        reshapes = torch.Tag.inplace_view in function.tags
         for tensor in _written(function, args, kwargs):
+            if reshapes and storage_of(tensor) not in self.made:
+                raise CaptureRefused(f"{function} changes the shape of a tensor that is not its own")
             if storage_of(tensor) not in self.made and tensor.numel() and not self._known_as(tensor):
                 raise CaptureRefused(f"{function} writes to memory that is neither its own nor a buffer's")
         before = {storage_of(each) for each in given}

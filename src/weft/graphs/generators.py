@@ -1,0 +1,26 @@
+"""The generators of Python and NumPy, from which a replay draws nothing."""
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from weft.graphs.capture import CaptureRefused
+
+
+@contextmanager
+def nothing_drawn() -> Iterator[None]:
+    """Refuse a capture inside of which Python's or NumPy's numbers are drawn, and put their generators back."""
+    before = random.getstate()
+    drawn = sys.modules["numpy"].random.get_state(legacy=False) if "numpy" in sys.modules else None
+    try:
+        yield
+    finally:
+        different = random.getstate() != before
+        random.setstate(before)
+        if drawn is not None:
+            now = sys.modules["numpy"].random.get_state(legacy=False)
+            different |= str(now) != str(drawn) or bool((now["state"]["key"] != drawn["state"]["key"]).any())
+            sys.modules["numpy"].random.set_state(drawn)
+    if different:
+        raise CaptureRefused("it draws random numbers of Python or NumPy")

@@ -1,0 +1,329 @@
+"""All that a capture may have read beside tensors, as one walk finds it."""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from functools import _lru_cache_wrapper, cached_property, partial
+from itertools import chain, repeat
+from operator import attrgetter, call, is_, itemgetter
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    FunctionType,
+    GenericAlias,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    UnionType,
+)
+from typing import Any
+from weakref import ProxyTypes, ReferenceType
+
+import torch
+from torch import Tensor, nn
+
+from weft.graphs.capture import CaptureRefused
+from weft.graphs.places import HOOKS, has_hooks
+
+MOST = 5000
+"""Values that are compared before each replay."""
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+"""What every module has; of these, names, children and hooks are compared."""
+_PLAIN = frozenset(
+    {int, bool, str, bytes, type(None), type(...), range, slice, torch.dtype, torch.device}
+    | {torch.layout, torch.memory_format}
+)
+_OPAQUE = (Tensor, ModuleType, GenericAlias, UnionType)
+_REACHED = (partial, ReferenceType, _lru_cache_wrapper, cached_property)
+"""Of Python's libraries, and hold what is the user's."""
+_LIBRARIES = frozenset(
+    {"torch", "weft", "triton", "functools", "logging", "typing", "abc", "_abc", "re", "dataclasses", "enum"}
+    | {"contextlib", "datetime", "decimal", "fractions", "pathlib", "uuid", "operator", "_operator", "_thread"}
+)
+"""Whose objects are taken to stay as they are."""
+_METHODS = frozenset({FunctionType, classmethod, staticmethod, property, type(None)})
+_OF_FUNCTION = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_OF_CELL = attrgetter("cell_contents", "cell_contents")
+UNSET = object()
+
+
+class Walk:
+    """All that can be reached. `tokens`: names and values that can be compared with those of another walk. `kept`: what
+    can change, and what it had."""
+
+    def __init__(self, modules: Sequence[nn.Module], function: Any) -> None:
+        # What is looked at again before each replay, without Python for each value: all that containers have, and what
+        # objects, modules and classes have under the names of now, with the number of names.
+        self._views: list[Iterable[Any]] = []
+        self._values: list[Any] = []
+        self._getters: list[Callable[[Any], tuple]] = []
+        self._owners: list[Any] = []
+        self._got: list[Any] = []
+        self._of_methods: list[tuple[Callable[[Any], tuple], Any]] = []
+        self._methods: list[tuple] = []
+        self._sized: list[Any] = []
+        self._lengths: list[int] = []
+        self.tokens: list[tuple[str, Any]] = []
+        self.kept: list[tuple[Any, Any]] = []
+        self._inside = 0
+        """What tuples have, which is looked at when something is another object."""
+        self._numbers: dict[int, int] = {}
+        self._alive: list[Any] = []
+        self._classes: set[type] = set()
+        self._ahead: deque[tuple[str, Any]] = deque()
+        for each in modules:
+            self._numbers[id(each)] = len(self._numbers)
+        try:
+            for number, each in enumerate(modules):
+                self._module(type(each).__name__, each, outermost=not number)
+            self._note("forward", function)
+            while self._ahead:
+                self._reach(*self._ahead.popleft())
+                self._check_size()
+        except RecursionError:
+            raise CaptureRefused("it may read state that cannot be compared: tuples are nested too deeply") from None
+
+    def same(self) -> bool:
+        """Whether the same objects are found again. Raises KeyError, AttributeError or ValueError for what has gone."""
+        return (
+            [*map(len, self._sized)] == self._lengths
+            and all(map(is_, chain.from_iterable(map(call, self._getters, self._owners)), self._got))
+            and [get(owner) for get, owner in self._of_methods] == self._methods
+            and all(map(is_, chain.from_iterable(self._views), self._values))
+        )
+
+    def _check_size(self) -> None:
+        if len(self._values) + len(self._got) + self._inside > MOST:
+            raise CaptureRefused(f"it may read more state than is compared before each call ({MOST} values)")
+
+    def _size(self, container: Any) -> None:
+        self._sized.append(container)
+        self._lengths.append(len(container))
+
+    def _look(self, *views: Iterable[Any]) -> None:
+        self._views += views
+        self._values += chain.from_iterable(views)
+
+    def _get(self, getter: Callable[..., Any], owner: Any, names: Sequence[str]) -> None:
+        found = getter(*names, *names[:2])(owner) if names else ()  # of two names or more: a tuple
+        methods = [name for name, value in zip(names, found) if type(value) in _METHODS]
+        if methods:  # equal if they are the same, which is faster
+            self._of_methods.append((getter(*methods, methods[0]), owner))
+            self._methods.append(self._of_methods[-1][0](owner))
+        others = [name for name, value in zip(names, found) if type(value) not in _METHODS]
+        if others:
+            self._look_at(getter(*others, others[0]), owner)
+
+    def _look_at(self, getter: Callable[[Any], tuple], owner: Any) -> None:
+        self._getters.append(getter)
+        self._owners.append(owner)
+        self._got += getter(owner)
+
+    def _names(self, name: str, values: Mapping[str, Any], skip: frozenset[str] = frozenset()) -> None:
+        """What an object or module has by names."""
+        self._size(values)
+        self._get(itemgetter, values, [key for key in values if key not in skip])
+        for key, value in values.items():
+            if key not in skip:
+                self._note(f"{name}.{key}", value)
+        self.kept.append((values, dict(values)))
+
+    def _token(self, name: str, value: Any) -> Any:
+        """What stands for `value` in comparisons. What it has is reached later."""
+        kind = type(value)
+        if kind in _PLAIN:
+            return kind, str(value) if kind is slice else value
+        if isinstance(value, (float, complex)) and not hasattr(value, "__dict__"):
+            return kind, repr(value)  # also those of NumPy
+        if isinstance(value, (tuple, frozenset)) and not hasattr(value, "__dict__"):
+            self._inside += len(value)
+            self._check_size()
+            inside = [self._token(f"{name}[{place}]", each) for place, each in enumerate(value)]
+            return kind, tuple(inside) if isinstance(value, tuple) else frozenset(inside)
+        if kind.__module__ == "numpy" and hasattr(value, "tobytes") and not hasattr(value, "__setitem__"):
+            return kind, value.tobytes()  # a number
+        if kind in ProxyTypes:
+            raise CaptureRefused(f"it may read state that cannot be compared: {name} is a {kind.__name__}")
+        if _is_opaque(value):
+            return kind, id(value)
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self._numbers)
+            self._alive.append(value)  # as long as its number
+            self._ahead.append((name, value))
+        return kind, self._numbers[id(value)]
+
+    def _note(self, name: str, value: Any) -> None:
+        self.tokens.append((name, self._token(name, value)))
+
+    def _reach(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module):
+            if has_hooks(value):
+                raise CaptureRefused("a module inside of it has hooks, which a replay would not run")
+            self._module(name, value, outermost=False)
+            for key, child in value._modules.items():
+                self._note(f"{name}.{key}", child)
+        elif isinstance(value, type):
+            self._class(value)
+        elif isinstance(value, FunctionType):
+            self._names(name, vars(value))
+            self._look_at(_OF_FUNCTION, value)
+            self.tokens.append((f"{name}.__code__", value.__code__))
+            self._note(f"{name}.__defaults__", (value.__defaults__, value.__kwdefaults__))
+            for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or ()):
+                self._cells(f"{name} ({variable})", cell)
+        elif isinstance(value, (MethodType, BuiltinFunctionType)):
+            self._note(f"{name}.__self__", value.__self__)
+            self._note(f"{name}.__func__", getattr(value, "__func__", None))
+        elif isinstance(value, (classmethod, staticmethod, _lru_cache_wrapper)):
+            self._note(f"{name}.__wrapped__", value.__wrapped__)
+        elif isinstance(value, property):
+            self._note(f"{name}.fget", value.fget)
+        elif isinstance(value, ReferenceType):
+            self._note(f"{name}()", value())
+        elif isinstance(value, Enum):
+            self._names(name, vars(value), frozenset({"__objclass__"}))
+        elif isinstance(value, partial):
+            self._note(f"{name}.func", (value.func, value.args, value.keywords))
+            self._names(name, vars(value))
+        else:
+            self._object(name, value)
+
+    def _object(self, name: str, value: Any) -> None:
+        known = self._contents(name, value)
+        kind = type(value)
+        members = (
+            key for each in kind.__mro__ for key, it in vars(each).items() if isinstance(it, MemberDescriptorType)
+        )
+        slots = [key for key in members if key not in ("__dict__", "__weakref__")]
+        if not known and _hides(kind, len(slots)):
+            raise CaptureRefused(f"it may read state that cannot be compared: {name} is a {kind.__name__}")
+        if hasattr(value, "__dict__"):
+            self._names(name, vars(value))
+        if slots:
+            there = [key for key in slots if hasattr(value, key)]
+            self._look(Slots(value, [key for key in slots if key not in there]))
+            self._get(attrgetter, value, there)
+            for key in there:
+                self._note(f"{name}.{key}", getattr(value, key))
+            self.kept.append((Slots(value, slots), [*Slots(value, slots)]))
+        self._class(kind)
+
+    def _contents(self, name: str, value: Any) -> bool:
+        """Reach what a container has; whether it is one."""
+        if isinstance(value, (dict, MappingProxyType)):
+            self._dict(name, value)
+        elif isinstance(value, (list, deque)):
+            self._size(value)
+            self._look(value)
+            self.tokens.append((name, len(value)))
+            for place, each in enumerate(value):
+                self._note(f"{name}[{place}]", each)
+            self.kept.append((value, list(value)))
+        elif isinstance(value, (set, frozenset)):
+            self._size(value)
+            self._look(value)
+            self.tokens.append((name, frozenset(self._token(f"{name}[...]", each) for each in value)))
+            self.kept.append((value, set(value)))
+        elif isinstance(value, tuple):
+            for place, each in enumerate(value):
+                self._note(f"{name}[{place}]", each)
+        else:
+            return False
+        return True
+
+    def _dict(self, name: str, values: Mapping[Any, Any]) -> None:
+        self._size(values)
+        self._look(values, values.values())
+        for key, value in values.items():
+            inside = f"{name}.{key}" if isinstance(key, str) else f"{name}[{type(key).__name__}]"
+            self._note(inside, value)
+            self._note(inside, key)
+        if isinstance(values, defaultdict):
+            self._get(attrgetter, values, ["default_factory"])
+            self._note(f"{name}.default_factory", values.default_factory)
+        self.kept.append((values, dict(values)))
+
+    def _module(self, name: str, module: nn.Module, *, outermost: bool) -> None:
+        self._class(type(module))
+        self._names(name, vars(module), _OF_TORCH)
+        hooks = () if outermost else HOOKS  # those of the first one run around a replay
+        for kind in ("_modules", *hooks):
+            children = vars(module)[kind]
+            self._size(children)
+            if children:
+                self._look(children.values())
+            self.tokens += ((f"{name}.{key}", id(child)) for key, child in children.items())
+            self.kept.append((children, dict(children)))
+        for kind in ("_parameters", "_buffers"):  # one that is replaced by another lies elsewhere
+            self._size(vars(module)[kind])
+            self.tokens.append((f"{name}.{kind}", tuple(vars(module)[kind])))
+
+    def _class(self, kind: type) -> None:
+        for each in kind.__mro__:
+            if each in self._classes or _of_library(each) or each.__module__ == "builtins":
+                continue
+            self._classes.add(each)
+            values = vars(each)
+            self._size(values)
+            self._get(itemgetter, values, [*values])
+            for key, value in values.items():
+                name = f"{each.__name__}.{key}"
+                if _is_plain(key, value):
+                    self.tokens.append((name, id(value)))
+                else:
+                    self._note(name, value)
+            self.kept.append((each, dict(values)))
+
+    def _cells(self, name: str, cell: CellType) -> None:
+        contents = Slots(cell, ["cell_contents"])
+        self.kept.append((contents, [*contents]))
+        try:
+            self._note(name, cell.cell_contents)
+            self._look_at(_OF_CELL, cell)
+        except ValueError:  # empty
+            self._look(contents)
+            self.tokens.append((name, UNSET))
+
+
+class Slots:
+    """The values of attributes that are in no dict."""
+
+    def __init__(self, owner: Any, names: Sequence[str]) -> None:
+        self.owner, self.names = owner, names
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(getattr, repeat(self.owner), self.names, repeat(UNSET))
+
+
+def _hides(kind: type, slots: int) -> bool:
+    """Whether objects of a class have more than attributes: those of classes that are not written in Python."""
+    words = slots + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
+    return kind.__basicsize__ != object.__basicsize__ + words * object.__basicsize__ // 2
+
+
+def _is_plain(key: str, value: Any) -> bool:
+    """Whether what a class has under `key` is what Python keeps there, or a method that holds nothing."""
+    kind = type(value)
+    if kind is FunctionType:
+        held = (value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value))
+        return not any(held)
+    if hasattr(kind, "__get__"):
+        return kind.__module__ == "builtins" and kind not in _METHODS
+    return key.startswith("__") and key.endswith("__")
+
+
+def _is_opaque(value: Any) -> bool:
+    if isinstance(value, nn.Module):
+        return _of_library(type(value)) and type(value).__module__.startswith("weft")
+    if isinstance(value, (type, FunctionType)):
+        return _of_library(value)
+    if isinstance(value, BuiltinFunctionType):
+        return value.__self__ is None or isinstance(value.__self__, (ModuleType, type))
+    if isinstance(value, _REACHED):
+        return False
+    return isinstance(value, _OPAQUE) or _of_library(type(value))
+
+
+def _of_library(kind: Any) -> bool:
+    return str(kind.__module__).partition(".")[0] in _LIBRARIES
