@@ -116,6 +116,33 @@ def looks_beyond(path, changes):
     task_of(load_config(path, [*changes, "train.cross_documents=true"]), torch.device("cpu"), lambda line: None)
 
 
+class Noisy(Tokens):
+    """It draws random numbers, and one of its modules stays in evaluation mode."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.blocks[0].eval()
+
+    def forward(self, tokens, position_ids):
+        scores = super().forward(tokens)
+        return scores + torch.randn_like(scores)
+
+
+def state_after_check(path, changes):
+    task = task_of(load_config(path, changes), torch.device("cpu"), lambda line: None)
+    return [module.training for module in task.model.modules()], torch.get_rng_state()
+
+
+def test_the_check_of_documents_leaves_modes_and_random_numbers_as_they_were(pool, tmp_path):
+    path = configured(tmp_path, factory=f'"{__name__}:Noisy"', options="{width = 16}")
+    changes = write_documents(tmp_path)
+    (checked, drawn), (unchecked, expected) = (
+        pool.run(1, state_after_check, path, each)[0] for each in (changes, [*changes, "train.cross_documents=true"])
+    )
+    assert checked == unchecked and checked.count(False) == 1
+    assert torch.equal(drawn, expected)
+
+
 def test_a_model_that_is_told_and_looks_beyond_borders_is_refused(pool, tmp_path):
     path = configured(tmp_path, factory=f'"{__name__}:Recurrent"', options="{width = 16}")
     pool.run(1, looks_beyond, path, write_documents(tmp_path))

@@ -19,6 +19,7 @@ from weft.train.buffers import Buffers
 from weft.train.config import TrainConfig, load_config
 from weft.train.ema import WeightAverage
 from weft.train.errors import ConfigError
+from weft.train.modes import in_eval_mode
 from weft.train.own_numbers import OwnNumbers
 from weft.train.run.runs import CHECKPOINTS, CONFIG, refuse_own_task
 from weft.train.run.trust import require_trust
@@ -50,11 +51,9 @@ def validate(task: Task, device: torch.device, moved: Callable[[], None]) -> dic
 
     Calls `moved` before each forward, to show progress.
     """
-    modes = {module: module.training for module in task.model.modules()}
-    task.model.eval()
     numbers = OwnNumbers(device)
     total, count = torch.zeros((), dtype=torch.float64, device=device), 0
-    try:
+    with in_eval_mode(task.model):
         coming, weights = iter(task.validation), iter(task.validation_weights)
         while several := list(islice(coming, task.at_once)):
             count += len(several)
@@ -64,9 +63,6 @@ def validate(task: Task, device: torch.device, moved: Callable[[], None]) -> dic
                 if weight:  # a microbatch of weight 0 has no labels, so its mean is NaN
                     total += loss.double() * weight
                 numbers.add(own)
-    finally:
-        for module, training in modes.items():
-            module.training = training
     shared = torch.cat([total[None], total.new_tensor([count, *numbers.marks()])])
     reduce_now(shared, dist.ReduceOp.SUM, None, "losses of a validation")
     total_loss, counts, *marks = shared.tolist()

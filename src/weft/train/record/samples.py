@@ -8,6 +8,7 @@ import torch
 from weft.models import HybridConfig, HybridModel
 from weft.models.generate import Sampling, generate
 from weft.train.config import TrainConfig
+from weft.train.modes import in_eval_mode
 from weft.train.sections.rules import require
 from weft.train.tokenizer import load_tokenizer
 from weft.train.toml_values import show
@@ -31,14 +32,9 @@ class Samples:
 
     def write(self) -> str:
         """Return the prompt with its greedy continuation. Collective."""
-        modes = {module: module.training for module in self._model.modules()}
-        self._model.eval()
-        try:
+        with in_eval_mode(self._model):
             chosen = generate(self._model, self._prompt, sampling=Sampling(temperature=0), among=self._among)
             tokens = [int(token) for token in islice(chosen, self._tokens)]
-        finally:
-            for module, training in modes.items():
-                module.training = training
         return self._tokenizer.decode(np.array([*self._prompt[0].tolist(), *tokens]))
 
 

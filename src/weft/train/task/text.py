@@ -21,6 +21,7 @@ from weft.train.data.bigram import Bigram
 from weft.train.errors import ConfigError
 from weft.train.experts import ExpertBalance
 from weft.train.imported import imported
+from weft.train.modes import in_eval_mode
 from weft.train.run.turns import first_rank_first
 from weft.train.sections import OwnModelConfig
 from weft.train.task.blocks import prepare
@@ -178,18 +179,18 @@ def _require_documents(model: nn.Module, text: torch.Tensor) -> None:
 
 @torch.no_grad()
 def _seen_of_others(model: nn.Module, text: torch.Tensor) -> float:
-    """How much the scores of a document change with the tokens of the one before it, of the largest score; 0 for no
-    more than rounding. `text`: tokens [batch, seq]."""
-    training, half, found = model.training, text.shape[1] // 2, []
+    """Return the largest change of a document's scores with the tokens of the document before it, as a part of the
+    largest score; 0 for a change within rounding. `text`: tokens [batch, seq]."""
+    half, found = text.shape[1] // 2, []
     documents = Documents.from_ids((torch.arange(text.shape[1]) >= half).long().expand(text.shape))
     other = text.clone()
     other[:, :half] = text[:, -1:]
-    model.eval()
-    for tokens in (text, other):
-        scores = _scores(model, for_own_model({"tokens": tokens, "labels": tokens, "documents": documents}))
-        found.append(scores[:, half:].clone())  # all scores at once may be much memory
-        del scores
-    model.train(training)
+    with in_eval_mode(model):
+        for tokens in (text, other):
+            with torch.random.fork_rng():  # both draw the same random numbers, and training draws as without them
+                scores = _scores(model, for_own_model({"tokens": tokens, "labels": tokens, "documents": documents}))
+            found.append(scores[:, half:].clone())  # the scores of both passes may be too large to keep
+            del scores
     one, two = found
     change = ((one - two).abs().max() / one.abs().max()).item()
     return change if change > torch.finfo(one.dtype).eps ** 0.5 / 4 else 0.0  # also the rounding of experts' sums
