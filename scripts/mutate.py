@@ -684,7 +684,7 @@ MUTATIONS = [
         MEMBERSHIP + "test_a_root_that_was_forgotten_is_named_at_the_first_backward_and_can_be_sharded_then[2]",
     ),
     Mutation(
-        "the order of reductions is that of the units for ever",
+        "the order of reductions stays that of the units",
         "fsdp/runtime/consensus.py",
         "reductions.agreed = tuple(reductions.arrived)",
         "pass",
