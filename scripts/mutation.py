@@ -166,21 +166,23 @@ def _matches(scope: list[ast.stmt], mutation: Mutation) -> Iterator[tuple[Sequen
     old, new = _parsed(mutation.old), _parsed(mutation.new)
     everything = list(itertools.chain.from_iterable(map(_inside, scope)))
     if _is_expression(old) and _is_expression(new):
-        (wanted,) = old
-        yield from (([each], []) for each in everything if isinstance(each, ast.expr) and _same(wanted.value, each, []))
+        wanted = _value(old)
+        yield from (([each], []) for each in everything if isinstance(each, ast.expr) and _same(wanted, each, []))
         return
     for block in itertools.chain([[each] for each in scope], *map(_blocks, everything)):
         for first in range(len(block) - len(old) + 1):
-            nodes, bodies = block[first : first + len(old)], []
+            nodes: list[Any] = block[first : first + len(old)]
+            bodies: list[list[ast.stmt]] = []
             if _same(old, nodes, bodies):
                 yield nodes, bodies
     if len(old) == len(new) == 1 and isinstance(old[0], ast.Assign) and isinstance(new[0], ast.Assign):
-        wanted = _keyword(old[0])
-        yield from (([each], []) for each in everything if isinstance(each, ast.keyword) and _same(wanted, each, []))
+        named = ast.keyword(ast.unparse(old[0].targets[0]), old[0].value)
+        yield from (([each], []) for each in everything if isinstance(each, ast.keyword) and _same(named, each, []))
 
 
-def _keyword(assignment: ast.Assign) -> ast.keyword:
-    return ast.keyword(ast.unparse(assignment.targets[0]), assignment.value)
+def _value(statements: Sequence[Any]) -> ast.expr:
+    """Of the only statement."""
+    return statements[0].value
 
 
 def _same(old: Any, there: Any, bodies: list[list[ast.stmt]]) -> bool:
@@ -221,7 +223,7 @@ def _new(mutation: Mutation, replaced: ast.AST, bodies: list[list[ast.stmt]]) ->
     """The text in place of `replaced`."""
     new = _parsed(mutation.new or "pass")
     if isinstance(replaced, ast.keyword):
-        return f"{replaced.arg}=({ast.unparse(new[0].value)})"
+        return f"{replaced.arg}=({ast.unparse(_value(new))})"
     if isinstance(replaced, ast.expr):
-        return f"({ast.unparse(new[0].value)})"
+        return f"({ast.unparse(_value(new))})"
     return ast.unparse(_Fill(bodies).visit(ast.Module(new, [])))
