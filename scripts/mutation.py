@@ -6,13 +6,14 @@ Where several modules have that name, the first parts of the module's path come 
 `old` and `new` are Python and compared as syntax: line breaks, indentation, comments and quotes make no difference.
 `old` is in `where` exactly once, as a whole:
 
-| old                                | what it is                                                                  |
-|------------------------------------|-----------------------------------------------------------------------------|
-| `self.decay > 0`                   | an expression, where `new` is one too                                       |
-| `unit.free()`                      | a statement, or several that follow each other; with an empty `new` they go |
-| `halves=self.halves`               | an assignment, or an argument of a call with its name                       |
-| `if skipped: ...`                  | a statement with whatever body it has, which is `...` in `new`              |
-| `class Mode(threading.local): ...` | so too a class or a function with bases, decorators and defaults; `try`     |
+| old                                | what it is                                                                     |
+|------------------------------------|--------------------------------------------------------------------------------|
+| `self.decay > 0`                   | an expression, where `new` is one too                                          |
+| `first, second`                    | likewise; or neighbours among more elements of a tuple, or arguments of a call |
+| `unit.free()`                      | a statement, or several that follow each other; with an empty `new` they go    |
+| `halves=self.halves`               | an assignment, or an argument of a call with its name                          |
+| `if skipped: ...`                  | a statement with whatever body it has, which is `...` in `new`                 |
+| `class Mode(threading.local): ...` | so too a class or a function with bases, decorators and defaults; `try`        |
 """
 
 import ast
@@ -100,7 +101,7 @@ class Source:
         lines = [each.lineno for each in (nodes[0], *getattr(nodes[0], "decorator_list", ()))]
         begin = starts[min(lines) - 1] + nodes[0].col_offset
         end = starts[nodes[-1].end_lineno - 1] + nodes[-1].end_col_offset
-        new = _new(mutation, nodes[0], bodies)
+        new = _new(mutation, nodes, bodies)
         if text.startswith(b"elif", begin):
             new = "else:\n" + textwrap.indent(new, " " * 4)
         new = new.replace("\n", "\n" + " " * nodes[0].col_offset)
@@ -168,6 +169,9 @@ def _matches(scope: list[ast.stmt], mutation: Mutation) -> Iterator[tuple[Sequen
     if _is_expression(old) and _is_expression(new):
         wanted = _value(old)
         yield from (([each], []) for each in everything if isinstance(each, ast.expr) and _same(wanted, each, []))
+        if isinstance(wanted, ast.Tuple) and len(wanted.elts) > 1:
+            runs = itertools.chain.from_iterable(_runs(each, len(wanted.elts)) for each in everything)
+            yield from ((each, []) for each in runs if _same(wanted.elts, each, []))
         return
     for block in itertools.chain([[each] for each in scope], *map(_blocks, everything)):
         for first in range(len(block) - len(old) + 1):
@@ -178,6 +182,13 @@ def _matches(scope: list[ast.stmt], mutation: Mutation) -> Iterator[tuple[Sequen
     if len(old) == len(new) == 1 and isinstance(old[0], ast.Assign) and isinstance(new[0], ast.Assign):
         named = ast.keyword(ast.unparse(old[0].targets[0]), old[0].value)
         yield from (([each], []) for each in everything if isinstance(each, ast.keyword) and _same(named, each, []))
+
+
+def _runs(node: ast.AST, length: int) -> Iterator[list[ast.expr]]:
+    """Neighbours among more elements of a tuple, list or set, or arguments of a call."""
+    elements = getattr(node, "elts", None) or getattr(node, "args", None)
+    if isinstance(elements, list) and length < len(elements):
+        yield from (elements[first : first + length] for first in range(len(elements) - length + 1))
 
 
 def _value(statements: Sequence[Any]) -> ast.expr:
@@ -219,9 +230,12 @@ class _Fill(ast.NodeTransformer):
         return next(self.bodies, node) if _is_ellipsis(node.value) else node
 
 
-def _new(mutation: Mutation, replaced: ast.AST, bodies: list[list[ast.stmt]]) -> str:
-    """The text in place of `replaced`."""
-    new = _parsed(mutation.new or "pass")
+def _new(mutation: Mutation, nodes: Sequence[Any], bodies: list[list[ast.stmt]]) -> str:
+    """The text in place of `nodes`."""
+    new, replaced = _parsed(mutation.new or "pass"), nodes[0]
+    if isinstance(replaced, ast.expr) and len(nodes) > 1:
+        value = _value(new)
+        return ", ".join(map(ast.unparse, value.elts if isinstance(value, ast.Tuple) else [value]))
     if isinstance(replaced, ast.keyword):
         return f"{replaced.arg}=({ast.unparse(_value(new))})"
     if isinstance(replaced, ast.expr):

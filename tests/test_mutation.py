@@ -12,7 +12,7 @@ Mutation, Source = TOOL["Mutation"], TOOL["Source"]
 SHORT = """\
 class Average(Base):
     def take(self, weights, decay=0.9):
-        if self.on and weights: return lerp(self.values, weights, by=decay)
+        if self.on and weights: return lerp(self.values, weights, 1, by=decay)
 """
 LONG = """\
 import math
@@ -29,15 +29,16 @@ class Average(
             and weights  # of this rank
         ):
             return lerp(
-                self.values, weights,
+                self.values, weights, 1,
                 by=decay,
             )
 """
 MUTATIONS = [
     ("Average.take", "self.on and weights", "True"),
     ("Average.take", "if self.on and weights: ...", "..."),
-    ("Average.take", "return lerp(self.values, weights, by=decay)", ""),
+    ("Average.take", "return lerp(self.values, weights, 1, by=decay)", ""),
     ("Average.take", "by=decay", "by=0"),
+    ("Average.take", "self.values, weights", "weights"),
     ("Average.take", "def take(self, weights, decay=0.9): ...", "@cache\ndef take(self, weights, decay=1): ..."),
     ("Average", "class Average(Base): ...", "class Average: ..."),
 ]
