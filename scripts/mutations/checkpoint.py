@@ -6,7 +6,7 @@ MUTATIONS = [
     Mutation(
         "a checkpoint of another run is taken",
         "require_own",
-        "own and manifest.run and (manifest.run != own)",
+        "own and manifest.run and manifest.run != own",
         "False",
         "checkpoint/test_trust.py::test_a_checkpoint_of_another_run_is_passed_over_and_named",
     ),

@@ -171,7 +171,7 @@ MUTATIONS = [
     Mutation(
         "weights that stay are made anew one at a time",
         "Freshness.reach",
-        "self.ahead and self._made and (self._made[-1] is unit)",
+        "self.ahead and self._made and self._made[-1] is unit",
         "False",
         ORDER + "test_a_unit_is_gathered_while_the_one_before_it_computes[2-optim]",
     ),

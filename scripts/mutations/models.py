@@ -137,7 +137,7 @@ MUTATIONS = [
     Mutation(
         "context ranks that are tensor-parallel too keep what they gather",
         "_others_keep",
-        "hooks is not None and (not isinstance(getattr(hooks[0], '__self__', None), Positions))",
+        "hooks is not None and not isinstance(getattr(hooks[0], '__self__', None), Positions)",
         "hooks is not None",
         "models/test_shared_rows.py::test_activations_are_spread_over_context_and_tensor_parallel_ranks[4]",
     ),
