@@ -188,8 +188,8 @@ def _fit(world: int, etp: int, **axes: int) -> int:
     for name, size in axes.items():
         takes_rest = name == "dp_shard" and size == -1
         if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and not takes_rest):
-            default = ", or -1 for what the other axes leave" if name == "dp_shard" else ""
-            raise ValueError(f"{name}={size!r}: an axis has at least 1 rank; give a positive integer{default}")
+            default = ", or -1 for the remaining ranks" if name == "dp_shard" else ""
+            raise ValueError(f"{name}={size!r}: an axis has at least 1 rank; pass a positive integer{default}")
 
     factors = {
         name: axes[name] for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp") if name != "cp" or axes[name] != 1
@@ -204,7 +204,7 @@ def _fit(world: int, etp: int, **axes: int) -> int:
     product = math.prod(factors.values())
     if product != world:
         shown = " * ".join(f"{name}={size}" for name, size in factors.items())
-        rule = "must divide the world size, so that dp_shard=-1 can take the rest" if unresolved else ""
+        rule = "must divide the world size, so that dp_shard=-1 can use the remaining ranks" if unresolved else ""
         if left_over:
             fix = f"start a multiple of {others} ranks, or make pp, dp_replicate, cp or tp smaller"
         else:
@@ -213,7 +213,7 @@ def _fit(world: int, etp: int, **axes: int) -> int:
 
     if etp not in (1, axes["tp"]):
         raise ValueError(
-            f"etp={etp!r}: an expert is cut over all of the tp={axes['tp']} ranks or over none; choose from "
+            f"etp={etp!r}: an expert is cut over all tp={axes['tp']} ranks or not at all; choose from "
             f"{sorted({1, axes['tp']})}"
         )
     data_parallel = factors["dp_replicate"] * factors["dp_shard"] * axes["cp"] * axes["tp"] // etp

@@ -60,7 +60,7 @@ def test_wrong_options_are_one_line(tmp_path, capsys):
     line = refused(capsys, "train", "x.toml", "--rnaks")
     assert line == "weft train: unrecognized arguments: --rnaks; see weft train --help\n"
     line = refused(capsys, "train", "x.toml", "train.steps=3", "optimizer.lr=0.1")
-    assert line.endswith("; settings are changed by --set train.steps=3 --set optimizer.lr=0.1\n")
+    assert line.endswith("; change settings with --set train.steps=3 --set optimizer.lr=0.1\n")
     line = refused(capsys, "bench", "fsdp2", "--link", "4gbit")
     assert "goes behind --, as in weft bench fsdp2 -- --link 4gbit" in line
 
@@ -68,7 +68,7 @@ def test_wrong_options_are_one_line(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--ranks", "3"], "--ranks 3: is for a configuration; name it with --check FILE"),
+        (["--ranks", "3"], "--ranks 3: needs a configuration; name one with --check FILE"),
         (["--ranks", "0", "--check", "any.toml"], "--ranks 0: must be at least 1"),
         (["--markdown", "--check", "any.toml"], "--check: not allowed with argument --markdown"),
     ],
@@ -242,7 +242,7 @@ def test_inspect_of_a_run_shows_which_checkpoints_are_damaged_and_the_newest_tha
     assert main(["inspect", str(tmp_path)]) == 1
     shown, errors = capsys.readouterr()
     rows = [line for line in shown.splitlines() if " step-0" in line]
-    assert ["damaged: a resume passes it over" in row for row in rows] == [True, False, True]
+    assert ["damaged: a resume skips it" in row for row in rows] == [True, False, True]
     assert "step 2, written by 1 rank" in shown
     assert "step-00000001 is damaged: .metadata is missing; " in errors
     assert "step-00000003 is damaged: the checksum of .metadata differs" in errors

@@ -368,7 +368,7 @@ def test_checkpoints_around_and_inside_of_a_captured_module():
     assert_equal(seen[2], seen[0])
     report = weft.graph_report(net)
     assert report["replays"] == 0
-    assert report["eager"]["a checkpoint, or other hooks on saved tensors, are around it"] == 6
+    assert report["eager"]["it runs inside a checkpoint or other hooks on saved tensors"] == 6
 
 
 class Checkpointed(nn.Module):

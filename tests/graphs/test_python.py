@@ -433,7 +433,7 @@ def test_a_hook_on_a_module_inside_ends_the_replays():
     doubled = lambda module, args, output: output * 2  # noqa: E731
     _, call = run(Base, at_five(lambda module: module.linear.register_forward_hook(doubled)))
     assert (call.captures, call.replays) == (1, 3)
-    assert "a module inside of it has hooks, which a replay would not run" in call.eager
+    assert "a module inside it has hooks, which a replay would not run" in call.eager
 
 
 def test_a_module_that_freezes_every_other_step_is_captured_once_for_each():
@@ -492,7 +492,7 @@ SIDE_EFFECTS = [
     (Replaces, "sets attributes of its modules, which a replay would not (Replaces.mean)"),
     (Drops, "random numbers of Python or NumPy"),
     (DropsByNumPy, "random numbers of Python or NumPy"),
-    (Hooks, "a hook on a gradient in it would not run"),
+    (Hooks, "a hook on one of its gradients would not run"),
 ]
 
 

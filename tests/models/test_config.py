@@ -42,7 +42,7 @@ WRONG = [  # options, what the message shows
     ({"rope_scaling": {"factor": 2.0}}, ["rope_scaling={'factor': 2.0}", "rope_type is 'linear' or"]),
     ({"rope_scaling": {"rope_type": "linear"}}, ["'linear' needs factor", "nothing else"]),
     ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "gamma": 1}}, ["'gamma'", "knows nothing else"]),
-    ({"rope_scaling": {"rope_type": "linear"}, "rope_theta": 0.0}, ["None where rope_theta is 0"]),
+    ({"rope_scaling": {"rope_type": "linear"}, "rope_theta": 0.0}, ["None if rope_theta is 0"]),
     ({"attention_bias": True}, ["attention_bias=True", "'none' or 'qkv' or 'all'"]),
     ({"sliding_window": 0}, ["sliding_window=0", "or None"]),
     ({"windowed": [0]}, ["windowed=[0]", "no sliding_window; set one"]),

@@ -257,7 +257,7 @@ def test_depths_that_a_schedule_cannot_run_are_refused_with_the_fix():
     with mock.patch.object(HybridModel, "depths", [nn.Linear(2, 2)]):
         refused(TypeError, r"depth 0, a Linear, is no weft\.overlap\.StagedDepth, it lacks staged_layers, enter, leave")
     with mock.patch.object(PredictionDepth, "staged_layers", []):
-        refused(ValueError, "depth 0, a PredictionDepth, has no layers: give it at least one")
+        refused(ValueError, "depth 0, a PredictionDepth, has no layers: it needs at least one")
     hook = model.depths[1].register_forward_hook(print)
     refused(ValueError, r"mtp\.layers\.1 \(PredictionDepth\) has hooks")
     hook.remove()

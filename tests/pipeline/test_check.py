@@ -62,7 +62,7 @@ def test_an_entry_that_is_missing_is_named(data):
     at, reason = refused(with_row(whole, rank, row), rank)
     assert at >= position
     assert any(
-        re.search(rf"{kind if kind == 'F' else '[BIW]'}{microbatch}\.{chunk} (has not come|is missing)", reason)
+        re.search(rf"{kind if kind == 'F' else '[BIW]'}{microbatch}\.{chunk} (has not run|is missing)", reason)
         for kind, microbatch, chunk in gone
     )
 
@@ -198,10 +198,10 @@ def test_pairs_on_the_order_of_1f1b_wait_for_each_other():
         ("F0.0 B0.0 F1.0 X1.0", 3, "'X' is no kind of action"),
         ("F0.0 B0.0 F1.0 B1.1", 3, "there is no chunk 1: chunks go from 0 to 0"),
         ("F0.0 B0.0 F2.0 B1.0", 2, "there is no microbatch 2: they go from 0 to 1"),
-        ("B0.0 F0.0 F1.0 B1.0", 0, "its forward F0.0 has not come"),
-        ("F1.0 F0.0 B0.0 B1.0", 0, "F0.0 has not come: each chunk takes the microbatches in order"),
-        ("F0.0 I0.0 F1.0 B1.0", 3, "W0.0 has not come"),
-        ("F0.0 W0.0 I0.0 F1.0", 1, "its first part I0.0 has not come"),
+        ("B0.0 F0.0 F1.0 B1.0", 0, "its forward F0.0 has not run"),
+        ("F1.0 F0.0 B0.0 B1.0", 0, "F0.0 has not run: each chunk runs the microbatches in order"),
+        ("F0.0 I0.0 F1.0 B1.0", 3, "W0.0 has not run"),
+        ("F0.0 W0.0 I0.0 F1.0", 1, "its first part I0.0 has not run"),
         ("F0.0 B0.0 F1.0 I1.0", 4, "W1.0 is missing"),
         ("F0.0 B0.0+F1.0 B1.0", 1, "a pair: an F and a B in this order, two F, or two B"),
     ],
@@ -245,7 +245,7 @@ def test_transfers_between_ranks_take_time_and_those_on_one_rank_do_not():
     ("costs", "said"),
     [
         (Costs(forward=[1, 2, 3]), "forward has 3 times; give one, or one for each of 4 stages"),
-        (Costs(weights=-1), "weights = -1; times are finite and not negative"),
+        (Costs(weights=-1), "weights = -1; times must be finite and not negative"),
         (Costs(pair=float("nan")), "pair = nan; times are finite"),
         (Costs(transfer=float("inf")), "transfer = inf; times are finite"),
     ],

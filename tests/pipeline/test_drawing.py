@@ -143,7 +143,7 @@ def test_times_of_any_unit_are_drawn(capsys, unit):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["dualpipe"], "'dualpipe' is no schedule and no file; there are: gpipe"),
+        (["dualpipe"], "'dualpipe' is neither a schedule nor a file; schedules: gpipe"),
         (["1f1b", "--pp", "2"], "needs a number of ranks and of microbatches (--pp, --microbatches)"),
         (["1f1b", "--pp", "2", "--microbatches", "4", "--costs", "1,2"], "--costs 1,2: must be three numbers"),
         (["1f1b", "--pp", "2", "--microbatches", "4", "--costs", "0,0,0"], "--costs 0,0,0: all of it takes the time 0"),

@@ -151,7 +151,7 @@ def test_a_path_that_is_no_model_is_refused(tmp_path, capsys):
     [
         ("--top-p", "7", "must be more than 0 and at most 1"),
         ("--top-p", "nan", "must be more than 0 and at most 1"),
-        ("--temperature", "-1", "must be at least 0, which takes the best token"),
+        ("--temperature", "-1", "must be at least 0; 0 chooses the best token"),
         ("--tokens", "-3", "must be at least 0"),
         ("--seed", str(2**70), "must be at least -2**63 and below 2**64"),
     ],
@@ -165,7 +165,7 @@ def test_what_cannot_be_sampled_is_refused_before_anything_is_read_or_printed(ca
 def test_a_prompt_that_is_no_text_is_refused_before_anything_is_read_or_printed(capsys):
     assert main(["sample", "nowhere", "--prompt", "a\udcff"]) == 2
     printed = capsys.readouterr()
-    line = "weft sample: --prompt 'a\\udcff': is not UTF-8 text; give such a text\n"
+    line = "weft sample: --prompt 'a\\udcff': is not UTF-8 text; pass UTF-8 text\n"
     assert printed == ("", line)
 
 

@@ -110,7 +110,7 @@ class Lease:
 
     def check(self) -> None:
         if self._lost:
-            raise CheckpointError(f"{self._path} was taken over by another run; stop one of the two")
+            raise CheckpointError(f"{self._path} has been taken over by another run; stop one of the two")
 
     def release(self) -> None:
         self._over.set()
@@ -167,8 +167,8 @@ class _Wait:
     def on(self, owner: str) -> None:
         if not self.is_said:
             self.say(
-                f"another run (process {owner}) writes to {self.directory}: waiting up to {self.timeout:g} s for "
-                "its end"
+                f"another run (process {owner}) writes to {self.directory}: waiting up to {self.timeout:g} s for it "
+                f"to end"
             )
             self.is_said = True
         if time.monotonic() > self.deadline:

@@ -36,11 +36,13 @@ def try_save(directory: Path) -> Path:
     except StorageError as error:
         remove(made)
         raise CheckpointError(
-            f"{error}; a save would fail as well: make room or correct the permissions there, or set run.directory to "
+            f"{error}; a save would fail as well: free space or correct the permissions there, or set run.directory to "
             "another file system"
         ) from error
     if not whole:
-        raise CheckpointError(f"{final}: holds something else than was written; set run.directory to another disk")
+        raise CheckpointError(
+            f"{final}: what was written cannot be read back unchanged; set run.directory to another disk"
+        )
     return final
 
 

@@ -131,7 +131,7 @@ def _plain_bytes(key: str, value: Any) -> io.BytesIO:
         torch.load(stream, weights_only=True)
     except Exception as error:
         raise TypeError(
-            f"the state {key!r} is a {type(value).__name__}; a checkpoint holds tensors and plain data only"
+            f"the state {key!r} is a {type(value).__name__}; a checkpoint can hold only tensors and plain data"
         ) from error
     stream.seek(0)
     return stream

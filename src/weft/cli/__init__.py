@@ -22,9 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         words, fix = shlex.join(unknown), f"see {command} --help"
         if options.command == "bench":
-            fix = f"what is for the benchmark goes behind --, as in {command} {options.name} -- {words}"
+            fix = f"put the benchmark's own arguments after --, as in {command} {options.name} -- {words}"
         elif hasattr(options, "overrides") and all("=" in word and not word.startswith("-") for word in unknown):
-            fix = f"settings are changed by {shlex.join(word for each in unknown for word in ('--set', each))}"
+            fix = f"change settings with {shlex.join(word for each in unknown for word in ('--set', each))}"
         print(f"{command}: unrecognized arguments: {words}; {fix}", file=sys.stderr)
         return 2
     options.arguments, options.beyond = arguments, arguments[len(own) + 1 :]

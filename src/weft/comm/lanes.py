@@ -212,7 +212,7 @@ class Lane:
         if (self.stream is not None) != streams.has_streams(self._device):
             raise RuntimeError(
                 f"the lane {self.name!r} was made outside of weft.debug.check_streams() and is used inside, or the "
-                "other way round: shard the model and run it in the same one"
+                f"reverse: shard the model and run it inside the same check"
             )
         group = None
         for each in args:

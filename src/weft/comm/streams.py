@@ -46,7 +46,7 @@ def check_with(checker: Checker | None) -> None:
     """Replace CUDA streams by those of `checker` from now on; None ends the replacement."""
     global _checker
     if checker is not None and _checker is not None:
-        raise RuntimeError("streams are checked already: leave that before another check begins")
+        raise RuntimeError("a check of streams is already active: exit it before you begin another")
     _checker = checker
 
 

@@ -64,7 +64,7 @@ class Timeline:
 
     def __enter__(self) -> "Timeline":
         if recording:
-            raise RuntimeError("a timeline is recording already: leave it before another begins")
+            raise RuntimeError("a timeline is already being recorded: exit it before you begin another")
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
             self._zero_event = _event()

@@ -39,7 +39,7 @@ def refuse_foreign(module: nn.Module, name: str) -> None:
         what = registered[0] if registered else "fully_shard"
         raise ValueError(
             f"{name.removesuffix('.') or 'the module itself'} ({type(module).__name__}) is managed by torch's {what}: "
-            "call weft.fully_shard there too, with strategy='no_shard' for what is to be replicated; or weft.drop_in() "
+            "call weft.fully_shard there too, with strategy='no_shard' for modules to replicate, or weft.drop_in() "
             "before anything is sharded"
         )
 
@@ -55,7 +55,7 @@ def refuse_wrappers(module: nn.Module, name: str, child: nn.Module | None) -> An
             raise TypeError(
                 f"{type(module).__name__} around {path!r} of {record.unit}, which is sharded: its parts differ from "
                 "rank to rank. Call weft.fully_shard on the module around it instead, with strategy='no_shard' for "
-                "what is to be replicated, or torch's replicate(), which leaves it alone"
+                "modules to replicate, or torch's replicate(), which ignores it"
             )
 
 

@@ -111,13 +111,13 @@ def _refuse_in_use(driver: UnitDriver) -> None:
     if any(group.gradients.where is not Where.NOWHERE for group in driver.unit.groups):
         what = "gradients that wait for their reduction"
     if driver.unit.calls:
-        what = "a forward whose backward is to come"
+        what = "a forward that waits for its backward"
     if driver.runtime is not None and driver.runtime.passes.current not in (Pass.IDLE, Pass.FAILED):
         what = f"a {driver.runtime.passes.current.value} that is under way"
     if what:
         raise ValueError(
             f"fully_shard around {driver.unit}, which is in use by {what}: call it before the first pass, or after "
-            "that, and after reshard()"
+            f"{what} has ended and after reshard()"
         )
 
 

@@ -333,7 +333,7 @@ class ParameterGroup:
         self.post_forward = None
         if self.transient is not None and size is not None:
             group = neighbours(self.groups[-1], size)
-            describe = self._ours("what stays of the weights")
+            describe = self._ours("the kept shard of the weights")
             self.post_forward = PostForwardShard(self.layout.numel, self.recipe.gathered, self.device, group, describe)
             self.transients.append(self.post_forward.transient)
 

@@ -183,8 +183,8 @@ class HookDriver(ABC):
             self._fail(engine, error)
             if _EndOfBackward.__name__ in str(error):
                 raise RuntimeError(
-                    f"{self.unit} changes its input in place, which autograd allows only for what it computed itself: "
-                    "give it a clone(), or begin with what is not in place, such as ReLU(inplace=False)"
+                    f"{self.unit} modifies its input in place, which autograd forbids for a unit's input: pass a "
+                    f"clone(), or make the first operation out of place, such as ReLU(inplace=False)"
                 ) from error
             raise
         return (self._finish_plainly if compiled else self._finish)(engine, output, finish)
@@ -196,9 +196,8 @@ class HookDriver(ABC):
             return *self.unit.policy.cast_inputs((args, kwargs)), None
         if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
             raise RuntimeError(
-                f"{self.unit} is called under torch.func or forward-mode differentiation: what is sharded is gathered "
-                "around plain calls only. Transform a plain copy of the module, or a part of it that fully_shard does "
-                "not see"
+                f"{self.unit} is called under torch.func or forward-mode differentiation: weights are gathered only "
+                f"around plain calls. Transform a plain copy of the module, or a part of it that is not sharded"
             )
         engine.begin_forward(self.unit)
         try:
@@ -250,16 +249,16 @@ class HookDriver(ABC):
         """Release or keep the weights after the last of the unit's modules. Return the output, cast and marked."""
         if not isinstance(output, torch.Tensor) and isinstance(output, _LAZY):
             raise TypeError(
-                f"forward of {self.unit.kind} returned a {type(output).__name__}, which computes when it is read, and "
-                "the weights are gone by then: return a list"
+                f"forward of {self.unit.kind} returned a {type(output).__name__}, which computes when it is read, "
+                f"after the weights are freed: return a list"
             )
         output = self.unit.policy.cast_output(output)
         for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output, hidden=True):
             if self.unit.lends(tensor):
                 if self._reshards():
                     raise RuntimeError(
-                        f"{self.unit} returned a view of its gathered weights, which go when its forward ends: return "
-                        "a clone(), or pass reshard_after_forward=False"
+                        f"{self.unit} returned a view of its gathered weights, which are freed when its forward ends: "
+                        f"return a clone(), or pass reshard_after_forward=False"
                     )
                 if self._call is None and RETURNED not in self.unit.holders:  # with a graph, its call holds them
                     self.unit.acquire(RETURNED)

@@ -37,7 +37,7 @@ class FSDPModule:
     def __deepcopy__(self, memo: dict) -> Any:
         raise TypeError(
             f"deepcopy of the sharded {kind_of(self)}: copy the module before fully_shard, "  # type: ignore[arg-type]
-            "or load its state_dict into another sharded one; for averages of its weights copy the parameters, "
+            "or load its state_dict into another sharded one; to average its weights, copy the sharded parameters, "
             "{name: copy.deepcopy(p) for name, p in model.named_parameters()}, which are cut as they are"
         )
 
@@ -55,7 +55,8 @@ class FSDPModule:
             probe = fn(torch.empty(0, dtype=group.recipe.main, device=group.home))
             if (probe.dtype, probe.device) != (group.recipe.main, group.home):
                 raise ValueError(
-                    f"the sharded {kind_of(self)} would change from {group.recipe.main} on {group.home} to "  # type: ignore[arg-type]
+                    f"the sharded {kind_of(self)} would change from {group.recipe.main} on "
+                    f"{group.home} to "  # type: ignore[arg-type]
                     f"{probe.dtype} on {probe.device}: convert it before fully_shard, or use weft.MixedPrecisionPolicy"
                 )
         try:
@@ -242,12 +243,12 @@ class FSDPModule:
 
 
 _OWN_COLLECTIVES = (
-    "weft moves bytes by collectives of its own, in place, in memory that it plans ahead, and cannot hand them to "
-    "another implementation; leave the call out"
+    "weft runs its own collectives in place, in memory that it plans ahead, and cannot use another implementation; "
+    "leave the call out"
 )
 _OWN_MEMORY = (
-    "weft plans all transient memory as one slab of torch's allocator, registered with no communicator; leave the call "
-    "out"
+    "weft plans all transient memory as one slab of torch's allocator, which is not registered with a communicator; "
+    "leave the call out"
 )
 
 
@@ -327,7 +328,7 @@ def checked_factor(what: str, factor: Any) -> float:
     if isinstance(factor, (bool, str)) or not hasattr(factor, "__float__"):
         raise TypeError(f"{what}{factor!r}: choose a positive number")
     if not 0 < float(factor) < math.inf:
-        raise ValueError(f"{what}{factor}: choose a positive number that is finite")
+        raise ValueError(f"{what}{factor}: choose a positive, finite number")
     return float(factor)
 
 

@@ -198,7 +198,7 @@ class Unit:
     def release(self, holder: Any) -> None:
         """End a hold. The memory stays until `free`."""
         if holder not in self.holders:
-            raise RuntimeError(f"{self}: {holder.name} lets go of weights that it does not hold")
+            raise RuntimeError(f"{self}: {holder.name} releases weights that it does not hold")
         self._let_go(holder)
         for unit in self.tied:
             unit.release(TiedHold(self, holder))

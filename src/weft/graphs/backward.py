@@ -151,7 +151,7 @@ class Backward:
         weights = None
         if self._delays is not None and self._delays.queued:
             if backward.writes:
-                raise CaptureRefused("some of its gradients of weights are delayed, and it writes others itself")
+                raise CaptureRefused("some of its weight gradients are delayed, and it writes others itself")
             of_statics += backward.tried.recording.memory()
             weights = recordings(self._delays.repeatable(), [], self._restored, self._count)
         return Form(statics, backward, weights, self._kept)
@@ -203,7 +203,7 @@ class Backward:
 
     def _new(self, key: Any, gradients: Sequence[Tensor | None]) -> Form | str:
         if len(self._forms) == MOST:
-            return f"its outputs get gradients in more than {MOST} forms"
+            return f"the gradients of its outputs have more than {MOST} different layouts"
         form: Form | str
         try:
             with torch.enable_grad(), self._restored():

@@ -130,7 +130,7 @@ class GraphedCall:
         signature = self._signatures.get(key)
         if signature is None:
             if len(self._signatures) == MOST_SIGNATURES:
-                self.eager[f"more than {MOST_SIGNATURES} kinds of inputs"] += 1
+                self.eager[f"more than {MOST_SIGNATURES} different input signatures"] += 1
                 return self._run(*args, **kwargs)
             signature = self._signatures[key] = Signature()
         busy = 0
@@ -171,7 +171,7 @@ class GraphedCall:
         """Attributes are others: what was captured with the old ones goes."""
         self._changes += 1
         if self._changes > MOST_CHANGES:
-            self.refuse(f"attributes of its modules differ from call to call ({captured.python.difference()})")
+            self.refuse(f"attributes of its modules change between calls ({captured.python.difference()})")
         else:
             signature.captured = []
             self._places = None

@@ -82,11 +82,11 @@ class Captured:
         self._delays: Any = None if queue is None else queue.fresh()
         spread: list[Any] = [each for each in places.tensors() if isinstance(each, DTensor)]
         if not all(map(places.is_owned, spread)):
-            raise CaptureRefused("a weight of it is a DTensor that is in no unit")
+            raise CaptureRefused("one of its weights is a DTensor that is in no unit")
         if any(map(hooked, places.tensors())):
             raise CaptureRefused("a hook on the gradient of a gathered weight would not run")
         if any(map(has_hooks, places.modules[1:])):
-            raise CaptureRefused("a module inside of it has hooks, which a replay would not run")
+            raise CaptureRefused("a module inside it has hooks, which a replay would not run")
         self.addresses = places.addresses()
         self._places = places
         self._holder: weakref.ref[Lease] | None = None
@@ -151,7 +151,7 @@ class Captured:
         results, self._spec = tree_flatten(result)
         for value in results:
             if not isinstance(value, (Tensor, *_CONSTANTS)):
-                raise CaptureRefused(f"it returns a {type(value).__name__}, which a replay cannot make")
+                raise CaptureRefused(f"it returns a {type(value).__name__}, which a replay cannot create")
         numbered = self._hand_out(results, entered)
         outputs = [each for _, each in numbered]
         ends = [each for each in outputs if each.requires_grad]
@@ -194,7 +194,7 @@ class Captured:
         for number, each in enumerate(results):
             if isinstance(each, Tensor) and id(each) not in own:
                 if each.requires_grad and each.is_leaf:
-                    raise CaptureRefused("it returns a new leaf, whose gradient nothing would bring")
+                    raise CaptureRefused("it returns a new leaf tensor, which would get no gradient")
                 copied(each)  # it can be
                 own[id(each)] = partial(_output, len(made))
                 made.append((sum(isinstance(it, Tensor) for it in results[:number]), each))

@@ -23,4 +23,4 @@ def nothing_drawn() -> Iterator[None]:
             different |= str(now) != str(drawn) or bool((now["state"]["key"] != drawn["state"]["key"]).any())
             sys.modules["numpy"].random.set_state(drawn)
     if different:
-        raise CaptureRefused("it draws random numbers of Python or NumPy")
+        raise CaptureRefused("it draws random numbers from Python or NumPy")

@@ -58,7 +58,7 @@ class GraphTable:
         for name, module in self._chosen(root):
             self._check(name, module)
             if any(module in other.modules() for other in named):
-                raise ValueError(f"graphs: {name!r} lies inside of another chosen module; {WAY_OUT}")
+                raise ValueError(f"graphs: {name!r} lies inside another chosen module; {WAY_OUT}")
             named.append(module)
             self.calls.append(GraphedCall(self, module, "forward", name, partial(_inside, unit_of), owns))
         covered = {inner for module in named for inner in module.modules()}
@@ -88,7 +88,7 @@ class GraphTable:
         hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
         # Hooks that keep all but a certain tensor as it is: a capture has a copy of that.
         if hooks is not None and not getattr(getattr(hooks[0], "__self__", None), "knows_graphs", False):
-            return "a checkpoint, or other hooks on saved tensors, are around it"
+            return "it runs inside a checkpoint or other hooks on saved tensors"
         if _get_current_dispatch_mode() is not None:
             return "a dispatch mode is active"
         if (modes := _get_current_function_mode_stack()) and (len(modes) > 1 or delaying() is None):
@@ -146,7 +146,7 @@ class GraphTable:
             return
         for name in choice:
             if name not in named:
-                raise ValueError(f"graphs: the root has no module {name!r}; its names are those of named_modules()")
+                raise ValueError(f"graphs: the root has no module {name!r}; use the names of named_modules()")
             yield name, named[name]
 
     def _check(self, name: str, module: nn.Module) -> None:
@@ -154,13 +154,15 @@ class GraphTable:
             whole = f"{name}.{inner_name}" if inner_name else name
             if inner is not module and self._unit_of(inner) is not None:
                 raise ValueError(
-                    f"graphs: {name or 'the root'!r} contains {whole!r}, which is a unit of its own: its weights are "
-                    f"gathered and released inside of the graph; {WAY_OUT}"
+                    f"graphs: {name or 'the root'!r} contains {whole!r}, which is a separate unit: its weights are "
+                    f"gathered and released inside the graph; {WAY_OUT}"
                 )
             if inner is not module and has_hooks(inner):
-                raise ValueError(f"graphs: {whole!r} inside of {name!r} has hooks, which a replay would not run")
+                raise ValueError(f"graphs: {whole!r} inside {name!r} has hooks, which a replay would not run")
             if inner._compiled_call_impl is not None or hasattr(inner, "_orig_mod"):
-                raise ValueError(f"graphs: {whole!r} is compiled, and compiles graphs of its own; {WAY_OUT}")
+                raise ValueError(
+                    f"graphs: {whole!r} is compiled, and a compiled module captures its own graphs; {WAY_OUT}"
+                )
 
 
 def _inside(unit_of: Callable[[nn.Module], Any], module: nn.Module) -> list[nn.Module]:
@@ -197,8 +199,8 @@ def _backend(name: str | None, device: torch.device) -> Backend:
         return TapeBackend()
     if device.type != "cuda":
         raise ValueError(
-            f"weft.Graphs(backend={name!r}) of a model on {device.type}: graphs are of CUDA; backend='tape' replays "
-            "operators one by one, which saves no time and shows that the numbers are right"
+            f"weft.Graphs(backend={name!r}) of a model on {device.type}: graphs need CUDA; backend='tape' replays "
+            f"operators one by one, which saves no time but shows that the numbers are right"
         )
     from weft.graphs.cuda import CudaBackend
 

@@ -95,7 +95,7 @@ class Walk:
 
     def _check_size(self) -> None:
         if len(self._values) + len(self._got) + self._inside > MOST:
-            raise CaptureRefused(f"it may read more state than is compared before each call ({MOST} values)")
+            raise CaptureRefused(f"it may read more values than the {MOST} that are compared before each call")
 
     def _size(self, container: Any) -> None:
         self._sized.append(container)
@@ -159,7 +159,7 @@ class Walk:
     def _reach(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Module):
             if has_hooks(value):
-                raise CaptureRefused("a module inside of it has hooks, which a replay would not run")
+                raise CaptureRefused("a module inside it has hooks, which a replay would not run")
             self._module(name, value, outermost=False)
             for key, child in value._modules.items():
                 self._note(f"{name}.{key}", child)

@@ -30,7 +30,7 @@ class Methods(TorchFunctionMode):
         if function in _HOST_READS:
             raise CaptureRefused(f"the host reads a tensor ({function.__name__})")
         if function in _HOOKS and not isinstance(args[1], MethodDescriptorType):  # one of torch's own is an operator
-            raise CaptureRefused(f"a hook on a gradient in it would not run ({function.__name__})")
+            raise CaptureRefused(f"a hook on one of its gradients would not run ({function.__name__})")
         return function(*args, **(kwargs or {}))
 
 
@@ -54,7 +54,8 @@ class Watch(TorchDispatchMode):
                 continue
             if self._known_as(tensor) is None:
                 raise CaptureRefused(
-                    f"{function} reads a tensor of shape {tuple(tensor.shape)} that is no argument, parameter or buffer"
+                    f"{function} reads a tensor of shape {tuple(tensor.shape)} that is not an argument, parameter or "
+                    f"buffer"
                 )
             self.reads.add(range_of(tensor))
         reshapes = torch.Tag.inplace_view in function.tags
@@ -69,7 +70,7 @@ class Watch(TorchDispatchMode):
         # A number that the function has made a tensor of is a constant, wherever it lies.
         used = [each for each in given if each.dim() or storage_of(each) not in self.made]
         if len({each.device for each in (*used, *(it for _, it in results)) if isinstance(each, Tensor)}) > 1:
-            raise CaptureRefused(f"it copies between devices, or reads a tensor of another one ({function})")
+            raise CaptureRefused(f"it copies between devices, or reads a tensor on another device ({function})")
         new: New = []
         for place, tensor in results:
             if isinstance(tensor, Tensor) and storage_of(tensor) not in before and tensor.numel():
@@ -108,7 +109,7 @@ def _check(function: Any, args: tuple, kwargs: dict, given: list[Tensor]) -> Non
     if function.namespace in _COLLECTIVES:
         raise CaptureRefused(f"it contains a collective ({function})")
     if name == "lift_fresh":
-        raise CaptureRefused("it makes a tensor of numbers of the host, such as torch.tensor([...])")
+        raise CaptureRefused("it makes a tensor from numbers on the host, such as torch.tensor([...])")
     for tensor in given:
         if type(tensor) not in _PLAIN:
             raise CaptureRefused(f"it computes with a {type(tensor).__name__}")

@@ -20,9 +20,7 @@ from weft.fsdp.gradients.direct import answering, weight_gradient
 from weft.graphs.capture import CaptureRefused
 from weft.graphs.places import Ranges, local, range_of
 
-_OTHERS = (
-    "a backward in it asks for other gradients of weights than the time before: leave its module out of weft.Graphs"
-)
+_OTHERS = "a backward in it needs other weight gradients than the time before: leave its module out of weft.Graphs"
 MOST = 8
 """Recordings of one function: buffers that are new in each backward get none."""
 Target = tuple[Tensor, bool]

@@ -198,8 +198,8 @@ class Pool:
         for rival in self._rivals(transient):
             if not rival.is_evictable():
                 raise RuntimeError(
-                    f"{transient.describe()} and {rival.describe()} never were here together before, are in use at "
-                    "once, and backward needs both where they were in forward: pass "
+                    f"{transient.describe()} and {rival.describe()} share memory in the current plan because they "
+                    f"were never in use at the same time; this backward needs both at their forward addresses: pass "
                     "runtime=weft.RuntimeOptions(allocator='caching') to the root"
                 )
             place = rival.tensor

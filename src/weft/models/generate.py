@@ -26,7 +26,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, fits, rule in (
-            ("temperature", 0 <= self.temperature < math.inf, "must be at least 0, which takes the best token"),
+            ("temperature", 0 <= self.temperature < math.inf, "must be at least 0; 0 chooses the best token"),
             ("top_k", isinstance(self.top_k, int) and self.top_k >= 0, "must be a whole number, 0 for all tokens"),
             ("top_p", 0 < self.top_p <= 1, "must be more than 0 and at most 1"),
             ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "must be positive, 1 for none"),

@@ -88,8 +88,8 @@ class TensorRanks:
         """Raise `ValueError` unless the number of ranks divides the positions of `tokens` [B, S]."""
         if tokens.shape[1] % self.size:
             raise ValueError(
-                f"{tokens.shape[1]} positions on tp={self.size} ranks, of which each has as many: make the rows a "
-                f"multiple of {self.size} long, with labels of -100 at their end"
+                f"{tokens.shape[1]} positions on tp={self.size} ranks, which must all have the same number: pad the "
+                f"rows to a multiple of {self.size}, with labels of -100 at their end"
             )
 
 

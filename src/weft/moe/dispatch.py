@@ -198,7 +198,7 @@ class AllToAll:
         if num_experts % self.size:
             raise ValueError(
                 f"num_experts={num_experts} cannot be spread evenly over ep={self.size} ranks; choose a multiple of "
-                f"{self.size}, or an ep that divides it"
+                f"{self.size}, or an ep that divides num_experts"
             )
         self.num_experts = num_experts
         self.rows_per = rows_per
@@ -219,8 +219,8 @@ class AllToAll:
         if (rows is None) != (self.rows_per == "expert"):
             given = "no numbers of rows" if rows is None else "numbers of rows"
             raise ValueError(
-                f"plan() got {given} per rank, and rows_per={self.rows_per!r}: pass them with 'rank' and not with "
-                "'expert', where each assignment is a row"
+                f"plan() got {given} per rank, and rows_per={self.rows_per!r}: pass them with 'rank', and leave them "
+                f"out with 'expert', where each assignment is a row"
             )
         if rows is not None:
             counts = torch.cat([counts.view(self.size, -1), rows.unsqueeze(1)], 1).flatten()
@@ -349,8 +349,8 @@ def _planned(rows: Tensor, leaving: list[int]) -> Tensor:
     """Return the contiguous data of `rows`. Raises ValueError if their number is not the planned one."""
     if rows.shape[0] != sum(leaving):
         raise ValueError(
-            f"{rows.shape[0]} rows to send, but the counts of this handle's plan say {sum(leaving)}, and that is "
-            "what the other ranks wait for: pass plan() the counts of these rows"
+            f"{rows.shape[0]} rows to send, but this handle's plan counted {sum(leaving)}, and the other ranks wait "
+            f"for that number: pass plan() the counts of these rows"
         )
     return rows.detach().contiguous()
 

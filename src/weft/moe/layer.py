@@ -126,8 +126,8 @@ class MoE(nn.Module):
         if scope != "moe_preprocess":
             return None
         if self.router.capacity_factor is not None and not self.router.pad_to_capacity:
-            return "with a capacity_factor the host reads how many rows are left; set pad_to_capacity"
-        return "with one row per rank the host reads how many there are" if self.dispatcher.rows_per == "rank" else None
+            return "with a capacity_factor the host reads the number of remaining rows; set pad_to_capacity"
+        return "with one row per rank the host reads the number of rows" if self.dispatcher.rows_per == "rank" else None
 
     def reset_parameters(self) -> None:
         """Set the statistics to zero. Submodules reset their own parameters."""

@@ -265,5 +265,6 @@ def _require_groups(num_experts: int, top_k: int, num_groups: int, topk_groups: 
     if topk_groups * size < top_k:
         raise ValueError(
             f"topk_groups={topk_groups} groups of {size} experts (num_experts={num_experts}, num_groups="
-            f"{num_groups}) leave {topk_groups * size} for top_k={top_k}: choose more groups or a smaller top_k"
+            f"{num_groups}) leave only {topk_groups * size} experts for top_k={top_k}: choose more groups or a "
+            f"smaller top_k"
         )

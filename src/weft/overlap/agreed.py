@@ -28,8 +28,8 @@ from weft.pipeline.placement import Cut
 
 _MOMENT = "beginning of a schedule"
 _RULE = (
-    "each calls with the same schedule and switches, in the same mode, and as many microbatches; on the ranks of one "
-    "pipeline these are the same tokens and labels"
+    "all ranks must call with the same schedule and options, in the same mode, with the same number of microbatches; "
+    "the ranks of one pipeline also need the same tokens and labels"
 )
 _computes_in: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
 """For each model, a checksum of its compute dtypes in its last schedule."""

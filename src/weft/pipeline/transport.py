@@ -79,8 +79,8 @@ class Channel:
             self._known[key] = shapes
         elif self._known[key] != shapes:
             raise RuntimeError(
-                f"{self._title} were {_shown(self._known[key])} for microbatches of this shape, and are now "
-                f"{_shown(shapes)}: the other stage expects the former; build the model anew"
+                f"{self._title} were {_shown(self._known[key])} for microbatches of this shape, but are now "
+                f"{_shown(shapes)}: the other stage expects the earlier ones; build the model again"
             )
         while self._sent and self._sent[0][0].ended:
             self._sent[0][0].wait()  # before its memory is freed
@@ -157,8 +157,8 @@ class Channel:
         for shape, dtype in shapes:
             if dtype not in _DTYPES or len(shape) > _MOST_DIMS:
                 raise TypeError(
-                    f"{self._title} are {_shown(shapes)}: what crosses stages is of {', '.join(map(str, _DTYPES))} and "
-                    f"has at most {_MOST_DIMS} dimensions"
+                    f"{self._title} are {_shown(shapes)}: tensors between stages must be of "
+                    f"{', '.join(map(str, _DTYPES))} and have at most {_MOST_DIMS} dimensions"
                 )
             words += [_DTYPES.index(dtype) + 1, len(shape), *shape, *[0] * (_MOST_DIMS - len(shape))]
         host = host_group(self.group)
@@ -197,7 +197,7 @@ class Transport:
                 continue
             title = f"activations from stage {border} to stage {border + 1}"
             if border == ENDS:
-                title = "gradients of what the first and the last stage share"
+                title = "gradients of parameters that the first and the last stage share"
             elif way == BACKWARD:
                 title = f"gradients from stage {border + 1} to stage {border}"
             channel = Channel(group, 1 - group.rank(), next_channel(group), title, device)

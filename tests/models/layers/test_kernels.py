@@ -179,7 +179,7 @@ def test_what_fla_is_handed_and_gives_back_is_the_delta_rule_with_its_gradients(
 @pytest.mark.parametrize(
     "given, reason",
     [
-        ({"dtype": torch.float32}, "it computes in half precision, and the tensors are float32"),
+        ({"dtype": torch.float32}, "it computes in half precision, but the tensors are float32"),
         ({"dtype": torch.bfloat16, "width": 320}, "its heads of keys are at most 256 wide, and these 320"),
     ],
 )

@@ -78,8 +78,8 @@ class Request:
         reshard = self.reshard_after_forward
         if isinstance(reshard, int) and not isinstance(reshard, bool):
             raise ValueError(
-                f"reshard_after_forward={reshard} where shard_placement_fn gives parameters a mesh of their own: "
-                "choose True, False or None, or shard their module by a call of its own"
+                f"reshard_after_forward={reshard} where shard_placement_fn gives parameters their own mesh: choose "
+                f"True, False or None, or shard their module in a separate call"
             )
         if own.device_type != self.mesh.device_type:
             raise ValueError(
@@ -93,7 +93,7 @@ def checked_mesh(mesh: DeviceMesh) -> DeviceMesh:
     if mesh.ndim not in (1, 2):
         raise ValueError(
             f"mesh has {mesh.ndim} axes{f' {mesh.mesh_dim_names}' if mesh.mesh_dim_names else ''}: pass a 1-D one "
-            "(shard) or a 2-D one (outer, shard), or say with dp_mesh_dims which axes of a larger one are data-parallel"
+            "(shard) or a 2-D one (outer, shard), or name the data-parallel axes of a larger one with dp_mesh_dims"
         )
     if mesh.get_coordinate() is None:
         raise ValueError(
@@ -109,9 +109,11 @@ def _checked_modules(module: Any) -> list[nn.Module]:
         if not isinstance(one, nn.Module):
             raise TypeError(f"fully_shard got a {type(one).__name__}: pass an nn.Module or a list of them")
         if isinstance(one, (nn.ModuleList, nn.ModuleDict)) and type(one).forward is nn.Module.forward:
-            raise ValueError(f"{type(one).__name__} has no forward that could gather it: shard its members instead")
+            raise ValueError(
+                f"{type(one).__name__} has no forward that could gather its weights: shard its members instead"
+            )
         if isinstance(one, FSDPModule):
-            raise ValueError(f"{kind_of(one)} is sharded already: call fully_shard once per module")
+            raise ValueError(f"{kind_of(one)} is already sharded: call fully_shard once per module")
     if not modules:
         raise ValueError("fully_shard got an empty list: pass at least one module")
     return modules

@@ -32,9 +32,9 @@ def copy_assigned(
             continue
         if value.dtype != parameter.dtype:
             raise ValueError(
-                f"load_state_dict(assign=True): {prefix + name!r} is {value.dtype}, and the sharded parameter "
-                f"{parameter.dtype}, which it keeps: leave out assign, which casts, or cast the state dict, or convert "
-                "the module before fully_shard"
+                f"load_state_dict(assign=True): {prefix + name!r} is {value.dtype}, but the sharded parameter is "
+                f"{parameter.dtype} and cannot change: leave out assign, so that the values are cast, or cast the "
+                f"state dict, or convert the module before fully_shard"
             )
         if value is not parameter:
             with torch.no_grad():

@@ -33,8 +33,9 @@ class BackwardCalls:
         unended = [call.unit for call in self._calls if call.begun]
         if self.makes_graph and unended:
             raise RuntimeError(
-                f"create_graph=True: a gradient was taken inside {unended[0]}, and a backward through it could not "
-                "know when it needs the weights: take gradients with respect to inputs of sharded modules"
+                f"create_graph=True: a gradient was taken inside {unended[0]}, and a backward through that gradient "
+                f"could not tell when the unit needs its weights: take gradients with respect to inputs of sharded "
+                f"modules"
             )
         for call in reversed(self._calls):
             if call.begun:

@@ -66,7 +66,7 @@ class UnitSet:
         for unit in self.units if complete else ():
             if unit.holders and unit.computes:
                 leaked = ", ".join(holder.name for holder in unit.holders if holder.computes)
-                raise RuntimeError(f"{unit}: its weights are still held by {leaked} when the pass is over")
+                raise RuntimeError(f"{unit}: its weights are still held by {leaked} at the end of the pass")
         for unit in self.units:
             if unit.resident and (stays is None or not stays(unit)):
                 unit.free()

@@ -34,7 +34,9 @@ def convert(
     if (source / OURS).exists():
         return _from_ours(source, target, model_type)
     if model_type is not None:
-        raise ConversionError(f"model_type={model_type!r}: weft's own form, into which {source} goes, has none")
+        raise ConversionError(
+            f"model_type={model_type!r}: {source} is converted to weft's own format, which has no model type"
+        )
     return _to_ours(source, target, ignored)
 
 
@@ -58,7 +60,7 @@ def _to_ours(source: Path, target: Path, ignored: Collection[str]) -> str:
         origin.copy_beside(writer, ours=True)
     origin.write_files(target)
     write_json(target / OURS, {"model": dataclasses.asdict(cfg), **origin.described()})
-    return f"{target}: {len(places)} tensors of {origin.family} in weft's own form, and {_listed(origin)}"
+    return f"{target}: {len(places)} tensors of {origin.family} in weft's own format, and {_listed(origin)}"
 
 
 def _from_ours(source: Path, target: Path, model_type: str | None) -> str:

@@ -49,10 +49,10 @@ def raw_of(directory: Path) -> Raw:
     """Return the content of the directory's config.json."""
     path = directory / THEIRS
     if not path.exists():
-        raise ConversionError(f"{directory} has neither {THEIRS} nor {OURS}: it is no directory of a model")
+        raise ConversionError(f"{directory} has neither {THEIRS} nor {OURS}: it is not a model's directory")
     raw = read_json(path)
     if not isinstance(raw, dict):
-        raise ConversionError(f"{path} holds no fields: take an undamaged copy")
+        raise ConversionError(f"{path} contains no fields: use an undamaged copy")
     return raw
 
 
@@ -63,7 +63,9 @@ def read_ours(directory: Path) -> Raw:
         HybridConfig(**saved["model"])
     except (KeyError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ConversionError(f"{directory / OURS} describes no model ({reason}): take an undamaged copy") from error
+        raise ConversionError(
+            f"{directory / OURS} does not describe a model ({reason}): use an undamaged copy"
+        ) from error
     return saved
 
 

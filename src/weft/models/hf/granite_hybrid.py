@@ -67,7 +67,7 @@ def write(cfg: HybridConfig) -> Raw:
     """Return config.json fields for the fields of `HybridConfig` that `Family.fields` cannot map."""
     mixers, ends = flat(cfg)[::2], set(flat(cfg)[1::2])
     if len(ends) > 1:
-        raise ConversionError(f"granitemoehybrid has experts in all layers or in none, and {cfg.pattern!r} has both")
+        raise ConversionError(f"granitemoehybrid has experts in all layers or in none, but {cfg.pattern!r} mixes both")
     theirs = {
         "num_hidden_layers": len(mixers),
         "layer_types": [NAMES.get(symbol, "") for symbol in mixers],

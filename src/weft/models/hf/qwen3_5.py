@@ -25,7 +25,10 @@ def in_proj(prefix: str, cfg: HybridConfig) -> Rows:
 def _family(model_type: str, architecture: str, end: str, ending: Table, layers: int, defaults: Raw) -> Family:
     def read(raw: Raw) -> Raw:
         if raw.get("mlp_only_layers"):
-            raise ConversionError(f"mlp_only_layers={raw['mlp_only_layers']}: all layers of {model_type} end alike")
+            raise ConversionError(
+                f"mlp_only_layers={raw['mlp_only_layers']}: must be empty: all layers of "
+                f"{model_type} end in the same kind of layer"
+            )
         ours = qwen3_next.read({"num_hidden_layers": layers, **raw})
         symbols = ours["pattern"].replace("E", end)
         return {**ours, "pattern": symbols, "shared_expert_gate": end == "E", "norm_topk_prob": True}

@@ -72,7 +72,7 @@ def by_layer_type(raw: Raw, theta: float, local: float) -> Raw:
         ours = of_table(given.get(FULL) or {}, {**raw, "rope_theta": None}, theta)
         windowed = of_table(given.get(SLIDING) or {}, {**raw, "rope_theta": None}, local)
         if windowed["rope_scaling"] is not None:
-            raise ConversionError(f"rope_parameters[{SLIDING!r}]={given[SLIDING]}: weft has no scaling there")
+            raise ConversionError(f"rope_parameters[{SLIDING!r}]={given[SLIDING]}: weft does not scale these layers")
         local = windowed["rope_theta"]
     else:
         ours = read(raw, theta=theta)

@@ -56,8 +56,8 @@ def save(model: HybridModel, directory: str | Path, model_type: str | None = Non
     """
     if model.cut is not None and model.cut.ranks > 1:
         raise ConversionError(
-            f"this rank has stages of a model that is cut over pp={model.cut.ranks} ranks, and a directory holds "
-            "all of it: save a checkpoint, load it with pp=1, and write that"
+            f"this rank has stages of a model that is cut over pp={model.cut.ranks} ranks, but a directory holds the "
+            f"whole model: save a checkpoint, load it with pp=1, and save that model"
         )
     directory, origin = Path(directory), model.origin
     family, raw = family_for(model.cfg, model_type or (origin.family if origin else None))
@@ -152,7 +152,7 @@ def _prepare(directory: Path) -> None:
 def _refuse_another(directory: Path) -> None:
     files = (directory / INDEX, directory / THEIRS, directory / OURS, *sorted(directory.glob("*.safetensors")))
     if found := [path.name for path in files if path.exists()]:
-        raise ConversionError(f"{directory} holds a model already ({listed(found, 3)}): save into a new directory")
+        raise ConversionError(f"{directory} already contains a model ({listed(found, 3)}): save into a new directory")
 
 
 class _Nowhere(TensorWriter):

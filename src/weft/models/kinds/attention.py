@@ -49,7 +49,7 @@ class AnyAttention(Trunk):
         """Raise `ValueError` if `rope_scaling` is set and does not fit the rotation."""
         if self.rope_scaling is None:
             return
-        require(self, "rope_scaling", self.rope_theta > 0, "None where rope_theta is 0")
+        require(self, "rope_scaling", self.rope_theta > 0, "None if rope_theta is 0")
         check_rope_scaling(self.rope_scaling, self.rotated // 2)
 
 
@@ -106,14 +106,14 @@ class Attention(AnyAttention, kind=KIND):
         layers, heads = self.count("*"), self.num_attention_heads
         if self.windowed is not None:
             window = self.sliding_window is not None
-            require(self, "windowed", window, "None where there is no sliding_window; set one")
-            rule = f"different numbers from 0 to {layers - 1} of layers '*', or None"
+            require(self, "windowed", window, "None without sliding_window; set one")
+            rule = f"distinct numbers from 0 to {layers - 1} of layers '*', or None"
             self._order("windowed", layers, rule)
-        self._order("unrotated", layers, f"different numbers of the {layers} layers '*', from 0")
+        self._order("unrotated", layers, f"distinct numbers of the {layers} layers '*', counted from 0")
         if self.head_dim is None and self.hidden_size % heads:
             raise ValueError(
-                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={heads}, so a "
-                f"head has no whole width; change one of them or set head_dim"
+                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={heads}, so the width of a "
+                f"head is not an integer; change one of them or set head_dim"
             )
         if heads % self.num_key_value_heads:
             raise ValueError(

@@ -76,7 +76,7 @@ class Experts(AnyMLP, kind=KIND):
         require(self, "pad_to_capacity", self.capacity_factor is not None or not self.pad_to_capacity, rule)
         rule = 'False with one row per rank; set moe_rows_per="expert"'
         require(self, "pad_to_capacity", self.moe_rows_per == "expert" or not self.pad_to_capacity, rule)
-        rule = "False where there is no shared expert; set shared_expert_intermediate_size"
+        rule = "False without a shared expert; set shared_expert_intermediate_size"
         require(self, "shared_expert_gate", has_shared or not self.shared_expert_gate, rule)
         require(self, "n_group", experts % groups == 0, f"a divisor of num_experts={experts}")
         require(self, "topk_group", self.topk_group <= groups, f"at most n_group={groups}")

@@ -68,7 +68,7 @@ class Exchanged:
         self._slices = slices
         known = parts[0].shape[2]
         if heads % slices.ranks:
-            raise ValueError(f"{heads} heads on {slices.ranks} context ranks: each has as many")
+            raise ValueError(f"{heads} heads on {slices.ranks} context ranks: each must have the same number")
         copies = slices.ranks // math.gcd(known, slices.ranks)
         if copies > 1:
             parts = tuple(part.repeat_interleave(copies, dim=2) for part in parts)

@@ -54,7 +54,7 @@ class _Receipt:
         if self._is_here:
             return True
         if timeout and not box.has(self._key, self._number):
-            raise RuntimeError("the message has not come within the timeout")
+            raise RuntimeError("the message has not run within the timeout")
         found = box.take(self._key, self._number, self._group.world_rank, self._title)
         if [(each.numel(), each.dtype) for each in found] != [(each.numel(), each.dtype) for each in self._tensors]:
             raise CollectiveMismatch(
