@@ -157,7 +157,7 @@ def test_what_lies_in_a_run_may_be_a_run_or_a_folder_of_runs(tmp_path, capsys, m
         (directory / "checkpoints" / "step-00000003").mkdir(parents=True)
     config = shutil.copy(write_config(tmp_path), run / "config.toml")
     line = refused(capsys, "train", config, "--resume", run / "ablations")
-    assert line.endswith(f"is no run, but a folder of runs; name one of them: {run / 'ablations' / 'a'}\n")
+    assert line.endswith(f"is not a run, but a folder of runs; name one of them: {run / 'ablations' / 'a'}\n")
     chosen = []
     monkeypatch.setattr(launch, "launch", lambda arguments, ranks, run, command, **_: chosen.append(run.directory) or 0)
     assert main(["train", str(config), "--resume", str(run / "copy"), "--ranks", "1"]) == 0

@@ -267,7 +267,7 @@ def test_texts_and_a_tokenizer_may_move_and_be_no_others(pool, tmp_path):
     assert told == ["data.validation_paths", "data.tokenizer"]
     write_tokenizer(tmp_path / "b" / "tokenizer.json", first=1)
     (line, _, _) = pool.run(1, resumed, path, tmp_path / "run", places(tmp_path / "b"))[0]
-    assert "is as long, with other tokens" in line and "with its data.tokenizer, in any place" in line
+    assert "has the same length but other tokens" in line and "with its data.tokenizer, in any place" in line
     write_tokenizer(tmp_path / "b" / "tokenizer.json")
     (tmp_path / "b" / "held.txt").write_text("another text\n" * 200)
     (line, _, _) = pool.run(1, resumed, path, tmp_path / "run", places(tmp_path / "b"))[0]

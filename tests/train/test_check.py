@@ -329,7 +329,7 @@ def test_a_weight_of_another_rank_s_slice():
     spans_of = parts.spans_of
     patch = mock.patch.object(parts, "spans_of", lambda sections, ranks, rank: spans_of(sections, ranks, 0))
     said = found(2, "[*-]", "sharding.tp=2", patch=patch)
-    assert "first weight is not that of one rank" in said and "tp cut" in said
+    assert "first weight differs from that of one rank" in said and "tp cut" in said
 
 
 def test_clipping_that_leaves_out_a_parameter():

@@ -1,4 +1,4 @@
-"""However a run ends, it says why in a line, and what was saved before is as it was."""
+"""However a run ends, it says why in a line, and earlier files are unchanged."""
 
 import errno
 import os

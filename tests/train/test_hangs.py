@@ -105,7 +105,7 @@ def test_a_store_that_does_not_answer_after_the_meeting_is_named():
                 time.sleep(0.05)
     finally:
         dist.distributed_c10d._get_default_store, peers._ANSWER_S = known, before
-    words = "the store of the job, which rank 0 or the launcher holds, does not answer"
+    words = "the store of the job, which rank 0 or the launcher hosts, does not answer"
     assert barks[0] == f"no progress for 1 s (train.watchdog): {words}"
     dist.barrier()
 

@@ -245,7 +245,7 @@ def test_data_goes_on_with_the_same_texts_wherever_they_lie(kept, tmp_path):
 @pytest.mark.parametrize(
     ("names", "texts", "said"),
     [
-        ("ab", {"b": "xyy\n"}, r'data\.paths = \[".*/b.*"\]: is another text .* is as long, with other tokens'),
+        ("ab", {"b": "xyy\n"}, r'data\.paths = \[".*/b.*"\]: is another text .* has the same length but other tokens'),
         ("ab", {"a": "abcdef\n"}, r'data\.paths = \[".*/a.*"\]: is another text .* was \d+ long and is \d+'),
         ("ba", {}, r'data\.paths = \[".*/b.*"\]: is another text'),
         ("ab", {"held": "124\n"}, r'data\.validation_paths = \[".*/held.*"\]: is another text'),

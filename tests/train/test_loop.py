@@ -183,7 +183,7 @@ def test_a_finished_run_says_that_there_is_nothing_to_do(pool, tmp_path):
     pool.run(1, train_on, path, tmp_path / "run", ["train.steps=5"], stop_at=4)
     said = pool.run(1, train_on, path, tmp_path / "run", stop_at=9, resume_from=4)[0][-1]
     reached = "the run is at step 4 of 4; raise train.steps to train longer"
-    assert f"nothing is left to train, and the report is missing: {reached}" in said, "it was stopped at step 4 of 5"
+    assert f"nothing is left to train, but the report is missing: {reached}" in said, "it was stopped at step 4 of 5"
     said = pool.run(1, train_on, path, tmp_path / "run", stop_at=9, resume_from=4)[0][-1]
     assert f"nothing to do: {reached}" in said
 

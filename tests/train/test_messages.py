@@ -120,7 +120,7 @@ def test_a_request_to_stop_before_the_first_step_promises_no_checkpoint():
     stop = StopRequest()
     stop.notify = said.append
     stop._request()
-    assert said == ["stopping before the first step, without a new checkpoint; Ctrl-C again ends at once"]
+    assert said == ["stopping before the first step, without a new checkpoint; Ctrl-C again ends immediately"]
 
 
 @pytest.mark.long

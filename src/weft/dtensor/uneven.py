@@ -353,8 +353,7 @@ def _leave_uncompiled() -> None:
     if InstructionTranslator.current_tx().one_graph:
         raise RuntimeError(
             "torch.compile(fullgraph=True) of code that computes with sharded parameters, such as an optimizer's "
-            "step: a "
-            "compiled graph knows no uneven cuts. Leave fullgraph out, or call "
+            "step: compiled graphs do not support uneven shards. Leave fullgraph out, or call "
             'torch.compiler.set_stance("force_eager") around it, which runs it eagerly'
         )
     raise SkipFrame("it computes with sharded parameters, and compiled graphs do not support uneven shards")

@@ -285,7 +285,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         if moved or len(groups) != len(self.param_groups):
             listed = ", ".join(f"{name} from {theirs[name]} to {mine[name]}" for name in moved[:8])
             raise ValueError(
-                f"optimizer state with other parameter groups: {len(groups)} there, {len(self.param_groups)} here"
+                f"optimizer state with other parameter groups: {len(groups)} saved, {len(self.param_groups)} here"
                 f"{'; other groups for ' + listed if moved else ''}: pass flat() the no_decay that it was saved with"
             )
 

@@ -93,8 +93,7 @@ class _Ledger:
         if not 0 <= action.chunk < self._table.chunks:
             return f"there is no chunk {action.chunk}: chunks are numbered from 0 to {self._table.chunks - 1}"
         if not 0 <= action.microbatch < self._table.microbatches:
-            return f"there is no microbatch {action.microbatch}: they are numbered from 0 to "
-            f"{self._table.microbatches - 1}"
+            return f"microbatches are numbered from 0 to {self._table.microbatches - 1}, not {action.microbatch}"
         return None
 
     def _order_fault(self, action: Action) -> str | None:

@@ -131,10 +131,11 @@ def _refuse_without_effect(overrides: list[str], config: TrainConfig) -> None:
     for name, override in zip(names, overrides):
         why = ""
         if not name.startswith(("model.", "data.")) and name not in _WITH_EFFECT:
-            why = f"it depends on [model], [data] and {', '.join(_WITH_EFFECT)}; leave it out"
+            why = f"which depends only on [model], [data] and {', '.join(_WITH_EFFECT)}; leave it out"
         elif name in ("data.paths", "data.weights") and apart:
-            why = f"the run validates on data.validation_paths = {show(list(config.data.validation_paths))}; set that"
+            paths = show(list(config.data.validation_paths))
+            why = f"because the run validates on data.validation_paths = {paths}; set that"
         elif name in ("data.seed", "data.factory"):
-            why = "it is about what is trained on; leave it out"
+            why = "because it only affects the training text; leave it out"
         if why:
             raise ConfigError(f"--set {override}: has no effect on the validation loss, {why}")

@@ -69,17 +69,17 @@ class Trainer(loop.Trainer):
     ) -> None:
         self.callbacks = dict(callbacks or {})
         if strange := set(self.callbacks) - set(MOMENTS):
-            raise ConfigError(f"callbacks: {sorted(strange)[0]!r} is no moment; choose from {', '.join(MOMENTS)}")
+            raise ConfigError(f"callbacks: {sorted(strange)[0]!r} is not a moment; choose from {', '.join(MOMENTS)}")
         for moment, called in self.callbacks.items():
             check_callable(f"callbacks: {moment!r}", called, ["trainer", "numbers"], "a function (trainer, numbers)")
         if optimizer is not None:
             check_callable("optimizer", optimizer, ["model"], "a function that makes one for the sharded model")
         if say is not None:
-            check_callable("say", say, ["line"], "a function that is told lines, such as print")
+            check_callable("say", say, ["line"], "a function that receives lines, such as print")
         if isinstance(resume, Path):
             resume = str(resume)
         if not isinstance(resume, (bool, str)):
-            raise ConfigError(f"resume: {told(resume)}; give True, False, the directory of a run, or {OR_START!r}")
+            raise ConfigError(f"resume: {told(resume)}; pass True, False, the directory of a run, or {OR_START!r}")
         settings = _configuration(config)
         stop = StopRequest()
         if threading.current_thread() is threading.main_thread():
@@ -134,7 +134,7 @@ def _configuration(config: TrainConfig | Mapping[str, Mapping[str, Any]] | str |
         return from_tables(tables)
     if not isinstance(config, (str, Path)):
         raise ConfigError(
-            f"config: {told(config)}; give the path of a TOML file, its tables as a dictionary, or a TrainConfig"
+            f"config: {told(config)}; pass the path of a TOML file, its tables as a dictionary, or a TrainConfig"
         )
     return load_config(config)
 

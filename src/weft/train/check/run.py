@@ -54,8 +54,8 @@ def check(config: TrainConfig, ranks: int, *, sizes_are_small: bool = False) -> 
     """
     if not isinstance(config.model, weft.models.HybridConfig):
         raise ConfigError(
-            "model.factory makes the model, and the step of such a model is not known to the check; check models "
-            "that model.pattern describes"
+            "the model comes from model.factory, and the check does not know the step of such a model; check models "
+            "described by model.pattern"
         )
     if not sizes_are_small:
         config, ranks = smaller(config, ranks)

@@ -82,7 +82,7 @@ def changed(directory: Path, config: TrainConfig, step: int) -> list[str]:
     """
     path = directory / CONFIG
     if not path.is_file():
-        return [f"{path} is gone: these settings cannot be compared with those of the run"]
+        return [f"{path} no longer exists: these settings cannot be compared with those of the run"]
     before = load_config(path)
     differences = dict(_differences(to_dict(before), to_dict(config)))
     kinds = {name: treatment(name) for name in differences}
@@ -91,9 +91,9 @@ def changed(directory: Path, config: TrainConfig, step: int) -> list[str]:
         if not config.run.renumber:
             old, new = differences["model.pattern"]
             raise ConfigError(
-                f"model.pattern = {new} (it is {old}): the same layers in other groups; resume with --set "
-                "run.renumber=true, which gives weights and optimizer state the new numbers, or leave the pattern as "
-                f"it is in {path}"
+                f"model.pattern = {new} (it is {old}): the same layers, grouped differently; resume with --set "
+                f"run.renumber=true, which renumbers weights and optimizer state, or leave the pattern as it is in "
+                f"{path}"
             )
         kinds["model.pattern"] = TOLD
     refused = [f"{name} = {new} (it is {old})" for name, (old, new) in differences.items() if kinds[name] == REFUSED]
@@ -103,11 +103,14 @@ def changed(directory: Path, config: TrainConfig, step: int) -> list[str]:
             "run without --resume"
         )
     told = [
-        f"{name} = {new} from here on, it was {old}" for name, (old, new) in differences.items() if kinds[name] == TOLD
+        f"{name} = {new} from here on, was {old}" for name, (old, new) in differences.items() if kinds[name] == TOLD
     ]
     rates = [each.optimizer.lr * each.schedule.factor(step, each.train.steps) for each in (before, config)]
     if told and rates[0] != rates[1]:
-        told.append(f"the learning rate of step {step + 1} is {rates[1]:.3g}, it would have been {rates[0]:.3g}")
+        told.append(
+            f"the learning rate of step {step + 1} is {rates[1]:.3g}, with the old settings it would have "
+            f"been {rates[0]:.3g}"
+        )
     return told
 
 

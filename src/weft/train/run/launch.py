@@ -83,7 +83,10 @@ def launch(
                 step = max(saved, copied)
                 before, failed = failed, f"{step}: {supervisor.error}" if supervisor.error else ""
                 if failed and failed == before:
-                    supervisor._say("the restart failed as the start before it did, so there is no other restart")
+                    supervisor._say(
+                        "the restart failed with the same error as the previous start, so the ranks are "
+                        "not restarted again"
+                    )
                     break
                 ranks, run = restart_ranks or ranks, replace(run, step=step or None, note="")
                 start = f"step {step}{' in memory' * (copied > saved)}" if step else "the beginning"

@@ -43,8 +43,8 @@ def on_stop_signals(handler: Callable[[int, FrameType | None], None]) -> dict[in
     return before
 
 
-_STOPPING = "stopping after this step and saving a checkpoint; Ctrl-C again ends at once"
-_NOT_BEGUN = "stopping before the first step, without a new checkpoint; Ctrl-C again ends at once"
+_STOPPING = "stopping after this step and saving a checkpoint; Ctrl-C again ends immediately"
+_NOT_BEGUN = "stopping before the first step, without a new checkpoint; Ctrl-C again ends immediately"
 
 
 class StopRequest:

@@ -169,7 +169,7 @@ class Watchdog:
         if self._peers is None:
             return None
         if self._peers.store_is_silent:
-            return "the store of the job, which rank 0 or the launcher holds, does not answer"
+            return "the store of the job, which rank 0 or the launcher hosts, does not answer"
         states: dict[int, Any] = {self.rank: self._state(), **self._peers.ask(_MOMENT_S)}
         silent = [rank for rank, state in sorted(states.items()) if state is None]
         if silent:
@@ -224,4 +224,4 @@ def _standing(thread: int) -> tuple[str, bool]:
 
 
 def _doing(state: dict[str, Any]) -> str:
-    return f"in {state['what'] or 'nothing that is watched'} ({state['place']})"
+    return f"in {state['what'] or 'code outside of any stage'} ({state['place']})"

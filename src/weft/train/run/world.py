@@ -42,7 +42,7 @@ class Place:
             return torch.device("cpu")
         if count < self.local_ranks:
             raise ConfigError(
-                f"{self.local_ranks} ranks on this host, which has {count} GPU: each rank needs one; start "
+                f"{self.local_ranks} ranks on this host, which has {count} GPU: each rank needs its own; start "
                 f"{count}, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
             )
         return torch.device("cuda", self.local_rank)

@@ -52,12 +52,12 @@ class DataConfig:
             0 < self.validation_fraction < 1,
             "must lie strictly between 0 and 1; 0.05 keeps a twentieth of the text for validation",
         )
-        require("data.seed", self.seed, 0 <= self.seed < 1 << 63, "must not be negative, and below 2**63")
+        require("data.seed", self.seed, 0 <= self.seed < 1 << 63, "must be from 0 to 2**63 - 1")
         require(
             "data.include",
             list(self.include),
             bool(self.include),
-            'must name at least one pattern; ["*"] takes every text file',
+            'must name at least one pattern; ["*"] selects every text file',
         )
         for name in ("include", "kind", "weights", "validation_paths"):
             value = getattr(self, name)
@@ -89,7 +89,7 @@ class DataConfig:
 
         for name in ("factory", "validation_factory"):
             value = getattr(self, name)
-            rule = 'must be the place of a function: "package.module:function"'
+            rule = 'must be the path of a function: "package.module:function"'
             require(f"data.{name}", value, not value or ":" in value, rule)
         require(
             "data.validation_factory",

@@ -95,7 +95,7 @@ class LoopConfig:
             "train.compile",
             self.compile,
             not (self.compile and self.overlap),
-            "cannot compile layers that train.overlap runs in stages; choose one of the two",
+            "compiles whole layers, but train.overlap runs them in stages; choose one of the two",
         )
         for name in (
             *("seed", "validate_every", "stop_after", "gradient_clip", "parameter_norms_every", "watchdog"),
@@ -106,13 +106,13 @@ class LoopConfig:
             "train.skip_spikes",
             self.skip_spikes,
             self.skip_spikes == 0 or self.skip_spikes > 1,
-            "must be above 1, or half of all steps are left out; 5 leaves out what is far off, 0 nothing",
+            "must be above 1, because 1 skips half of all steps; 5 skips clear outliers, 0 skips nothing",
         )
         require(
             "train.stop_after",
             self.stop_after,
             not self.stop_after or self.validate_every > 0,
-            "counts validations, and train.validate_every = 0 has one at the end alone; set that, or leave it out",
+            "counts validations, but train.validate_every = 0 validates only at the end; set that, or leave it out",
         )
         require("train.profile_steps", self.profile_steps, self.profile_steps >= 1, "must be at least 1")
         require(
@@ -134,14 +134,14 @@ class LoopConfig:
             "train.unquantized_ends",
             self.unquantized_ends,
             self.unquantized_ends >= 0 and (not self.unquantized_ends or self.precision not in ("fp32", "bf16")),
-            'is a number of layers, and has no effect without a quantized train.precision, such as "mxfp8"',
+            'is a number of layers and has no effect without a quantized train.precision, such as "mxfp8"',
         )
         every = self.quantization_shares_every
         require(
             "train.quantization_shares_every",
             every,
             every >= 0 and (not every or self.precision not in ("fp32", "bf16")),
-            'is a number of steps, and has no effect without a quantized train.precision, such as "mxfp8"',
+            'is a number of steps and has no effect without a quantized train.precision, such as "mxfp8"',
         )
         for name in ("delay_wgrad", "early_release", "halves"):
             value = getattr(self, name)
@@ -150,7 +150,7 @@ class LoopConfig:
             "train.overlap",
             self.overlap,
             not (self.overlap and self.activation_checkpointing),
-            "cannot run layers in stages that train.activation_checkpointing recomputes as a whole; leave that out and "
+            "runs layers in stages, but train.activation_checkpointing recomputes whole layers; leave that out and "
             'recompute inside the stages: model.recompute = ["attend"]',
         )
         microbatches_per_step(self.global_batch_size, self.microbatch_size, 1)

@@ -56,10 +56,10 @@ class RunConfig:
         unknown = [name for name in self.loggers if name not in ("tensorboard", "wandb") and ":" not in name]
         near = nearest(unknown[0], ("tensorboard", "wandb")) if unknown else []
         meant = f"; did you mean {show(near[0])}?" if near else ""
-        rule = f'must be of "tensorboard", "wandb" and "package.module:Class"; {unknown} is none of them{meant}'
+        rule = f'must contain only "tensorboard", "wandb" and "package.module:Class", not {unknown}{meant}'
         require("run.loggers", list(self.loggers), not unknown, rule)
         wrong = [name for name, unit in self.units.items() if not is_own(name) or not isinstance(unit, str)]
-        rule = f'must give each number that a loss gives a text, such as {{accuracy = "%"}}; {wrong} is none'
+        rule = f'must give each number of the loss a text, such as {{accuracy = "%"}}; {wrong} is not a text'
         require("run.units", self.units, not wrong, rule)
         require("run.report_every", self.report_every, self.report_every >= 0, "must not be negative")
         require("run.patience", self.patience, self.patience > 0, "must be positive")
