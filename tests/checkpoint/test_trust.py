@@ -57,7 +57,7 @@ def test_a_checkpoint_of_another_run_is_passed_over_and_named(tmp_path):
     step, values, passed_over = loaded(own)
     assert (step, values) == (2, [1.0, 1.0])
     assert "belongs to another run (identity" in str(passed_over[3]) and "--from" in str(passed_over[3])
-    with pytest.raises(CheckpointError, match="is of another run"):
+    with pytest.raises(CheckpointError, match="belongs to another run"):
         loaded(own, 3)
     shutil.copytree(own / "step-00000001", tmp_path / "copy" / "step-00000001")  # without its identity file
     assert loaded(tmp_path / "copy")[0] == 1

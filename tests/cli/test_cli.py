@@ -62,7 +62,7 @@ def test_wrong_options_are_one_line(tmp_path, capsys):
     line = refused(capsys, "train", "x.toml", "train.steps=3", "optimizer.lr=0.1")
     assert line.endswith("; change settings with --set train.steps=3 --set optimizer.lr=0.1\n")
     line = refused(capsys, "bench", "fsdp2", "--link", "4gbit")
-    assert "goes behind --, as in weft bench fsdp2 -- --link 4gbit" in line
+    assert "arguments after --, as in weft bench fsdp2 -- --link 4gbit" in line
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_weights_of_a_new_run_are_no_part_of_the_command_that_goes_on(tmp_path, 
 
 def test_resume_of_what_is_not_there_is_no_word_about_configurations(tmp_path, capsys):
     line = refused(capsys, "train", "--resume", tmp_path / "none")
-    assert f"--resume {tmp_path / 'none'}: is no directory; name that of a run" in line
+    assert f"--resume {tmp_path / 'none'}: is not a directory; name the directory of a run" in line
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -148,7 +148,9 @@ def test_resume_of_one_checkpoint_names_the_run(tmp_path, capsys, monkeypatch, n
     monkeypatch.chdir(run)
     for inside in (run / "checkpoints", run / "checkpoints" / "step-00000003", "checkpoints"):
         line = refused(capsys, "train", *config, "--resume", inside)
-        assert f"--resume {inside}: is no run, but lies in one" in line and line.endswith(f"; name the run: {run}\n")
+        assert f"--resume {inside}: is not a run, but lies inside one" in line and line.endswith(
+            f"; name the run: {run}\n"
+        )
 
 
 def test_what_lies_in_a_run_may_be_a_run_or_a_folder_of_runs(tmp_path, capsys, monkeypatch):
@@ -221,7 +223,7 @@ def test_keys_stay_whole_where_a_program_reads_them(tmp_path, capsys):
 
 
 def test_inspect_of_something_else_is_refused(tmp_path, capsys):
-    assert "holds no checkpoint" in refused(capsys, "inspect", tmp_path)
+    assert "contains no checkpoint" in refused(capsys, "inspect", tmp_path)
 
 
 def test_inspect_of_a_damaged_checkpoint_fails(tmp_path, capsys):

@@ -243,7 +243,7 @@ if rank == 1:
 collectives.reduce_now(torch.ones(1), dist.ReduceOp.SUM, dist.group.WORLD, "a norm")
 """
 ENDS = {
-    "raise ValueError('no such token')": "its program ended by ValueError: no such token",
+    "raise ValueError('no such token')": "its program ended with ValueError: no such token",
     "watch.fail('left the forward of blocks.1 by Oops'); sys.exit(3)": "left the forward of blocks.1 by Oops",
     "sys.exit(0)": "its program ended",
 }

@@ -27,12 +27,12 @@ def sharded(block):
 CASES = [
     (tape("1"), hooked, "'1.up' inside of '1' has hooks"),
     (tape("1"), compiled, "'1.up' is compiled"),
-    (tape("1"), sharded, "'1' contains '1.up', which is a unit of its own"),
+    (tape("1"), sharded, "'1' contains '1.up', which is a separate unit"),
     (tape("1", "1.up"), None, "'1.up' lies inside another chosen module"),
     (tape("2"), None, "no module '2'"),
     (weft.Graphs(modules=lambda name, module: False, backend="tape"), None, "chose none of the"),
     (weft.Graphs(("attn",), backend="tape"), None, "no layers of scopes"),
-    (weft.Graphs(modules=["1"], backend="cuda"), None, "graphs are of CUDA"),
+    (weft.Graphs(modules=["1"], backend="cuda"), None, "graphs need CUDA"),
 ]
 
 

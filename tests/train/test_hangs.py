@@ -112,7 +112,7 @@ def test_a_store_that_does_not_answer_after_the_meeting_is_named():
 
 def test_what_only_says_that_a_connection_is_lost_is_known():
     assert is_lost_connection(RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer"))
-    assert not is_lost_connection(ValueError("loss: gives a tuple"))
+    assert not is_lost_connection(ValueError("loss: returns a tuple"))
 
 
 @pytest.mark.long

@@ -293,7 +293,7 @@ def test_a_new_run_takes_a_directory_of_its_own_and_says_how_the_earlier_one_goe
     second = open_run(config, False, "weft train x.toml")
     assert (second.directory, second.step) == (folder / "tiny-2", None)
     assert second.note == (
-        f"a new run in {folder / 'tiny-2'}; {folder / 'tiny'} is left as it is; "
+        f"a new run in {folder / 'tiny-2'}; {folder / 'tiny'} is unchanged; "
         f"it resumes from step 7 with: weft train x.toml --resume {folder / 'tiny'}"
     )
     assert open_run(config, False, "weft train x.toml").directory == folder / "tiny-3"

@@ -164,15 +164,15 @@ def _require_documents(model: nn.Module, text: torch.Tensor) -> None:
     if not any(name in takes for name in DOCUMENT_NAMES):
         raise ConfigError(
             f'data.packing = "whole": {type(model).__name__}.forward takes neither position_ids nor cu_seqlens, so '
-            "documents of a sequence would attend to each other; add one of them, set model.loss to your own loss, or set "
-            "train.cross_documents = true"
+            "documents of a sequence would attend to each other; add one of them, set model.loss to "
+            "your own loss, or set train.cross_documents = true"
         )
     change = _seen_of_others(model, text)
     if change > 0:
         raise ConfigError(
             f'data.packing = "whole": {type(model).__name__} receives the document boundaries, but the '
-            f"logits of a document change by {change:.1%} with the tokens of the previous one; layers such as recurrences "
-            "and convolutions often ignore boundaries; use a model.pattern, set model.loss to your own loss, or set "
+            f"logits of a document change by {change:.1%} with the tokens of the previous one; layers such as "
+            "recurrences and convolutions often ignore boundaries; use a model.pattern, set model.loss to your own loss, or set "
             "train.cross_documents = true"
         )
 
