@@ -170,9 +170,9 @@ def _require_documents(model: nn.Module, text: torch.Tensor) -> None:
     change = _seen_of_others(model, text)
     if change > 0:
         raise ConfigError(
-            f'data.packing = "whole": {type(model).__name__} receives the document boundaries, but the '
-            f"logits of a document change by {change:.1%} with the tokens of the previous one; layers such as "
-            "recurrences and convolutions often ignore boundaries; use a model.pattern, set model.loss to your own loss, or set "
+            f'data.packing = "whole": {type(model).__name__} receives the document boundaries, but the logits of a '
+            f"document change by {change:.1%} with the tokens of the previous one; layers such as recurrences and "
+            "convolutions often ignore boundaries; use a model.pattern, set model.loss to your own loss, or set "
             "train.cross_documents = true"
         )
 
