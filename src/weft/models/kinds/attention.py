@@ -71,9 +71,9 @@ class Attention(AnyAttention, kind=KIND):
     sliding_window: int | None = optional_size()
     """Number of positions that a query of `*` attends to, itself included; None: all earlier ones."""
     windowed: tuple[int, ...] | None = any_value(None)
-    """Numbers, from 0, of the layers `*` with a sliding window; they count anew in each prediction depth. None: all."""
+    """Numbers, from 0, of the layers `*` with a sliding window; they restart in each prediction depth. None: all."""
     attention_sinks: bool = switch(False)
-    """Whether each head of `*` has an attention sink: a learned logit in the softmax to which no value belongs."""
+    """Whether each head of `*` has an attention sink: a learned logit in the softmax without a value."""
     partial_rotary_factor: float = declared(
         1.0, lambda factor: is_number(factor) and 0 < factor <= 1, "more than 0 and at most 1"
     )
@@ -81,7 +81,7 @@ class Attention(AnyAttention, kind=KIND):
     rope_local_theta: float | None = optional_positive()
     """Base of the rotation, without scaling, of layers `*` with a sliding window; None: that of all layers."""
     unrotated: tuple[int, ...] = any_value(())
-    """Numbers, from 0, of the layers `*` without rotation; they count anew in each prediction depth."""
+    """Numbers, from 0, of the layers `*` without rotation; they restart in each prediction depth."""
 
     context_attention: str = choice("gather", ("gather", "heads"), result=False)
     """How `*` attends to positions on other context ranks: "gather" gathers keys and values, "heads" exchanges

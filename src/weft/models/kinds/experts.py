@@ -33,13 +33,14 @@ class Experts(AnyMLP, kind=KIND):
     """Inner width of one expert."""
     moe_rows_per: str = choice("rank", ROWS_PER, result=False)
     """With expert parallelism, how often a token is sent: once per "rank" that has some of its experts, or once per
-    "expert", which sends more rows and sums them bitwise as one process does."""
+    "expert", which sends more rows but sums them bit for bit as one process does.
+    """
     moe_latent_size: int | None = optional_size()
     """Width of the input and output rows of experts; None: hidden_size."""
     shared_expert_intermediate_size: int = declared(
         0, lambda value: is_whole(value, 0), "an integer, 0 for no shared expert"
     )
-    """Inner width of the shared expert, which every token visits; 0: no shared expert."""
+    """Inner width of the shared expert, which processes every token; 0: no shared expert."""
     shared_expert_gate: bool = switch(False)
     """Whether the output of the shared expert is multiplied by a sigmoid, one number per token."""
     experts_bias: bool = switch(False)

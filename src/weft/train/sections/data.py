@@ -16,15 +16,17 @@ class DataConfig:
     paths: tuple[str, ...] = ()
     """Files or folders, relative to the working directory; empty: Python's standard library."""
     include: tuple[str, ...] = ("*",)
-    """File name patterns that are taken from folders (files named in `paths` are always taken)."""
+    """Patterns of file names to read from folders (files named in `paths` are always read)."""
     field: str = "text"
-    """Field of a record (JSON lines, Parquet, datasets) with its text; for conversations "text" means "messages"."""
+    """Field of a record (JSON lines, Parquet, datasets) that contains its text; for conversations "text" means
+    "messages".
+    """
     weights: tuple[float, ...] = ()
-    """Relative frequency of the sequences of each of `paths`; empty: all paths are one text."""
+    """Relative frequency of sequences from each of `paths`; empty: all paths are one text."""
     separator: str = ""
     """Text after each document, such as a tokenizer's end token; empty: none."""
     packing: Literal["stream", "whole"] = "stream"
-    """Documents one after the other, cut anywhere ("stream"), or packed whole into sequences, the rest empty."""
+    """"stream": documents follow each other and are cut anywhere; "whole": sequences contain whole documents."""
     token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
     """With token arrays: dtype of files other than .npy."""
     validation_paths: tuple[str, ...] = ()

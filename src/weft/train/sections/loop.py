@@ -19,7 +19,7 @@ class LoopConfig:
     precision: Literal["fp32", "bf16", "fp8", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4"] = "fp32"
     """Dtype of computation and communication, or bf16 with quantized weights. Main weights are fp32."""
     unquantized_ends: int = 0
-    """With a quantized `precision`: number of layers at either end of the model whose weights travel in bf16."""
+    """With a quantized `precision`: number of layers at each end of the model whose weights are gathered in bf16."""
     seed: int = 0
     """Seed of the initial weights and of all other random choices except the data order."""
     validate_every: int = 100
@@ -31,15 +31,15 @@ class LoopConfig:
     sample_tokens: int = 64
     """With `sample`: number of tokens to add, each the most likely one."""
     ema_decay: float = 0.0
-    """Decay of a moving average of the weights, which is validated and saved too; 0: none."""
+    """Decay of a moving average of the weights, which is also validated and saved; 0: none."""
     stop_after: int = 0
-    """Validations in a row without a lower loss after which the run ends; 0: it trains all its steps."""
+    """Number of consecutive validations without a lower loss after which the run ends; 0: never."""
     gradient_clip: float = 1.0
     """Largest norm of the whole gradient; 0: no clipping."""
     skip_spikes: float = 0.0
     """Skip a step whose gradient norm is above this many times the median of the last hundred; 0: skip none."""
     log_every: int = 10
-    """Steps between two lines of output when the output is no terminal."""
+    """Steps between two lines of output if the output is not a terminal."""
     parameter_norms_every: int = 0
     """Steps between two records of the norms of every parameter and of its gradient; 0: none."""
     quantization_shares_every: int = 0
@@ -49,7 +49,7 @@ class LoopConfig:
     profile_steps: int = 3
     """With `profile_step`: number of steps to record."""
     peak_tflops: float = 0.0
-    """Peak of one device, in 10^12 operations per second, for logging the utilisation as mfu; 0: not logged."""
+    """Peak of one device, in 10^12 operations per second, to log the utilisation as mfu; 0: not logged."""
     activation_checkpointing: bool = False
     """Recompute each layer's activations in the backward instead of keeping them."""
     pipeline_schedule: str = ""

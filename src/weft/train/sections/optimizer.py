@@ -36,7 +36,7 @@ class OptimizerConfig:
     flat: bool = False
     """Update a few flat tensors instead of each parameter (`weft.optim.flat`): same results, fewer kernels."""
     adamw_for: tuple[str, ...] = ("*embed*", "*wte*", "*wpe*", "*lm_head*", "head.*", "output_layer.*")
-    """With "Muon": patterns of names whose matrices AdamW steps."""
+    """With "Muon": patterns of parameter names; AdamW steps the matrices that match."""
 
     def __post_init__(self) -> None:
         package, colon, attribute = self.name.partition(":")

@@ -17,7 +17,7 @@ class CheckpointConfig:
     keep: int = 3
     """Number of newest checkpoints to keep."""
     keep_best: bool = False
-    """Save after each validation that is better than all before, and keep the best checkpoint too."""
+    """Save after each validation with a new lowest loss, and also keep the best checkpoint."""
     asynchronous: bool = True
     """Write while training continues."""
     memory_every: int = 0
@@ -48,7 +48,7 @@ class RunConfig:
     units: dict = field(default_factory=dict)
     """Units of the named scalars that your loss returns: {accuracy = "%"}."""
     renumber: bool = False
-    """Resume with the same layers in other groups, such as `*-*E` after `[*-][*E]`."""
+    """Resume with the same layers, grouped differently, such as `*-*E` after `[*-][*E]`."""
     weights: str = ""
     """Weights that a new run starts from: a run, a checkpoint or a directory of a model; empty: initial weights."""
 

@@ -24,15 +24,15 @@ class ShardingConfig:
     cp: int = 1
     """Ranks that share every sequence: each has two slices of it."""
     tp: int = 1
-    """Ranks that share every layer: heads, widths and the vocabulary are cut, and positions between layers."""
+    """Ranks that share every layer: heads, widths and the vocabulary are sharded, and positions between layers."""
     etp: int | None = None
-    """Ranks over which each expert is cut: as many as `tp`, or 1 for whole experts; unset: `tp`."""
+    """Ranks over which each expert is sharded: the same number as `tp`, or 1 for whole experts; unset: `tp`."""
     pp: int = 1
-    """Ranks of a pipeline, over which the layers are cut: by `|` in the pattern, or into segments of equal cost."""
+    """Ranks of a pipeline, over which the layers are divided: by `|` in the pattern, or into segments of equal cost."""
     chunks: int | None = None
     """With `pp`: stages of each rank; unset: by the pattern's segments, otherwise the schedule's default."""
     reshard_after_forward: bool | int | None = None
-    """Whether weights are freed after forward, or how many ranks to reshard over; unset: all but the root's are."""
+    """Whether weights are freed after forward, or how many ranks to reshard over; unset: all except the root's."""
     offload: bool = False
     """Keep sharded weights, gradients and optimizer state in CPU memory."""
     prefetch_bytes: int | None = None
@@ -46,7 +46,7 @@ class ShardingConfig:
     allocator: Literal["trace", "caching"] = "trace"
     """ "trace" plans one slab of transient memory from the first step, "caching" uses torch's allocator."""
     check_collectives: bool = True
-    """Compare after each backward what every rank issued."""
+    """Compare after each backward the collectives that every rank issued."""
     graphs: tuple[str, ...] = ()
     """Scopes that graphs capture: "attn", "mamba", "mlp", "moe_router", "moe_preprocess", "experts", "finish"."""
     graphs_backend: Literal["cuda", "tape"] = "cuda"
