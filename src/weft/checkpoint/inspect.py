@@ -98,7 +98,7 @@ def _show_checkpoint(path: Path, verify_content: bool, console: Console, *, list
 
 
 def _placement(entry: TensorStorageMetadata) -> str:
-    """Describe how the tensor is stored: whole, in parts along one dimension, or in other boxes."""
+    """Describe how the tensor is stored: whole, in parts along one dimension, or in other rectangular parts."""
     if len(entry.chunks) == 1:
         return "whole"
     cut = [dim for dim, size in enumerate(entry.size) if any(chunk.sizes[dim] != size for chunk in entry.chunks)]

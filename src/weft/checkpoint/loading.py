@@ -32,7 +32,7 @@ number allocates that many bytes."""
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Fills tensors in place and collects everything else in `loaded`."""
+    """Fills tensors in place and collects all other data in `loaded`."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False)

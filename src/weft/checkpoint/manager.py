@@ -96,7 +96,7 @@ class CheckpointManager:
     def claim(self) -> None:
         """Become the only writer of the directory before the first save, and remove the debris of killed saves.
 
-        Tries all steps of a save with a small file. Raises CheckpointError if another run still writes there after 30
+        Tests all steps of a save with a small file. Raises CheckpointError if another run still writes there after 30
         seconds, or if the file system cannot hold checkpoints or is not shared by all ranks.
         """
         self.wait()
@@ -373,7 +373,7 @@ class CheckpointManager:
         return exchange_objects(value, group, "a checkpoint", watched=group is not self._writers)
 
     def _on_first_rank(self, action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
-        """Run `action` on the first rank; all ranks of `group` (default: `_group`) get its result or error."""
+        """Run `action` on the first rank; all ranks of `group` (default: `_group`) receive its result or error."""
         group = group or self._group
         answer: list[Any] = [None, None]
         if self.rank == 0:

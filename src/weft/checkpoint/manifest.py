@@ -1,6 +1,6 @@
 """weft.json, the manifest of a committed checkpoint: its files, and the checksum of every block of each file.
 
-A file is cut into blocks, so that reading a part of a file checks the blocks of that part only:
+A file is cut into blocks, so that reading a part of a file checks only the blocks of that part:
 
     __0_0.distcp    | block 0 | block 1 | block 2 |         8 MiB each, the last one shorter
                          [--- an item ---]                  reading it checks blocks 0, 1 and 2
@@ -148,7 +148,7 @@ class CheckedFile(io.RawIOBase):
         self.cut_to(offset, file.bytes - offset if length is None else length)
 
     def cut_to(self, offset: int, length: int) -> "CheckedFile":
-        """Read another part of the file from now on; return `self`."""
+        """Select another part of the file to read; return `self`."""
         self._start, self._length, self._position = offset, length, 0
         return self
 
@@ -239,7 +239,7 @@ def require_plain(path: Path) -> None:
 
 
 def _unusable(checkpoint: Path, damage: str) -> CheckpointError:
-    """Return the error for an unusable file of `checkpoint`: CheckpointGone if all of the checkpoint is gone.
+    """Return the error for an unusable file of `checkpoint`: CheckpointGone if the whole checkpoint was removed.
 
     A dangling link, such as one to an unmounted disk, counts as existing.
     """

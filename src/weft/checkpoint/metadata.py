@@ -1,8 +1,8 @@
-"""`.metadata`, in which torch Distributed Checkpoint lists the tensors and the places of their parts in files.
+"""`.metadata`, in which torch Distributed Checkpoint lists the tensors and the positions of their parts in files.
 
-It is a pickle, and an ordinary unpickler would call everything that it names. This one accepts only the few opcodes
-and classes of such a file. The content is then compared with the files: every part of every tensor must lie in a
-listed file and have the size that its shape and dtype need, and the parts must make up the whole tensor.
+The file is a pickle, and an ordinary unpickler would call every function that it names. This one accepts only the few
+opcodes and classes of such a file. The content is then compared with the files: every part of every tensor must lie in
+a listed file and have the size that its shape and dtype need, and the parts must make up the whole tensor.
 """
 
 import io

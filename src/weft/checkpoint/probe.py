@@ -15,7 +15,8 @@ _SEEN_S = 10.0
 
 
 def try_save(directory: Path) -> Path:
-    """Try all steps of a save in `directory` with a folder of one small file. Return the folder, for `sees`.
+    """Test all steps of a save in `directory` with a folder that contains one small file. Return the folder, for
+    `sees`.
 
     Raises CheckpointError that names the failed operation and the fix.
     """

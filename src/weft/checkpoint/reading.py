@@ -86,7 +86,7 @@ def _tensor(stream: CheckedFile) -> torch.Tensor:
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Turn errors of ranks inside Distributed Checkpoint into a CheckpointError of one line."""
+    """Turn errors that ranks raise inside Distributed Checkpoint into a CheckpointError of one line."""
     try:
         yield
     except CheckpointException as error:

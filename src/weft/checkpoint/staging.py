@@ -1,7 +1,7 @@
 """Copies live state, so that a background thread can write it while training continues.
 
-The copies are made of the items into which Distributed Checkpoint cuts the state (`WriteItem`: a box of a tensor that
-this rank writes), so this works for every kind of sharded tensor that Distributed Checkpoint supports.
+It copies the items into which Distributed Checkpoint divides the state (`WriteItem`: a box of a tensor that this rank
+writes), so this works for every kind of sharded tensor that Distributed Checkpoint supports.
 """
 
 import io

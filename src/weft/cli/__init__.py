@@ -11,8 +11,9 @@ from weft.train.run.output import outlive_readers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code: 0 success, 1 failure at run time, 2 wrong call, 3 interrupted,
-    4 interrupted before anything was saved."""
+    """Run one command and return the exit code: 0 success, 1 failure at run time, 2 invalid command, 3 interrupted, 4
+    interrupted before anything was saved.
+    """
     outlive_readers()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments

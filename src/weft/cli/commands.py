@@ -1,4 +1,4 @@
-"""The short commands. Each function takes the parsed options and returns the exit code."""
+"""The shorter commands. Each function takes the parsed options and returns the exit code."""
 
 import argparse
 import math
@@ -16,7 +16,7 @@ _BESIDE = 10
 def config(options: argparse.Namespace) -> int:
     """Print every setting, or check a configuration file, or print the [model] of a directory.
 
-    Raises ValueError for wrong ranks or settings.
+    Raises ValueError for an invalid number of ranks or invalid settings.
     """
     from weft.train.config import load_config
     from weft.train.settings import as_markdown, as_toml
@@ -41,9 +41,10 @@ def config(options: argparse.Namespace) -> int:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Run one step of a small copy of a configuration on all its ranks, in this process. Return 1 if it finds a fault.
+    """Run one step of a small copy of a configuration on all its ranks, in this process. Return 1 if there are
+    findings.
 
-    Raises ValueError for wrong ranks or settings.
+    Raises ValueError for an invalid number of ranks or invalid settings.
     """
     from weft.train.check import check as checked
     from weft.train.config import load_config
@@ -152,7 +153,7 @@ def convert(options: argparse.Namespace) -> int:
 
 
 def pattern(options: argparse.Namespace) -> int:
-    """Print a table of a pattern's layers and their parameters. For a wrong pattern, mark the error and return 2."""
+    """Print a table of a pattern's layers and their parameters. For an invalid pattern, mark the error and return 2."""
     import dataclasses
 
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""Records when communication ran. Lanes report to a recording timeline; without one they check a list only.
+"""Records when communication ran. Lanes report to a recording timeline; without one they only check a list.
 
     with Timeline() as timeline:
         step()

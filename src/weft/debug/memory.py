@@ -70,7 +70,7 @@ class Memory:
         self._names: dict[tuple[int, int], Callable[[], str]] = {}
 
     def call(self, begin: int, end: int, describe: Callable[[], str]) -> None:
-        """Name the bytes from `begin` to `end` by `describe()` from now on."""
+        """Use `describe()` as the name of the bytes from `begin` to `end`."""
         self._names = {place: name for place, name in self._names.items() if place[1] <= begin or end <= place[0]}
         self._names[begin, end] = describe
 

@@ -284,7 +284,7 @@ class UnevenDTensor(RuledDTensor):
 
 
 class _ByRules(TorchDispatchMode):
-    """Dispatches operators with ruled tensors to weft's rules."""
+    """Dispatches operators on such tensors to weft's rules."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch._C._EnableTorchFunction():

@@ -72,7 +72,9 @@ def separate_gathers(groups: Iterable[dist.ProcessGroup], choice: bool | Sequenc
 
 
 def check_separate(groups: Iterable[dist.ProcessGroup], choice: bool | Sequence[dist.ProcessGroup]) -> None:
-    """Raise ValueError if a process group of `choice` has not the ranks of any of `groups`, those of a model."""
+    """Raise ValueError if a process group of `choice` does not have the ranks of any of `groups`, the groups of a
+    model.
+    """
     there = [dist.get_process_group_ranks(group) for group in groups]
     for own in () if isinstance(choice, bool) else choice:
         if (ranks := dist.get_process_group_ranks(own)) not in there:

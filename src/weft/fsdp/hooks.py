@@ -1,7 +1,7 @@
 """The hook driver: a module's forward and backward drive its unit.
 
     forward   before  acquire; the inputs' gradients mark the end of this call's backward
-              after   release, or keep until backward; the outputs' gradients mark the begin of this call's backward
+              after   release, or keep until backward; the outputs' gradients mark the beginning of this call's backward
     backward  begin   acquire
               end     release, reduce
               over    (once per backward, by the runtime) complete calls whose end has no hook, collect, check, publish
@@ -39,7 +39,7 @@ from weft.fsdp.trees import give_back, map_tensors, tensors_in
 
 
 class ForwardCall:
-    """One forward of a unit, from its begin to the end of its backward; a holder of the weights in backward."""
+    """One forward of a unit, from its beginning to the end of its backward; a holder of the weights in backward."""
 
     computes = backward = True
 
@@ -190,8 +190,9 @@ class HookDriver(ABC):
         return (self._finish_plainly if compiled else self._finish)(engine, output, finish)
 
     def _enter(self, engine: Engine, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """Prepare a forward. Return its inputs, cast and marked, and a function to call after it; None in place of the
-        function if hooks do nothing in this call."""
+        """Prepare a forward. Return its inputs, cast and marked, and a function to call after it, or None if hooks do
+        nothing in this call.
+        """
         if engine.recover() or self.backwards or id(module) in self._entered:
             return *self.unit.policy.cast_inputs((args, kwargs)), None
         if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:

@@ -93,8 +93,9 @@ class FSDPModule:
         runtime_of(self).reshard(unit_of(self))
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether the next backward is the last before the optimizer step, in which alone strategies with a partial
-        gradient reduce."""
+        """Set whether the next backward is the last before the optimizer step, in which strategies with a partial
+        gradient reduce; they do not reduce in others.
+        """
         is_last_backward = _switch("set_is_last_backward", is_last_backward)
         runtime_of(self).reductions.last_backward = is_last_backward
 
@@ -132,7 +133,7 @@ class FSDPModule:
             unit.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: list["FSDPModule"]) -> None:
-        """Prefetch these units when this one's forward begins, in place of those of the recorded order.
+        """Prefetch these units, instead of those of the recorded order, when this one's forward begins.
 
         Raises TypeError if `modules` is not a list, ValueError if one is not sharded or belongs to another model.
         """
@@ -160,7 +161,7 @@ class FSDPModule:
         hook may change it, and runs on the stream of the reduction, or on `stream`.
 
         On CPU, `stream` has no effect. Raises TypeError if `hook` is not callable, ValueError for a stream with a 2-D
-        mesh, whose outer axis has a separate stream.
+        mesh, because its outer axis has a separate stream.
         """
         unit = unit_of(self)
         if not callable(hook):
@@ -184,7 +185,7 @@ class FSDPModule:
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Set whether parameters that no rank used get a gradient of zeros if their unit's backward ran.
 
-        By default they get none. A parameter that only some ranks used is reduced either way.
+        By default they get no gradient. A parameter that only some ranks used is always reduced.
         """
         gives_all = _switch("set_reduce_scatter_unused_params", reduce_scatter_unused_params)
         for unit in units_under(self, recurse):

@@ -8,9 +8,9 @@ matrix need the maximum of the whole matrix. `local_maxima` computes the shard's
 ranks once per step and writes the result to `maxima` (`weft.fsdp.runtime.maxima`). One message carries payload and
 scales. Each piece of a shard is dequantized directly from the received bytes into the full weights.
 
-Weights of mx with `compute="scaled"` have two copies, made from the same main weights at the same time and gathered one
-at a time. Copy 0 has blocks along the dimension that forward products sum over, and copy 1 along that of backward. Both
-have the same bytes per shard. Shard borders at multiples of 32 rows divide blocks of neither.
+With mx and `compute="scaled"` weights have two copies, which are made from the same main weights at the same time and
+gathered one at a time. Copy 0 has blocks along the dimension that forward products sum over, and copy 1 along that of
+backward. Both have the same bytes per shard. Shard borders at multiples of 32 rows do not divide blocks of either copy.
 """
 
 import dataclasses

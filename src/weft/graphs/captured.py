@@ -3,11 +3,10 @@
     forward    inputs -> static inputs | replay | static outputs -> outputs
     backward   gradients of outputs -> static ones | replay | static gradients -> autograd
 
-Between a forward and its backward a capture is busy: what is saved for the backward lies in memory that the next
-forward writes to. Autograd adds the gradients of parameters up and leaves them in `.grad`, as it does for an
-eager call. It refuses a backward that reads a parameter or buffer which was written to since the forward.
-Delayed gradients of weights are a recording of their own: a replayed backward queues it where an eager one queues
-products, and the capture stays busy until it has run.
+Between a forward and its backward a capture is busy: the next forward would overwrite the values saved for the
+backward. Autograd accumulates the gradients of parameters in `.grad`, as for an eager call. It refuses a backward that
+reads a parameter or buffer that was written to since the forward. Delayed weight gradients have a separate recording: a
+replayed backward queues it where an eager one queues products, and the capture stays busy until it has run.
 
 result of the function          result of a replay
 ------------------------------  ------------------------------------------------------------------
@@ -46,14 +45,16 @@ _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
 class Lease:
-    """A forward in a capture, until its backward is done or its graph is gone. `queue`: takes what is delayed."""
+    """A forward in a capture, until its backward has ended or its graph is freed. `queue`: receives the delayed
+    gradients.
+    """
 
     def __init__(self, captured: "Captured", queue: Delays | None) -> None:
         self._captured = captured
         self.queue = queue
 
     def end(self) -> None:
-        """The backward is done: the capture may be used again."""
+        """End the backward: the capture can be used again."""
         self._captured.rest()
 
 
@@ -61,8 +62,8 @@ class Captured:
     """`function` captured with these arguments: flat `leaves`, and their `spec`.
 
     `places`: the parameters and buffers that the function may read. `gradients`: samples of the gradients of its
-    outputs, by their numbers among the tensors that it returns. `count`: is told why a backward is eager.
-    `queue`: what the function runs under, if gradients of weights are delayed. Raises CaptureRefused.
+    outputs, by their numbers among the tensors that it returns. `count`: called with the reason why a backward is
+    eager. `queue`: the function mode that delays weight gradients, if any. Raises CaptureRefused.
     """
 
     def __init__(
@@ -185,8 +186,9 @@ class Captured:
         self._check_later(outputs, entered, self._backward.begin(samples, [*map(Sample.of, ends)]))
 
     def _hand_out(self, results: Sequence[Any], entered: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-        """Find how a replay makes each result; returns the tensors that its forward makes, with their numbers among
-        all tensors."""
+        """Determine how a replay creates each result. Return the tensors that its forward creates, with their numbers
+        among all tensors.
+        """
         own = {id(each): partial(_argument, number) for number, each in zip(self._numbers, entered)}
         own |= {id(each): partial(_constant, each) for each in self._places.tensors()}
         self._hands: list[Callable[[Sequence[Any], Sequence[Tensor]], Any]] = []
@@ -202,8 +204,9 @@ class Captured:
         return made
 
     def _check_later(self, outputs: Sequence[Tensor], entered: Sequence[Tensor], reads: Ranges | None) -> None:
-        """Find what autograd has to look after between a forward and its backward; `reads`: what a backward reads,
-        None if that is not known."""
+        """Determine the tensors whose versions autograd must check in a backward. `reads`: the memory that a backward
+        reads, None if unknown.
+        """
         places, ranges = [*self._places.tensors()], [*map(range_of, outputs)]
         own = [range_of(local(each)) for each in places]
         self._read = [each for each, place in zip(places, own) if reads is None or touches(place, reads)]
@@ -218,7 +221,7 @@ class Captured:
 
     @property
     def nbytes(self) -> int:
-        """The memory of what it computes, and of what is copied into it."""
+        """The memory of its results, and of its static inputs, in bytes."""
         statics = sum(each.tensor.untyped_storage().nbytes() for each in self._inputs)
         return statics + self._forward.nbytes + self._backward.nbytes
 
@@ -227,8 +230,9 @@ class Captured:
         return None if self._holder is None else self._holder()
 
     def run(self, leaves: Sequence[Any], *, copies: bool, queue: Delays | None = None) -> Any:
-        """The function's result. `copies`: it stays as it is when the next replay writes to the static outputs.
-        `queue`: what the function runs under."""
+        """Replay and return the function's result. `copies`: return copies, which the next replay does not overwrite.
+        `queue`: the function mode that delays weight gradients.
+        """
         lease = Lease(self, queue)
         self._holder = weakref.ref(lease)
         inputs = [leaves[number] for number in self._numbers]
@@ -239,8 +243,9 @@ class Captured:
 
     @torch.no_grad()
     def forward(self, inputs: Sequence[Tensor], *, copies: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Replay the forward: all outputs, those of them that are not differentiable, and what must not be written to
-        before the backward."""
+        """Replay the forward. Return all outputs, the outputs that are not differentiable, and the tensors that must
+        not be written to before the backward.
+        """
         if POISON:
             self._forward.poison()
         for static, given in zip(self._inputs, inputs):
@@ -258,7 +263,9 @@ class Captured:
 
     @torch.no_grad()
     def backward(self, gradients: Sequence[Tensor | None], lease: Lease, *, ends: bool) -> Sequence[Tensor | None]:
-        """Replay the backward: a gradient for each use. What was delayed is queued. `ends`: the lease ends with it."""
+        """Replay the backward, and return a gradient for each use. Delayed gradients are queued. `ends`: whether the
+        lease ends.
+        """
         if self._places.addresses() != self.addresses:
             raise RuntimeError(
                 "weights of a captured function have moved, or were frozen, between its forward and its backward: "
@@ -273,7 +280,7 @@ class Captured:
         return found
 
     def rest(self) -> None:
-        """No forward is in flight."""
+        """Note that no forward is in flight."""
         self._holder = None
         if POISON:
             with torch.no_grad():
@@ -333,7 +340,7 @@ def _refuse(parameter: nn.Parameter) -> Any:
 
 
 def distinct(leaves: Sequence[Any]) -> list[int]:
-    """Where each tensor stands first among the leaves."""
+    """Return the index of the first occurrence of each tensor among the leaves."""
     first: dict[int, int] = {}
     for number, each in enumerate(leaves):
         if isinstance(each, Tensor):

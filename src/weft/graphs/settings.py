@@ -1,4 +1,4 @@
-"""Which computation is captured in graphs: what the user may choose."""
+"""The user's settings of the parts to capture in graphs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

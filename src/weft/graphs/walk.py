@@ -1,4 +1,4 @@
-"""All that a capture may have read beside tensors, as one walk finds it."""
+"""Finds all Python state, other than tensors, that a captured function may read."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -49,8 +49,9 @@ UNSET = object()
 
 
 class Walk:
-    """All that can be reached. `tokens`: names and values that can be compared with those of another walk. `kept`: what
-    can change, and what it had."""
+    """The state that can be reached. `tokens`: names and values that can be compared with those of another walk.
+    `kept`: the objects that can change, with their contents.
+    """
 
     def __init__(self, modules: Sequence[nn.Module], function: Any) -> None:
         # What is looked at again before each replay, without Python for each value: all that containers have, and what
@@ -85,7 +86,9 @@ class Walk:
             raise CaptureRefused("it may read state that cannot be compared: tuples are nested too deeply") from None
 
     def same(self) -> bool:
-        """Whether the same objects are found again. Raises KeyError, AttributeError or ValueError for what has gone."""
+        """Return whether the same objects are found again. Raises KeyError, AttributeError or ValueError for removed
+        ones.
+        """
         return (
             [*map(len, self._sized)] == self._lengths
             and all(map(is_, chain.from_iterable(map(call, self._getters, self._owners)), self._got))
@@ -121,7 +124,7 @@ class Walk:
         self._got += getter(owner)
 
     def _names(self, name: str, values: Mapping[str, Any], skip: frozenset[str] = frozenset()) -> None:
-        """What an object or module has by names."""
+        """Return the named attributes of an object or module."""
         self._size(values)
         self._get(itemgetter, values, [key for key in values if key not in skip])
         for key, value in values.items():
@@ -130,7 +133,7 @@ class Walk:
         self.kept.append((values, dict(values)))
 
     def _token(self, name: str, value: Any) -> Any:
-        """What stands for `value` in comparisons. What it has is reached later."""
+        """Return the token that represents `value` in comparisons. Its contents are visited later."""
         kind = type(value)
         if kind in _PLAIN:
             return kind, str(value) if kind is slice else value
@@ -210,7 +213,7 @@ class Walk:
         self._class(kind)
 
     def _contents(self, name: str, value: Any) -> bool:
-        """Reach what a container has; whether it is one."""
+        """Visit the contents of a container; return whether `value` is one."""
         if isinstance(value, (dict, MappingProxyType)):
             self._dict(name, value)
         elif isinstance(value, (list, deque)):
@@ -287,7 +290,7 @@ class Walk:
 
 
 class Slots:
-    """The values of attributes that are in no dict."""
+    """The values of attributes that are in `__slots__`."""
 
     def __init__(self, owner: Any, names: Sequence[str]) -> None:
         self.owner, self.names = owner, names
@@ -297,13 +300,15 @@ class Slots:
 
 
 def _hides(kind: type, slots: int) -> bool:
-    """Whether objects of a class have more than attributes: those of classes that are not written in Python."""
+    """Return whether objects of a class can have state other than attributes, because the class is not written in
+    Python.
+    """
     words = slots + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
     return kind.__basicsize__ != object.__basicsize__ + words * object.__basicsize__ // 2
 
 
 def _is_plain(key: str, value: Any) -> bool:
-    """Whether what a class has under `key` is what Python keeps there, or a method that holds nothing."""
+    """Return whether the entry `key` of a class is Python's own, or a method without state."""
     kind = type(value)
     if kind is FunctionType:
         held = (value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value))

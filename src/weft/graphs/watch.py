@@ -1,5 +1,6 @@
-"""What a graph cannot hold, found while a function runs: host reads, random numbers, collectives, tensors of other
-classes, and memory that neither the function makes nor its caller knows."""
+"""Detects operations that a graph cannot contain while a function runs: host reads, random numbers, collectives,
+tensors of other classes, and accesses to unknown memory.
+"""
 
 from collections.abc import Iterator
 from types import MethodDescriptorType
@@ -24,7 +25,7 @@ New = list[tuple[int, Tensor]]
 
 
 class Methods(TorchFunctionMode):
-    """Refuses methods of tensors that are no operators: host reads, and hooks on gradients."""
+    """Refuses tensor methods that are not operators: host reads, and hooks on gradients."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _HOST_READS:
@@ -35,7 +36,7 @@ class Methods(TorchFunctionMode):
 
 
 class Watch(TorchDispatchMode):
-    """Refuses operators. `known`: memory that they may read and that no capture makes."""
+    """Refuses operators. `known`: memory that they may read and that no capture allocates."""
 
     def __init__(self, known: Ranges) -> None:
         super().__init__()
@@ -80,20 +81,20 @@ class Watch(TorchDispatchMode):
         return returned
 
     def note(self, function: Any, args: tuple, kwargs: dict, given: list[Tensor], new: New) -> None:
-        """An operator ran."""
+        """Check an operator that has run."""
 
     def memory(self) -> Ranges:
-        """What the operators made."""
+        """The memory that the operators allocated."""
         return [(start, start + nbytes, False) for start, nbytes in self.made.items()]
 
     def _known_as(self, tensor: Tensor) -> bool | None:
-        """Whether known memory in which `tensor` begins may be written to; None for unknown memory."""
+        """Return whether the known memory that `tensor` begins in may be written to; None for unknown memory."""
         address = tensor.data_ptr()
         return next((writable for start, stop, writable in self._known if start <= address < stop), None)
 
 
 def storage_of(tensor: Tensor) -> int:
-    """The address of a tensor's storage."""
+    """Return the address of a tensor's storage."""
     return tensor.untyped_storage().data_ptr()
 
 
@@ -116,7 +117,7 @@ def _check(function: Any, args: tuple, kwargs: dict, given: list[Tensor]) -> Non
 
 
 def _written(function: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The tensors that an operator changes."""
+    """Return the tensors that an operator writes to."""
     if not function._schema.is_mutable:
         return
     for place, argument in enumerate(function._schema.arguments):
@@ -126,8 +127,9 @@ def _written(function: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def _draws(function: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether an operator with the tag of random numbers draws some: attention has the tag, and draws none without
-    dropout."""
+    """Return whether an operator with the tag of random operators draws random numbers: attention has the tag, but
+    draws none without dropout.
+    """
     for place, argument in enumerate(function._schema.arguments):
         if argument.name == "dropout_p":
             return bool(args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value))

@@ -76,7 +76,7 @@ class Transient:
         _resize(self.own, 0)
 
     def live_in(self, tensor: torch.Tensor) -> None:
-        """Use the memory of `tensor` from now on."""
+        """Use the memory of `tensor`."""
         self.tensor = tensor
         self.on_move(tensor)
 

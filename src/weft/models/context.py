@@ -48,7 +48,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Slices:
-    """This rank's slices of the rows of a batch; given to layers in place of `Documents`.
+    """This rank's slices of the rows of a batch; passed to layers in place of `Documents`.
 
     `whole`: the documents of the batch, whose rows are padded to a multiple of 2 `ranks`. `group`: the process group of
     the ranks that share the rows. `rank`: this rank's number in the group.
@@ -142,7 +142,7 @@ class Slices:
         """Start to gather the last `size` positions of each slice of `parts` [batch, 2 width, ...].
 
         The returned function waits and returns this rank's slices, each with the `size` positions before it, or zeros
-        at the begin of a row: [2 batch, size + width, ...].
+        at the beginning of a row: [2 batch, size + width, ...].
         """
         rows = [self.rows(part) for part in parts]
         finish = start_gathering(self.group, *(self._tails(each, size) for each in rows))
@@ -200,7 +200,7 @@ class Slices:
         return self.kept(device, "numbers", lambda: self._numbers)
 
     def before(self, device: torch.device) -> Tensor:
-        """Return the number of the document before each slice, [2 batch]; -1 at the begin of a row."""
+        """Return the number of the document before each slice, [2 batch]; -1 at the beginning of a row."""
 
         def make() -> Tensor:
             numbers = F.pad(self.whole.numbers(), (1, 0), value=PADDING)
@@ -276,7 +276,8 @@ class Slices:
 
     def _ahead(self, tails: Tensor) -> Tensor:
         """Return, from the tails of all ranks, those before this rank's slices, [2 batch, size, ...]; zeros at the
-        begin of a row."""
+        beginning of a row.
+        """
         by_slice = self._by_slice(tails)
         found = [by_slice[number - 1] if number else torch.zeros_like(by_slice[0]) for number in self.mine]
         return torch.stack(found, dim=1).flatten(0, 1)
@@ -322,7 +323,7 @@ def context_part(batch: Mapping[str, Any], meshes: Meshes) -> dict[str, Any]:
         part = context_part({"tokens": tokens, "labels": labels, "documents": documents}, meshes)
         loss = model(part.pop("tokens"), **part)
 
-    Raises `ValueError` without `meshes.cp`, and for values that are no tensors or begin with another shape than
+    Raises `ValueError` without `meshes.cp`, and for values that are not tensors or do not begin with the shape of
     "tokens". Raises `TypeError` for a batch without "tokens", and for documents of another type or already cut.
     """
     if meshes.cp is None:

@@ -22,9 +22,9 @@ from weft.pipeline.placement import Cut, balanced
 
 
 def cut_of(cfg: HybridConfig, meshes: Meshes | None, chunks: int | None, placement: str) -> Cut | None:
-    """Return the cut of a model of `cfg` over the pipeline of `meshes`; None for a model in one piece.
+    """Return the cut of a model of `cfg` over the pipeline of `meshes`; None for a model without stages.
 
-    `chunks`: the number of stages per rank; None: as many as the pattern's segments give, 1 if it has no `|`.
+    `chunks`: the number of stages per rank; None: from the pattern's segments, 1 if it has no `|`.
     """
     mesh = meshes.pp if meshes is not None else None
     ranks = mesh.size() if mesh is not None else 1

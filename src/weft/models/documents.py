@@ -47,13 +47,13 @@ class ConvolutionLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class Documents:
-    """The begins of documents in a batch of `batch` rows of `seq` tokens; checked on construction, on the host.
+    """The starts of documents in a batch of `batch` rows of `seq` tokens; checked on construction, on the host.
 
     `starts`: the first position of each document and of each run of padding, in the flattened batch. `padding`: the
     indices into `starts` of runs of padding. `continues`: the last document of each row continues after the row, so
     that the label at its last position is used. Two values are equal if they describe the same documents.
 
-    Raises `ValueError` for starts that do not ascend, lack the begin of a row or are outside of the batch.
+    Raises `ValueError` for starts that do not ascend, lack the beginning of a row or are outside of the batch.
     """
 
     batch: int
@@ -89,7 +89,7 @@ class Documents:
 
     @classmethod
     def from_position_ids(cls, position_ids: Tensor) -> "Documents":
-        """Make documents from positions [batch, seq] that restart with 0 at each document, as in transformers.
+        """Create documents from positions [batch, seq] that restart with 0 at each document, as in transformers.
 
         Raises `ValueError` if a position is neither 0 nor one more than the position before it.
         """
@@ -108,7 +108,7 @@ class Documents:
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, batch: int, seq: int) -> "Documents":
-        """Make documents from cumulative lengths in the flattened batch, `[0, n_1, n_1 + n_2, ..., batch * seq]`.
+        """Create documents from cumulative lengths in the flattened batch, `[0, n_1, n_1 + n_2, ..., batch * seq]`.
 
         Raises `ValueError` if they do not begin with 0, ascend and end with `batch * seq`, or if a document crosses
         rows.
@@ -122,7 +122,7 @@ class Documents:
 
     @classmethod
     def from_ids(cls, ids: Tensor) -> "Documents":
-        """Make documents from a number for each position [batch, seq], equal within a document; -1 is padding.
+        """Create documents from a number for each position [batch, seq], equal within a document; -1 is padding.
 
         Raises `ValueError` for a number below -1, and for one that appears in its row again after another number.
         """
@@ -146,7 +146,7 @@ class Documents:
 
     @classmethod
     def from_mask(cls, attention_mask: Tensor) -> "Documents":
-        """Make documents from a mask [batch, seq]: 1 or True at tokens, 0 at padding, on the left, the right or both.
+        """Create documents from a mask [batch, seq]: 1 or True at tokens, 0 at padding, on the left, the right or both.
 
         Each row is one document. Raises `ValueError` for a row with padding between tokens.
         """

@@ -61,11 +61,11 @@ def generate(
     among: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the tokens that follow `tokens` [B, S] int64, [B] per step, without end.
+    """Yield the tokens that follow `tokens` [B, S] int64, [B] per step, endlessly.
 
     `lengths`: the number of prompt tokens in each row; None: S. While a row still reads its prompt, -1 is yielded for
-    it. The model sees no padding: it reads as many tokens as the shortest prompt has at once, then one token of each
-    row per step, taken from the prompt as long as it lasts. `among`: the tokens that may follow, 1-D; None: all.
+    it. The model sees no padding: it reads the length of the shortest prompt at once, then one token of each row per
+    step, from the prompt until that ends. `among`: the tokens to choose from, 1-D; None: all.
     """
     cache: Cache = {}
     lengths = [tokens.shape[1]] * len(tokens) if lengths is None else list(lengths)

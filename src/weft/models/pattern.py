@@ -5,7 +5,7 @@
     G        gated delta net              mixer
     *        self-attention (GQA, RoPE)   self_attention
     +        multi-head latent attention  self_attention
-    P        attention beside Mamba-2     mixer
+    P        attention and Mamba-2        mixer
     K        Kimi delta attention         mixer
     -        dense MLP                    mlp
     E        mixture of experts           mlp

@@ -34,8 +34,9 @@ def check_context(cfg: HybridConfig, context: int, size: int) -> None:
 
 
 def least_row(cfg: HybridConfig, context: int) -> int:
-    """Return the length of the shortest rows that `context` ranks can share: what a convolution sees before a slice
-    must be in the previous slice."""
+    """Return the length of the shortest rows that `context` ranks can share: the positions that a convolution sees
+    before a slice must be in the previous slice.
+    """
     widths = [getattr(cfg, name) for kinds, name in _CONVOLUTIONS.items() if set(cfg.pattern) & set(kinds)]
     return 2 * context * max(max(widths, default=1) - 2, 0) + 1 if context > 1 else 1
 

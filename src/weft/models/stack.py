@@ -112,7 +112,7 @@ class Layer(nn.Module):
 
 
 class Layers(nn.ModuleList):
-    """Layers named by their numbers in the whole model. An index counts the layers of this rank."""
+    """Layers named by their numbers in the whole model. Indices count the layers of this rank."""
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):

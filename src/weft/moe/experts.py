@@ -203,7 +203,7 @@ def _owners(rows: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _nothing(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Return the product of no rows, without reading the offsets from the device."""
+    """Return an empty product for zero rows, without reading the offsets from the device."""
     return rows @ weight[0]
 
 

@@ -1,4 +1,4 @@
-"""Optimizers over flat tensors: a handful of kernels for thousands of parameters.
+"""Optimizers over flat tensors: a few kernels for thousands of parameters.
 
     optimizer = weft.optim.flat(torch.optim.AdamW, model, no_decay=lambda name, p: p.ndim < 2, lr=3e-4, fused=True)
     ...
@@ -35,7 +35,7 @@ def flat(
     no_decay: Callable[[str, nn.Parameter], bool] | None = None,
     **options: Any,
 ) -> torch.optim.Optimizer:
-    """Return an `optimizer` over the flat tensors of a sharded model: same results, far fewer tensors.
+    """Return an `optimizer` over the flat tensors of a sharded model: the same results with far fewer tensors.
 
     Args:
         optimizer: an element-wise class of `torch.optim`.
@@ -160,7 +160,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step_over(self, runs: Sequence[FlatRun], step: Callable[[], Any]) -> None:
-        """`step`, which finds gradients of these runs alone: of one of those that are widened for it."""
+        """Call the class's `step` so that it finds only the gradients of these runs, or of one run whose gradients are
+        widened.
+        """
         wide = self._room_for(runs[0]) if runs and runs[0].group in self._widened else None
         try:
             for run in runs:
@@ -172,7 +174,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 run.drop_gradient()
 
     def _room_for(self, run: FlatRun) -> torch.Tensor:
-        """Memory for the gradient of `run` in the dtype of its weights, which is kept for all of them."""
+        """Return memory for the gradient of `run` in the dtype of its weights; all runs share it."""
         kind = run.flat.dtype, run.flat.device
         if kind not in self._rooms:
             alike = [each for each in self._runs if each.group in self._widened and each.flat.dtype == kind[0]]
@@ -319,7 +321,7 @@ _classes: dict[type, Any] = {}
 
 
 def _takes_dtypes(group: ParameterGroup, optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> bool:
-    """Return whether `optimizer` steps with gradients in the group's dtype; a step of one element tries it.
+    """Return whether `optimizer` can step with gradients in the group's dtype, which a step of one element tests.
 
     Raises ValueError if they cannot be widened for it.
     """

@@ -2,8 +2,8 @@
 
     ranks                         must have the same
     ---------------------------   -----------------------------------------------------------------------
-    the ranks of a pipeline       schedule, switches, mode, number of microbatches, their tokens and labels
-    the ranks of a set of experts the same without tokens and labels, of which each has its own
+    the ranks of a pipeline       schedule, options, mode, number of microbatches, their tokens and labels
+    the ranks of a set of experts the same, except tokens and labels: each rank has its own
 
 A difference raises an error on every rank that would have waited for another. Without the check, messages of different
 sizes would be mixed, or tokens of one batch trained with the labels of another.

@@ -1,4 +1,4 @@
-"""Validation of the arguments of a schedule."""
+"""Validates the arguments of a schedule."""
 
 import math
 import weakref

@@ -36,7 +36,7 @@ layers:
 B.send is the backward of send: it receives gradients. Messages are sent as soon as their data is computed. If a table
 has separate weight gradients, those of the head are computed with them (head.weights), as is the backward of embed.
 
-A pair may also be of two forwards, or of two backwards. F and S are then the first and the second microbatch. The
+A pair may also consist of two forwards or of two backwards. F and S are then the first and the second microbatch. The
 second is half a layer behind, so that one computes while the rows of the other are in flight. A is the previous layer:
 of F in steps marked so, else of S.
 

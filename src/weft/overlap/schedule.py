@@ -70,8 +70,8 @@ def forward_backward(
         ValueError: there are no microbatches, or one has an entry that no part of the model takes; layers are inside an
             activation checkpoint; modules whose `forward` a schedule does not call have hooks; `overlap` has no
             exchange to hide; `early_release` or `halves` without `overlap`; `halves` without one row per rank, or with
-            a table of pairs only; `loss_scale` has infinite factors or not one for each microbatch; the table does not
-            fit the model or the microbatches.
+            a table of only pairs; `loss_scale` has infinite factors, or their number is not that of the
+            microbatches; the table does not fit the model or the microbatches.
         UndeclaredTensor: a layer passes a tensor between stages outside its `Crossing`.
         CollectiveMismatch: ranks of a pipeline, or of a set of experts, called different schedules, or ranks of a
             pipeline passed different tokens or labels.

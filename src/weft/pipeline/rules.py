@@ -1,6 +1,6 @@
 """The rules for the entries of a single rank of a table.
 
-F0.1 F1.1        a chunk takes microbatches in order, each once: gradients are then summed as in one process, and
+F0.1 F1.1        a chunk runs microbatches in order, each once: gradients are then summed as in one process, and
                  messages between stages arrive in the order in which they are received
 F2.0 ... B2.0    a backward comes after its forward
 I2.0 ... W2.0    or in two parts, the gradients of inputs before those of weights

@@ -10,7 +10,7 @@
     dualpipev     2        in a V       2p or more         forwards; pairs F+B; separate I and W at both ends
     zbv           2        in a V       any                forwards; F, I, W of one chunk and the other; I; W
 
-A number in brackets is a schedule's default. In each table a chunk takes the microbatches in order, forward and
+A number in brackets is a schedule's default. In each table a chunk runs the microbatches in order, forward and
 backward, so gradients are summed as in one process.
 """
 

@@ -1,6 +1,6 @@
 """The text form of a table, in which you can write a schedule:
 
-    # one microbatch less alive than in 1f1b on the first rank
+    # one live microbatch less than in 1f1b on the first rank
     table mine: chunks 1, microbatches 2, placement loop
     rank 0: F0.0 B0.0
             F1.0 B1.0

@@ -90,7 +90,7 @@ class Channel:
         self._sent.append((ticket, tensors if streams.has_streams(self._device) else ()))
 
     def finish(self) -> None:
-        """Wait until everything that was sent on this channel has arrived."""
+        """Wait until all messages sent on this channel have arrived."""
         while self._told:
             self._told.pop().complete()
         for ticket, _ in self._sent:
@@ -121,7 +121,7 @@ class Channel:
         self.knows(key, like._known[key])
 
     def knows(self, key: Hashable, shapes: Shapes) -> None:
-        """Set the shapes for `key`, so that the sender need not send them."""
+        """Set the shapes for `key`, so that the sender does not need to send them."""
         self._known[key] = shapes
         self._expect()
 
@@ -152,7 +152,7 @@ class Channel:
         return self._lane.run(collective, tensors, self.group, self._peer, channel=self._number)
 
     def _tell(self, shapes: Shapes) -> None:
-        """Send the shapes of a message from host to host."""
+        """Send the shapes of a message between the hosts."""
         words = []
         for shape, dtype in shapes:
             if dtype not in _DTYPES or len(shape) > _MOST_DIMS:
@@ -209,7 +209,7 @@ class Transport:
         return self._channels.get((border, direction))
 
     def finish(self) -> None:
-        """Wait until everything that this rank sent has arrived."""
+        """Wait until all messages sent by this rank have arrived."""
         for channel in self._channels.values():
             channel.finish()
 
@@ -227,7 +227,7 @@ class Transport:
         return other
 
     def forget_shapes(self) -> None:
-        """Drop all shapes, because messages have other dtypes from now on. Call it on all ranks of the pipeline."""
+        """Drop all shapes, because messages will have other dtypes. Call it on all ranks of the pipeline."""
         for channel in self._channels.values():
             channel.forget_shapes()
 

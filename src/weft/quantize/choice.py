@@ -1,4 +1,4 @@
-"""Selects the weights to quantize by numbers of layers."""
+"""Selects the weights to quantize by the numbers of their layers."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -26,7 +26,7 @@ class OwnNumbers:
         self._counts: dict[str, int] = {}
 
     def add(self, numbers: Mapping[str, Any]) -> None:
-        """Add the numbers of one microbatch. Raises ConfigError for a reserved name or a value that is no scalar."""
+        """Add the numbers of one microbatch. Raises ConfigError for a reserved name or a value that is not a scalar."""
         for name, value in numbers.items():
             if not isinstance(name, str) or not is_own(name):
                 raise ConfigError(f"loss: gives a number the name {name!r}, which is already used; choose another")

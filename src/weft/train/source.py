@@ -36,7 +36,7 @@ class Source:
 
     For a run, the newest intact checkpoint at the time of loading is used. `say` is called with a line about each
     damaged checkpoint that is skipped. `ignored`: fields of config.json to ignore (see `hf.config_of`). Raises
-    ConfigError for a path that is no run, checkpoint or model directory.
+    ConfigError for a path that is not a run, checkpoint or model directory.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Source:
 
     @property
     def tokenizer_file(self) -> Path | None:
-        """The tokenizer.json of the run's text; None if the run has none, or the source is no run."""
+        """The tokenizer.json of the run's text; None if the run has none, or the source is not a run."""
         if self.run is None or self._run_config.data.kind == "tokens" or self._run_config.data.tokenizer == "bytes":
             return None
         return Path(self._run_config.data.tokenizer)

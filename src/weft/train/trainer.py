@@ -50,7 +50,7 @@ class Trainer(loop.Trainer):
     (trainer, dictionary of numbers), called on all ranks. resume: as `weft train --resume`: True, a run's directory,
     or "or-start". say: called with lines of text; default: prints them on rank 0.
 
-    Raises ConfigError for a wrong configuration or argument, CheckpointError, CheckpointMismatch.
+    Raises ConfigError for an invalid configuration or argument, CheckpointError, CheckpointMismatch.
     """
 
     def __init__(

@@ -8,10 +8,11 @@ decides which ranks are stuck, also after exceptions and exits. For stuck ranks:
     none can                                                       CollectiveMismatch, on every one that waits in weft
 
 A published state may be old if the detector's thread got no CPU time. Therefore a rank that finds others stuck asks a
-question, and counts only states published after it: a rank whose state is unchanged then has waited all the time.
+question, and counts only states published after it: a rank whose state is unchanged then has been waiting all the time.
 
 Without long waits this costs two assignments per wait and a check every tenth of a second. A rank that has joined a
-collective of others will probably have to again, for each unit that it skips, so all ranks then check more often.
+collective of other ranks will probably have to join more, one for each unit that it skips, so all ranks then check more
+often.
 """
 
 import atexit

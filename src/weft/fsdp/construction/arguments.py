@@ -89,7 +89,7 @@ class Request:
 
 
 def checked_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return `mesh`. Raises ValueError if it has not 1 or 2 axes, or does not contain this rank."""
+    """Return `mesh`. Raises ValueError if it does not have 1 or 2 axes, or does not contain this rank."""
     if mesh.ndim not in (1, 2):
         raise ValueError(
             f"mesh has {mesh.ndim} axes{f' {mesh.mesh_dim_names}' if mesh.mesh_dim_names else ''}: pass a 1-D one "
@@ -140,7 +140,9 @@ def _checked_reshard(choice: Any, placements: Placements, shards: int) -> bool |
 
 
 def _checked_ignored(parameters: Any) -> set[int]:
-    """Return the ids of `ignored_params`. It may contain parameters of other modules, as every call may get one set."""
+    """Return the ids of `ignored_params`. It may contain parameters of other modules, because the same set may be
+    passed to every call.
+    """
     fix = "pass the parameters themselves, such as ignored_params=set(module.parameters())"
     if parameters is None:
         return set()

@@ -18,9 +18,9 @@ from weft.dtensor.uneven import UnevenDTensor
 def copy_assigned(
     module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict, strict: bool, *lists: list
 ) -> None:
-    """Copy values of `state_dict` into sharded parameters, and put these in place of the values.
+    """Copy values of `state_dict` into sharded parameters, and replace the values by these parameters in `state_dict`.
 
-    A hook that runs before `module` assigns the entries of `state_dict`.
+    This is a hook that runs before `module` assigns the entries of `state_dict`.
     """
     if not local_metadata.get("assign_to_params_buffers"):
         return

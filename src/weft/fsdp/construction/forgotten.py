@@ -8,7 +8,7 @@ a parameter of a unit, or a DTensor                nothing
 with gradient hooks, or in `ignored_params`        nothing: the user handles it
 in a module around the root, in DDP or FSDP        nothing
 in a module around the root                        RuntimeError, before the backward begins
-in no module around the root                       nothing: it is no parameter of the model
+in no module around the root                       nothing: it is not a parameter of the model
 """
 
 import gc

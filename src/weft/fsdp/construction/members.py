@@ -50,7 +50,7 @@ class Members:
         self._members: list[list[Unsharded]] = []
 
     def _member(self, parameter: nn.Parameter, slot: Slot) -> Unsharded:
-        """Return how to shard a parameter that no other unit has. Raises ValueError if it cannot be sharded."""
+        """Return how to shard a parameter that belongs to no other unit. Raises ValueError if it cannot be sharded."""
         request, name = self._request, slot.name
         choice, own_mesh, replicas = choice_of(parameter, request.choose, request.mesh, request.replicas)
         mesh = request.checked_own_mesh(own_mesh)

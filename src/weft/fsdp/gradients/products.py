@@ -157,7 +157,7 @@ def _compute(parameter: Any, kind: Any, gradient: Tensor, x: Tensor, beside: Ten
 def _operand(weight: Tensor, *, backward: bool) -> tuple[Tensor, Any, Quantization]:
     """Return payload, scales and recipe of a full weight, of the copy for forward or for `backward`.
 
-    Gathers that copy if the unit has the other one, as when a module is recomputed inside of its unit's backward.
+    Gathers this copy if the other one is in memory, for example when a module is recomputed inside its unit's backward.
     Raises WeightsGone if the memory of the weight was freed.
     """
     codes = weight.detach()

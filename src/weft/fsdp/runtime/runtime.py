@@ -38,7 +38,7 @@ from weft.layout.trace import Trace
 
 
 class Runtime(Shared):
-    """The engine of one model, from the first pass of its root on."""
+    """The engine of one model, created at the first pass of its root."""
 
     def __init__(
         self,

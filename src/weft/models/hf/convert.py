@@ -1,4 +1,4 @@
-"""Converts Hugging Face files to weft's own directory and back, tensor by tensor.
+"""Converts Hugging Face files to weft's own format and back, tensor by tensor.
 
 weft's own directory has safetensors files with weft's names, `weft-model.json` with the configuration and the original
 config.json, and the other files of the model: tokenizer, chat template and generation settings.
@@ -23,11 +23,11 @@ from weft.models.hf.weights import Renamed, check_fits
 def convert(
     source: str | Path, target: str | Path, model_type: str | None = None, *, ignored: Collection[str] = ()
 ) -> str:
-    """Convert Hugging Face files to weft's own directory, or back. Return a line that says what was written.
+    """Convert Hugging Face files to weft's own format, or back. Return a line that says what was written.
 
-    The form of `source` decides the direction. Weights stay bit-exact, and no tensor is in memory as a whole.
-    `model_type`: the family to write; default: the original one, or the first that can represent the model.
-    `ignored`: unknown fields of config.json to ignore. Raises `ConversionError` before anything is written.
+    The format of `source` determines the direction. Weights stay bit-exact, and no tensor is in memory as a whole.
+    `model_type`: the family to write; default: the original one, or the first that can represent the model. `ignored`:
+    unknown fields of config.json to ignore. Raises `ConversionError` before anything is written.
     """
     source, target = Path(source), Path(target)
     refuse_used(target)

@@ -78,7 +78,7 @@ def family_of(raw: Raw) -> Family:
 
 
 def config_of(directory: str | Path, *, ignored: Collection[str] = ()) -> HybridConfig:
-    """Return the configuration of the model in a directory of Hugging Face files or in weft's own form.
+    """Return the configuration of the model in a directory of Hugging Face files or in weft's own format.
 
     `ignored`: unknown fields of config.json to ignore. Raises `ConversionError` for an unknown family, for quantized
     weights, and for a field that changes the result and has no counterpart in weft.
@@ -104,9 +104,9 @@ def described(
 
 
 def opened(directory: Path, cfg: HybridConfig) -> tuple[dict[str, Place], Any]:
-    """Return the place of each of weft's tensors in a directory, and the directory's tensors by name.
+    """Return the `Place` of each of weft's tensors in a directory, and the directory's tensors by name.
 
-    The pattern in the directory may group the symbols of `cfg` in another way.
+    The pattern in the directory may group the symbols of `cfg` differently.
     """
     files = TensorFiles(directory)
     if (directory / OURS).exists():

@@ -34,7 +34,7 @@ class Family:
     """The tables of a family.
 
     `fields`: names in config.json to names in `HybridConfig`, each with the family's default. `required`: fields of
-    config.json for which weft supports this value only. `kept`: fields of config.json that do not affect the result.
+    config.json for which weft supports only this value. `kept`: fields of config.json that do not affect the result.
     `read` and `write` convert the fields that the table cannot express. `outer`: weft's modules outside of layers to
     names on disk. `layer`: the prefix of names in layer {}, which holds `symbols_per_layer` symbols. `tensors`: a table
     for each layer symbol. `depths`: the prediction depths, None if none are published. `memory`: parts of names on disk
@@ -251,13 +251,14 @@ def written_windows(cfg: HybridConfig) -> Raw:
 
 
 def experts(template: str) -> Bound:
-    """Return the place of the matrices of all experts. `template`: their name on disk, with {} for the expert."""
+    """Return the `Place` of the matrices of all experts. `template`: their name on disk, with {} for the expert."""
     return lambda prefix, cfg: PerExpert(prefix + template, cfg.num_experts)
 
 
 def differences(cfg: HybridConfig, there: HybridConfig) -> list[str]:
-    """Describe the fields in which the models of `cfg` and `there` differ, though all shapes may fit. Groups of symbols
-    do not count."""
+    """Describe the fields in which the models of `cfg` and `there` differ, even if all shapes fit. The grouping of
+    symbols is ignored.
+    """
     if cfg.parsed.symbols != there.parsed.symbols:
         return [f"pattern={cfg.pattern!r}, there {there.pattern!r}"]
     return [

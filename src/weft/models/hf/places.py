@@ -99,7 +99,7 @@ class PerExpert:
         return [self.experts, inputs, outputs]
 
     def fused(self, gated: bool) -> "Turned | Half":
-        """Return the place if one tensor holds all experts. `gated`: gate and up are also one tensor."""
+        """Return the `Place` if one tensor holds all experts. `gated`: gate and up are also one tensor."""
         stem, name = self.template.removesuffix(".weight").split("{}.")
         part = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}.get(name)
         if part is None or not gated:

@@ -16,8 +16,8 @@ WITH_FIRST_CONTEXT = ("llama3", "yarn", "longrope", "dynamic")
 def read(raw: Raw, *, theta: float = 10000.0, partial: float | None = None, unused: Iterable[str] = ()) -> Raw:
     """Return the RoPE fields of `HybridConfig`. `theta`: the family's default base.
 
-    `partial`: the default fraction of a head that is rotated, None for families that rotate whole heads only.
-    `unused`: names in the table to ignore.
+    `partial`: the default fraction of a head that is rotated, None for families that rotate only whole heads. `unused`:
+    names in the table to ignore.
     """
     return of_table(raw.get("rope_parameters") or raw.get("rope_scaling") or {}, raw, theta, partial, unused)
 

@@ -52,7 +52,8 @@ def save(model: HybridModel, directory: str | Path, model_type: str | None = Non
 
     A loaded model keeps its family, its config.json except the dtype, and its tokenizer and generation files. All ranks
     call it and gather one weight at a time; rank 0 writes. Raises `ConversionError` if no family can represent the
-    model, or if the directory cannot be made or already holds a model, whose files could be taken for the new one's.
+    model, or if the directory cannot be created or already contains a model, whose files could be mistaken for the new
+    ones.
     """
     if model.cut is not None and model.cut.ranks > 1:
         raise ConversionError(
@@ -134,7 +135,7 @@ class Renamed:
 def _prepare(directory: Path) -> None:
     """Create the directory, or raise `ConversionError` on all ranks.
 
-    Only rank 0 looks: it may begin to write before others have looked.
+    Only rank 0 checks the directory: it may begin to write before others could check.
     """
     refusal: ConversionError | None = None
     if not dist.is_initialized() or dist.get_rank() == 0:

@@ -5,7 +5,7 @@
     G       fla         ops.gated_delta_rule.chunk_gated_delta_rule           CUDA, in half precision, with heads of
                                                                               keys up to 256 wide
 
-"auto" uses a kernel if it is usable. Otherwise it uses torch's operations and logs the reason once. Asking for a kernel
+"auto" uses a kernel if it is usable. Otherwise it uses torch's operations and logs the reason once. Selecting a kernel
 by name raises `KernelError` if it is not usable. The kernels round differently from the chunked forms in torch.
 """
 

@@ -111,7 +111,7 @@ def _quiet(model: HybridModel) -> HybridModel:
 
 
 def _on_one_rank(config: TrainConfig, rows: list[dict[str, Any]]) -> Alone:
-    """Run the step with the mean loss of all microbatches on one rank, with plain autograd."""
+    """Run the step on one rank, on the mean loss of all microbatches, with plain autograd."""
     torch.manual_seed(config.train.seed)
     model = _quiet(HybridModel(config.hybrid).double())
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

@@ -26,7 +26,7 @@ def _whole(batch: Batch) -> Batch:
 class Batches:
     """An endless iterator of the training microbatches of one rank (see `Batch`).
 
-    Each epoch of a text has a new shuffled order, determined by `seed` alone. Every sequence comes once per epoch, and
+    Each epoch of a text has a new shuffled order, determined by `seed` alone. Every sequence occurs once per epoch, and
     step k has the same `global_batch_size` sequences for any `dp_size`.
 
     tokens: 1-D token array, or several texts, mixed by `weights`. vocabulary: tokens must be below it; None: not
@@ -142,8 +142,8 @@ def _weights(labels: np.ndarray) -> np.ndarray:
 class Validation:
     """A fixed set of `batches` global batches, evenly spread over the validation tokens.
 
-    Iterating yields this rank's microbatches, equally many on every rank. The set does not depend on `dp_size`. It is
-    smaller if the tokens hold fewer global batches. Raises ConfigError if they hold less than one.
+    Iterating yields this rank's microbatches, the same number on every rank. The set does not depend on `dp_size`. It
+    is smaller if the tokens contain fewer global batches. Raises ConfigError if they contain less than one.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ FILES = ("chat_template.jinja", "tokenizer_config.json")
 class ConversationTokenizer:
     """A tokenizer.json with the chat template in its folder. Raises ConfigError if there is no template.
 
-    A token that the assistant does not write is marked (see `weft.train.data.answers`), so that it is no label.
+    A token that the assistant does not write is marked (see `weft.train.data.answers`), so that it is not a label.
     """
 
     def __init__(self, path: str) -> None:

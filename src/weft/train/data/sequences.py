@@ -94,7 +94,7 @@ class WholeDocuments:
 
 
 def _packed(part: Part, room: int) -> np.ndarray:
-    """Return the begin and end of each sequence, [sequence, 2], at most `room` apart, without those of one token."""
+    """Return the start and end of each sequence, [sequence, 2], at most `room` apart, without those of one token."""
     found: list[tuple[int, int]] = []
     begin = reach = 0
     for end in [*part.starts[1:].tolist(), len(part.tokens)]:

@@ -98,7 +98,7 @@ class Watchdog:
         self._moves += 1
 
     def rest(self) -> None:
-        """Watch only file operations from now on, while the program does work outside of the run."""
+        """Watch only file operations, while the program does work outside of the run."""
         self.at("")
 
     def tell(self, line: str) -> None:

@@ -90,7 +90,9 @@ def end_with_interpreter() -> None:
 
 
 def place_from(environment: Mapping[str, str]) -> Place | None:
-    """Return the place that torchrun, SLURM or `weft train` gave this process; None without a launcher."""
+    """Return the rank and the numbers of ranks that torchrun, SLURM or `weft train` gave this process; None without a
+    launcher.
+    """
     if "RANK" in environment and "WORLD_SIZE" in environment:
         rank, ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         local = int(environment.get("LOCAL_RANK", rank)), int(environment.get("LOCAL_WORLD_SIZE", ranks))

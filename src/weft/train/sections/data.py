@@ -9,7 +9,7 @@ from weft.train.toml_values import plain, show
 
 @dataclass(frozen=True)
 class DataConfig:
-    """[data]: the text, how it becomes tokens, and how they are cut."""
+    """[data]: the text, how it is tokenised, and how tokens are divided into sequences."""
 
     kind: Literal["text", "jsonl", "messages", "parquet", "datasets", "tokens"] = "text"
     """Kind of `paths`: text, JSON lines of text or of "messages", Parquet, saved `datasets`, or token arrays."""

@@ -8,7 +8,7 @@ from weft.train.sections.rules import microbatches_per_step, require
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """[train]: steps, batch sizes, precision and what happens every so many steps."""
+    """[train]: steps, batch sizes, precision and periodic actions."""
 
     steps: int = 1000
     """Optimizer steps of the whole run."""

@@ -141,7 +141,8 @@ def _context_part(batch: Batch, meshes: weft.Meshes) -> Batch:
 
 
 def for_own_model(microbatch: Batch) -> Batch:
-    """Return a microbatch with documents as a dictionary for models of transformers, any other one unchanged.
+    """Return a microbatch with documents as a dictionary for models of transformers, and any other microbatch
+    unchanged.
 
     Its keys are "tokens", "labels", "position_ids" and "cu_seqlens".
     """
@@ -156,7 +157,8 @@ DOCUMENT_NAMES = ("position_ids", "cu_seqlens")
 
 
 def _require_documents(model: nn.Module, text: torch.Tensor) -> None:
-    """Raise ConfigError for a model whose forward takes no positions of documents, or that looks beyond them.
+    """Raise ConfigError for a model whose forward does not accept document positions, or whose documents attend to each
+    other.
 
     `text`: tokens of the shape of a microbatch, so that nothing is compiled for another shape.
     """
@@ -179,8 +181,9 @@ def _require_documents(model: nn.Module, text: torch.Tensor) -> None:
 
 @torch.no_grad()
 def _seen_of_others(model: nn.Module, text: torch.Tensor) -> float:
-    """Return the largest change of a document's scores with the tokens of the document before it, as a part of the
-    largest score; 0 for a change within rounding. `text`: tokens [batch, seq]."""
+    """Return the largest change of a document's logits with the tokens of the previous document, as a fraction of the
+    largest logit; 0 for a change within rounding. `text`: tokens [batch, seq].
+    """
     half, found = text.shape[1] // 2, []
     documents = Documents.from_ids((torch.arange(text.shape[1]) >= half).long().expand(text.shape))
     other = text.clone()
