@@ -305,7 +305,7 @@ def test_gradients_that_are_divided_too_often():
         return {**options_of(*args), "gradient_divide_factor": 2}
 
     said = found(2, "[*-]", patch=mock.patch("weft.train.task.text.options_of", divided))
-    assert "1 / 2 of that of one rank, as many as dp_shard has ranks" in said
+    assert "1 / 2 of that of one rank, the number of ranks of dp_shard" in said
 
 
 def test_replicas_that_do_not_reduce():

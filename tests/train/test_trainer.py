@@ -384,7 +384,7 @@ WRONG = {
     "model: None cannot be called": {"model": None},
     "model: a float cannot be called": {"model": 3.0},
     "model: the class Deep is called without arguments: missing a required argument: 'depth'": {"model": Deep},
-    "model: the function nothing gives None, no torch.nn.Module": {"model": nothing},
+    "model: the function nothing returns None, not a torch.nn.Module": {"model": nothing},
     "model: the class int gives a int": {"model": int},
     "has no parameter that requires a gradient": {"model": frozen},
     "loss: None cannot be called": {"loss": None},
@@ -634,7 +634,7 @@ def own_numbers_that_are_refused(folder):
 
 @pytest.mark.slow
 def test_own_numbers_that_cannot_be_logged_are_refused(pool, tmp_path):
-    words = ["'loss', which is already used", "'step', which", "'ema_x', which", "'x' is a tensor [2]", "'x' is a str"]
+    words = ["'loss' for a number", "'step' for a number", "'ema_x' for a number", "'x' is a tensor [2]", "'x' is a str"]
     for line, word in zip(pool.run(1, own_numbers_that_are_refused, tmp_path)[0], words, strict=True):
         assert word in line
 

@@ -109,7 +109,7 @@ def report(options: argparse.Namespace) -> int:
 
     run = Path(options.path)
     if not (run / FILE).is_file():
-        raise ValueError(f"{run}: holds no {FILE}; name the directory of a run")
+        raise ValueError(f"{run}: contains no {FILE}; name the directory of a run")
     if not 0 <= options.live < math.inf:
         raise ValueError(f"--live {options.live}: must be a number of seconds, or 0 for a page that does not reload")
     if options.live:

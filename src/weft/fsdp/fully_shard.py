@@ -59,7 +59,8 @@ def fully_shard(
         shard_placement_fn: called with each parameter. It may return `weft.TensorAtomic()` (never cut),
             `weft.BlockAtomic(rows)` (cut only between blocks of rows), None or `Shard(0)` (cut where this needs the
             least padding), or `Shard(dim)` (cut between slices along another dimension; parts may be unequal). It may
-            also return torch's `ShardPlacementResult`, whose `mesh_info` gives the parameter another mesh, as experts need it.
+            also return torch's `ShardPlacementResult`, whose `mesh_info` gives the parameter another mesh, as
+            experts need it.
         mp_policy: `weft.MixedPrecisionPolicy`, or torch's.
         offload_policy: `weft.OffloadPolicy`, `weft.CPUOffloadPolicy` (sharded weights, gradients and optimizer state
             stay in CPU memory), or torch's.

@@ -254,7 +254,7 @@ class SharedEnds:
         apart = () if isinstance(model, FSDPModule) else getattr(model, "tied_ends", ())  # sharding sums both shares
         if any(getattr(each, "_post_accumulate_grad_hooks", None) for module in apart for each in module.parameters()):
             raise ValueError(
-                "the model uses a parameter both before and after its layers that has a hook on its accumulated "
+                "a parameter that the model uses both before and after its layers has a hook on its accumulated "
                 "gradient, which a schedule would call once for each use: step the optimizer after the call, "
                 "or shard the model"
             )

@@ -87,7 +87,7 @@ def evaluate(
     import the code that the configuration names even if this user did not create the run here. say: called with a line
     about each damaged checkpoint that is skipped. Raises ConfigError for an override that does not affect the loss."""
     if not (run / CONFIG).is_file():
-        raise ConfigError(f"{run}: holds no {CONFIG}; name the directory of a run")
+        raise ConfigError(f"{run}: contains no {CONFIG}; name the directory of a run")
     refuse_own_task(run)
     config = load_config(run / CONFIG, overrides)
     _refuse_without_effect(overrides, config)

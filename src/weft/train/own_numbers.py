@@ -29,7 +29,9 @@ class OwnNumbers:
         """Add the numbers of one microbatch. Raises ConfigError for a reserved name or a value that is not a scalar."""
         for name, value in numbers.items():
             if not isinstance(name, str) or not is_own(name):
-                raise ConfigError(f"loss: gives a number the name {name!r}, which is already used; choose another")
+                raise ConfigError(
+                    f"loss: uses the name {name!r} for a number, but that name is reserved; choose another"
+                )
             scalar = _scalar(name, value, self._device)
             self._totals[name] = self._totals[name] + scalar if name in self._totals else scalar
             self._counts[name] = self._counts.get(name, 0) + 1

@@ -253,8 +253,8 @@ def test_a_target_that_cannot_be_made_is_one_line(there, tmp_path, capsys, below
     target = tmp_path / "file" / below
     assert main(["convert", str(there), str(target)]) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and f"{target} cannot be made (" in said and "name a new directory" in said
-    with pytest.raises(ConversionError, match="cannot be made"):
+    assert said.count("\n") == 1 and f"{target} cannot be created (" in said and "name a new directory" in said
+    with pytest.raises(ConversionError, match="cannot be created"):
         hf.save(HybridModel(HybridConfig(pattern="[*-]", hidden_size=16)), target)
     assert (tmp_path / "file").read_text() == "as it was"
 

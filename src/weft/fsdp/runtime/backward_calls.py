@@ -22,7 +22,7 @@ class BackwardCalls:
         self.makes_graph = in_backward() and torch.is_grad_enabled()
 
     def refuse_graph(self, unit: Unit) -> NoReturn:
-        """Raise RuntimeError: gradients of `unit` are to be reduced in a backward with `create_graph=True`."""
+        """Raise RuntimeError, because gradients of `unit` cannot be reduced in a backward with `create_graph=True`."""
         raise RuntimeError(
             f"backward(create_graph=True) through {unit}: gradients of parameters are reduced over the ranks and "
             "cannot be differentiated; call torch.autograd.grad with respect to inputs"

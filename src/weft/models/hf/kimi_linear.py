@@ -1,4 +1,4 @@
-"""Kimi Linear (arXiv:2510.26692): Kimi delta attention, latent attention without rotation, experts as DeepSeek-V3's."""
+"""Kimi Linear (arXiv:2510.26692): Kimi delta attention, latent attention without rotation, DeepSeek-V3's experts."""
 
 import torch
 

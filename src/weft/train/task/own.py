@@ -271,7 +271,7 @@ def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     with torch.device("meta"):
         built = build()
     if not isinstance(built, nn.Module):
-        raise ConfigError(f"model: {told(build)} gives {told(built)}, no torch.nn.Module; give {wanted}")
+        raise ConfigError(f"model: {told(build)} returns {told(built)}, not a torch.nn.Module; pass {wanted}")
     return built
 
 
