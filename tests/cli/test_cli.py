@@ -172,7 +172,7 @@ def test_what_lies_in_a_run_may_be_a_run_or_a_folder_of_runs(tmp_path, capsys, m
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("setting", "said"),
-    [('data.paths=["{empty}"]', "no text found there"), ("data.sequence_length=100000", "fewer than one")],
+    [('data.paths=["{empty}"]', "no text found"), ("data.sequence_length=100000", "fewer than one")],
 )
 def test_what_only_the_ranks_can_find_wrong_is_one_line_too(tmp_path, setting, said):
     (tmp_path / "empty").mkdir()

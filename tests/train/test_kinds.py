@@ -377,7 +377,7 @@ def test_what_cannot_be_read_is_named_with_its_place(tmp_path, name):
 HELD = {
     "a typo": ("text", "held.txt", None, "is not a file or folder"),
     "no text": ("text", "held.txt", b"\0", "is not text"),
-    "an empty file": ("text", "held.txt", b"", "no text found there"),
+    "an empty file": ("text", "held.txt", b"", "no text found"),
     "too little": ("text", "held.txt", b"too short", "9 validation tokens are 0 sequences"),
     "a broken line": ("jsonl", "held.jsonl", b"{broken", "document 1 cannot be read (line 1: is no JSON"),
     "no tokens": ("tokens", "held.npy", b"x", "cannot be mapped as tokens"),

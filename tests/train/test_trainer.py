@@ -634,7 +634,13 @@ def own_numbers_that_are_refused(folder):
 
 @pytest.mark.slow
 def test_own_numbers_that_cannot_be_logged_are_refused(pool, tmp_path):
-    words = ["'loss' for a number", "'step' for a number", "'ema_x' for a number", "'x' is a tensor [2]", "'x' is a str"]
+    words = [
+        "'loss' for a number",
+        "'step' for a number",
+        "'ema_x' for a number",
+        "'x' is a tensor [2]",
+        "'x' is a str",
+    ]
     for line, word in zip(pool.run(1, own_numbers_that_are_refused, tmp_path)[0], words, strict=True):
         assert word in line
 

@@ -297,7 +297,7 @@ def _bench(known: Any) -> None:
     bench = known.add_parser(
         "bench",
         help="run a benchmark of this repository",
-        epilog="What follows -- goes to the benchmark itself. " + EXIT_CODES,
+        epilog="Arguments after -- are passed to the benchmark. " + EXIT_CODES,
     )
     bench.add_argument("name", metavar="NAME", help="of a file in benchmarks/, such as fsdp2")
     bench.add_argument("--ranks", type=int, default=2, help="local processes (default: 2)")

@@ -122,7 +122,7 @@ _naming = threading.Lock()
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Give groups that this thread creates inside of this context the name `name`.
+    """Give groups that this thread creates inside this context the name `name`.
 
     Ranks find each other by the group's name. torch's names contain the number of groups that a rank has created, which
     differs between ranks of a pipeline, so that they would deadlock.

@@ -160,7 +160,7 @@ recording: list[Timeline] = []
 
 
 def labelled(label: str) -> AbstractContextManager:
-    """Record communication that is issued inside of this context under `label`."""
+    """Record communication that is issued inside this context under `label`."""
     return _labelled(recording[0], label) if recording else _NOTHING
 
 

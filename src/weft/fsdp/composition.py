@@ -32,7 +32,7 @@ def enter_registry(module: nn.Module) -> None:
 def refuse_foreign(module: nn.Module, name: str) -> None:
     """Raise ValueError if torch's `replicate` or `fully_shard` was called on `module`.
 
-    `name`: its name inside of the module that is sharded.
+    `name`: its name inside the module that is sharded.
     """
     registered = [each for each in ("replicate", "fully_shard") if each in vars(module).get(REGISTRY_KEY, {})]
     if isinstance(module, TorchFSDPModule) or registered:

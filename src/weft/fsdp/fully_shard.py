@@ -123,7 +123,7 @@ def _refuse_in_use(driver: UnitDriver) -> None:
 
 
 def _name_units(modules: list[nn.Module]) -> None:
-    """Name each unit inside of `modules` by its path."""
+    """Name each unit inside `modules` by its path."""
     for root in modules:
         for name, module in root.named_modules():
             if isinstance(module, FSDPModule):

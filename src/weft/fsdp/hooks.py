@@ -299,8 +299,9 @@ class HookDriver(ABC):
             engine.done(unit, self._hold, backward_follows=call is not None and not recomputing)
 
     def _reshards(self) -> bool:
-        """Return whether to free the weights after forward. The default is no for the root, whose backward follows
-        immediately."""
+        """Return whether to free the weights after forward. The default for the root is not to free them, because its
+        backward follows immediately.
+        """
         choice = self.unit.reshard_after_forward
         return self.unit.number > 0 if choice is None else choice
 

@@ -38,7 +38,7 @@ class FSDPModule:
         raise TypeError(
             f"deepcopy of the sharded {kind_of(self)}: copy the module before fully_shard, "  # type: ignore[arg-type]
             "or load its state_dict into another sharded one; to average its weights, copy the sharded parameters, "
-            "{name: copy.deepcopy(p) for name, p in model.named_parameters()}, which are cut as they are"
+            "{name: copy.deepcopy(p) for name, p in model.named_parameters()}, which stay sharded"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -173,7 +173,7 @@ class Narrow:
         return list(accumulate(sizes, initial=self._payload_bytes))
 
     def _shape(self, number: int, numel: int) -> tuple[int, ...]:
-        """Return a shape for `numel` elements of tensor `number`, whose rows and matrices divide no block."""
+        """Return a shape for `numel` elements of tensor `number`, whose rows and matrices do not divide a block."""
         shape = self._extents[number].shape
         if self._recipe.kind == "tensorwise":
             return (numel,)

@@ -278,7 +278,7 @@ class Pool:
             self._places[transient] = old if same else place  # type: ignore[assignment]
 
     def _planned_place(self, transient: Transient) -> torch.Tensor | None:
-        """Return the place of `transient` in the slab; None if it has none or another buffer is there."""
+        """Return the place of `transient` in the slab; None if it has none, or if another buffer occupies it."""
         if self.plan is None:
             self.outdated = True
             return None

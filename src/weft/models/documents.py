@@ -138,7 +138,7 @@ class Documents:
             if number != PADDING and (row, number) in seen:
                 raise ValueError(
                     f"ids[{row}, {start % ids.shape[1]}] is {number}, which appears before another number in this row: "
-                    "the tokens of a document must be contiguous; give each document its own number"
+                    "the tokens of a document must be contiguous; number each document differently"
                 )
             seen.add((row, number))
         padding = (numbers == PADDING).nonzero()[:, 0].tolist()

@@ -251,7 +251,7 @@ class HybridModel(nn.Module):
         of routers and prediction depths are added.
 
         cache: a dict for generation, empty at first, that the call updates. `tokens` follow those of earlier calls:
-        several calls with parts of a sequence give the logits of one call with all of it.
+        several calls with parts of a sequence return the logits of one call with the whole sequence.
 
         documents: the documents and the padding in the rows. No information crosses documents. The label at a
         document's last position is ignored.

@@ -314,7 +314,7 @@ class _ExchangeHandle(Handle):
         return None if self._arriving is None else self._arriving[-1]
 
     def leaving(self) -> list[int]:
-        """Return the rows to each rank, which this rank's own counts give without waiting."""
+        """Return the rows to each rank, which this rank's own counts determine without waiting."""
         return self.sent_to if self._arriving is None else self._rows(self._arriving[0].view(self._ranks, -1))
 
     def arriving(self) -> list[int]:

@@ -325,7 +325,7 @@ class Runtime(Shared):
             return self.passes.current is Pass.SCHEDULE
         if self._depth:
             raise RuntimeError(
-                "a backward inside of a forward failed, and the forward continued: let the exception propagate out "
+                "a backward inside a forward failed, and the forward continued: let the exception propagate out "
                 "of the forward"
             )
         self._recover()

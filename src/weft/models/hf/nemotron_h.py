@@ -32,8 +32,8 @@ def read(raw: Raw) -> Raw:
     width = raw.get("head_dim", 128)
     if raw.get("attention_head_dim") not in (None, width):
         raise ConversionError(
-            f"attention_head_dim={raw['attention_head_dim']}: transformers reads head_dim={width} instead; give both "
-            f"the same value"
+            f"attention_head_dim={raw['attention_head_dim']}: transformers reads head_dim={width} instead; set both "
+            f"to the same value"
         )
     return {
         "pattern": "".join(SYMBOLS[name] for name in blocks) if blocks else raw["hybrid_override_pattern"],

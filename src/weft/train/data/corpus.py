@@ -127,7 +127,7 @@ def _tokenised(
     data: DataConfig, text: Text, tokenizer: Tokenizer, fraction: float, say: Say
 ) -> tuple[Part, Part, dict[str, int]]:
     if not sum(size for _, size, _ in text.files):
-        raise ConfigError(f"{text}: no text found there; name files or folders that contain text")
+        raise ConfigError(f"{text}: no text found; name files or folders that contain text")
     key = _key(data, text.files, tokenizer, fraction)
     folder = cache.cache_folder(data.cache_dir)
     try:
@@ -195,7 +195,7 @@ def _of_token_files(data: DataConfig, text: Text, apart: Text | None, say: Say) 
 
 def _mapped(data: DataConfig, text: Text) -> list[np.ndarray]:
     if not text.files:
-        raise ConfigError(f"{text}: no token files (*.npy, *.bin) found there; name some")
+        raise ConfigError(f"{text}: no token files (*.npy, *.bin) found; name some")
     found = []
     for path, _, _ in text.files:
         try:

@@ -121,7 +121,7 @@ def sequences(
     if len(found) < at_least:
         raise ConfigError(
             f"data.sequence_length = {length}: {len(part.tokens)} tokens are {len(found)} sequences, "
-            f"fewer than one for each of {at_least} ranks; use more text or lower it"
+            f"fewer than one for each of {at_least} ranks; use more text or lower data.sequence_length"
         )
     if part.conversations is None:
         return found
@@ -129,7 +129,8 @@ def sequences(
     if len(answered) < at_least:
         raise ConfigError(
             f"data.sequence_length = {length}: only {len(answered)} of {len(found)} sequences contain text of an "
-            f"assistant, fewer than one for each of {at_least} ranks; use more conversations or raise it"
+            f"assistant, fewer than one for each of {at_least} ranks; use more conversations or raise "
+            f"data.sequence_length"
         )
     return answered
 

@@ -3,7 +3,7 @@
 Each rank records its progress, the stack of its main thread, and its current file operation. A file operation that
 takes longer than the limit counts as a hang. A rank without progress for longer than the limit asks all others:
 
-    a rank does not answer                       it is stopped, or its host is gone
+    a rank does not answer                       it is stopped, or its host is down
     a rank makes progress                        the others wait for it, and so does this one
     a rank is in a file operation                it hangs there, and the others wait for it
     a rank is not in a collective                likewise

@@ -59,7 +59,7 @@ class RunConfig:
         rule = f'must contain only "tensorboard", "wandb" and "package.module:Class", not {unknown}{meant}'
         require("run.loggers", list(self.loggers), not unknown, rule)
         wrong = [name for name, unit in self.units.items() if not is_own(name) or not isinstance(unit, str)]
-        rule = f'must give each number of the loss a text, such as {{accuracy = "%"}}; {wrong} is not a text'
+        rule = f'must map the name of each number to a text, such as {{accuracy = "%"}}; {wrong} is not a text'
         require("run.units", self.units, not wrong, rule)
         require("run.report_every", self.report_every, self.report_every >= 0, "must not be negative")
         require("run.patience", self.patience, self.patience > 0, "must be positive")
