@@ -355,7 +355,7 @@ def refusals(folder):
 def test_what_cannot_work_is_one_line(pool, tmp_path):
     said = pool.run(1, refusals, tmp_path)[0]
     words = [
-        "'epoch' is not a moment",
+        "'epoch' is not an event",
         "data: is an iterator",
         "shard: must end",
         "[model]: has no effect",

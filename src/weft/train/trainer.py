@@ -69,7 +69,7 @@ class Trainer(loop.Trainer):
     ) -> None:
         self.callbacks = dict(callbacks or {})
         if strange := set(self.callbacks) - set(MOMENTS):
-            raise ConfigError(f"callbacks: {sorted(strange)[0]!r} is not a moment; choose from {', '.join(MOMENTS)}")
+            raise ConfigError(f"callbacks: {sorted(strange)[0]!r} is not an event; choose from {', '.join(MOMENTS)}")
         for moment, called in self.callbacks.items():
             check_callable(f"callbacks: {moment!r}", called, ["trainer", "numbers"], "a function (trainer, numbers)")
         if optimizer is not None:
@@ -121,7 +121,7 @@ class Trainer(loop.Trainer):
             self.stop.release()
 
     def moment(self, name: str, numbers: dict[str, Any]) -> None:
-        """Call the callback of this moment, if there is one."""
+        """Call the callback of this event, if there is one."""
         if name in self.callbacks:
             self.callbacks[name](self, numbers)
 

@@ -29,7 +29,8 @@ _others, _present, _resharded = map(attrgetter, ("others", "gradient.present", "
 
 class Consensus:
     """Exchanges the state of one model with the other ranks. `agreement`: the log of collectives, and the exchange.
-    `checked`: `check_collectives`."""
+    `checked`: the option `check_collectives`.
+    """
 
     def __init__(self, every: UnitSet, reductions: Reductions, agreement: Agreement, *, checked: bool) -> None:
         self._every = every

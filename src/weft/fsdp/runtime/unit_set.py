@@ -40,7 +40,7 @@ class UnitSet:
             unit.begin_pass()
 
     def renew(self) -> None:
-        """Gather held weights again that are older than the main weights, at the beginning of a pass."""
+        """Gather again, at the beginning of a pass, those held weights that are older than the main weights."""
         for unit in self.units:
             if unit.holders and unit.is_stale:
                 unit.renew()

@@ -136,7 +136,7 @@ def refuse_no_run(folder: Path, asked: str) -> None:
 def refuse_own_task(directory: Path, *, goes_on: bool = False) -> None:
     """Raise ConfigError for a run whose model and data a program passed to `weft.train.Trainer`.
 
-    goes_on: whether the run would be resumed; otherwise its weights would be read. For the message.
+    goes_on: for the message: whether the run would be resumed; otherwise only its weights would be read.
     """
     if _describes_task(directory) is False:
         checkpoints = str(directory / CHECKPOINTS)

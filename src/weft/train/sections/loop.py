@@ -45,7 +45,7 @@ class LoopConfig:
     quantization_shares_every: int = 0
     """With a quantized `precision`: steps between two records of saturated and underflowed weights by unit; 0: none."""
     profile_step: int = 0
-    """First of the steps that torch's profiler records, a trace for each rank; 0: none."""
+    """First step that torch's profiler records, with a trace for each rank; 0: none."""
     profile_steps: int = 3
     """With `profile_step`: number of steps to record."""
     peak_tflops: float = 0.0
