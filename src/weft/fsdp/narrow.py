@@ -51,7 +51,7 @@ class Narrow:
     """The payload of quantized weights; implements `weft.fsdp.payload.Payload`."""
 
     refreshes = True
-    """The payload is kept besides the main weights, and is made from them once per step."""
+    """The payload is kept in addition to the main weights, and is made from them once per step."""
 
     def __init__(self, plan: GroupPlan, describe: Callable[[], str]) -> None:
         self._plan = plan

@@ -83,7 +83,8 @@ def placements_of(strategy: "str | Placements", outer_strategy: str, axes: int) 
     if isinstance(strategy, Placements):
         if outer_strategy != "no_shard":
             raise ValueError(
-                f"outer_strategy={outer_strategy!r} beside {strategy}: the placements already define it; leave it out"
+                f"outer_strategy={outer_strategy!r} together with {strategy}: the placements already define it; leave "
+                f"it out"
             )
         if strategy.axes != axes:
             raise ValueError(

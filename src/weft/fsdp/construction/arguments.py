@@ -83,7 +83,8 @@ class Request:
             )
         if own.device_type != self.mesh.device_type:
             raise ValueError(
-                f"shard_placement_fn returned a mesh of {own.device_type} beside one of {self.mesh.device_type}"
+                f"shard_placement_fn returned a mesh on {own.device_type}, but the module's mesh is on "
+                f"{self.mesh.device_type}"
             )
         return checked_mesh(own)
 

@@ -26,7 +26,7 @@ class ConversationTokenizer:
         template = template_of(files, str(folder))
         if template is None:
             raise ConfigError(
-                f"data.tokenizer = {path!r}: has no chat template beside it, in {' or '.join(FILES)}, which "
+                f"data.tokenizer = {path!r}: has no chat template in its folder, in {' or '.join(FILES)}, which "
                 'data.kind = "messages" needs'
             )
         self.template, self.tokenizer = template, HuggingFaceTokenizer(path)

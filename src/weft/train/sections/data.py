@@ -74,7 +74,7 @@ class DataConfig:
             "data.tokenizer",
             self.tokenizer,
             self.kind != "messages" or self.tokenizer != "bytes",
-            'must be the path of a tokenizer.json with a chat template beside it for data.kind = "messages"',
+            'must be the path of a tokenizer.json with a chat template in the same folder, for data.kind = "messages"',
         )
         require(
             "data.weights",

@@ -117,7 +117,7 @@ class ShardingConfig:
             f"must contain only names from {list(known)}, not {unknown}",
         )
         pair = "moe_preprocess" not in self.graphs or "moe_router" in self.graphs
-        require("sharding.graphs", list(self.graphs), pair, 'must have "moe_router" beside "moe_preprocess"')
+        require("sharding.graphs", list(self.graphs), pair, 'must contain "moe_router" if it contains "moe_preprocess"')
         fixed = not self.graphs or self.allocator == "trace"
         require(
             "sharding.graphs", list(self.graphs), fixed, 'needs sharding.allocator = "trace", which has fixed addresses'
