@@ -328,8 +328,11 @@ RULES = [
     ("has a part of model.weight that lies outside the tensor", lambda m: put_parts(m, [((0, 1), (3, 5))])),
     ("has a part of model.weight that lies outside the tensor", lambda m: put_parts(m, [((0, -1), (3, 5))])),
     ("has a part of model.weight that lies outside the tensor", lambda m: put_parts(m, [((0,), (3,))])),
-    ("says that 60 bytes of model.weight take 59", lambda m: put_length(m, "model.weight", 59)),
-    ("says that 60 bytes of model.weight take 65597", lambda m: put_length(m, "model.weight", 60 + (1 << 16) + 1)),
+    ("says that 60 bytes of model.weight are stored in 59", lambda m: put_length(m, "model.weight", 59)),
+    (
+        "says that 60 bytes of model.weight are stored in 65597",
+        lambda m: put_length(m, "model.weight", 60 + (1 << 16) + 1),
+    ),
     ("has 10 of the 15 elements of model.weight", lambda m: put_parts(m, [((0, 0), (2, 5))])),
     ("looks for parts in 'there', which is not a file", lambda m: put_places(m, relative_path="there")),
     ("looks for parts outside of", lambda m: put_places(m, offset=-8)),

@@ -88,7 +88,7 @@ def test_ranks_that_contradict_the_launcher_are_an_error(tmp_path, capsys, monke
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, value)
     line = refused(capsys, "train", write_config(tmp_path), "--ranks", 2)
-    assert "torchrun has started 4 ranks already" in line
+    assert "torchrun has already started 4 ranks" in line
 
 
 def test_resume_before_the_configuration_means_the_newest_run(tmp_path, capsys):

@@ -108,7 +108,7 @@ def test_a_group_that_was_destroyed_is_named_with_what_to_do():
         group = dist.group.WORLD
         check_alive([group])
         dist.destroy_process_group()
-        with pytest.raises(RuntimeError, match=r"is gone.*shard a new model, or keep the process group"):
+        with pytest.raises(RuntimeError, match=r"was destroyed.*shard a new model, or keep the process group"):
             check_alive([group])
 
 

@@ -94,5 +94,5 @@ def test_a_cast_that_autocast_keeps_for_several_nodes_is_none():
 
 def test_a_parameter_from_elsewhere_is_refused():
     inside, outside = nn.Linear(4, 4), nn.Linear(4, 4)
-    with pytest.raises(UndeclaredTensor, match="no parameter of Linear"):
+    with pytest.raises(UndeclaredTensor, match="not a parameter of Linear"):
         chain([lambda x: outside(inside(x))], torch.randn(2, 4), inside)

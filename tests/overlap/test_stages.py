@@ -427,5 +427,5 @@ def test_a_stage_that_is_killed_ends_the_others_with_its_rank(tmp_path):
     )
     assert second.returncode == -signal.SIGKILL
     assert first.returncode == 1 and time.monotonic() - begin < 60
-    said = r"this rank \(0\) waited for \w+ from stage \d to stage \d, and the process of rank 1 has gone"
+    said = r"this rank \(0\) waited for \w+ from stage \d to stage \d, and the process of rank 1 exited"
     assert re.search(said, first.stderr), first.stderr

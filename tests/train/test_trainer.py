@@ -486,7 +486,7 @@ def test_what_is_no_loss_is_one_line(pool, tmp_path):
         ("a float", "a NoneType", "a tensor [8, 2]", "does not depend on any parameter of the model", "a tuple"),
         strict=True,
     ):
-        assert line.startswith("loss: gives ") and word in line and "\n" not in line
+        assert line.startswith("loss: returns ") and word in line and "\n" not in line
 
 
 def test_data_that_yields_nothing_is_an_error():
