@@ -312,7 +312,7 @@ WRONG = {
     "optimizer.name=torch.nn:Linear": "is not a torch.optim.Optimizer",
     "optimizer.name=torch.optim:Nothing": "torch.optim has no Nothing",
     "optimizer.options={momentum = 0.9}": "AdamW has no option 'momentum'; it takes amsgrad",
-    "optimizer.name=SGD & optimizer.betas=[0.5, 0.6]": "optimizer.betas = [0.5, 0.6]: has no effect, because SGD has no such option",
+    "optimizer.name=SGD & optimizer.betas=[0.5, 0.6]": "betas = [0.5, 0.6]: has no effect, because SGD has no such option",
     "optimizer.name=SGD & optimizer.options={nesterov = true}": "SGD refuses its options",
     'optimizer.name=Muon & optimizer.adamw_for=["*"]': "leaves no matrix",
 }
