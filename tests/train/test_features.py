@@ -311,8 +311,8 @@ WRONG = {
     "optimizer.name=nowhere:Thing": "cannot be imported",
     "optimizer.name=torch.nn:Linear": "is not a torch.optim.Optimizer",
     "optimizer.name=torch.optim:Nothing": "torch.optim has no Nothing",
-    "optimizer.options={momentum = 0.9}": "AdamW has no option 'momentum'; it takes amsgrad",
-    "optimizer.name=SGD & optimizer.betas=[0.5, 0.6]": "betas = [0.5, 0.6]: has no effect, because SGD has no such option",
+    "optimizer.options={momentum = 0.9}": "AdamW has no option 'momentum'; its options are amsgrad",
+    "optimizer.name=SGD & optimizer.betas=[0.5, 0.6]": "has no effect, because SGD has no such option",
     "optimizer.name=SGD & optimizer.options={nesterov = true}": "SGD refuses its options",
     'optimizer.name=Muon & optimizer.adamw_for=["*"]': "leaves no matrix",
 }
