@@ -458,9 +458,9 @@ MUTATIONS = [
     Mutation(
         "queries wait for the keys and values of other ranks",
         "models/layers/attention.py",
-        "            q_BSHC, gate_BSHC = self._queries(x_BSD, where)  # beside",
+        "            q_BSHC, gate_BSHC = self._queries(x_BSD, where)  # during",
         "            came = others._coming()\n            others._coming = lambda: came\n"
-        "            q_BSHC, gate_BSHC = self._queries(x_BSD, where)  # beside",
+        "            q_BSHC, gate_BSHC = self._queries(x_BSD, where)  # during",
         CONTEXT + "test_what_the_context_lane_moves_is_under_way_while_the_local_part_computes[2]",
     ),
     Mutation(

@@ -87,7 +87,7 @@ class KernelError(WeftError, RuntimeError):
     """A kernel that was selected by name does not run on this machine."""
 
 
-# --- what was given is wrong ------------------------------------------------------------------------------------------
+# --- invalid arguments and input --------------------------------------------------------------------------------------
 
 
 class ConfigError(WeftError, ValueError):

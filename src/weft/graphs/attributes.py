@@ -40,11 +40,11 @@ class Attributes:
             if self._walk.same():
                 return True
             now = Walk(self._modules, self._function)
-        except (KeyError, AttributeError, ValueError, CaptureRefused):  # what was there is gone, or cannot be compared
+        except (KeyError, AttributeError, ValueError, CaptureRefused):  # an object was removed, or cannot be compared
             return False
         if now.tokens != self._walk.tokens:
             return False
-        self._walk = now  # equal values in other objects, which are looked for from now on
+        self._walk = now  # equal values in other objects: compare with these objects later
         return True
 
     def difference(self) -> str | None:

@@ -91,7 +91,7 @@ class Form:
         self, statics: Sequence[Static | None], backward: Recordings, weights: Recordings | None, kept: Sequence[bool]
     ) -> None:
         self.statics, self.backward, self.weights = statics, backward, weights
-        # One may be the gradient of an output, or lie in memory of the forward; or two leaves get the same one.
+        # A gradient may be that of an output, or be in memory of the forward; or two leaves may get the same one.
         made, found = backward.tried.recording.memory(), backward.tried.result
         ranges = [(0, 0, False) if each is None else range_of(each) for each in found]
         self._copied = [
@@ -150,7 +150,7 @@ class Backward:
         backward = recordings(partial(self._differentiate, given), self._trained, self._restored, self._count)
         for each in backward.tried.result:
             if each is not None:
-                copied(each)  # it can be
+                copied(each)  # raises CaptureRefused if it cannot be copied
         weights = None
         if self._delays is not None and self._delays.queued:
             if backward.writes:

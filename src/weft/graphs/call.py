@@ -145,7 +145,7 @@ class GraphedCall:
                 self._drop_outdated(addresses)
             elif not captured.python.same():
                 self._changed(signature, captured)
-                return self(*args, **kwargs)  # with what its modules are now
+                return self(*args, **kwargs)  # with the current state of its modules
             elif captured.ready:
                 self.replays += 1
                 return captured.run(leaves, copies=not owner.in_schedule, queue=delaying())
@@ -258,7 +258,7 @@ class GraphedCall:
                 same = seen.setdefault(id(each), number)
                 described.append((each.shape, each.stride(), each.dtype, device, each.requires_grad, same))
             elif isinstance(each, float):
-                described.append((type(each), each.hex()))  # -0.0 is no 0.0, and NaN is NaN
+                described.append((type(each), each.hex()))  # -0.0 is not 0.0, and NaN is NaN
             elif isinstance(each, _NUMBERS):
                 described.append((type(each), each))
             else:
@@ -266,7 +266,8 @@ class GraphedCall:
         if device is None:
             return "no input is a tensor"
         if torch.is_autocast_enabled(device.type):
-            # It casts a weight once for all its uses, and not at all in a backward behind it: a capture cannot know.
+            # Autocast casts a weight once for all its uses, and not at all in a later backward: a capture cannot know
+            # this.
             return "autocast is active around it"
         module = self._module()
         return (*described, spec, module is not None and module.training, delaying() is not None)

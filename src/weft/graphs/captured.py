@@ -159,13 +159,13 @@ class Captured:
         trained = self._places.trained()
         self._needs = [number for number, each in enumerate(entered) if each.requires_grad]
         leaves_of = [*(entered[number] for number in self._needs), *alike, *trained]
-        # Edges, not tensors: given tensors, `grad` leaves function modes, and a checkpoint inside computes again under
-        # those of its forward.
+        # Pass edges, not tensors: given tensors, `grad` exits function modes, and a checkpoint inside must recompute
+        # under those of its forward.
         uses = Uses([*map(get_gradient_edge, ends)], leaves_of)
         if not uses.of:
             raise CaptureRefused("nothing in it needs a gradient")
         self._trained, self._uses = trained, uses.of
-        # The caller may keep the gradient of an input. Those of sharded parameters are copied at the end of their
+        # The caller may keep the gradient of an input. Gradients of sharded parameters are copied at the end of their
         # unit's backward, before the next replay, and those that are summed over ranks as soon as this backward ends.
         may_be_kept = (
             [True] * len(self._needs) + [False] * len(alike) + [not self._places.is_owned(it) for it in trained]
@@ -178,8 +178,8 @@ class Captured:
         def capture(function: Callable[[], Any], more: Ranges) -> tuple[Any, Any]:
             return backend.capture(function, [*known, *more], self._forward)
 
-        # A further backward must find what this one read. It runs when replays have written to all that autograd saved;
-        # the forward before it has made the values.
+        # A further backward must read the same memory as this one. It runs after replays have overwritten everything
+        # that autograd saved; the forward before it has computed the values.
         saved = [*self._places.tensors(), *map(local, self._places.tensors()), *entered]
         self._backward = Backward(capture, uses, saved, trained, self._places.restored, self._count, self._delays, kept)
         samples = [gradients.get(number) for number, each in numbered if each.requires_grad]
@@ -197,7 +197,7 @@ class Captured:
             if isinstance(each, Tensor) and id(each) not in own:
                 if each.requires_grad and each.is_leaf:
                     raise CaptureRefused("it returns a new leaf tensor, which would get no gradient")
-                copied(each)  # it can be
+                copied(each)  # raises CaptureRefused if it cannot be copied
                 own[id(each)] = partial(_output, len(made))
                 made.append((sum(isinstance(it, Tensor) for it in results[:number]), each))
             self._hands.append(own[id(each)] if isinstance(each, Tensor) else partial(_constant, each))
@@ -251,7 +251,8 @@ class Captured:
         for static, given in zip(self._inputs, inputs):
             static.fill(given)
         self._forward.replay()
-        # Autograd refuses what was saved of these before. A graph of CUDA changes them behind its back.
+        # Make autograd refuse earlier saved versions of these. A CUDA graph changes them without incrementing their
+        # version counters.
         torch.autograd.graph.increment_version(self._changed if copies else [*self._changed, *self._outputs])
         outputs = [copied(each) if copies else each.detach() for each in self._outputs]
         constant = [each for each, needs in zip(outputs, self._differentiable) if not needs]
@@ -308,7 +309,7 @@ class _Replayed(torch.autograd.Function):
                 "create_graph=True through a captured module: a replayed backward has no graph; leave the module out "
                 "of weft.Graphs"
             )
-        ctx.saved_tensors  # noqa: B018  # it raises after writes, and in a second backward that nothing retained
+        ctx.saved_tensors  # noqa: B018  # raises after writes, and in a second backward without retain_graph
         ends = not torch._C._autograd._get_current_graph_task_keep_graph()
         return (None, None, None, None, *ctx.captured.backward(gradients, ctx.lease, ends=ends))
 

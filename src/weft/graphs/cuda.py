@@ -56,12 +56,12 @@ class CudaBackend:
     ) -> tuple[Any, CudaRecording]:
         """See `Backend`."""
         if behind is not None:
-            behind.replay()  # what the warm-up reads has values
+            behind.replay()  # so that the warm-up reads valid values
         pool = behind.graph.pool() if isinstance(behind, CudaRecording) else None
         graph, watch = torch.cuda.CUDAGraph(), Watch(known)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream), Methods():
-            with Watch(known):  # what is refused is refused before a capture is under way
+            with Watch(known):  # refuse operators before a capture is in progress
                 function()
             torch.cuda.synchronize(self._device)  # also for the caller, whose stream reads what the warm-up wrote
             before = torch.cuda.memory_reserved(self._device)
@@ -77,13 +77,13 @@ def _captured(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     memory cache, which would be repeated for each of many captures.
     """
     collects = gc.isenabled()
-    gc.disable()  # an older graph that is collected meanwhile would break this one
+    gc.disable()  # collecting an older graph during the capture would break this one
     try:
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             yield
         except BaseException:
-            with suppress(RuntimeError):  # the first error is the one that counts
+            with suppress(RuntimeError):  # only the first error matters
                 graph.capture_end()
             raise
         graph.capture_end()

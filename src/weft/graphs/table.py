@@ -86,7 +86,7 @@ class GraphTable:
         if torch._C._current_graph_task_id() != -1:
             return "a recomputation"
         hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        # Hooks that keep all but a certain tensor as it is: a capture has a copy of that.
+        # These hooks change only a certain tensor, of which a capture has a copy.
         if hooks is not None and not getattr(getattr(hooks[0], "__self__", None), "knows_graphs", False):
             return "it runs inside a checkpoint or other hooks on saved tensors"
         if _get_current_dispatch_mode() is not None:

@@ -111,7 +111,7 @@ class _Recorder(Watch):
             if storage_of(tensor) not in self.made and tensor.numel():
                 self._tape.read.setdefault(tensor.data_ptr(), self._alias(tensor))
         if torch.Tag.inplace_view in function.tags:
-            return  # it computes nothing, and what it gave another shape has another alias from now on
+            return  # it computes nothing, and a tensor with a new shape gets a new alias
         keep: Any = tree_map(self._kept, (args, kwargs))
         if (new or function._schema.is_mutable) and function.overloadpacket.__name__ not in _EMPTY:
             results = tuple((place, self._alias(tensor)) for place, tensor in new)

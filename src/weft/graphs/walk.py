@@ -54,8 +54,8 @@ class Walk:
     """
 
     def __init__(self, modules: Sequence[nn.Module], function: Any) -> None:
-        # What is looked at again before each replay, without Python for each value: all that containers have, and what
-        # objects, modules and classes have under the names of now, with the number of names.
+        # The values to compare before each replay, without Python code for each value: all elements of containers, and
+        # the attributes of objects, modules and classes under their current names, with the number of names.
         self._views: list[Iterable[Any]] = []
         self._values: list[Any] = []
         self._getters: list[Callable[[Any], tuple]] = []
@@ -152,7 +152,7 @@ class Walk:
             return kind, id(value)
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self._numbers)
-            self._alive.append(value)  # as long as its number
+            self._alive.append(value)  # so that its id stays valid
             self._ahead.append((name, value))
         return kind, self._numbers[id(value)]
 
@@ -250,7 +250,7 @@ class Walk:
     def _module(self, name: str, module: nn.Module, *, outermost: bool) -> None:
         self._class(type(module))
         self._names(name, vars(module), _OF_TORCH)
-        hooks = () if outermost else HOOKS  # those of the first one run around a replay
+        hooks = () if outermost else HOOKS  # hooks of the outermost module run around a replay
         for kind in ("_modules", *hooks):
             children = vars(module)[kind]
             self._size(children)
@@ -258,7 +258,7 @@ class Walk:
                 self._look(children.values())
             self.tokens += ((f"{name}.{key}", id(child)) for key, child in children.items())
             self.kept.append((children, dict(children)))
-        for kind in ("_parameters", "_buffers"):  # one that is replaced by another lies elsewhere
+        for kind in ("_parameters", "_buffers"):  # a replaced one has another address
             self._size(vars(module)[kind])
             self.tokens.append((f"{name}.{kind}", tuple(vars(module)[kind])))
 

@@ -68,7 +68,7 @@ class Watch(TorchDispatchMode):
         before = {storage_of(each) for each in given}
         returned = function(*args, **kwargs)
         results = [*enumerate(returned)] if isinstance(returned, (tuple, list)) else [(-1, returned)]
-        # A number that the function has made a tensor of is a constant, wherever it lies.
+        # A number that the function has made into a tensor is a constant, on any device.
         used = [each for each in given if each.dim() or storage_of(each) not in self.made]
         if len({each.device for each in (*used, *(it for _, it in results)) if isinstance(each, Tensor)}) > 1:
             raise CaptureRefused(f"it copies between devices, or reads a tensor on another device ({function})")

@@ -79,7 +79,7 @@ class Attention(Block):
         others = None
         if isinstance(documents, Slices):
             others, attention = self._over(documents, self._keys_and_values(x_BSD, where), how)
-            q_BSHC, gate_BSHC = self._queries(x_BSD, where)  # beside the transfer of keys and values
+            q_BSHC, gate_BSHC = self._queries(x_BSD, where)  # during the transfer of keys and values
             o_BSHC = others.attend(attention, q_BSHC)
         else:
             q_BSHC, gate_BSHC = self._queries(x_BSD, where)

@@ -91,7 +91,7 @@ class Peers:
         """Exchange the addresses of all ranks over the store."""
         store, waiting = self._default_store, set(range(self.ranks)) - {self.rank}
         self._asked = time.monotonic()
-        with suppress(RuntimeError):  # the store is gone: missing addresses stay unknown
+        with suppress(RuntimeError):  # the store no longer exists: missing addresses stay unknown
             with suppress(RuntimeError, AttributeError):
                 store = getattr(store, "clone")()  # noqa: B009  a second connection, because the main thread may wait in the other
             number = store.add(f"weft/peers-of-{self.rank}", 1)  # the same on all ranks
