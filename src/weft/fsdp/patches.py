@@ -115,8 +115,8 @@ PATCHES = (
         partial(
             refusing_sharded,
             at=1,
-            why="a parametrization of {}: what it makes of the weight would be lost in the flat buffer; register it "
-            "before fully_shard, which then shards what it is computed from",
+            why="a parametrization of {}: the parametrized weight would be lost in the flat buffer; register it "
+            "before fully_shard, which then shards the original parameter",
         ),
     ),
 )

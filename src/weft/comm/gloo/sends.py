@@ -48,7 +48,7 @@ def peers(rank: int, size: int) -> list[int]:
 
 
 def break_waits(group: Any) -> None:
-    """End all waits for messages of `group` on all its ranks, by a receive that times out, which closes connections.
+    """End all waits for messages of `group` on all its ranks: a receive that times out closes the connections.
 
     Does nothing for other backends: a rank that waits for a device checks for the detector's verdict.
     """
