@@ -3,7 +3,7 @@
     attribute of torch                               addition of weft                                              why
     -----------------------------------------------  ------------------------------------------------------------  ---
     autograd._engine_run_backward                    names weights in autograd's errors; ends a backward            1
-    optim.adam.adam, optim.sgd.sgd,                  steps over lists of small sharded parameters                   2
+    optim.adam.adam, optim.sgd.sgd,                  steps over local parts, and over lists of small ones           2
       optim.adagrad.adagrad
     nn.utils.clip_grad._get_total_norm,              computes norms and multiplies with one operation for all       2
       ._clip_grads_with_norm_; nn.utils.             sharded tensors
