@@ -9,8 +9,8 @@ a single process.
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import islice, zip_longest
+from dataclasses import dataclass
+from itertools import chain, compress, islice, zip_longest
 
 import torch.distributed as dist
 
@@ -33,12 +33,12 @@ class Agreed:
     resharded it. `uncaptured`: per CUDA graph, whether its capture failed on any rank.
     """
 
-    present: list[bool]
-    waiting: list[int]
+    present: Sequence[bool]
+    trains: Sequence[bool]
+    resharded: Sequence[bool]
+    uncaptured: Sequence[bool]
+    waiting: Sequence[int]
     same_order: bool
-    trains: list[bool] = field(default_factory=list)
-    resharded: list[bool] = field(default_factory=list)
-    uncaptured: list[bool] = field(default_factory=list)
 
 
 class Agreement:
@@ -53,7 +53,6 @@ class Agreement:
         self._log: list[tuple[int, str, int]] = []
 
     def note(self, unit: int, operation: str, nbytes: int) -> None:
-        """Log a collective of unit number `unit`."""
         if self._check:
             self._log.append((unit, operation, nbytes))
 
@@ -69,8 +68,8 @@ class Agreement:
 
         `units`: one description per unit. `trains`: per parameter group, whether this rank trains it.
         """
-        words = _both_ways(_fingerprint(units))
-        (high, low), union = agree(words, _packed(trains), groups, "first pass", channel=self._channel)
+        word = _fingerprint(units)
+        (high, low), union = agree([word, -word], _packed(trains), groups, "first pass", channel=self._channel)
         if high != -low:
             raise _parted(units, groups, "have different units", "build the same model on every rank")
         return _unpacked(union, len(trains))
@@ -95,34 +94,26 @@ class Agreement:
         """
         log, self._log = self._log, []
         if all(group.size() == 1 for group in groups):
-            return Agreed([*present], sorted(waiting, reverse=True), True, [*trains], [*resharded], [*uncaptured])
-        out_of_turn = set(waiting)
-        flags = [*present, *trains, *resharded, *uncaptured, *map(out_of_turn.__contains__, range(len(names)))]
-        highest, union = agree(
-            [*_both_ways(_fingerprint(log)), *_both_ways(_fingerprint(arrived))],
-            _packed(flags),
+            return Agreed(present, trains, resharded, uncaptured, sorted(waiting, reverse=True), True)
+        waits: Sequence[bool] = [*map(set(waiting).__contains__, range(len(names)))]
+        flags = (present, trains, resharded, uncaptured, waits)
+        issues, order = _fingerprint(log), _fingerprint(arrived)
+        # The maxima of a word and of its negative are opposite only if all ranks have the same word.
+        (high, low, last, first), union = agree(
+            [issues, -issues, order, -order],
+            _packed([*chain.from_iterable(flags)]),
             groups,
             "end of a backward",
             channel=self._channel,
         )
-        if highest[0] != -highest[1]:
+        if high != -low:
             issued = [f"{what} of {names[unit] or 'the root'} ({nbytes} bytes)" for unit, what, nbytes in log]
             rule = "every rank must run the same units in the same order"
             raise _parted(issued, groups, "issued different collectives", rule)
-        said = iter(_unpacked(union, len(flags)))
-        any_present = [*islice(said, len(present))]
-        any_trains, any_resharded = [*islice(said, len(trains))], [*islice(said, len(resharded))]
-        any_uncaptured = [*islice(said, len(uncaptured))]
-        any_waiting = [number for number, waits in enumerate(said) if waits]
-        return Agreed(
-            any_present, any_waiting[::-1], highest[2] == -highest[3], any_trains, any_resharded, any_uncaptured
-        )
-
-
-def _both_ways(word: int) -> tuple[int, int]:
-    """Return two integers whose maxima over the ranks, `high` and `low`, satisfy `high == -low` only if all words are
-    equal."""
-    return word, -word
+        said = iter(_unpacked(union, sum(map(len, flags))))
+        present, trains, resharded, uncaptured, waits = ([*islice(said, len(each))] for each in flags)
+        last_first = [*compress(range(len(names)), waits)][::-1]
+        return Agreed(present, trains, resharded, uncaptured, last_first, last == -first)
 
 
 def _packed(flags: Sequence[bool]) -> list[int]:

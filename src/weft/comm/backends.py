@@ -80,13 +80,12 @@ def moving_by(transport: Transport) -> Iterator[None]:
 
 
 def world() -> dist.ProcessGroup:
-    """Return the default process group."""
     assert dist.group.WORLD is not None, "there is no process group"
     return dist.group.WORLD
 
 
 def backend_for(device: torch.device) -> str:
-    """Return the backend name for `init_process_group`, for ranks that compute on `device`."""
+    """Return the name for `init_process_group` of ranks that compute on `device`."""
     return _DEVICES[device.type]
 
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm.backends import HOSTS, backend_of, is_pretended, transport_of, world
-from weft.comm.gloo.sends import break_waits
+from weft.comm.gloo.sends import end_transfers as end_transfers
 from weft.comm.watch.hang_detector import start_hang_detector, watching
 
 CHANNEL_STRIDE = 1000
@@ -66,7 +66,6 @@ _made: MutableMapping[dist.ProcessGroup, dict[Any, Any]] = weakref.WeakKeyDictio
 
 
 def _next(group: dist.ProcessGroup, kind: str) -> int:
-    """Count up `kind` for `group` and return the count."""
     counts = _of_groups.setdefault(group, Counter())
     counts[kind] += 1
     return counts[kind]
@@ -93,22 +92,21 @@ def tag_of(first: int, what: str, channel: int = 0) -> int:
 # --- derived groups ---------------------------------------------------------------------------------------------------
 
 
-def _made_like(group: dist.ProcessGroup, ranks: list[int], *, backend: str = "", **options: Any) -> Any:
-    """Create a group of `ranks` with the timeout, options and description of `group`, and its backend by default."""
-    if ranks != sorted(ranks):
-        options["sort_ranks"] = False
-    if not backend:
-        backend = dist.distributed_c10d._world.pg_map[group][0]
-        options["pg_options"] = _options(group)
-    options.setdefault("timeout", _timeout(group))
-    return dist.new_group(ranks, backend=backend, group_desc=group.group_desc, **options)
-
-
-def _made_within(group: dist.ProcessGroup, ranks: list[int], purpose: str, **options: Any) -> Any:
+def _made_within(
+    group: dist.ProcessGroup, ranks: list[int], purpose: str, backend: str = "", timeout: timedelta | None = None
+) -> Any:
     """Create a group like `group` of some of its ranks, `ranks`. Only those call this, once for each `purpose`."""
     name = f"{group.group_name}/{purpose} {','.join(map(str, ranks))}"
     with _named(name):
-        made = _made_like(group, ranks, use_local_synchronization=True, **options)
+        made: Any = dist.new_group(
+            ranks,
+            backend=backend or dist.distributed_c10d._world.pg_map[group][0],
+            timeout=timeout or _timeout(group),
+            pg_options=None if backend else _options(group),
+            use_local_synchronization=True,
+            group_desc=group.group_desc,
+            sort_ranks=ranks == sorted(ranks),
+        )
     if made.group_name != name:
         raise RuntimeError(
             f"torch {torch.__version__} names a process group itself: it calls {name!r} {made.group_name!r}, and ranks "
@@ -147,12 +145,8 @@ def _backends(group: dist.ProcessGroup) -> list[Any]:
 
 def _timeout(group: dist.ProcessGroup) -> Any:
     """Return the longest timeout of the group's backends; None if they have none."""
-    found = [
-        options._timeout
-        for backend in _backends(group)
-        if (options := getattr(backend, "options", None)) is not None and hasattr(options, "_timeout")
-    ]
-    return max(found, default=None)
+    found = (getattr(getattr(backend, "options", None), "_timeout", None) for backend in _backends(group))
+    return max(filter(None, found), default=None)
 
 
 def _options(group: dist.ProcessGroup) -> Any:
@@ -214,14 +208,6 @@ def group_beside(group: dist.ProcessGroup, purpose: str, *, timeout: timedelta) 
     """Create a gloo group of the ranks of `group`, which must all call this in the same order for each `purpose`."""
     ranks = dist.get_process_group_ranks(group)
     return _made_within(group, ranks, f"{purpose} {_next(group, purpose)}", backend=HOSTS, timeout=timeout)
-
-
-def end_transfers(group: dist.ProcessGroup) -> None:
-    """Abort all transfers in flight over `group`, on all its ranks. The group cannot be used afterwards.
-
-    Does nothing for a backend without direct sends.
-    """
-    break_waits(group)
 
 
 def host_group(group: dist.ProcessGroup) -> Any:

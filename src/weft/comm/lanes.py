@@ -30,7 +30,11 @@ ABANDONED_TIMEOUT = timedelta(seconds=10)
 
 
 class Ticket:
-    """A handle of communication under way. `wait` orders subsequent computation after it; waiting again is free."""
+    """A handle of communication under way. `wait` orders subsequent computation after it; waiting again is free.
+
+    `after`: the ticket that this one runs after. `home`: the stream that started it and owns its memory. `name`: its
+    name in reports of the stream checker.
+    """
 
     def __init__(
         self,
@@ -41,8 +45,6 @@ class Ticket:
         home: Any = None,
         name: str = "",
     ) -> None:
-        """`after`: the ticket that this one runs after. `home`: the stream that started it and owns its memory.
-        `name`: its name in reports of the stream checker."""
         self._transfer = transfer
         self._event = event
         self._call = call
@@ -165,19 +167,8 @@ _OF_UNITS = {"gather", "gathers", "reduce", "reductions", "outer"}
 class Lane:
     """An ordered queue of communication. Every rank puts the same collectives on it in the same order."""
 
-    TAGS = {
-        "gather": 101,
-        "reduce": 102,
-        "outer": 103,
-        "exchange": 104,
-        "counts": 105,
-        "download": 106,
-        "stage": 107,
-        "gathers": 108,
-        "reductions": 109,
-        "context": 110,
-        "tensor": 111,
-    }
+    _NAMES = "gather reduce outer exchange counts download stage gathers reductions context tensor"
+    TAGS = {name: tag for tag, name in enumerate(_NAMES.split(), 101)}
     """The tag of each lane's point-to-point messages: the same on every rank, even if processes ran other work."""
 
     def __init__(self, name: str, device: torch.device, title: str = "") -> None:

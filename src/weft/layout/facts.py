@@ -1,8 +1,10 @@
 """The inputs of a plan: sizes of units in bytes, units that share messages, and the user's limits."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from weft.layout.turns import Due
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,11 @@ class UnitFacts:
         """The size in bytes of the message that gathers the unit's weights."""
         return sum(self.gathered) if self.sent is None else self.sent
 
-    def trained(self) -> list[GradientFacts]:
-        """Return the facts of the groups that have gradients."""
-        return [each for each in self.gradients if each is not None]
+    def due(self, number: int) -> Due:
+        """Return the reduction of the unit, whose number is `number`; groups of several kinds share no message."""
+        groups = [each for each in self.gradients if each is not None]
+        kinds = {each.kind for each in groups}
+        return Due(number, kinds.pop() if len(kinds) == 1 else None, sum(each.sent for each in groups))
 
 
 class Limits(NamedTuple):
@@ -79,9 +83,3 @@ class Limits(NamedTuple):
     depth: int = 2
     checked: bool = True
     order: tuple[int, ...] | None = None
-
-
-def kind_of(groups: Sequence[GradientFacts]) -> Hashable | None:
-    """Return the common kind of a unit's groups; None if they differ, so that the unit shares no message."""
-    kinds = {group.kind for group in groups}
-    return next(iter(kinds)) if len(kinds) == 1 else None

@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import itemgetter
 
 import torch
 
@@ -131,27 +132,23 @@ def plan_layout(
     chains = [_preferred_steps(tensor.stored, tensor.numel, step) for tensor, step in zip(tensors, demanded)]
     shard_numels = sorted({_round_up(tight, step) for step in _shard_steps(chains, align)} | {tight + align})
 
-    best = None
+    fitting = []
     for shard_numel in shard_numels:
-        if shard_numel * shards > budget:
-            break
-        for start in (align, kernel):
-            placed = _place(sizes, chains, shard_numel, shards, start)
-            if placed is None:
-                continue
-            fineness = sum(chain.index(step) for (_, step), chain in zip(placed, chains))
-            if best is None or fineness < best[0]:  # among equally coarse cuts the first has the least padding
-                best = fineness, placed, shard_numel
-    if best is not None:
-        return _layout(tensors, *best[1:], shards)
-
-    # Nothing fits into the budget: use the demanded granularities only, with shards as large as necessary.
-    loose = [[step] for step in demanded]
-    for shard_numel in _larger_shards(tight, max(sizes), demanded, align):
-        placed = _place(sizes, loose, shard_numel, shards, 1)
-        if placed is not None:
-            return _layout(tensors, placed, shard_numel, shards)
-    raise AssertionError("a shard with room for the largest tensor always fits")
+        for start in (align, kernel) if shard_numel * shards <= budget else ():
+            if (placed := _place(sizes, chains, shard_numel, shards, start)) is not None:
+                fineness = sum(chain.index(step) for (_, step), chain in zip(placed, chains))
+                fitting.append((fineness, placed, shard_numel))
+    if fitting:  # among equally coarse cuts the first has the least padding
+        _, placed, shard_numel = min(fitting, key=itemgetter(0))
+    else:  # nothing fits into the budget: use the demanded granularities only, with shards as large as necessary
+        loose = [[step] for step in demanded]
+        sizes_to_try = _larger_shards(tight, max(sizes), demanded, align)
+        tried = ((_place(sizes, loose, shard_numel, shards, 1), shard_numel) for shard_numel in sizes_to_try)
+        placed, shard_numel = next((found, numel) for found, numel in tried if found is not None)
+    extents = (
+        replace(tensor, offset=offset, granularity=step) for tensor, (offset, step) in zip(tensors, placed, strict=True)
+    )
+    return Layout(tuple(extents), shards, shard_numel)
 
 
 def padding_of(shapes: Sequence[Sequence[int]], shard_size: int, *, dtype: torch.dtype = torch.float32) -> float:
@@ -242,10 +239,3 @@ def _first_fit(cursor: int, size: int, step: int, shard_numel: int, start: int) 
         if offset is not None and (offset + size <= end + shard_numel or shard_numel % step == 0):
             return offset
     return None
-
-
-def _layout(tensors: list[Extent], placed: list[tuple[int, int]], shard_numel: int, shards: int) -> Layout:
-    extents = (
-        replace(tensor, offset=offset, granularity=step) for tensor, (offset, step) in zip(tensors, placed, strict=True)
-    )
-    return Layout(tuple(extents), shards, shard_numel)

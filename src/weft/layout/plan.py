@@ -93,10 +93,15 @@ def compile_plan(
     """
     walk = Walk(traces, units, limits)
     walk.step()
-    walk.start_counting()
     walk.step()
     together = {(one, other) for here in walk.alive for one in here for other in here}
-    slab = plan_slab(walk.sizes(), lambda one, other: (one[0], other[0]) in together)  # type: ignore[index]
+    sizes = {
+        (number, group): nbytes
+        for number, facts in enumerate(units)
+        for group, nbytes in enumerate(facts.gathered)
+        if nbytes
+    }
+    slab = plan_slab(sizes, lambda one, other: (one[0], other[0]) in together)  # type: ignore[index,arg-type]
     return Plan(
         tuple(walk.steps),
         tuple(walk.collectives),

@@ -21,7 +21,6 @@
 Two passes count as the same if their traces are equal.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -60,8 +59,3 @@ class Trace:
     def turned(self) -> tuple[int, ...]:
         """Return the uses of the backward that this forward predicts: its units in reverse order of `done`."""
         return tuple(event.unit for event in reversed(self.events) if event.what == "done" and event.detail)
-
-
-def alike(one: Trace | None, events: Sequence[tuple[str, int, int]]) -> bool:
-    """Return whether `one` is a trace of exactly these events."""
-    return one is not None and one.events == tuple(events)

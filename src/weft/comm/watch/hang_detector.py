@@ -29,7 +29,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from weft.comm.gloo.sends import break_waits
+from weft.comm.gloo.sends import end_transfers
 from weft.comm.watch import rules
 from weft.comm.watch.outside_waits import outside_waits
 from weft.comm.watch.rules import Issued, Join, Picture, State, mismatch
@@ -343,7 +343,7 @@ class HangDetector:
                 return
             self.verdict = verdict
         self._store.set(f"{self._prefix}verdict", verdict)
-        break_waits(call.group)
+        end_transfers(call.group)
 
 
 _current: HangDetector | None = None
