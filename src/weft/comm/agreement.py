@@ -42,10 +42,8 @@ class Agreed:
 
 
 class Agreement:
-    """The log of one backward's collectives, compared across ranks at the end of the backward.
-
-    `check`: whether to keep the log. `channel`: separates the messages of models that use the same process groups.
-    """
+    """The log of one backward's collectives, compared across ranks at the end of the backward. `check`: whether to keep
+    the log. `channel`: separates the messages of models that use the same process groups."""
 
     def __init__(self, check: bool, channel: int) -> None:
         self._check = check
@@ -64,10 +62,7 @@ class Agreement:
         self, units: Sequence[str], groups: Sequence[dist.ProcessGroup], trains: Sequence[bool] = ()
     ) -> list[bool]:
         """Raise CollectiveMismatch if the ranks have different units. Return, per parameter group, whether any rank
-        trains it.
-
-        `units`: one description per unit. `trains`: per parameter group, whether this rank trains it.
-        """
+        trains it. `units`: one description per unit. `trains`: per parameter group, whether this rank trains it."""
         word = _fingerprint(units)
         (high, low), union = agree([word, -word], _packed(trains), groups, "first pass", channel=self._channel)
         if high != -low:
@@ -86,12 +81,10 @@ class Agreement:
         resharded: Sequence[bool] = (),
         uncaptured: Sequence[bool] = (),
     ) -> Agreed:
-        """Exchange this rank's state with the other ranks at the end of a backward, and clear the log.
-
-        `arrived`: the units in the order in which their backwards ended. `names`: those of all units. `groups`: the
-        process groups of the mesh axes, which together reach every rank. The other arguments are this rank's values of
-        the fields of `Agreed`. Raises CollectiveMismatch, on every rank, if any two logs differ.
-        """
+        """Exchange this rank's state with the other ranks at the end of a backward, and clear the log. `arrived`: the
+        units in the order in which their backwards ended. `names`: those of all units. `groups`: the process groups of
+        the mesh axes, which together reach every rank. The other arguments are this rank's values of the fields of
+        `Agreed`. Raises CollectiveMismatch, on every rank, if any two logs differ."""
         log, self._log = self._log, []
         if all(group.size() == 1 for group in groups):
             return Agreed(present, trains, resharded, uncaptured, sorted(waiting, reverse=True), True)

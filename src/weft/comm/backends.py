@@ -48,10 +48,8 @@ _instead: Transport | None = None
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the name of the backend of `group` for tensors on `device`; "" without one.
-
-    A group may have one backend per device type, such as torch's default "cpu:gloo,cuda:nccl".
-    """
+    """Return the name of the backend of `group` for tensors on `device`; "" without one. A group may have one backend
+    per device type, such as torch's default "cpu:gloo,cuda:nccl"."""
     try:
         return group._get_backend(device).name()
     except RuntimeError:

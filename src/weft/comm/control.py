@@ -26,12 +26,10 @@ def agree(
     *,
     channel: int,
 ) -> tuple[list[int], list[int]]:
-    """All-reduce integers: return the maximum of each of `highest`, and the bitwise or of each of `union`.
-
-    `groups`: those of mesh axes; the result covers all ranks of the mesh. Integers are below 2**63 in magnitude. In
-    each of log2(n) rounds a rank sends one message, over twice the distance of the last. `what`: the purpose.
-    `channel`: the model's. Messages with another purpose or channel never match these.
-    """
+    """All-reduce integers: return the maximum of each of `highest`, and the bitwise or of each of `union`. `groups`:
+    those of mesh axes; the result covers all ranks of the mesh. Integers are below 2**63 in magnitude. In each of
+    log2(n) rounds a rank sends one message, over twice the distance of the last. `what`: the purpose. `channel`: the
+    model's. Messages with another purpose or channel never match these."""
     tag = tag_of(TAGS, what, channel)
     border = len(highest)
     with streams.on_host():

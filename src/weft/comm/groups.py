@@ -40,10 +40,8 @@ _GONE = (
 
 
 def group_of(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
-    """Return this rank's process group of one mesh axis. Raises RuntimeError if torch has destroyed it.
-
-    torch looks it up by name, so that a mesh of an earlier world works if this world has a group of the same name.
-    """
+    """Return this rank's process group of one mesh axis. Raises RuntimeError if torch has destroyed it. torch looks it
+    up by name, so that a mesh of an earlier world works if this world has a group of the same name."""
     try:
         return mesh.get_group(axis)
     except (KeyError, RuntimeError, ValueError) as error:
@@ -72,10 +70,8 @@ def _next(group: dist.ProcessGroup, kind: str) -> int:
 
 
 def next_channel(group: dist.ProcessGroup) -> int:
-    """Return a new channel number of `group`, equal on its ranks if all call this in the same order.
-
-    Also starts the hang detector, because the owner of a channel waits for other ranks.
-    """
+    """Return a new channel number of `group`, equal on its ranks if all call this in the same order. Also starts the
+    hang detector, because the owner of a channel waits for other ranks."""
     channel = _next(group, "channel")
     if CHANNEL_STRIDE * (channel + 1) > _LARGEST_TAG:
         raise RuntimeError(f"{channel} channels over one process group, and no tags are left: use another group")
@@ -120,11 +116,9 @@ _naming = threading.Lock()
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Give groups that this thread creates inside of this context the name `name`.
-
-    Ranks find each other by the group's name. torch's names contain the number of groups that a rank has created, which
-    differs between ranks of a pipeline, so that they would deadlock.
-    """
+    """Give groups that this thread creates inside of this context the name `name`. Ranks find each other by the group's
+    name. torch's names contain the number of groups that a rank has created, which differs between ranks of a pipeline,
+    so that they would deadlock."""
     c10d, caller = dist.distributed_c10d, threading.get_ident()
     with _naming:
         named = c10d._process_group_name
@@ -158,10 +152,8 @@ def _options(group: dist.ProcessGroup) -> Any:
 
 
 def twin_group(group: dist.ProcessGroup) -> Any:
-    """Create a second communicator over the ranks of `group`. Exactly these ranks must call this.
-
-    A communicator runs its collectives one after another; those of a twin overlap with them.
-    """
+    """Create a second communicator over the ranks of `group`. Exactly these ranks must call this. A communicator runs
+    its collectives one after another; those of a twin overlap with them."""
     return _made_within(group, dist.get_process_group_ranks(group), f"twin {_next(group, 'twin')}")
 
 
@@ -173,10 +165,8 @@ def second_communicator(group: dist.ProcessGroup) -> Any:
 
 
 def neighbours(group: dist.ProcessGroup, size: int) -> Any:
-    """Return a communicator over the block of `size` adjacent ranks of `group` that contains this rank.
-
-    Every rank of `group` must call this in the same order. It is created once for each size.
-    """
+    """Return a communicator over the block of `size` adjacent ranks of `group` that contains this rank. Every rank of
+    `group` must call this in the same order. It is created once for each size."""
     made = _made.setdefault(group, {})
     if size not in made:
         first = group.rank() // size * size
@@ -186,12 +176,10 @@ def neighbours(group: dist.ProcessGroup, size: int) -> Any:
 
 
 def pair_groups(group: dist.ProcessGroup, pairs: Sequence[tuple[int, int]], device: torch.device) -> list[Any]:
-    """Return a communicator for each of `pairs` of ranks of `group`; None for pairs without this rank.
-
-    Every rank of `group` must call this in the same order, with the same pairs. With tags, equal pairs share one
-    communicator; without, each has a separate one, because a communicator runs one message at a time. `group` itself is
-    never used, because breaking a wait closes the communicator permanently.
-    """
+    """Return a communicator for each of `pairs` of ranks of `group`; None for pairs without this rank. Every rank of
+    `group` must call this in the same order, with the same pairs. With tags, equal pairs share one communicator;
+    without, each has a separate one, because a communicator runs one message at a time. `group` itself is never used,
+    because breaking a wait closes the communicator permanently."""
     tagged = transport_of(group, device).capabilities.tags
     ranks = dist.get_process_group_ranks(group)
     call = _next(group, "pairs")
@@ -211,10 +199,8 @@ def group_beside(group: dist.ProcessGroup, purpose: str, *, timeout: timedelta) 
 
 
 def host_group(group: dist.ProcessGroup) -> Any:
-    """Return a group of the same ranks that sends CPU tensors: `group` itself, or an additional gloo group.
-
-    The first call is collective if the gloo group must be created.
-    """
+    """Return a group of the same ranks that sends CPU tensors: `group` itself, or an additional gloo group. The first
+    call is collective if the gloo group must be created."""
     if backend_of(group, torch.device("cpu")) == HOSTS:
         return group
     made = _made.setdefault(group, {})
@@ -231,10 +217,8 @@ def exchange_objects(
     watched: bool = True,
 ) -> list[Any]:
     """Gather every rank's `value`, in rank order, over gloo. It is slow: for errors and construction, not each step.
-
     `group`: default is the world. `what`: its name in errors. `watched`: False on a thread other than the main one,
-    because the hang detector watches one wait at a time.
-    """
+    because the hang detector watches one wait at a time."""
     group = group or world()
     everyone: list[Any] = [value] * group.size()
     if is_pretended(group):

@@ -31,10 +31,8 @@ ABANDONED_TIMEOUT = timedelta(seconds=10)
 
 class Ticket:
     """A handle of communication under way. `wait` orders subsequent computation after it; waiting again is free.
-
     `after`: the ticket that this one runs after. `home`: the stream that started it and owns its memory. `name`: its
-    name in reports of the stream checker.
-    """
+    name in reports of the stream checker."""
 
     def __init__(
         self,
@@ -64,10 +62,8 @@ class Ticket:
             self.abandon()
 
     def abandon(self, timeout: timedelta = ABANDONED_TIMEOUT) -> None:
-        """Let transfers end whose result is not used, so that their memory can be reused.
-
-        Unreceived messages would otherwise be matched with the lane's next ones.
-        """
+        """Let transfers end whose result is not used, so that their memory can be reused. Unreceived messages would
+        otherwise be matched with the lane's next ones."""
         self._settle()
         self.order()
         transfer, self._transfer = self._transfer, None
@@ -192,14 +188,12 @@ class Lane:
         prepare: Callable[[], Any] | None = None,
         **kwargs: Any,
     ) -> Ticket:
-        """Start `collective(*args, tag, **kwargs)` after the current stream's work so far.
-
-        `channel`: separates these messages from others of the lane, for collectives that only some ranks may run.
-        `after`: another ticket to start after; the computation does not wait for it. `behind`: an event
-        (`streams.moment`) at which all inputs are ready: with streams, the collective waits for this event only, and
-        must write to `memory` of the lane. `prepare`: called right before the collective: on CUDA on the lane's stream,
-        on CPU immediately or, with `after`, once that has ended.
-        """
+        """Start `collective(*args, tag, **kwargs)` after the current stream's work so far. `channel`: separates these
+        messages from others of the lane, for collectives that only some ranks may run. `after`: another ticket to start
+        after; the computation does not wait for it. `behind`: an event (`streams.moment`) at which all inputs are
+        ready: with streams, the collective waits for this event only, and must write to `memory` of the lane.
+        `prepare`: called right before the collective: on CUDA on the lane's stream, on CPU immediately or, with
+        `after`, once that has ended."""
         if (self.stream is not None) != streams.has_streams(self._device):
             raise RuntimeError(
                 f"the lane {self.name!r} was made outside of weft.debug.check_streams() and is used inside, or the "
@@ -265,11 +259,9 @@ class Lane:
 
     def memory(self, like: torch.Tensor, *size: int) -> torch.Tensor:
         """Allocate memory in the dtype of `like` that the lane can fill immediately and the current stream then uses.
-
         The memory belongs to the lane's stream: memory of the current stream may still be in use by earlier
         computation, for which the lane would have to wait. It returns to the lane once the current stream has finished
-        with it, so that successive exchanges reuse it.
-        """
+        with it, so that successive exchanges reuse it."""
         home = streams.current(self._device)
         with streams.on(self.stream):
             made = like.new_empty(size)

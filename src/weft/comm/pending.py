@@ -7,10 +7,8 @@ from typing import Any
 
 @dataclass
 class Pending:
-    """Transfers under way: their work handles, and the work of this rank that follows them.
-
-    `finish`: called after the transfers. `second`: called instead, starts a second round of transfers.
-    """
+    """Transfers under way: their work handles, and the work of this rank that follows them. `finish`: called after the
+    transfers. `second`: called instead, starts a second round of transfers."""
 
     works: list[Any] = field(default_factory=list)
     finish: Callable[[], None] | None = None

@@ -23,10 +23,8 @@ _NOTHING: AbstractContextManager = nullcontext()
 
 
 def profiled(unit: str, what: str) -> AbstractContextManager:
-    """Return a context that is a range of the profile, or the label of communication in a timeline.
-
-    `unit`: the unit's name. `what`: "gather", "forward", "backward" or "reduce".
-    """
+    """Return a context that is a range of the profile, or the label of communication in a timeline. `unit`: the unit's
+    name. `what`: "gather", "forward", "backward" or "reduce"."""
     if (watch := hang_detector()) is not None:
         watch.subject = unit or "the root"
     if not recording and not observed():

@@ -56,11 +56,8 @@ def has_streams(device: torch.device) -> bool:
 
 
 def new(name: str, device: torch.device) -> Any:
-    """Return a new stream for communication; None on a device without streams.
-
-    The stream has high priority, so that communication kernels get their few multiprocessors before the computation
-    takes all of them.
-    """
+    """Return a new stream for communication; None on a device without streams. The stream has high priority, so that
+    communication kernels get their few multiprocessors before the computation takes all of them."""
     if _checker is not None:
         return _checker.new(name)
     return _unused(lambda: torch.cuda.Stream(device, priority=-1)) if device.type == "cuda" else None

@@ -27,11 +27,9 @@ from weft.comm.transfers import in_background
 
 
 class Interval(NamedTuple):
-    """One operation on a lane; times are seconds since the recording began.
-
-    `start` is the time when the operation was issued and its communicator had finished all earlier ones, because a
-    communicator runs its operations one after another.
-    """
+    """One operation on a lane; times are seconds since the recording began. `start` is the time when the operation was
+    issued and its communicator had finished all earlier ones, because a communicator runs its operations one after
+    another."""
 
     lane: str
     label: str
@@ -166,9 +164,7 @@ def labelled(label: str) -> AbstractContextManager:
 
 def span(lane: str, label: str = "") -> AbstractContextManager:
     """Record the body of this context, such as computation, as one interval of `lane`; on CUDA on the current stream.
-
-    `label`: default is the label set by `labelled`.
-    """
+    `label`: default is the label set by `labelled`."""
     return _span(recording[0], lane, label) if recording else _NOTHING
 
 

@@ -60,11 +60,9 @@ class Capabilities:
 
 
 class Sum(NamedTuple):
-    """How a reduction writes its sum over the ranks to the output.
-
-    `scale`: the factor of the sum. `accumulate`: add to the output. `inbox`: memory of `inbox_numel` elements in the
-    dtype of the messages. `sum_only`: never let the backend average; scale its sum instead.
-    """
+    """How a reduction writes its sum over the ranks to the output. `scale`: the factor of the sum. `accumulate`: add to
+    the output. `inbox`: memory of `inbox_numel` elements in the dtype of the messages. `sum_only`: never let the
+    backend average; scale its sum instead."""
 
     scale: float
     accumulate: bool

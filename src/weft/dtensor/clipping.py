@@ -51,7 +51,8 @@ def clipping_at_once(torchs: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         grads: list[Any] = [grad for each in parameters if (grad := each.grad) is not None]
-        if not (_all_sharded(grads) and _is_replicated(total_norm) and len(kinds_of(parts := parts_of(grads))) == 1):
+        replicates = not isinstance(total_norm, DTensor) or all(each.is_replicate() for each in total_norm.placements)
+        if not (_all_sharded(grads) and replicates and len(kinds_of(parts := parts_of(grads))) == 1):
             return torchs(parameters, max_norm, total_norm, foreach)
         torch.autograd.graph.increment_version([*grads, *parts])
         with torch.no_grad():
@@ -66,17 +67,10 @@ def _all_sharded(tensors: list[Any]) -> bool:
     return not torch.compiler.is_compiling() and set(map(type, tensors)) == {UnevenDTensor}
 
 
-def _is_replicated(value: Any) -> bool:
-    """Return whether `value` is a plain tensor or a replicated DTensor."""
-    return not isinstance(value, DTensor) or all(placement.is_replicate() for placement in value.placements)
-
-
 @torch.no_grad()
 def _of_sharded(tensors: list[UnevenDTensor], order: float) -> DTensor | None:
-    """Return the norm of all `tensors`; None if they have several devices or dtypes, or no common mesh.
-
-    Each rank contributes one number, not one per tensor, because such a small message takes half of the time.
-    """
+    """Return the norm of all `tensors`; None if they have several devices or dtypes, or no common mesh. Each rank
+    contributes one number, not one per tensor, because such a small message takes half of the time."""
     together = alike(tensors)
     mesh = common_mesh([tensors[first].device_mesh for first, *_ in together])
     parts = parts_of(tensors)

@@ -30,11 +30,9 @@ def _with_spec(value: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 
 def combined_norms(parts: torch.Tensor, order: float, like: UnevenDTensor) -> torch.Tensor:
-    """Combine norms of local `parts`, one number per tensor, to norms of the whole tensors. Collective.
-
-    `parts`: 1-D or 0-D, in the dtype of `wide`, overwritten. `like`: one of the tensors, all of which are sharded over
-    the same axes.
-    """
+    """Combine norms of local `parts`, one number per tensor, to norms of the whole tensors. Collective. `parts`: 1-D or
+    0-D, in the dtype of `wide`, overwritten. `like`: one of the tensors, all of which are sharded over the same
+    axes."""
     if not like.axes:
         return parts
     if math.isinf(order):
@@ -82,9 +80,12 @@ def foreach_norm(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     together = alike(tensors)
     mesh = common_mesh([tensors[first].device_mesh for first, *_ in together])
     for numbers in together:
-        values = _norms_of([tensors[number] for number in numbers], order, dtype)
-        for number, norm in zip(numbers, _all_replicated(values, mesh or tensors[numbers[0]].device_mesh)):
-            norms[number] = norm
+        first = tensors[numbers[0]]
+        values = torch.stack(part_norms(parts_of(tensors[number] for number in numbers), order, dtype))
+        values = combined_norms(values, order, first).to((dtype or first.dtype).to_real())
+        one: Any = replicated(values, mesh or first.device_mesh)[0]
+        for number, value in zip(numbers, values.unbind()):
+            norms[number] = _with_spec(value, one._spec)  # one spec for all: `stack` recognises it without comparing
     return [
         torch.linalg.vector_norm(tensor, order, dtype=dtype) if norm is None else norm
         for tensor, norm in zip(tensors, norms)
@@ -100,25 +101,9 @@ def alike(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     return list(together.values())
 
 
-def _norms_of(tensors: Sequence[UnevenDTensor], order: float, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return the norms, 1-D, of tensors of one list of `alike`. Collective."""
-    norms = torch.stack(part_norms(parts_of(tensors), order, dtype))
-    return combined_norms(norms, order, tensors[0]).to((dtype or tensors[0].dtype).to_real())
-
-
-def _all_replicated(values: torch.Tensor, mesh: DeviceMesh) -> list[DTensor]:
-    """Return a replicated DTensor of each number of `values`, 1-D."""
-    each = values.unbind()
-    one: Any = replicated(values, mesh)[0]
-    spec = one._spec  # one spec for all: `stack` recognises it without comparing
-    return [_with_spec(value, spec) for value in each]
-
-
 def common_mesh(meshes: list[DeviceMesh]) -> DeviceMesh | None:
     """Return a mesh on which values that are replicated on any of `meshes` are replicated too; None if there is none.
-
-    That is a mesh whose first axes are those of all others, or the largest if all consist of the same ranks.
-    """
+    That is a mesh whose first axes are those of all others, or the largest if all consist of the same ranks."""
     longest = max(meshes, key=lambda mesh: mesh.ndim)
     groups = [group_of(longest, axis) for axis in range(longest.ndim)]
     if all([group_of(mesh, axis) for axis in range(mesh.ndim)] == groups[: mesh.ndim] for mesh in meshes):

@@ -27,10 +27,8 @@ from weft.layout.cuts import Cuts
 
 
 class _Uneven:
-    """A placement over one of the axes of `cuts`.
-
-    `even`: the placement of even cuts, as which torch treats it. `shape`: the shape of the whole tensor.
-    """
+    """A placement over one of the axes of `cuts`. `even`: the placement of even cuts, as which torch treats it.
+    `shape`: the shape of the whole tensor."""
 
     dim: int
 
@@ -90,10 +88,8 @@ class _FromLocal(torch.autograd.Function):
 def _like_a_part(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], given: torch.Size | None
 ) -> UnevenDTensor:
-    """Return the tensor with these placements of which `local` is this rank's part.
-
-    Raises ValueError if `local` does not have the shape of the part.
-    """
+    """Return the tensor with these placements of which `local` is this rank's part. Raises ValueError if `local` does
+    not have the shape of the part."""
     first: Any = next(each for each in placements if isinstance(each, _Uneven))
     cuts, shape = first.cuts, first.shape
     if [axis for axis, each in enumerate(placements) if isinstance(each, _Uneven)] != sorted(cuts.axes):

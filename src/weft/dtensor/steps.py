@@ -51,10 +51,8 @@ def choosing_lists(step: Callable[..., None]) -> Callable[..., None]:
 
 
 def _goes_over_lists(parameters: Sequence[Any], lists: Sequence[Any], options: dict[str, Any]) -> bool:
-    """Return whether to step over lists.
-
-    The answer must not depend on local parts: ranks must agree, as lists may gather tensors in another order.
-    """
+    """Return whether to step over lists. The answer must not depend on local parts: ranks must agree, as lists may
+    gather tensors in another order."""
     if options.get("foreach", True) is not None or options.get("fused") is not None:
         return False
     if options.get("nesterov") or options.get("differentiable") or torch.is_grad_enabled():

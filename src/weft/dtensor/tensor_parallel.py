@@ -95,10 +95,8 @@ class TensorParallel:
         return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
 
     def sharded(self, local: torch.Tensor, cuts: Cuts, placements: tuple[Placement, ...]) -> UnevenDTensor:
-        """Return the sharded parameter over both kinds of axes.
-
-        `local`: this rank's part. `cuts`, `placements`: those of the slice over the data-parallel axes.
-        """
+        """Return the sharded parameter over both kinds of axes. `local`: this rank's part. `cuts`, `placements`: those
+        of the slice over the data-parallel axes."""
         if (slices := self._slices_along(cuts.dim)) > 1:
             again = _StridedShard(cuts.dim, split_factor=slices)  # torch's placement for cutting slices once more
             placements = tuple(again if p in self.beyond and p.is_shard() else p for p in placements)
@@ -118,12 +116,10 @@ class TensorParallel:
 def tensor_parallel_of(
     parameter: nn.Parameter, mesh: DeviceMesh, where: str, replicas: Collection[str] = ()
 ) -> TensorParallel | None:
-    """Return the tensor-parallel placement of `parameter`; None if it is a plain tensor.
-
-    `mesh`: the data-parallel axes. `where`: the parameter's name in errors. `replicas`: the names of the data-parallel
-    axes, for parameters over the whole mesh. Raises ValueError for a mesh or placement that cannot be combined with
-    data parallelism over `mesh`.
-    """
+    """Return the tensor-parallel placement of `parameter`; None if it is a plain tensor. `mesh`: the data-parallel
+    axes. `where`: the parameter's name in errors. `replicas`: the names of the data-parallel axes, for parameters over
+    the whole mesh. Raises ValueError for a mesh or placement that cannot be combined with data parallelism over
+    `mesh`."""
     if not isinstance(parameter, DTensor):
         return None
     spec, whole = parameter._spec, None

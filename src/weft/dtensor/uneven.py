@@ -47,9 +47,9 @@ def spec_of(
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor, or a plain `tensor` itself."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+def local_of(value: Any) -> Any:
+    """Return the local tensor of a DTensor, or another `value` itself."""
+    return value._local_tensor if isinstance(value, DTensor) else value
 
 
 class RuledDTensor(DTensor):
@@ -87,10 +87,8 @@ class UnevenDTensor(RuledDTensor):
         placements: tuple[Placement, ...],
         shape: torch.Size | None = None,
     ) -> "UnevenDTensor":
-        """Return the tensor whose part on this rank is `local`.
-
-        `shape`: the shape of the whole tensor, if `cuts` are those of a slice of it.
-        """
+        """Return the tensor whose part on this rank is `local`. `shape`: the shape of the whole tensor, if `cuts` are
+        those of a slice of it."""
         shape = torch.Size(cuts.shape) if shape is None else shape
         stride = torch.empty(shape, device="meta").stride()
         return cls._wrap(local, spec_of(mesh, placements, shape, stride, local.dtype), _one(cuts))
@@ -103,10 +101,8 @@ class UnevenDTensor(RuledDTensor):
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Return what DTensor returns; while `torch.compile` traces, make it skip the code.
-
-        A compiled graph would create DTensors with even cuts.
-        """
+        """Return what DTensor returns; while `torch.compile` traces, make it skip the code. A compiled graph would
+        create DTensors with even cuts."""
         if torch._guards.TracingContext.try_get() is not None:
             _leave_uncompiled()
         return super().__tensor_flatten__()
@@ -119,10 +115,8 @@ class UnevenDTensor(RuledDTensor):
         return UnevenDTensor._wrap(local, spec, self._cuts)
 
     def owned_alike(self, local: torch.Tensor | None, meta: torch.Tensor) -> "UnevenDTensor":
-        """Return a tensor with `meta`'s shape and strides that is whole on the rank that owns all of this one.
-
-        `local`: the tensor, on that rank; None on others.
-        """
+        """Return a tensor with `meta`'s shape and strides that is whole on the rank that owns all of this one. `local`:
+        the tensor, on that rank; None on others."""
         owner = self.owner
         assert owner is not None
         borders = (0,) * (owner + 1) + (meta.numel(),) * (self._cuts.parts - owner)
@@ -234,13 +228,8 @@ class UnevenDTensor(RuledDTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Serialise this rank's part, with its spec and cuts."""
-        return _rebuilt, (
-            self._local_tensor,
-            self._spec,
-            self._cuts,
-            self.requires_grad,
-            isinstance(self, nn.Parameter),
-        )
+        facts = self._spec, self._cuts, self.requires_grad, isinstance(self, nn.Parameter)
+        return _rebuilt, (self._local_tensor, *facts)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return (

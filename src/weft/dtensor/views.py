@@ -30,11 +30,9 @@ class Step(NamedTuple):
 
 
 class ShardedView(RuledDTensor):
-    """A view of a sharded tensor. Reading gathers the tensor; an in-place operator also writes it back.
-
-    Both are collective; `repr` does neither. `to_local()` raises RuntimeError, because its result would be a copy, and
-    writes to it would be lost.
-    """
+    """A view of a sharded tensor. Reading gathers the tensor; an in-place operator also writes it back. Both are
+    collective; `repr` does neither. `to_local()` raises RuntimeError, because its result would be a copy, and writes to
+    it would be lost."""
 
     _parent: UnevenDTensor
     _steps: tuple[Step, ...]

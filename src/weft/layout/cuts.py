@@ -24,10 +24,8 @@ from weft.layout.layout import dim_first
 @dataclass(frozen=True)
 class Cuts:
     """The cuts of one tensor: part r has elements `[borders[r], borders[r + 1])`. With one part the tensor is whole.
-
     `axes`: the mesh axes over which the parts are distributed, the axis of the coarsest cuts first. `dim`: the
-    dimension that is cut and is first in memory; if it is not 0, no cut goes through a slice along it.
-    """
+    dimension that is cut and is first in memory; if it is not 0, no cut goes through a slice along it."""
 
     shape: tuple[int, ...]
     borders: tuple[int, ...]

@@ -71,11 +71,9 @@ class UnitFacts:
 
 
 class Limits(NamedTuple):
-    """Limits that the user sets with `RuntimeOptions`, and those of a schedule.
-
-    `depth`: the number of units that a schedule gathers ahead. `order`: the units in the order in which their
-    reductions start; None: from the last unit to the first.
-    """
+    """Limits that the user sets with `RuntimeOptions`, and those of a schedule. `depth`: the number of units that a
+    schedule gathers ahead. `order`: the units in the order in which their reductions start; None: from the last unit to
+    the first."""
 
     prefetch_bytes: int | None = None
     bucket_bytes: int = 0

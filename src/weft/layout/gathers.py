@@ -168,10 +168,8 @@ class GatherOrder:
 
     def use(self, unit: Gathered, named: Iterable[Gathered] | None = None, *, backward: bool = False) -> None:
         """Gather `unit`, which is used next, and ahead the `named` units, or else those that the trace predicts.
-
         `backward`: whether the use computes gradients. All gathers start before the host waits for the one that it
-        needs, so that the lanes always have work.
-        """
+        needs, so that the lanes always have work."""
         number, position = unit.number, self._position
         self.events.append(("use", number, int(backward and unit.turns)))
         self._position = position + 1

@@ -29,10 +29,8 @@ PREFERENCE = 1 / 256
 
 @dataclass(frozen=True)
 class Extent:
-    """The position of one tensor: `offset` in the flat buffer, in elements, and the `granularity` of its cuts.
-
-    `dim`: the dimension that is first in the buffer, and that is therefore cut.
-    """
+    """The position of one tensor: `offset` in the flat buffer, in elements, and the `granularity` of its cuts. `dim`:
+    the dimension that is first in the buffer, and that is therefore cut."""
 
     shape: tuple[int, ...]
     offset: int
@@ -79,10 +77,8 @@ class Layout:
         return (self.numel - self.data_numel) / max(self.data_numel, 1)
 
     def cuts(self, tensor: int, pieces: int | None = None) -> tuple[int, ...]:
-        """Return the borders inside tensor number `tensor`, as element numbers of that tensor.
-
-        Of `pieces` equal pieces of the buffer (default: the shards), piece r has its elements `[cuts[r], cuts[r + 1])`.
-        """
+        """Return the borders inside tensor number `tensor`, as element numbers of that tensor. Of `pieces` equal pieces
+        of the buffer (default: the shards), piece r has its elements `[cuts[r], cuts[r + 1])`."""
         extent = self.extents[tensor]
         pieces = pieces or self.shards
         numel = self.numel // pieces
@@ -104,17 +100,12 @@ def plan_layout(
     granularities: Sequence[int] | None = None,
     dims: Sequence[int] | None = None,
 ) -> Layout:
-    """Return a layout of tensors with these shapes, in this order, in `shards` equal shards.
-
-    `itemsize`: bytes of an element, the smallest of the dtypes that use the layout. `granularities`: per tensor, the
-    number of elements that cuts keep together (1: cuts anywhere; the tensor's size: never cut). If it does not divide
-    the size, the last piece is smaller. `dims`: per tensor, the dimension that is stored first and cut; default: 0.
-
-    The shard size is the smallest that allows the coarsest cuts whose padding is at most `PREFERENCE` of the data or
-    one alignment unit per shard. Only `granularities` may cause more padding.
-
-    Raises ValueError for no shards or for a granularity below 1.
-    """
+    """Return a layout of tensors with these shapes, in this order, in `shards` equal shards. `itemsize`: bytes of an
+    element, the smallest of the dtypes that use the layout. `granularities`: per tensor, the number of elements that
+    cuts keep together (1: cuts anywhere; the tensor's size: never cut). If it does not divide the size, the last piece
+    is smaller. `dims`: per tensor, the dimension that is stored first and cut; default: 0. The shard size is the
+    smallest that allows the coarsest cuts whose padding is at most `PREFERENCE` of the data or one alignment unit per
+    shard. Only `granularities` may cause more padding. Raises ValueError for no shards or for a granularity below 1."""
     tensors = [Extent(tuple(shape), 0, 1, dim) for shape, dim in zip(shapes, dims or [0] * len(shapes), strict=True)]
     sizes = [tensor.numel for tensor in tensors]
     demanded = list(granularities) if granularities is not None else [1] * len(sizes)
@@ -183,11 +174,8 @@ def _shard_steps(chains: list[list[int]], align: int) -> set[int]:
 
 
 def _larger_shards(tight: int, largest: int, demanded: list[int], align: int) -> list[int]:
-    """Return ascending shard sizes to try for blocks that must stay whole.
-
-    They are multiples of blocks, which can be cut at every border. The last one always fits, because each border wastes
-    less than the largest tensor.
-    """
+    """Return ascending shard sizes to try for blocks that must stay whole. They are multiples of blocks, which can be
+    cut at every border. The last one always fits, because each border wastes less than the largest tensor."""
     most = _round_up(tight + largest, align)
     sizes = {most}
     for step in {align, *(math.lcm(step, align) for step in demanded), math.lcm(*demanded, align)}:
@@ -225,10 +213,8 @@ def _place(
 
 def _first_fit(cursor: int, size: int, step: int, shard_numel: int, start: int) -> int | None:
     """Return the first offset from `cursor` on such that borders in the tensor are multiples of `step` from the offset.
-
     The offset is a multiple of `start`, as `cursor` and the borders are. Only the next two shards are tried, because
-    all later borders are alike. None: no offset fits.
-    """
+    all later borders are alike. None: no offset fits."""
     border = (cursor // shard_numel + 1) * shard_numel
     for first, end in ((cursor, border), (border, border + shard_numel)):
         if first + size <= end:

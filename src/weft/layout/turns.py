@@ -25,9 +25,7 @@ from typing import Any, NamedTuple
 
 class Due(NamedTuple):
     """A unit whose gradients are to be reduced. Units with the same `kind` may share a message; None: it never shares.
-
-    `nbytes`: the bytes that it sends.
-    """
+    `nbytes`: the bytes that it sends."""
 
     unit: int
     kind: Hashable | None
@@ -51,9 +49,7 @@ def turns_of(due: Iterable[Due], most: int) -> list[tuple[int, ...]]:
 
 class ReductionOrder(ABC):
     """The order of reductions. Subclasses reduce buffers, or only count bytes. Units and their groups are numbered.
-
-    `most_alive`: the number of units whose gradients may be live at once; the units of one turn count as one.
-    """
+    `most_alive`: the number of units whose gradients may be live at once; the units of one turn count as one."""
 
     def __init__(self, most_alive: int) -> None:
         self.most_alive = most_alive
@@ -107,9 +103,7 @@ class ReductionOrder(ABC):
 
     def ready(self, unit: int, *, in_order: bool = True) -> bool:
         """Start the reduction of `unit`, whose gradients are ready, if it is its turn; otherwise pack them.
-
-        `in_order=False` starts it immediately. Returns whether the unit follows the order.
-        """
+        `in_order=False` starts it immediately. Returns whether the unit follows the order."""
         if not self._in_turn or not in_order:
             self._start(unit)
             return False
@@ -147,11 +141,9 @@ class ReductionOrder(ABC):
             self._take((unit,))
 
     def make_room(self, unit: int, group: int, *, defer: bool) -> None:
-        """Wait until gradients may be packed: none of this group in flight, and not too many of other units.
-
-        The unit's gradients are one live buffer, autograd's or the one that they are packed into, and two while they
-        are packed.
-        """
+        """Wait until gradients may be packed: none of this group in flight, and not too many of other units. The unit's
+        gradients are one live buffer, autograd's or the one that they are packed into, and two while they are
+        packed."""
         self._finish_own(unit, group)
         if not defer:
             own = 1 if self.has_buffer(unit, group) else 2

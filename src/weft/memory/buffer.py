@@ -134,11 +134,9 @@ class FlatBuffer:
         prepare: Callable[[], Any] | None = None,
         after: Ticket | None = None,
     ) -> Ticket | None:
-        """Start the all-gathers that fill this buffer from the ranks' parts under `inner`, finest cuts first.
-
-        `through` returns the communicator for the process group of a mesh axis. `prepare` fills the local part before
-        the first gather, which waits for `after`. Returns the last gather, or None if there is none.
-        """
+        """Start the all-gathers that fill this buffer from the ranks' parts under `inner`, finest cuts first. `through`
+        returns the communicator for the process group of a mesh axis. `prepare` fills the local part before the first
+        gather, which waits for `after`. Returns the last gather, or None if there is none."""
         ticket = None
         axes = sharded_axes(inner)
         while axes != self.axes:

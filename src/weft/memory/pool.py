@@ -210,9 +210,7 @@ class Pool:
 
     def end_step(self, foreseen: Callable[[Transient, Transient], bool] | None = None) -> None:
         """End a step, and make a new plan if the plan does not cover it. Does nothing while a buffer is alive.
-
-        `foreseen(one, other)`: whether two buffers may be alive together although no step has shown it yet.
-        """
+        `foreseen(one, other)`: whether two buffers may be alive together although no step has shown it yet."""
         if not self.planned or self._alive:
             return
         step, self._step = self._step, self._step + 1

@@ -18,9 +18,7 @@ Parts = Sequence[torch.Tensor] | torch.Tensor
 
 def swap(arriving: Parts, leaving: Parts, group: dist.ProcessGroup, tag: int) -> list[Any]:
     """Start to receive `arriving[r]` from each other rank r, and to send `leaving[r]` to it; skip empty tensors.
-
-    Returns the works.
-    """
+    Returns the works."""
     others = peers(dist.get_rank(group), len(arriving))
     works = [group.recv([arriving[peer]], peer, tag) for peer in others if arriving[peer].numel()]
     works += [group.send([leaving[peer]], peer, tag) for peer in others if leaving[peer].numel()]
@@ -42,10 +40,8 @@ def peers(rank: int, size: int) -> list[int]:
 
 def end_transfers(group: Any) -> None:
     """Abort all transfers over `group` on all its ranks, by a receive that times out, which closes connections. The
-    group cannot be used afterwards.
-
-    Does nothing for other backends: a rank that waits for a device checks for the detector's verdict.
-    """
+    group cannot be used afterwards. Does nothing for other backends: a rank that waits for a device checks for the
+    detector's verdict."""
     peer = (group.rank() + 1) % group.size()
     try:
         if group._get_backend(torch.device("cpu")).name() == "gloo":

@@ -130,10 +130,8 @@ class HangDetector:
             self.issued[key] = number
 
     def can_join(self, owner: Any, key: str, join: Join) -> None:
-        """Register `join`, which takes part in the next collective of `key` without using its result.
-
-        `owner`: `join` is removed when this object is freed, and so must not keep it alive.
-        """
+        """Register `join`, which takes part in the next collective of `key` without using its result. `owner`: `join`
+        is removed when this object is freed, and so must not keep it alive."""
         with self._lock:
             self._joinable.setdefault(owner, {})[key] = join
 
@@ -147,10 +145,8 @@ class HangDetector:
         self._failed = ""
 
     def fail(self, what: str) -> None:
-        """Publish that this rank left a pass by an exception; of nested calls only the first, innermost one counts.
-
-        It is published immediately, because the process may exit, and ranks whose waits break then look for the reason.
-        """
+        """Publish that this rank left a pass by an exception; of nested calls only the first, innermost one counts. It
+        is published immediately, because the process may exit, and ranks whose waits break then look for the reason."""
         if self._failed:
             return
         self._failed = what

@@ -37,11 +37,8 @@ def mismatch(what: str, said: Mapping[int, str], rule: str) -> CollectiveMismatc
 
 
 class Issued(dict[str, int]):
-    """The number of collectives of each key that this rank has issued.
-
-    `off`: key and number of collectives that are queued after others. If the rank waits for another one, they have not
-    begun.
-    """
+    """The number of collectives of each key that this rank has issued. `off`: key and number of collectives that are
+    queued after others. If the rank waits for another one, they have not begun."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,10 +111,8 @@ class Picture:
         return [rank for rank in state.ranks if (other := self.of(rank)) is not None and other.lacks(state)]
 
     def stuck_with(self, rank: int) -> dict[int, State]:
-        """Return the states of the stuck ranks for which `rank` waits, directly or indirectly, itself included.
-
-        Empty if `rank` is not stuck.
-        """
+        """Return the states of the stuck ranks for which `rank` waits, directly or indirectly, itself included. Empty
+        if `rank` is not stuck."""
         found: dict[int, State] = {}
         waits_for: dict[int, list[int]] = {}
         ahead = [rank]
