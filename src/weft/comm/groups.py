@@ -49,7 +49,6 @@ def group_of(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
 
 
 def check_alive(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Raise RuntimeError if torch has destroyed one of `groups`."""
     alive = dist.distributed_c10d._world.pg_map
     if any(group not in alive for group in groups):
         raise RuntimeError(_GONE)
@@ -138,7 +137,6 @@ def _backends(group: dist.ProcessGroup) -> list[Any]:
 
 
 def _timeout(group: dist.ProcessGroup) -> Any:
-    """Return the longest timeout of the group's backends; None if they have none."""
     found = (getattr(getattr(backend, "options", None), "_timeout", None) for backend in _backends(group))
     return max(filter(None, found), default=None)
 
@@ -210,11 +208,7 @@ def host_group(group: dist.ProcessGroup) -> Any:
 
 
 def exchange_objects(
-    value: Any,
-    group: dist.ProcessGroup | None = None,
-    what: str = "what the ranks tell each other",
-    *,
-    watched: bool = True,
+    value: Any, group: Any = None, what: str = "what the ranks tell each other", *, watched: bool = True
 ) -> list[Any]:
     """Gather every rank's `value`, in rank order, over gloo. It is slow: for errors and construction, not each step.
     `group`: default is the world. `what`: its name in errors. `watched`: False on a thread other than the main one,
@@ -229,13 +223,7 @@ def exchange_objects(
     return everyone
 
 
-def first_rank_s(
-    value: Any,
-    group: dist.ProcessGroup | None = None,
-    what: str = "what the first rank says",
-    *,
-    watched: bool = True,
-) -> Any:
+def first_rank_s(value: Any, group: Any = None, what: str = "what the first rank says", *, watched: bool = True) -> Any:
     """Broadcast the `value` of the group's first rank; the arguments are those of `exchange_objects`."""
     group = group or world()
     if is_pretended(group):

@@ -210,7 +210,9 @@ class Lane:
         start = functools.partial(collective, *args, self.tag + CHANNEL_STRIDE * channel, **kwargs)
         if self.stream is None:
 
-            def begin() -> Pending:
+            def begin(late: bool = True) -> Pending:
+                if late:
+                    _has_begun(call)
                 if prepare is not None:
                     prepare()
                 try:
@@ -219,15 +221,11 @@ class Lane:
                     explain(error, call)
                     raise
 
-            def begin_late() -> Pending:
-                _has_begun(call)
-                return begin()
-
             key = (group, self.tag, channel)
             earlier = after._transfer if after is not None else None
             gate = priority.gate_of(self.name) if group is not None else None
             if earlier is None and gate is None and begins_at_once(key):
-                pending = begin()
+                pending = begin(late=False)
                 over = pending.is_over and not recording  # a timeline has all waits
                 return Ticket(None if over else Transfer(lambda: pending, key), call=call, after=after)
             late = earlier is not None or gate is not None
@@ -239,7 +237,7 @@ class Lane:
                     earlier.complete()
             if earlier is not None and call is not None and (watch := hang_detector()) is not None:
                 watch.issued.off.add((call.key, call.number))
-            return Ticket(Transfer(begin_late, key, earlier, gate), call=call, after=after)
+            return Ticket(Transfer(begin, key, earlier, gate), call=call, after=after)
         home = streams.current(self._device)
         if behind is None:
             self.stream.wait_stream(home)
@@ -251,11 +249,10 @@ class Lane:
             if prepare is not None:
                 prepare()
             pending, name = start(), f"{collective.__name__} on {self.name}"
-            if self._waits_later:
-                transfer = Transfer(lambda: pending, (group, self.tag, channel))
-                return Ticket(transfer, self.stream.record_event(), call, after, home, name)
-            pending.complete()
-            return Ticket(None, self.stream.record_event(), call, after, home, name)
+            transfer = Transfer(lambda: pending, (group, self.tag, channel)) if self._waits_later else None
+            if transfer is None:
+                pending.complete()
+            return Ticket(transfer, self.stream.record_event(), call, after, home, name)
 
     def memory(self, like: torch.Tensor, *size: int) -> torch.Tensor:
         """Allocate memory in the dtype of `like` that the lane can fill immediately and the current stream then uses.

@@ -41,10 +41,9 @@ observed: Callable[[], bool] = _observed if _HAS_CUDA else torch.autograd._profi
 
 
 class Stretch:
-    """A range of the profile that begins in one hook and ends in another."""
+    """A range of the profile that begins in one hook, which makes this, and ends in another."""
 
     def __init__(self, unit: str, what: str) -> None:
-        """Open the range."""
         self._range = _range(unit, what)
         self._thread = threading.get_ident()
         if self._range is not None:
@@ -58,7 +57,6 @@ class Stretch:
 
 
 def _range(unit: str, what: str) -> AbstractContextManager | None:
-    """Return a range of the profile; None without a profiler."""
     if torch.autograd._profiler_enabled():
         return record_function(f"weft/{unit or 'root'}/{what}")
     if _HAS_CUDA and torch.cuda.is_initialized() and not recording:

@@ -71,7 +71,6 @@ class Timeline:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Stop recording and wait for operations in flight."""
         recording.clear()
         for works in self._under_way:
             works.done.wait()
@@ -93,7 +92,6 @@ class Timeline:
         return found
 
     def _now(self) -> Any:
-        """Return the current time: an event on the current stream if CUDA is initialised, otherwise host seconds."""
         return time.perf_counter() if self._zero_event is None else _event()
 
     def _seconds(self, moment: Any) -> float:
@@ -127,7 +125,8 @@ class Timeline:
 
 
 class WatchedWorks:
-    """Asynchronous works for which a thread waits; `wait` waits for the thread. No work may be waited for twice."""
+    """Asynchronous works for which a thread waits, in `run`. `wait` waits for the thread, and raises what they raised:
+    no work may be waited for twice."""
 
     def __init__(self, works: Sequence[Any], ended: Callable[[], None]) -> None:
         self._works = works
@@ -136,7 +135,6 @@ class WatchedWorks:
         self._failure: BaseException | None = None
 
     def run(self) -> None:
-        """Wait for the works, on the thread, and record their end."""
         try:
             for work in self._works:
                 work.wait()
@@ -147,7 +145,6 @@ class WatchedWorks:
         self.done.set()
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Block until the works are done; raise their exception if they failed."""
         self.done.wait(timeout.total_seconds() if timeout is not None else None)
         if self._failure is not None:
             raise self._failure

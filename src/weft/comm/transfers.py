@@ -162,7 +162,6 @@ class _Crew:
                     self._idle += 1
 
     def leave(self) -> None:
-        """End the threads when the interpreter exits."""
         deadline = time.monotonic() + GOODBYE_S
         for _ in self._threads:
             self._jobs.put(None)

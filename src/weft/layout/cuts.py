@@ -113,14 +113,9 @@ class Cuts:
 
 def _largest_box(shape: tuple[int, ...], at: int, stop: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return `(offsets, sizes)` of the largest rectangle that starts at flat element `at` and ends by `stop`."""
-    offsets = []
-    rest = at
-    for dim in range(len(shape)):
-        row = math.prod(shape[dim + 1 :])
-        offsets.append(rest // row)
-        rest %= row
-    for dim in range(len(shape)):
-        row = math.prod(shape[dim + 1 :])
+    rows = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    offsets = [at // row % size for row, size in zip(rows, shape)]
+    for dim, row in enumerate(rows):
         count = min((stop - at) // row, shape[dim] - offsets[dim])
         if count and not any(offsets[dim + 1 :]):
             return tuple(offsets), (*(1,) * dim, count, *shape[dim + 1 :])

@@ -38,11 +38,6 @@ class Extent:
     dim: int = 0
 
     @property
-    def stored(self) -> tuple[int, ...]:
-        """The shape of the tensor in the buffer: `dim` first."""
-        return dim_first(self.shape, self.dim)
-
-    @property
     def numel(self) -> int:
         """The number of elements of the tensor."""
         return math.prod(self.shape)
@@ -120,7 +115,7 @@ def plan_layout(
     total = sum(sizes)
     tight = max(_round_up(-(-total // shards), align), align)
     budget = max(total * (1 + PREFERENCE), total + shards * align)
-    chains = [_preferred_steps(tensor.stored, tensor.numel, step) for tensor, step in zip(tensors, demanded)]
+    chains = [_preferred_steps(each, step) for each, step in zip(tensors, demanded)]
     shard_numels = sorted({_round_up(tight, step) for step in _shard_steps(chains, align)} | {tight + align})
 
     fitting = []
@@ -156,10 +151,11 @@ def _round_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-def _preferred_steps(shape: Sequence[int], size: int, demanded: int) -> list[int]:
+def _preferred_steps(tensor: Extent, demanded: int) -> list[int]:
     """Return granularities from whole dim-0 rows down to the demanded one, each a multiple of it."""
-    rows = [math.prod(shape[dim:]) for dim in range(1, len(shape))]
-    steps = [step for step in rows if step > demanded and step % demanded == 0 and size]
+    stored = dim_first(tensor.shape, tensor.dim)
+    rows = [math.prod(stored[dim:]) for dim in range(1, len(stored))]
+    steps = [step for step in rows if step > demanded and step % demanded == 0 and tensor.numel]
     return list(dict.fromkeys([*steps, demanded]))
 
 

@@ -13,6 +13,7 @@ On a 2-D mesh (outer, shard) the last axis cuts coarsely and the outer one cuts 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -33,16 +34,14 @@ from weft.mesh import position_on, ranks_over
 Through = Callable[[dist.ProcessGroup], dist.ProcessGroup]
 
 
+@dataclass(eq=False)
 class FlatBuffer:
     """This rank's part, `local`, of a flat layout that is placed on a mesh, with one placement per mesh axis."""
 
-    def __init__(
-        self, layout: Layout, mesh: DeviceMesh, placements: tuple[Placement, ...], local: torch.Tensor
-    ) -> None:
-        self.layout = layout
-        self.mesh = mesh
-        self.placements = placements
-        self.local = local
+    layout: Layout
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    local: torch.Tensor
 
     @cached_property
     def axes(self) -> tuple[int, ...]:

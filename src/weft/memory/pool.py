@@ -76,7 +76,6 @@ class Transient:
         _resize(self.own, 0)
 
     def live_in(self, tensor: torch.Tensor) -> None:
-        """Use the memory of `tensor` from now on."""
         self.tensor = tensor
         self.on_move(tensor)
 
@@ -135,7 +134,7 @@ class Pool:
     def take(self, transient: Transient) -> torch.Tensor:
         """Give `transient` memory, with unspecified contents."""
         if self._home is _UNKNOWN:
-            self._choose_home(transient)
+            self._home = streams.current(transient.own.device)
         tensor = self._planned_place(transient)
         if tensor is None:
             tensor = self._own_memory(transient)
@@ -184,10 +183,6 @@ class Pool:
         transient.live_in(place)
         _resize(transient.own, 0)
 
-    def _choose_home(self, transient: Transient) -> None:
-        """Make the current stream the owner of the slab."""
-        self._home = streams.current(transient.own.device)
-
     def _own_memory(self, transient: Transient) -> torch.Tensor:
         _resize(transient.own, transient.nbytes)
         self.allocations += 1
@@ -235,7 +230,7 @@ class Pool:
             self.lower_bound = max(self.lower_bound, sum(each.nbytes for each in alive))
             for one in alive:
                 if self._home is _UNKNOWN:
-                    self._choose_home(one)
+                    self._home = streams.current(one.own.device)
                 self._met.setdefault(one, {}).update(dict.fromkeys(alive, self._step))
                 if one not in self._places or any(self._share(one, other) for other in alive if other is not one):
                     self.outdated = True
@@ -297,7 +292,6 @@ class Pool:
         return None
 
     def _rivals(self, transient: Transient) -> list[Transient]:
-        """Return the live buffers in the planned place of `transient`."""
         if transient not in self._neighbours:
             self._neighbours[transient] = {other for other in self._places if self._share(transient, other)}
         if (neighbours := self._neighbours[transient]).isdisjoint(self._alive):
@@ -305,7 +299,6 @@ class Pool:
         return [other for other in self._alive if other.tensor is not other.own and other in neighbours]
 
     def _share(self, one: Transient, other: Transient) -> bool:
-        """Return whether the planned places of two buffers overlap."""
         if one not in self._places or other not in self._places:
             return False
         assert self.plan is not None

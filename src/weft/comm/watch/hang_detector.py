@@ -24,7 +24,7 @@ import time
 import weakref
 from collections.abc import Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -111,7 +111,6 @@ class HangDetector:
     # --- called by this rank's main thread ----------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise CollectiveMismatch if this rank knows of one."""
         if self.verdict:
             raise CollectiveMismatch(self.verdict)
 
@@ -125,7 +124,6 @@ class HangDetector:
         return Call(key, number, name, group, self._ranks[group])
 
     def note(self, key: str, number: int) -> None:
-        """Record `number` as the count of issued collectives with `key`."""
         with self._lock:
             self.issued[key] = number
 
@@ -141,8 +139,7 @@ class HangDetector:
         return call.name if call is not None and thread == self._waiter else outside_waits(thread)[0]
 
     def begin_pass(self) -> None:
-        """Forget an earlier failure, because a forward begins."""
-        self._failed = ""
+        self._failed = ""  # an exception that was caught is over
 
     def fail(self, what: str) -> None:
         """Publish that this rank left a pass by an exception; of nested calls only the first, innermost one counts. It
@@ -179,13 +176,14 @@ class HangDetector:
         deadline = time.monotonic() + EXPLAINED_S
         while not self.verdict:
             self.verdict = self._read("verdict") or self._of_who_left(call)
-            if self.verdict or time.monotonic() > deadline:
+            if self.verdict:
                 break
+            if time.monotonic() > deadline:
+                if not getattr(error, "__notes__", ()):
+                    error.add_note(self._note(error, call))
+                return
             time.sleep(0.05)
-        if self.verdict:
-            raise CollectiveMismatch(self.verdict) from error
-        if not getattr(error, "__notes__", ()):
-            error.add_note(self._note(error, call))
+        raise CollectiveMismatch(self.verdict) from error
 
     def _note(self, error: RuntimeError, call: Call) -> str:
         note = f"this rank ({self._rank}) waited for {call.name}"
@@ -248,7 +246,7 @@ class HangDetector:
             self._before = None
             self._say(None)
             return False
-        mine = replace(mine, heard=self._store.add(f"{self._prefix}question", 0))
+        mine = mine._replace(heard=self._store.add(f"{self._prefix}question", 0))
         self._say(mine)
         if (joins := self._store.add(f"{self._prefix}joins", 0)) != self._all_joins:
             self._all_joins, self._haste_until = joins, time.monotonic() + HASTE_S
@@ -256,7 +254,7 @@ class HangDetector:
             return False
         picture = Picture(lambda rank: mine if rank == self._rank else self._state_of(rank), self._world_ranks)
         stuck = picture.stuck_with(self._rank)
-        unheard = {rank: replace(state, heard=0) for rank, state in stuck.items()}
+        unheard = {rank: state._replace(heard=0) for rank, state in stuck.items()}
         if not stuck or unheard != self._before:
             self._before, self._unchanged_since, self._question = unheard or None, time.monotonic(), 0
             return bool(stuck)
@@ -297,7 +295,7 @@ class HangDetector:
         return State("failed", self._failed, issued, token=str(self._token), failed=self._failed)
 
     def _say(self, state: State | None) -> None:
-        text = json.dumps(state.words()) if state is not None else ""
+        text = json.dumps(state) if state is not None else ""
         with self._saying:
             if text != self._said:
                 self._store.set(f"{self._prefix}{self._rank}", text)
@@ -312,7 +310,7 @@ class HangDetector:
 
     def _state_of(self, rank: int) -> State | None:
         text = self._read(str(rank))
-        return rules.state_from(json.loads(text)) if text else None
+        return State(*json.loads(text)) if text else None
 
     def _take_part(self, stuck: dict[int, State]) -> bool:
         """Join the collectives that others wait for and this rank has not issued; return whether there were any."""
@@ -373,7 +371,6 @@ def _leave() -> None:
 
 
 def watched(call: Call | None) -> AbstractContextManager:
-    """Return a context that watches a wait for `call`, if there is a hang detector."""
     watch = hang_detector()
     return nullcontext() if call is None or watch is None else watch.waiting(call)
 
