@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.layout.facts import GradientFacts, Limits, StageFacts, UnitFacts
-from weft.layout.plan import compile_plan
 from weft.layout.trace import Event, Trace
+from weft.layout.walk import compile_plan
 
 UNITS = 6
 

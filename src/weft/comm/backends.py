@@ -1,13 +1,8 @@
 """Chooses the transport of tensors between the ranks of a group.
 
-    tensors on             backend        transport
-    --------------------   -----------    ------------------------------
-    a device with streams  nccl           `BuiltIn`, with averages
-    CPU                    gloo           `Gloo`
-    either                 any other      that of its module, or `BuiltIn`
-
-The transport of a backend is `TRANSPORT` of the module `weft.comm.<backend>`, so another one is one file. Only this
-file and `groups`, which creates groups, use the names of backends.
+The transport of a backend is `TRANSPORT` of the module `weft.comm.<backend>`, so another one is one file; of a backend
+without a module, and of gloo for a device with streams, it is `BuiltIn`. Only this file and `groups`, which creates
+groups, use the names of backends.
 """
 
 from collections.abc import Iterator

@@ -26,7 +26,7 @@ class BuiltIn:
     def __init__(self, *, averages: bool = False) -> None:
         # The order of magnitude of NCCL's latency and bandwidth between GPUs of one host.
         self.capabilities = Capabilities(
-            tags=False, helpers=False, bundles=True, averages=averages, direct_sends=False, latency=2e-5, bandwidth=2e11
+            tags=False, helpers=False, bundles=True, averages=averages, latency=2e-5, bandwidth=2e11
         )
 
     def all_gather(self, full: Tensor, source: Tensor, group: ProcessGroup, tag: int) -> Pending:

@@ -65,7 +65,7 @@ class Ticket:
         """Let transfers end whose result is not used, so that their memory can be reused. Unreceived messages would
         otherwise be matched with the lane's next ones."""
         self._settle()
-        self.order()
+        self._order(self._home)
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
             _has_begun(self._call)
@@ -84,10 +84,6 @@ class Ticket:
         have ended."""
         if self._transfer is not None:
             self._transfer.end_by_itself()
-
-    def order(self) -> None:
-        """Make the stream that started it wait, if there are streams. The host does not wait."""
-        self._order(self._home)
 
     def wait(self) -> None:
         """Make subsequent computation see the result. A timeline records the time on its lane "wait"."""

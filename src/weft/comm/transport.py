@@ -1,9 +1,9 @@
 """The protocol that each transport implements to move tensors between ranks, and the capabilities of a transport.
 
-    transport             tags   helpers   bundles           averages   direct sends
-    -------------------   ----   -------   ---------------   --------   ------------
-    `gloo.Gloo`           yes    yes       one message       no         yes
-    `builtin.BuiltIn`     no     no        one group call    NCCL       no
+    transport             tags   helpers   bundles           averages   sums
+    -------------------   ----   -------   ---------------   --------   --------------
+    `gloo.Gloo`           yes    yes       one message       no         in rank order
+    `builtin.BuiltIn`     no     no        one group call    NCCL       by the backend
 
 The engine asks for a capability and never for the name of a backend. `weft.comm.backends` chooses the transport.
 A transport has no state: one instance serves all groups.
@@ -34,7 +34,7 @@ class Capabilities:
     `tags`: messages of different lanes and channels over one group are never confused, in any order of calls.
     `helpers`: a thread can take part in a gather that its rank skipped, while the rank waits. `bundles`: several
     tensors can travel at the cost of one message. `averages`: a reduction can average instead of summing.
-    `direct_sends`: each pair of ranks exchanges messages, and weft sums in rank order. `latency`: the seconds that an
+    `latency`: the seconds that an
     empty message takes. `bandwidth`: bytes per second of one rank.
     """
 
@@ -42,7 +42,6 @@ class Capabilities:
     helpers: bool
     bundles: bool
     averages: bool
-    direct_sends: bool
     latency: float
     bandwidth: float
 

@@ -1,17 +1,8 @@
-"""A simulation of the executor: the memory that it allocates and frees at each event of a step.
+"""Compiles plans by a simulation of the executor: the memory that it allocates and frees at each event of a step.
 
-It applies the executor's rules, `layout.gathers` and `layout.turns`, to units that are only numbers of bytes:
-
-    event      weights                                        gradients
-    --------   --------------------------------------------   -------------------------------------------
-    use        gather and hold them, gather units ahead
-    keep       hold them until backward, or permanently
-    done       release; free weights that are not used soon
-    offer                                                     allocate the buffers that modules write to
-    write                                                     allocate that buffer
-    ready                                                     pack, run turns, finish the oldest
-    later                                                     pack
-    the end    free all but the weights for backward          run the remaining turns, finish all
+It applies the executor's rules, `layout.gathers` and `layout.turns`, to units that are only numbers of bytes, without a
+process group, a tensor or a device. At the end of a pass it frees all but the weights for a backward, runs the
+remaining turns and finishes all reductions.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -19,7 +10,8 @@ from typing import Any
 
 from weft.layout.facts import GradientFacts, Limits, UnitFacts
 from weft.layout.gathers import GatherOrder
-from weft.layout.step import GRADIENTS, WEIGHTS, Action, Collective, Step
+from weft.layout.plan import GRADIENTS, WEIGHTS, Action, Collective, Plan, Step
+from weft.layout.slab_plan import plan_slab
 from weft.layout.trace import Event, Trace
 from weft.layout.turns import ReductionOrder, turns_of
 
@@ -346,3 +338,30 @@ class _Gradients(ReductionOrder):
         if not buffers:
             self._open.pop((unit, group), None)
         self._walk.act("finish", (unit,))
+
+
+def compile_plan(
+    traces: Mapping[str, Trace], units: Sequence[UnitFacts], limits: Limits, off_plan: Mapping[str, int] | None = None
+) -> Plan:
+    """Return the plan of a step with the passes `traces`, by kind. `units`: the bytes of each unit. `limits`: the
+    limits on memory and buckets. `off_plan`: see `Plan`."""
+    walk = Walk(traces, units, limits)
+    walk.step()
+    walk.step()
+    together = {(one, other) for here in walk.alive for one in here for other in here}
+    sizes = {
+        (number, group): nbytes
+        for number, facts in enumerate(units)
+        for group, nbytes in enumerate(facts.gathered)
+        if nbytes
+    }
+    slab = plan_slab(sizes, lambda one, other: (one[0], other[0]) in together)  # type: ignore[index,arg-type]
+    return Plan(
+        tuple(walk.steps),
+        tuple(walk.collectives),
+        dict(walk.peak),
+        slab,
+        tuple(walk.alive),
+        tuple(unit.name for unit in units),
+        dict(off_plan or {}),
+    )
