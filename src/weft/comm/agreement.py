@@ -25,13 +25,11 @@ _WORD = 62
 
 @dataclass(frozen=True)
 class Agreed:
-    """The state that all ranks agree on after a backward.
-
-    `present`: per parameter, whether any rank has a gradient. `waiting`: the numbers of the units that any rank packed
-    and that had no turn in the agreed order. `same_order`: whether the units' backwards ended in the same order on all
-    ranks. `trains`: per parameter group, whether any rank trains it. `resharded`: per unit, whether any rank's user has
-    resharded it. `uncaptured`: per CUDA graph, whether its capture failed on any rank.
-    """
+    """The state that all ranks agree on after a backward. `present`: per parameter, whether any rank has a gradient.
+    `waiting`: the numbers of the units that any rank packed and that had no turn in the agreed order. `same_order`:
+    whether the units' backwards ended in the same order on all ranks. `trains`: per parameter group, whether any rank
+    trains it. `resharded`: per unit, whether any rank's user has resharded it. `uncaptured`: per CUDA graph, whether
+    its capture failed on any rank."""
 
     present: Sequence[bool]
     trains: Sequence[bool]

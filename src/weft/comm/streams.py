@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,24 +26,12 @@ _SPIN_S = 1e-3
 """How long the host polls an event without sleeping: most waits end sooner."""
 
 
-class Checker(Protocol):
-    """A replacement for CUDA streams that checks the order of work on CPU tensors. Its methods have the meaning of this
-    file's functions, and its streams and events are used like torch's."""
-
-    def new(self, name: str) -> Any: ...
-    def current(self) -> Any: ...
-    def on(self, stream: Any) -> AbstractContextManager: ...
-    def on_host(self) -> AbstractContextManager: ...
-    def lend(self, memory: torch.Tensor, stream: Any) -> None: ...
-    def taken(self, memory: torch.Tensor, describe: Callable[[], str]) -> None: ...
-    def note_unawaited(self, what: str) -> None: ...
+_checker: Any = None
 
 
-_checker: Checker | None = None
-
-
-def check_with(checker: Checker | None) -> None:
-    """Replace CUDA streams by those of `checker` from now on; None ends the replacement."""
+def check_with(checker: Any) -> None:
+    """Replace CUDA streams by those of `checker` from now on; None ends the replacement. Its methods have the names and
+    the meaning of this file's functions, and its streams and events are used like torch's."""
     global _checker
     if checker is not None and _checker is not None:
         raise RuntimeError("streams are checked already: leave that before another check begins")
@@ -79,14 +67,12 @@ def _unused(make: Callable[[], Any]) -> Any:
 
 
 def current(device: torch.device) -> Any:
-    """Return the current stream of `device`; None if it has no streams."""
     if _checker is not None:
         return _checker.current()
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def on(stream: Any) -> AbstractContextManager:
-    """Make `stream` the current stream inside the context; None: change nothing."""
     if stream is None:
         return _NOTHING
     return _checker.on(stream) if _checker is not None else torch.cuda.stream(stream)

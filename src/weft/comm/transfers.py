@@ -108,9 +108,9 @@ class Transfer:
 
     def end_by_itself(self) -> None:
         """Let a thread of the crew wait for the end, so that the memory is freed as soon as possible."""
-        in_background(self._complete_for_nobody)
+        in_background(self._end_for_nobody)
 
-    def _complete_for_nobody(self) -> None:
+    def _end_for_nobody(self) -> None:
         with contextlib.suppress(BaseException):  # `complete` raises it in the caller's thread
             self._end()
 
@@ -119,17 +119,15 @@ class Transfer:
         deadline = time.monotonic() + timeout.total_seconds()
         if self._gate is not None:
             self._gate.set()
-        if not self._is_under_way(timeout.total_seconds()):
-            return
-        if not self._lock.acquire(timeout=max(deadline - time.monotonic(), 0)):
-            return
-        try:
-            pending, self._pending = self._pending, None
-            for work in pending.works if pending is not None else ():
-                with contextlib.suppress(RuntimeError):
-                    work.wait(timeout)
-        finally:
-            self._lock.release()
+        begun = self._is_under_way(timeout.total_seconds())
+        if begun and self._lock.acquire(timeout=max(deadline - time.monotonic(), 0)):
+            try:
+                pending, self._pending = self._pending, None
+                for work in pending.works if pending is not None else ():
+                    with contextlib.suppress(RuntimeError):
+                        work.wait(timeout)
+            finally:
+                self._lock.release()
 
 
 class _Crew:

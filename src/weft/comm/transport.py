@@ -29,14 +29,11 @@ Adds = Sequence[bool]
 
 @dataclass(frozen=True)
 class Capabilities:
-    """The capabilities of a transport, and the cost of a message.
-
-    `tags`: messages of different lanes and channels over one group are never confused, in any order of calls.
-    `helpers`: a thread can take part in a gather that its rank skipped, while the rank waits. `bundles`: several
-    tensors can travel at the cost of one message. `averages`: a reduction can average instead of summing.
-    `latency`: the seconds that an
-    empty message takes. `bandwidth`: bytes per second of one rank.
-    """
+    """The capabilities of a transport, and the cost of a message. `tags`: messages of different lanes and channels over
+    one group are never confused, in any order of calls. `helpers`: a thread can take part in a gather that its rank
+    skipped, while the rank waits. `bundles`: several tensors can travel at the cost of one message. `averages`: a
+    reduction can average instead of summing. `latency`: the seconds that an empty message takes. `bandwidth`: bytes per
+    second of one rank."""
 
     tags: bool
     helpers: bool

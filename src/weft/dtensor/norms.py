@@ -77,8 +77,7 @@ def foreach_norm(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     tensors, order = args[0], float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
     norms: list[Any] = [None] * len(tensors)
-    together = alike(tensors)
-    mesh = common_mesh([tensors[first].device_mesh for first, *_ in together])
+    together, mesh = alike(tensors)
     for numbers in together:
         first = tensors[numbers[0]]
         values = torch.stack(part_norms(parts_of(tensors[number] for number in numbers), order, dtype))
@@ -92,18 +91,19 @@ def foreach_norm(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     ]
 
 
-def alike(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Return lists of indices of the tensors that are sharded over the same axes of one mesh and have one dtype."""
+def alike(tensors: Sequence[torch.Tensor]) -> tuple[list[list[int]], DeviceMesh | None]:
+    """Return lists of indices of the tensors that are sharded over the same axes of one mesh and have one dtype, and a
+    mesh on which values that are replicated on any of these meshes are replicated too; None if there is none."""
     together: dict[tuple[int, tuple[int, ...], torch.dtype], list[int]] = {}
     for number, tensor in enumerate(tensors):
         if isinstance(tensor, UnevenDTensor):
             together.setdefault((id(tensor._spec.mesh), tensor.axes, tensor.dtype), []).append(number)
-    return list(together.values())
+    lists = list(together.values())
+    return lists, _common_mesh([tensors[first].device_mesh for first, *_ in lists])  # type: ignore[attr-defined]
 
 
-def common_mesh(meshes: list[DeviceMesh]) -> DeviceMesh | None:
-    """Return a mesh on which values that are replicated on any of `meshes` are replicated too; None if there is none.
-    That is a mesh whose first axes are those of all others, or the largest if all consist of the same ranks."""
+def _common_mesh(meshes: list[DeviceMesh]) -> DeviceMesh | None:
+    """Return the mesh whose first axes are those of all others, or the largest if all consist of the same ranks."""
     longest = max(meshes, key=lambda mesh: mesh.ndim)
     groups = [group_of(longest, axis) for axis in range(longest.ndim)]
     if all([group_of(mesh, axis) for axis in range(mesh.ndim)] == groups[: mesh.ndim] for mesh in meshes):

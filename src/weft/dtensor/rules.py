@@ -287,7 +287,6 @@ def _view(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _on_views(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run an operator with views of sharded tensors among its operands."""
     if torch.Tag.inplace_view in func.tags:
         return _refuse(func, args, kwargs)
     if is_view(func):

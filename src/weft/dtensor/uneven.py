@@ -160,13 +160,13 @@ class UnevenDTensor(RuledDTensor):
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Return this rank's part; differentiable."""
         if self.requires_grad and torch.is_grad_enabled():
-            return _ToLocal.apply(self)
+            return _Read.apply(self, False)
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Return the whole tensor, on every rank; differentiable. Collective."""
         if self.requires_grad and torch.is_grad_enabled():
-            return _ToFull.apply(self)
+            return _Read.apply(self, True)
         return self._gathered()
 
     def redistribute(  # type: ignore[override]
@@ -303,35 +303,22 @@ if _BYPASSED:
     RuledDTensor.__torch_function__ = classmethod(_ask_the_rules_first)  # type: ignore[assignment]
 
 
-def _gradient_like(tensor: UnevenDTensor, local: torch.Tensor) -> UnevenDTensor:
-    if _BYPASSED:
-        raise RuntimeError(
-            f"a gradient of to_local() or full_tensor() of a sharded tensor: torch {torch.__version__} cannot "
-            "accumulate it; use torch 2.13, or compute with the weights that modules have in their forward"
-        )
-    return tensor.like(local)
+class _Read(torch.autograd.Function):
+    """Returns this rank's part, or the `whole` tensor."""
 
-
-class _ToLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: UnevenDTensor) -> torch.Tensor:
-        ctx.tensor = tensor.detach()
-        return tensor._local_tensor.view_as(tensor._local_tensor)
+    def forward(ctx: Any, tensor: UnevenDTensor, whole: bool) -> torch.Tensor:
+        ctx.tensor, ctx.whole = tensor.detach(), whole
+        return tensor._gathered() if whole else tensor._local_tensor.view_as(tensor._local_tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return _gradient_like(ctx.tensor, grad)
-
-
-class _ToFull(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: UnevenDTensor) -> torch.Tensor:
-        ctx.tensor = tensor.detach()
-        return tensor._gathered()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return _gradient_like(ctx.tensor, ctx.tensor.slice_of(grad).contiguous())
+        if _BYPASSED:
+            raise RuntimeError(
+                f"a gradient of to_local() or full_tensor() of a sharded tensor: torch {torch.__version__} cannot "
+                "accumulate it; use torch 2.13, or compute with the weights that modules have in their forward"
+            )
+        return ctx.tensor.like(ctx.tensor.slice_of(grad).contiguous() if ctx.whole else grad), None
 
 
 def _leave_uncompiled() -> None:

@@ -20,12 +20,10 @@ class StageFacts:
 
 @dataclass(frozen=True)
 class GradientFacts:
-    """The gradients of one trainable group.
-
-    `kind`: groups of equal kind can be reduced in one message. `sent`: bytes of the messages. `narrows`: gradients are
-    packed in a wider dtype than that of the messages, even if they are reduced immediately. `declared`: modules write
-    them themselves. `download`: bytes of the buffer from which reduced gradients are copied to CPU memory.
-    """
+    """The gradients of one trainable group. `kind`: groups of equal kind can be reduced in one message. `sent`: bytes
+    of the messages. `narrows`: gradients are packed in a wider dtype than that of the messages, even if they are
+    reduced immediately. `declared`: modules write them themselves. `download`: bytes of the buffer from which reduced
+    gradients are copied to CPU memory."""
 
     kind: Hashable | None
     sent: int
@@ -37,15 +35,13 @@ class GradientFacts:
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """The sizes of one unit, in bytes, and its relations to others.
-
-    `gathered`: gathered weights, per group. `sent`: the message that gathers them all; None: the sum of `gathered`.
-    `refreshed`: model weights that are kept on each rank and gathered once per step, after the optimizer. `turned`: if
-    backward uses another copy of some weights than forward, the message of a gather of one copy into existing memory,
-    and its temporary memory. `staging`: temporary memory of an upload. `post_forward`: the part kept from forward to
-    backward. `tied`: the units whose parameters it shares. `bundle`: the units gathered in one message with it,
-    including itself. `gradients`: per group, None for a group without gradients.
-    """
+    """The sizes of one unit, in bytes, and its relations to others. `gathered`: gathered weights, per group. `sent`:
+    the message that gathers them all; None: the sum of `gathered`. `refreshed`: model weights that are kept on each
+    rank and gathered once per step, after the optimizer. `turned`: if backward uses another copy of some weights than
+    forward, the message of a gather of one copy into existing memory, and its temporary memory. `staging`: temporary
+    memory of an upload. `post_forward`: the part kept from forward to backward. `tied`: the units whose parameters it
+    shares. `bundle`: the units gathered in one message with it, including itself. `gradients`: per group, None for a
+    group without gradients."""
 
     name: str
     gathered: tuple[int, ...]

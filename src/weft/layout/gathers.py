@@ -27,13 +27,11 @@ BACKWARD = ("backward", "accumulation")
 
 
 class Gathered(Protocol):
-    """A unit as `GatherOrder` sees it.
-
-    `tied`: the units whose parameters it shares. `holders`: those of its weights. `resident`: the weights are gathered
-    or being gathered. `turns`: backward uses another copy than forward. `backward`: the current or next gather is of
-    that copy. `turn`: select a copy; if the unit is held, gather it now. `prefetch`: start the gather, unless resident.
-    `has_room`: whether there is memory to gather it now. `free`: free the memory, unless it has holders.
-    """
+    """A unit as `GatherOrder` sees it. `tied`: the units whose parameters it shares. `holders`: those of its weights.
+    `resident`: the weights are gathered or being gathered. `turns`: backward uses another copy than forward.
+    `backward`: the current or next gather is of that copy. `turn`: select a copy; if the unit is held, gather it now.
+    `prefetch`: start the gather, unless resident. `has_room`: whether there is memory to gather it now. `free`: free
+    the memory, unless it has holders."""
 
     number: int
     gathered_bytes: int

@@ -40,13 +40,10 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """One step of a model on one rank.
-
-    `steps`: its events. `collectives`: in order of their start. `peak_bytes`: the largest number of live bytes, by
-    role. `slab`: offsets of the units' weights in memory. `alive`: the sets of units whose weights are gathered at the
-    same time. `names`: of the units, by number. `off_plan`: the number of passes that differed from their record and
-    were run on demand, by reason.
-    """
+    """One step of a model on one rank. `steps`: its events. `collectives`: in order of their start. `peak_bytes`: the
+    largest number of live bytes, by role. `slab`: offsets of the units' weights in memory. `alive`: the sets of units
+    whose weights are gathered at the same time. `names`: of the units, by number. `off_plan`: the number of passes that
+    differed from their record and were run on demand, by reason."""
 
     steps: tuple[Step, ...]
     collectives: tuple[Collective, ...]

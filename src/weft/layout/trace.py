@@ -27,12 +27,10 @@ from typing import NamedTuple
 
 
 class Event(NamedTuple):
-    """One event; `unit`: the unit's number in the model.
-
-    `detail` of `use`: 1 in backward, if the unit has other weights there than in forward. Of `done` in a forward: 1 if
-    a backward follows. Of `ready`: 1 for the last reductions of a step. Of `offer`: 1 if the gradients wait for another
-    backward. Of `write`: the number n of the unit's trainable group, or -1 - n if the gradients wait.
-    """
+    """One event; `unit`: the unit's number in the model. `detail` of `use`: 1 in backward, if the unit has other
+    weights there than in forward. Of `done` in a forward: 1 if a backward follows. Of `ready`: 1 for the last
+    reductions of a step. Of `offer`: 1 if the gradients wait for another backward. Of `write`: the number n of the
+    unit's trainable group, or -1 - n if the gradients wait."""
 
     what: str
     unit: int

@@ -124,11 +124,10 @@ class ReductionOrder(ABC):
             self.pack_group(unit, group, defer=True)
 
     def start(self, unit: int, groups: Sequence[int]) -> None:
-        """Start the reductions of these groups."""
         for group in groups:
             self.make_room(unit, group, defer=False)
             self._under_way.append((unit, unit, group, self.reduce_group(unit, group)))
-        self._leave_room()
+        self._keep_under_way(self.most_alive - 1)  # room for the gradients of the next unit's backward
 
     def complete(self) -> None:
         """Run the remaining turns at the end of backward, with zeros for units without gradients on this rank."""
@@ -150,7 +149,6 @@ class ReductionOrder(ABC):
             self._keep_under_way(self.most_alive - own, apart_from=unit)
 
     def drain(self) -> None:
-        """Wait for all reductions."""
         while self._under_way:
             self._finish_oldest()
 
@@ -173,17 +171,13 @@ class ReductionOrder(ABC):
         for unit in turn:
             for group in self.groups_of(unit):
                 self._under_way.append((turn[0], unit, group, handle))
-        self._leave_room()
+        self._keep_under_way(self.most_alive - 1)  # room for the gradients of the next unit's backward
 
     def _start(self, unit: int) -> None:
         self.waiting.discard(unit)
         if self._turns and self._turns[0] == (unit,):
             self._turns.popleft()
         self.start(unit, self.groups_of(unit))
-
-    def _leave_room(self) -> None:
-        """Wait until there is room for the gradients of the next unit's backward."""
-        self._keep_under_way(self.most_alive - 1)
 
     def _keep_under_way(self, most: int, apart_from: int | None = None) -> None:
         """Wait until reductions of at most `most` units are in flight, not counting unit `apart_from`."""

@@ -31,8 +31,6 @@ from weft.layout.layout import Layout
 from weft.memory.blank import blank
 from weft.mesh import position_on, ranks_over
 
-Through = Callable[[dist.ProcessGroup], dist.ProcessGroup]
-
 
 @dataclass(eq=False)
 class FlatBuffer:
@@ -127,7 +125,7 @@ class FlatBuffer:
         self,
         inner: tuple[Placement, ...],
         lane: Lane,
-        through: Through,
+        through: Callable[[dist.ProcessGroup], dist.ProcessGroup],
         *,
         channel: int,
         prepare: Callable[[], Any] | None = None,

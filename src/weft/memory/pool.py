@@ -36,13 +36,11 @@ PATIENCE = 1.5
 
 
 class Transient:
-    """A flat buffer with memory only between `Pool.take` and `Pool.give`.
-
-    Views of `tensor` stay valid from one take to the next unless the take moved it: then `on_move` gets the new tensor.
-    `is_fixed()`: whether such views are in use, so that it must not move. `is_evictable()`: whether it may move out for
-    a while, because no computation uses it. `describe()`: its name in errors. `filled`: start with memory, which torch
-    needs for making such views, until `empty` is called.
-    """
+    """A flat buffer with memory only between `Pool.take` and `Pool.give`. Views of `tensor` stay valid from one take to
+    the next unless the take moved it: then `on_move` gets the new tensor. `is_fixed()`: whether such views are in use,
+    so that it must not move. `is_evictable()`: whether it may move out for a while, because no computation uses it.
+    `describe()`: its name in errors. `filled`: start with memory, which torch needs for making such views, until
+    `empty` is called."""
 
     def __init__(
         self,
@@ -91,13 +89,11 @@ class Transient:
 
 
 class Pool:
-    """Gives the transients of one role their memory, plans it, and keeps statistics.
-
-    `plan`: the plan of the slab, None before the first. `plans`: the number of plans so far. `lower_bound`: the peak of
-    live bytes in the steps that the plan covers. `peak`: the peak of all steps. `allocations`: the number of calls of
-    torch's allocator, for the slab or a buffer's own memory. `fallbacks`: how often a buffer could not have its planned
-    place. `outdated`: whether something happened that the plan does not cover.
-    """
+    """Gives the transients of one role their memory, plans it, and keeps statistics. `plan`: the plan of the slab, None
+    before the first. `plans`: the number of plans so far. `lower_bound`: the peak of live bytes in the steps that the
+    plan covers. `peak`: the peak of all steps. `allocations`: the number of calls of torch's allocator, for the slab or
+    a buffer's own memory. `fallbacks`: how often a buffer could not have its planned place. `outdated`: whether
+    something happened that the plan does not cover."""
 
     def __init__(self, planned: bool) -> None:
         self.planned = planned
@@ -272,24 +268,18 @@ class Pool:
 
     def _planned_place(self, transient: Transient) -> torch.Tensor | None:
         """Return the place of `transient` in the slab; None if it has none or another buffer is there."""
-        if self.plan is None:
-            self.outdated = True
-            return None
-        place = self._places.get(transient)
-        if place is None:
-            self.outdated = True
-        elif place is transient.tensor or not transient.is_fixed():
-            if not self._rivals(transient):
+        place, evicts = self._places.get(transient), False
+        if place is None or place is transient.tensor or not transient.is_fixed():  # it may be in its place
+            if place is not None and not self._rivals(transient):
                 return place
             self.outdated = True
-            if transient.is_fixed():
-                self.fallbacks += 1
-                self._changed = self._step
-                self._clear(transient)
-                return place
-        self.fallbacks += 1
-        self._changed = self._step
-        return None
+            evicts = place is not None and transient.is_fixed()
+        if self.plan is not None:
+            self.fallbacks += 1
+            self._changed = self._step
+        if evicts:
+            self._clear(transient)
+        return place if evicts else None
 
     def _rivals(self, transient: Transient) -> list[Transient]:
         if transient not in self._neighbours:

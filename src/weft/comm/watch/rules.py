@@ -60,12 +60,10 @@ Doing = Literal["waits", "elsewhere", "failed", "ended"]
 
 
 class State(NamedTuple):
-    """The published state of a rank: what it is `doing`, and how many collectives of each key it has issued.
-
-    `name`: a description for errors. `key`, `number`, `ranks`: the collective that it waits for. `token`: different for
-    each wait. `heard`: the number of the last question that it has read. `failed`: the exception by which it left its
-    last pass.
-    """
+    """The published state of a rank: what it is `doing`, and how many collectives of each key it has issued. `name`: a
+    description for errors. `key`, `number`, `ranks`: the collective that it waits for. `token`: different for each
+    wait. `heard`: the number of the last question that it has read. `failed`: the exception by which it left its last
+    pass."""
 
     doing: Doing
     name: str
