@@ -12,18 +12,16 @@ On CPU a thread waits for each transfer, so that its end is recorded when the wo
 On CUDA, events are recorded on the lane's stream and read by `intervals`.
 """
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 
 from weft.comm.pending import Pending
-from weft.comm.transfers import in_background
+from weft.comm.transfers import Transfer
 
 
 class Interval(NamedTuple):
@@ -56,7 +54,7 @@ class Timeline:
         self.label = ""
         """The label of communication that is issued now; `labelled` sets it."""
         self._entries: list[_Entry] = []
-        self._under_way: list[WatchedWorks] = []
+        self._under_way: list[Transfer] = []
         self._zero = 0.0
         self._zero_event: Any = None
 
@@ -73,7 +71,8 @@ class Timeline:
     def __exit__(self, *exception: Any) -> None:
         recording.clear()
         for works in self._under_way:
-            works.done.wait()
+            with suppress(BaseException):  # raised where the result is waited for
+                works.wait()
         if self._zero_event is not None:
             torch.cuda.synchronize()
 
@@ -118,36 +117,10 @@ class Timeline:
         if not pending.works:
             self.end(entry)
             return pending
-        works = WatchedWorks(pending.works, lambda: self.end(entry))
+        works = Transfer(lambda: Pending(pending.works, lambda: self.end(entry)), id(entry))
+        works.end_by_itself()
         self._under_way.append(works)
-        in_background(works.run)
         return Pending([works], pending.finish)
-
-
-class WatchedWorks:
-    """Asynchronous works for which a thread waits, in `run`. `wait` waits for the thread, and raises what they raised:
-    no work may be waited for twice."""
-
-    def __init__(self, works: Sequence[Any], ended: Callable[[], None]) -> None:
-        self._works = works
-        self._ended = ended
-        self.done = threading.Event()
-        self._failure: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            for work in self._works:
-                work.wait()
-            self._ended()
-        except BaseException as failure:  # raised by `wait`
-            self._failure = failure
-        self._works = ()
-        self.done.set()
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        self.done.wait(timeout.total_seconds() if timeout is not None else None)
-        if self._failure is not None:
-            raise self._failure
 
 
 recording: list[Timeline] = []

@@ -114,6 +114,10 @@ class Transfer:
         with contextlib.suppress(BaseException):  # `complete` raises it in the caller's thread
             self._end()
 
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """`complete`, or `abandon` after `timeout`: as one of the works of another transfer."""
+        return self.complete() if timeout is None else self.abandon(timeout)
+
     def abandon(self, timeout: timedelta) -> None:
         """Wait for the transfers, for at most `timeout`, and discard the result."""
         deadline = time.monotonic() + timeout.total_seconds()
