@@ -53,7 +53,6 @@ class Agreement:
             self._log.append((unit, operation, nbytes))
 
     def forget(self) -> None:
-        """Clear the log after an abandoned backward."""
         self._log.clear()
 
     def same_structure(

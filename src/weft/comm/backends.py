@@ -52,7 +52,6 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def transport_of(group: dist.ProcessGroup, device: torch.device) -> Transport:
-    """Return the transport of tensors on `device` between the ranks of `group`."""
     if _instead is not None:
         return _instead
     backend = backend_of(group, device)

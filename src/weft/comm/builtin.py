@@ -56,7 +56,6 @@ class BuiltIn:
         return Pending([work], wholes.clear)  # keeps the temporary memory until then
 
     def all_gather_uneven(self, parts: Several, rank: int, group: ProcessGroup, tag: int) -> Pending:
-        """Gather parts that are padded to the size of the largest."""
         width = max(part.numel() for part in parts)
         padded = parts[rank].new_zeros(len(parts), width)
         padded[rank, : parts[rank].numel()] = parts[rank]

@@ -11,6 +11,7 @@ asynchronous work, and `wait` blocks the host until that ends.
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -29,30 +30,22 @@ ABANDONED_TIMEOUT = timedelta(seconds=10)
 """How long to wait for the end of transfers whose result is not used."""
 
 
+@dataclass(eq=False)
 class Ticket:
     """A handle of communication under way. `wait` orders subsequent computation after it; waiting again is free.
     `after`: the ticket that this one runs after. `home`: the stream that started it and owns its memory. `name`: its
     name in reports of the stream checker."""
 
-    def __init__(
-        self,
-        transfer: Transfer | None,
-        event: Any = None,
-        call: Call | None = None,
-        after: "Ticket | None" = None,
-        home: Any = None,
-        name: str = "",
-    ) -> None:
-        self._transfer = transfer
-        self._event = event
-        self._call = call
-        self._after = after
-        self._home = home
-        self._name = name
-        self._behind: set[Any] = set()
-        """The streams that have waited for this ticket."""
-        self._settled = False
-        """Whether the ticket was waited for or abandoned."""
+    _transfer: Transfer | None
+    _event: Any
+    _call: Call | None
+    _after: "Ticket | None"
+    _home: Any = None
+    _name: str = ""
+    _behind: set[Any] = field(default_factory=set)
+    """The streams that have waited for this ticket."""
+    _settled: bool = False
+    """Whether the ticket was waited for or abandoned."""
 
     def __del__(self) -> None:
         """Abandon a ticket that nothing waited for; the stream checker counts it, because a wait may be missing."""
@@ -223,7 +216,7 @@ class Lane:
             if earlier is None and gate is None and begins_at_once(key):
                 pending = begin(late=False)
                 over = pending.is_over and not recording  # a timeline has all waits
-                return Ticket(None if over else Transfer(lambda: pending, key), call=call, after=after)
+                return Ticket(None if over else Transfer(lambda: pending, key), None, call, after)
             late = earlier is not None or gate is not None
             if late and group is not None and not transport_of(group, self._device).capabilities.tags:
                 # Without tags every rank must issue the collectives of a group in one order. A thread that starts this
@@ -233,7 +226,7 @@ class Lane:
                     earlier.complete()
             if earlier is not None and call is not None and (watch := hang_detector()) is not None:
                 watch.issued.off.add((call.key, call.number))
-            return Ticket(Transfer(begin, key, earlier, gate), call=call, after=after)
+            return Ticket(Transfer(begin, key, earlier, gate), None, call, after)
         home = streams.current(self._device)
         if behind is None:
             self.stream.wait_stream(home)

@@ -72,7 +72,6 @@ def _alias(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def rule_of(func: Any) -> Rule:
-    """Return the rule of operator `func`."""
     name = func._schema.name.removeprefix("aten::")
     if torch.Tag.inplace_view in func.tags and name != "detach_":
         return _refuse
@@ -282,7 +281,6 @@ def _as_replicated(leaf: Any) -> Any:
 
 
 def _view(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Make a view: on the owner of a tensor that one rank has whole, otherwise as in `views.py`."""
     return view_of(func, args, kwargs) if args[0].owner is None else _on_owner(func, args, kwargs)
 
 

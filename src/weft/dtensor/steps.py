@@ -4,19 +4,14 @@ On CPU torch steps tensor by tensor, because lists of plain tensors are no faste
 on each tensor calls from torch into Python, which costs more than a small tensor's arithmetic. An operator on a list is
 one such call, and on a list of local parts there is none.
 
-    optimizer            parameters of the group           foreach, fused    steps
-    -------------------  --------------------------------  ----------------  -----------------------------------
-    Adam's, AdamW's,     all sharded, on CPU, in fp32      None, None        over lists, as with `foreach=True`:
-      SGD's, Adagrad's     or fp64 like gradients and                          bitwise the same values; over local parts
-                           states, on average at most                          if a parameter's tensors have equal cuts
-                           `SMALL` elements for a rank
-    any                  anything else                     anything          as torch chooses
+weft chooses lists for Adam, AdamW, SGD and Adagrad with neither `foreach` nor `fused`, if all parameters of the group
+are sharded, on CPU, in fp32 or fp64 like their gradients and states, and have on average at most `SMALL` elements on a
+rank. The values are bitwise the same. torch chooses if `foreach=True` would raise or have a side effect: with
+hyperparameters that are tensors, with Nesterov momentum, which then changes the gradients, and with differentiable
+steps.
 
-torch also chooses if `foreach=True` would raise or have a side effect: with hyperparameters that are tensors, with
-Nesterov momentum, which then changes the gradients, and with differentiable steps.
-
-torch chooses in the functions that its optimizers call with the parameters of a group. weft wraps these functions, so
-that it sees what the user's hooks have changed, and stores nothing in the optimizer.
+weft wraps the functions that torch's optimizers call with the parameters of a group, so that it sees what the user's
+hooks have changed, and stores nothing in the optimizer.
 """
 
 import functools
@@ -36,7 +31,6 @@ SMALL = 4096
 
 
 def choosing_lists(step: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `step`, the function of one of torch's optimizers, to step over lists if `_goes_over_lists` says so."""
 
     @functools.wraps(step)
     def choosing(params: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:

@@ -75,7 +75,6 @@ class TensorParallel:
 
     @property
     def slices(self) -> int:
-        """The number of slices of the parameter."""
         return self._slices_along(None)
 
     def _slices_along(self, dim: int | None) -> int:

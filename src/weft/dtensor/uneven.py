@@ -43,7 +43,6 @@ from weft.mesh import position_on
 def spec_of(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
 ) -> DTensorSpec:
-    """Return the spec of a DTensor with this global shape and stride."""
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
 
 
@@ -148,7 +147,6 @@ class UnevenDTensor(RuledDTensor):
 
     @property
     def part(self) -> int:
-        """The index of this rank's part in the cuts."""
         return position_on(self._spec.mesh, self._cuts.axes)
 
     def combine(self, value: torch.Tensor, op: Any) -> torch.Tensor:
@@ -227,7 +225,6 @@ class UnevenDTensor(RuledDTensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Serialise this rank's part, with its spec and cuts."""
         facts = self._spec, self._cuts, self.requires_grad, isinstance(self, nn.Parameter)
         return _rebuilt, (self._local_tensor, *facts)
 

@@ -24,7 +24,6 @@ class Step(NamedTuple):
     output: int | None
 
     def of(self, tensor: torch.Tensor) -> Any:
-        """Return the view of `tensor`, a plain tensor."""
         result = self.operator(tensor, *self.args, **self.kwargs)
         return result if self.output is None else result[self.output]
 
@@ -67,7 +66,6 @@ class ShardedView(RuledDTensor):
         return DTensor.from_local(self._local_tensor, self._spec.mesh, self._spec.placements, run_check=False)
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """Raise RuntimeError: a view has no local part."""
         raise RuntimeError(
             f"to_local() of a view of shape {tuple(self.shape)} of a sharded tensor: it has no part here, and what is "
             "written to a copy would be lost; read full_tensor(), and write to the view itself under torch.no_grad()"
@@ -78,7 +76,6 @@ class ShardedView(RuledDTensor):
         return f"ShardedView(shape={tuple(self.shape)}, of={tuple(self._parent.shape)}, by=[{steps}])"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Serialise the values. Collective."""
         return self.replicated().__reduce_ex__(protocol)
 
 

@@ -39,12 +39,10 @@ class Cuts:
 
     @property
     def parts(self) -> int:
-        """The number of parts."""
         return len(self.borders) - 1
 
     @cached_property
     def mean_size(self) -> int:
-        """The number of elements of a part, on average."""
         return math.prod(self.shape) // self.parts
 
     @cached_property
@@ -64,7 +62,6 @@ class Cuts:
         )
 
     def size_of(self, part: int) -> int:
-        """Return the number of elements of a part."""
         return self.borders[part + 1] - self.borders[part]
 
     @cached_property

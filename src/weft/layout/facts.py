@@ -36,7 +36,7 @@ class GradientFacts:
 @dataclass(frozen=True)
 class UnitFacts:
     """The sizes of one unit, in bytes, and its relations to others. `gathered`: gathered weights, per group. `sent`:
-    the message that gathers them all; None: the sum of `gathered`. `refreshed`: model weights that are kept on each
+    the message that gathers them all. `refreshed`: model weights that are kept on each
     rank and gathered once per step, after the optimizer. `turned`: if backward uses another copy of some weights than
     forward, the message of a gather of one copy into existing memory, and its temporary memory. `staging`: temporary
     memory of an upload. `post_forward`: the part kept from forward to backward. `tied`: the units whose parameters it
@@ -45,7 +45,7 @@ class UnitFacts:
 
     name: str
     gathered: tuple[int, ...]
-    sent: int | None = None
+    sent: int
     refreshed: int = 0
     turned: tuple[int, int] = (0, 0)
     staging: int = 0
@@ -53,11 +53,6 @@ class UnitFacts:
     tied: tuple[int, ...] = ()
     bundle: tuple[int, ...] = ()
     gradients: tuple[GradientFacts | None, ...] = ()
-
-    @property
-    def message(self) -> int:
-        """The size in bytes of the message that gathers the unit's weights."""
-        return sum(self.gathered) if self.sent is None else self.sent
 
     def due(self, number: int) -> Due:
         """Return the reduction of the unit, whose number is `number`; groups of several kinds share no message."""

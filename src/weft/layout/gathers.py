@@ -122,7 +122,6 @@ class GatherOrder:
         self._keep_trace(self._kind)
 
     def end_backward(self) -> None:
-        """End a backward or a schedule."""
         self._keep_trace("accumulation" if self._waits else self._kind)
         self._kind = "forward"
         vars(self).update(self._around)
@@ -158,7 +157,6 @@ class GatherOrder:
             self.traces[kind] = Trace(kind, tuple(Event(*event) for event in self.events))
 
     def waits(self, unit: int) -> None:
-        """Note that the gradients of `unit` wait for another backward."""
         self._waits = self._kind == "backward"
         self.events.append(("later", unit, 0))
 

@@ -39,12 +39,10 @@ class Extent:
 
     @property
     def numel(self) -> int:
-        """The number of elements of the tensor."""
         return math.prod(self.shape)
 
     @property
     def end(self) -> int:
-        """The offset after the last element."""
         return self.offset + self.numel
 
 
@@ -63,7 +61,6 @@ class Layout:
 
     @cached_property
     def data_numel(self) -> int:
-        """The number of elements of all tensors, without padding."""
         return sum(extent.numel for extent in self.extents)
 
     @property
@@ -143,7 +140,6 @@ def padding_of(shapes: Sequence[Sequence[int]], shard_size: int, *, dtype: torch
 
 
 def dim_first(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    """Return `shape` with dimension `dim` moved to the front."""
     return (shape[dim], *shape[:dim], *shape[dim + 1 :]) if dim else shape
 
 

@@ -46,7 +46,6 @@ class Trace:
 
     @cached_property
     def uses(self) -> tuple[int, ...]:
-        """The numbers of the units in the order of their use."""
         return tuple(event.unit for event in self.events if event.what == "use")
 
     @cached_property

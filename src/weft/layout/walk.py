@@ -61,13 +61,11 @@ class _Unit:
                 self._walk.act("gather", (self.number,), nbytes)
 
     def come(self) -> None:
-        """Allocate the weights: the gather has started."""
         self.resident, self.arrived = True, False
         self._staging = 0 if self.shard_held else self.facts.staging
         self._walk.take(WEIGHTS, self.gathered_bytes + self._staging)
 
     def arrive(self) -> None:
-        """Free the staging memory: the gather has finished."""
         if self.resident and not self.arrived:
             self.arrived = True
             self._walk.give(WEIGHTS, self._staging)
@@ -144,12 +142,10 @@ class Walk:
     # --- memory and collectives -------------------------------------------------------------------------------------
 
     def take(self, role: str, nbytes: int) -> None:
-        """Allocate bytes of this role."""
         self.live[role] += nbytes
         self.peak[role] = max(self.peak[role], self.live[role])
 
     def give(self, role: str, nbytes: int) -> None:
-        """Free bytes of this role."""
         self.live[role] -= nbytes
 
     def act(self, what: str, units: tuple[int, ...], sent: int | None = None) -> None:
@@ -164,7 +160,7 @@ class Walk:
             unit.come()
         self.alive[frozenset(unit.number for unit in self.units if unit.resident)] = None
         numbers = tuple(unit.number for unit in message or units)
-        nbytes = sum(self.units[number].facts.message for number in numbers)
+        nbytes = sum(self.units[number].facts.sent for number in numbers)
         for unit in units:
             if unit.facts.refreshed and unit.number not in self._refreshed:
                 self._refreshed.add(unit.number)

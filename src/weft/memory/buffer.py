@@ -48,12 +48,10 @@ class FlatBuffer:
 
     @cached_property
     def pieces(self) -> int:
-        """The number of pieces into which the layout is cut."""
         return ranks_over(self.mesh, self.axes)
 
     @cached_property
     def index(self) -> int:
-        """The index of this rank's piece."""
         return position_on(self.mesh, self.axes)
 
     @property
@@ -63,7 +61,6 @@ class FlatBuffer:
 
     @property
     def storage(self) -> torch.UntypedStorage:
-        """The memory of what lies here."""
         return self.local.untyped_storage()
 
     def part(self, placements: tuple[Placement, ...]) -> "FlatBuffer":
@@ -93,7 +90,6 @@ class FlatBuffer:
         return self.local[first:last]
 
     def cuts(self, number: int) -> Cuts:
-        """Return where the placements cut tensor `number`."""
         extent = self.layout.extents[number]
         return Cuts(extent.shape, self.layout.cuts(number, self.pieces), self.axes, extent.dim)
 

@@ -70,7 +70,6 @@ class Transient:
             self.empty()
 
     def empty(self) -> None:
-        """Free the memory until the next take."""
         _resize(self.own, 0)
 
     def live_in(self, tensor: torch.Tensor) -> None:
@@ -99,12 +98,7 @@ class Pool:
         self.planned = planned
         self._myself = weakref.ref(self)
         self.plan: SlabPlan | None = None
-        self.plans = 0
-        self.lower_bound = 0
-        self.allocations = 0
-        self.fallbacks = 0
-        self.live = 0
-        self.peak = 0
+        self.plans = self.lower_bound = self.allocations = self.fallbacks = self.live = self.peak = 0
         self._slab: torch.Tensor | None = None
         self._places: dict[Transient, torch.Tensor] = {}
         self._neighbours: dict[Transient, set[Transient]] = {}
@@ -113,8 +107,7 @@ class Pool:
         self._met: dict[Transient, dict[Transient, int]] = {}
         self._home: Any = _UNKNOWN
         """The stream that first took memory. The slab belongs to it, even if a backward ends on another stream."""
-        self._step = self._changed = 0
-        self._step_peak = 0
+        self._step = self._changed = self._step_peak = 0
         self.outdated = False
 
     @property
@@ -124,7 +117,6 @@ class Pool:
 
     @property
     def slab_bytes(self) -> int:
-        """The size of the slab in bytes."""
         return self._slab.nbytes if self._slab is not None else 0
 
     def take(self, transient: Transient) -> torch.Tensor:

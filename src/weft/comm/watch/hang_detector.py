@@ -95,9 +95,7 @@ class HangDetector:
         self._since = 0.0
         self._token = 0
         self._waiter = threading.get_ident()
-        self._failed = ""
-        self._said = ""
-        self._place_token = ""
+        self._failed = self._said = self._place_token = ""
         self._before: dict[int, State] | None = None
         self._unchanged_since = 0.0
         self._question = 0
@@ -271,7 +269,6 @@ class HangDetector:
         return True
 
     def _delay(self) -> float:
-        """Return the length of a wait, in seconds, after which this rank publishes it."""
         if time.monotonic() > self._haste_until:
             return DELAY_S
         return min(DELAY_S, max(SHORT_S, SHORT_S_PER_RANK * len(self._world_ranks)))
