@@ -92,11 +92,12 @@ def _made_within(
 ) -> Any:
     """Create a group like `group` of some of its ranks, `ranks`. Only those call this, once for each `purpose`."""
     name = f"{group.group_name}/{purpose} {','.join(map(str, ranks))}"
+    timeouts = (getattr(getattr(backend, "options", None), "_timeout", None) for backend in _backends(group))
     with _named(name):
         made: Any = dist.new_group(
             ranks,
             backend=backend or dist.distributed_c10d._world.pg_map[group][0],
-            timeout=timeout or _timeout(group),
+            timeout=timeout or max(filter(None, timeouts), default=None),
             pg_options=None if backend else _options(group),
             use_local_synchronization=True,
             group_desc=group.group_desc,
@@ -134,11 +135,6 @@ def _named(name: str) -> Iterator[None]:
 
 def _backends(group: dist.ProcessGroup) -> list[Any]:
     return [group._get_backend(device) for device in group._device_types]
-
-
-def _timeout(group: dist.ProcessGroup) -> Any:
-    found = (getattr(getattr(backend, "options", None), "_timeout", None) for backend in _backends(group))
-    return max(filter(None, found), default=None)
 
 
 def _options(group: dist.ProcessGroup) -> Any:

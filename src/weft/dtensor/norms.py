@@ -1,10 +1,13 @@
-"""Norms of unevenly sharded tensors: norms of the local parts, then combined over ranks.
+"""Norms of unevenly sharded tensors: norms of the local parts, then combined over ranks; and clipping by them.
 
-Both are computed in at least fp32, and rounded to the tensors' dtype once.
+Both are computed in at least fp32, and rounded to the tensors' dtype once. torch's norm of many tensors makes a DTensor
+of each tensor's norm, and its clipping computes the factor on DTensors. If all tensors are sharded, the replacements at
+the end use all local parts in one operation, and all-reduce one number for tensors that are sharded over the same axes.
 """
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import Any
 
@@ -15,8 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from weft.comm.groups import group_of
-from weft.dtensor.local import holding, parts_of
-from weft.dtensor.uneven import UnevenDTensor, spec_of
+from weft.dtensor.local import filled, holding, kinds_of, parts_of
+from weft.dtensor.uneven import UnevenDTensor, local_of, spec_of
 
 
 def replicated(value: torch.Tensor, mesh: DeviceMesh) -> DTensor:
@@ -72,11 +75,11 @@ def _inner(part: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def foreach_norm(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """Compute `torch._foreach_norm` of many tensors: one kernel and one all-reduce for each list of `alike`."""
+    """Compute `torch._foreach_norm` of many tensors: one kernel and one all-reduce for each list of `_alike`."""
     tensors, order = args[0], float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
     norms: list[Any] = [None] * len(tensors)
-    together, mesh = alike(tensors)
+    together, mesh = _alike(tensors)
     for numbers in together:
         first = tensors[numbers[0]]
         values = torch.stack(part_norms(parts_of(tensors[number] for number in numbers), order, dtype))
@@ -90,7 +93,7 @@ def foreach_norm(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
     ]
 
 
-def alike(tensors: Sequence[torch.Tensor]) -> tuple[list[list[int]], DeviceMesh | None]:
+def _alike(tensors: Sequence[torch.Tensor]) -> tuple[list[list[int]], DeviceMesh | None]:
     """Return lists of indices of the tensors that are sharded over the same axes of one mesh and have one dtype, and a
     mesh on which values that are replicated on any of these meshes are replicated too; None if there is none."""
     together: dict[tuple[int, tuple[int, ...], torch.dtype], list[int]] = {}
@@ -108,3 +111,62 @@ def _common_mesh(meshes: list[DeviceMesh]) -> DeviceMesh | None:
     if all([group_of(mesh, axis) for axis in range(mesh.ndim)] == groups[: mesh.ndim] for mesh in meshes):
         return longest
     return longest if len({frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes}) == 1 else None
+
+
+# --- torch's functions for many tensors -------------------------------------------------------------------------------
+
+
+def norm_at_once(torchs: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Wrap torch's norm of many tensors, `torchs`: compute it in one operation if all tensors are sharded."""
+
+    @functools.wraps(torchs)
+    def total_norm(
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> torch.Tensor:
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if _all_sharded(tensors) and (order := float(norm_type)):  # order 0 would count parts in place of tensors
+            total = _of_sharded(tensors, order)
+            if total is not None and not (error_if_nonfinite and not total.to_local().isfinite()):
+                return total
+        return torchs(tensors, norm_type, error_if_nonfinite, foreach)
+
+    return total_norm
+
+
+def clipping_at_once(torchs: Callable[..., None]) -> Callable[..., None]:
+    """Wrap torch's clipping by a known norm, `torchs`: use one foreach operation if all gradients are sharded."""
+
+    @functools.wraps(torchs)
+    def clip(parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None) -> None:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        grads: list[Any] = [grad for each in parameters if (grad := each.grad) is not None]
+        replicates = not isinstance(total_norm, DTensor) or all(each.is_replicate() for each in total_norm.placements)
+        if not (_all_sharded(grads) and replicates and len(kinds_of(parts := parts_of(grads))) == 1):
+            return torchs(parameters, max_norm, total_norm, foreach)
+        torch.autograd.graph.increment_version([*grads, *parts])
+        with torch.no_grad():
+            factor = torch.clamp(float(max_norm) / (local_of(total_norm) + 1e-6), max=1.0)
+            if here := filled(parts):
+                torch._foreach_mul_(here, factor.to(here[0].device))
+
+    return clip
+
+
+def _all_sharded(tensors: list[Any]) -> bool:
+    return not torch.compiler.is_compiling() and set(map(type, tensors)) == {UnevenDTensor}
+
+
+@torch.no_grad()
+def _of_sharded(tensors: list[UnevenDTensor], order: float) -> DTensor | None:
+    """Return the norm of all `tensors`; None if they have several devices or dtypes, or no common mesh. Each rank
+    contributes one number, not one per tensor, because such a small message takes half of the time."""
+    together, mesh = _alike(tensors)
+    parts = parts_of(tensors)
+    if mesh is None or len(kinds_of(parts)) > 1:
+        return None
+    dtype, totals = parts[0].dtype, []
+    for numbers in together:
+        here = filled(parts[number] for number in numbers) or [parts[numbers[0]]]
+        norm = torch.linalg.vector_norm(torch.stack(part_norms(here, order, dtype)), order)
+        totals.append(combined_norms(norm, order, tensors[numbers[0]]))
+    return replicated(torch.linalg.vector_norm(torch.stack(totals), order).to(dtype.to_real()), mesh)

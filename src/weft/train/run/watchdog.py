@@ -67,8 +67,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="weft-watchdog")
 
     def __enter__(self) -> "Watchdog":
-        self.start()
-        return self
+        return self.start()
 
     def start(self) -> "Watchdog":
         """Start to watch, like `__enter__`. A second call does nothing."""
