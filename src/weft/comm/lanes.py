@@ -146,9 +146,6 @@ def on_stream(stream: Any, work: Callable[[torch.Tensor], None]) -> Callable[[to
     return run
 
 
-_OF_UNITS = {"gather", "gathers", "reduce", "reductions", "outer"}
-
-
 class Lane:
     """An ordered queue of communication. Every rank puts the same collectives on it in the same order."""
 
@@ -262,7 +259,7 @@ class Lane:
         watch = hang_detector()
         if watch is None:
             return None
-        name = f"{self.name} of {watch.subject}" if self.name in _OF_UNITS else self.title
+        name = f"{self.name} of {watch.subject}" if self.name in priority.OF_UNITS else self.title
         return watch.issue(self.key(group, channel), name, group)
 
     def _recorded(

@@ -10,8 +10,8 @@ must issue all communication of a group in the same order there.
 
 import threading
 
-YIELDING = frozenset(("gather", "gathers", "reduce", "reductions", "outer"))
-"""The names of the lanes that are held back."""
+OF_UNITS = frozenset(("gather", "gathers", "reduce", "reductions", "outer"))
+"""The names of the lanes of units' weights and gradients, which are held back."""
 
 _gate: threading.Event | None = None
 
@@ -31,4 +31,4 @@ def let_go() -> None:
 
 def gate_of(lane: str) -> threading.Event | None:
     """Return the event that a collective issued now on `lane` has to wait for; None if it may start."""
-    return _gate if lane in YIELDING else None
+    return _gate if lane in OF_UNITS else None

@@ -10,16 +10,15 @@ none                                      nothing, at no cost
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 from torch.autograd.profiler import record_function
 
-from weft.comm.timeline import labelled, recording
+from weft.comm.timeline import NOTHING, labelled, recording
 from weft.comm.watch.hang_detector import hang_detector
 
 _HAS_CUDA = torch.backends.cuda.is_built()
-_NOTHING: AbstractContextManager = nullcontext()
 
 
 def profiled(unit: str, what: str) -> AbstractContextManager:
@@ -28,7 +27,7 @@ def profiled(unit: str, what: str) -> AbstractContextManager:
     if (watch := hang_detector()) is not None:
         watch.subject = unit or "the root"
     if not recording and not observed():
-        return _NOTHING
+        return NOTHING
     return _range(unit, what) or labelled(f"{unit}/{what}")
 
 

@@ -128,16 +128,16 @@ recording: list[Timeline] = []
 
 def labelled(label: str) -> AbstractContextManager:
     """Record communication that is issued inside of this context under `label`."""
-    return _labelled(recording[0], label) if recording else _NOTHING
+    return _labelled(recording[0], label) if recording else NOTHING
 
 
 def span(lane: str, label: str = "") -> AbstractContextManager:
     """Record the body of this context, such as computation, as one interval of `lane`; on CUDA on the current stream.
     `label`: default is the label set by `labelled`."""
-    return _span(recording[0], lane, label) if recording else _NOTHING
+    return _span(recording[0], lane, label) if recording else NOTHING
 
 
-_NOTHING: AbstractContextManager = nullcontext()
+NOTHING: AbstractContextManager = nullcontext()
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import chain, compress
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -71,17 +71,9 @@ def wrote(tensors: Iterable[DTensor]) -> None:
     torch.autograd.graph.increment_version([tensor._local_tensor for tensor in tensors])
 
 
-class _Facts(NamedTuple):
-    """Cached properties of an operator. `run`: the function for plain tensors. `names`: those of its arguments.
-    `written`: the names of the arguments that it writes to."""
-
-    run: Callable[..., Any]
-    names: tuple[str, ...]
-    written: frozenset[str]
-
-
 @cache
-def _facts(func: Any) -> _Facts:
+def _facts(func: Any) -> tuple[Callable[..., Any], tuple[str, ...], frozenset[str]]:
+    """Return an operator's function for plain tensors, the names of its arguments, and of those that it writes to."""
     arguments = func._schema.arguments
     name = func._schema.name.removeprefix("aten::")
     run = func
@@ -91,12 +83,12 @@ def _facts(func: Any) -> _Facts:
         method = getattr(torch._C.TensorBase, name, None)
         run = method if callable(method) else func
     written = frozenset(argument.name for argument in arguments if argument.is_write)
-    return _Facts(run, tuple(argument.name for argument in arguments), written)
+    return run, tuple(argument.name for argument in arguments), written
 
 
 def element_wise(func: Any) -> Callable[[Any, tuple, dict], Any]:
     """Return the rule of an element-wise operator: the fast path, or else `on_parts`."""
-    run, increment, writes = _facts(func).run, torch.autograd.graph.increment_version, func._schema.is_mutable
+    run, increment, writes = _facts(func)[0], torch.autograd.graph.increment_version, func._schema.is_mutable
     if writes and not func._schema.arguments[0].is_write:  # out=
         return on_parts
 

@@ -26,17 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from weft.comm.collectives import reduce_now
 from weft.comm.groups import group_of
 from weft.dtensor.deferred import DeferredDTensor, bring_all
-from weft.dtensor.local import (
-    changed_by,
-    element_wise,
-    filled,
-    fits,
-    on_lists,
-    parts_of,
-    uneven_in,
-    whole_of,
-    wrote,
-)
+from weft.dtensor.local import changed_by, element_wise, filled, fits, on_lists, parts_of, uneven_in, whole_of, wrote
 from weft.dtensor.norms import combined_norms, foreach_norm, part_norm, replicated, wide
 from weft.dtensor.uneven import RuledDTensor, UnevenDTensor, local_of
 from weft.dtensor.views import ShardedView, is_view, parents_of, view_of

@@ -102,9 +102,18 @@ class UnevenDTensor(RuledDTensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Return what DTensor returns; while `torch.compile` traces, make it skip the code. A compiled graph would
         create DTensors with even cuts."""
-        if torch._guards.TracingContext.try_get() is not None:
-            _leave_uncompiled()
-        return super().__tensor_flatten__()
+        if torch._guards.TracingContext.try_get() is None:
+            return super().__tensor_flatten__()
+        from torch._dynamo.exc import SkipFrame
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        if InstructionTranslator.current_tx().one_graph:
+            raise RuntimeError(
+                "torch.compile(fullgraph=True) of what computes with sharded parameters, such as an optimizer's step: "
+                "a compiled graph knows no uneven cuts. Leave fullgraph out, or call "
+                'torch.compiler.set_stance("force_eager") around it, and it runs as it is written'
+            )
+        raise SkipFrame("it computes with sharded parameters, and a compiled graph knows no uneven cuts")
 
     def like(self, local: torch.Tensor) -> "UnevenDTensor":
         """Return a tensor with this one's cuts and the values `local` on this rank."""
@@ -316,20 +325,6 @@ class _Read(torch.autograd.Function):
                 "accumulate it; use torch 2.13, or compute with the weights that modules have in their forward"
             )
         return ctx.tensor.like(ctx.tensor.slice_of(grad).contiguous() if ctx.whole else grad), None
-
-
-def _leave_uncompiled() -> None:
-    """Make `torch.compile`, which traces, skip the frame; raise RuntimeError if `fullgraph=True` forbids that."""
-    from torch._dynamo.exc import SkipFrame
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    if InstructionTranslator.current_tx().one_graph:
-        raise RuntimeError(
-            "torch.compile(fullgraph=True) of what computes with sharded parameters, such as an optimizer's step: a "
-            "compiled graph knows no uneven cuts. Leave fullgraph out, or call "
-            'torch.compiler.set_stance("force_eager") around it, and it runs as it is written'
-        )
-    raise SkipFrame("it computes with sharded parameters, and a compiled graph knows no uneven cuts")
 
 
 _in_use: MutableMapping[tuple, Cuts] = weakref.WeakValueDictionary()

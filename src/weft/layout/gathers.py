@@ -49,20 +49,12 @@ class Gathered(Protocol):
     def free(self) -> None: ...
 
 
-class Bundle(Protocol):
-    """Units, by `numbers`, whose weights are gathered in one message. `gather`: start to gather those that are not
-    resident and have room; `backward`: whether a backward needs them."""
-
-    numbers: frozenset[int]
-
-    def gather(self, backward: bool) -> None: ...
-
-
 class GatherOrder:
-    """Starts gathers in predicted order. `units`: by number. `bundles`: by the numbers of their units. `budget`: the
+    """Starts gathers in predicted order. `units`: by number. `bundles`: of units that are gathered in one message, by
+    the `numbers` of these; `gather(backward)` starts to gather those that are not resident and have room. `budget`: the
     most bytes to gather ahead; None: the next unit or bundle."""
 
-    def __init__(self, units: Sequence[Gathered], bundles: Mapping[int, Bundle], budget: int | None) -> None:
+    def __init__(self, units: Sequence[Gathered], bundles: Mapping[int, Any], budget: int | None) -> None:
         self.traces: dict[str, Trace] = {}
         """The last trace of each kind of pass."""
         self.events: list[tuple[str, int, int]] = []
