@@ -53,9 +53,7 @@ class TensorParallel:
     @property
     def held(self) -> DTensorSpec:
         """The spec of the parameter while it is unsharded."""
-        spec = self.whole or self.spec
-        assert spec is not None
-        return spec
+        return self.whole or cast(DTensorSpec, self.spec)
 
     @property
     def beyond(self) -> tuple[Placement, ...]:

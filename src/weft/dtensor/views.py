@@ -23,10 +23,6 @@ class Step(NamedTuple):
     kwargs: dict
     output: int | None
 
-    def of(self, tensor: torch.Tensor) -> Any:
-        result = self.operator(tensor, *self.args, **self.kwargs)
-        return result if self.output is None else result[self.output]
-
 
 class ShardedView(RuledDTensor):
     """A view of a sharded tensor. Reading gathers the tensor; an in-place operator also writes it back. Both are
@@ -57,8 +53,9 @@ class ShardedView(RuledDTensor):
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the same view of `whole`, a plain tensor of the parent's shape."""
-        for step in self._steps:
-            whole = step.of(whole)
+        for operator, args, kwargs, output in self._steps:
+            result = operator(whole, *args, **kwargs)
+            whole = result if output is None else result[output]
         return whole
 
     def replicated(self) -> DTensor:
