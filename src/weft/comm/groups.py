@@ -177,13 +177,13 @@ def pair_groups(group: dist.ProcessGroup, pairs: Sequence[tuple[int, int]], devi
     tagged = transport_of(group, device).capabilities.tags
     ranks = dist.get_process_group_ranks(group)
     call = _next(group, "pairs")
+    keys = [(frozenset(pair), 0 if tagged else number) for number, pair in enumerate(pairs)]
     made: dict[Any, Any] = {}
-    for number, pair in enumerate(pairs):
-        key = (*sorted(pair), 0 if tagged else number)
-        if group.rank() in pair and key not in made:
+    for pair, number in keys:
+        if group.rank() in pair and (pair, number) not in made:
             two = sorted(ranks[each] for each in pair)
-            made[key] = _made_within(group, two, f"pair {call}.{key[-1]}")
-    return [made.get((*sorted(pair), 0 if tagged else number)) for number, pair in enumerate(pairs)]
+            made[pair, number] = _made_within(group, two, f"pair {call}.{number}")
+    return [made.get(key) for key in keys]
 
 
 def group_beside(group: dist.ProcessGroup, purpose: str, *, timeout: timedelta) -> Any:

@@ -169,22 +169,19 @@ class Watchdog:
             return None
         if self._peers.store_is_silent:
             return "the store of the job, which rank 0 or the launcher holds, does not answer"
-        states: dict[int, Any] = {self.rank: self._state(), **self._peers.ask(_MOMENT_S)}
-        silent = [rank for rank, state in sorted(states.items()) if state is None]
-        if silent:
-            return "; ".join(f"rank {rank} does not run or cannot be reached" for rank in silent)
-        if any(state["idle"] < self.limit / 2 and not state["collective"] for state in states.values()):
+        states = sorted({self.rank: self._state(), **self._peers.ask(_MOMENT_S)}.items())
+        told = [(rank, state) for rank, state in states if state is not None]
+        silent = [f"rank {rank} does not run or cannot be reached" for rank, state in states if state is None]
+        if not silent and any(state["idle"] < self.limit / 2 and not state["collective"] for _, state in told):
             return None
-        slow = [rank for rank, state in sorted(states.items()) if state["operation_s"] > self.limit / 2]
-        if slow:
-            return "; ".join(
-                f"rank {rank} {_in_operation(states[rank]['operation'], states[rank]['operation_s'])}" for rank in slow
-            )
-        elsewhere = [rank for rank, state in sorted(states.items()) if not state["collective"]]
-        if elsewhere:
-            return "; ".join(f"rank {rank} hangs, {_doing(states[rank])}" for rank in elsewhere)
-        waits = "; ".join(f"rank {rank}, {_doing(states[rank])}" for rank in sorted(states))
-        return f"all ranks wait for each other; {waits}"
+        slow = [
+            f"rank {rank} {_in_operation(state['operation'], state['operation_s'])}"
+            for rank, state in told
+            if state["operation_s"] > self.limit / 2
+        ]
+        elsewhere = [f"rank {rank} hangs, {_doing(state)}" for rank, state in told if not state["collective"]]
+        waits = [f"rank {rank}, {_doing(state)}" for rank, state in told]
+        return "; ".join(silent or slow or elsewhere or ["all ranks wait for each other", *waits])
 
 
 def _in_operation(operation: str, seconds: float) -> str:
