@@ -13,7 +13,7 @@
 
 If a pass deviates from its trace, the rest of it is gathered on demand: predictions change speed, never results. A
 schedule gathers further ahead than hooks do. A byte budget limits the total of the units ahead, each counted once. The
-runtime applies these rules to units, `layout.plan` to numbers: both see the same events in the same order.
+runtime applies these rules to units, `layout.walk` to numbers: both see the same events in the same order.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

@@ -14,7 +14,7 @@ are reduced at the end of the pass, after the ranks have exchanged which units t
 
 Small units that are adjacent in the order form one turn: they share a message, which starts when the last of them is
 ready. Order and sizes are the same on all ranks, and so are the turns. The executor applies these rules to gradients,
-`layout.plan` to numbers of bytes.
+`layout.walk` to numbers of bytes.
 """
 
 from abc import ABC, abstractmethod
