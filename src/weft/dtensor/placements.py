@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from weft.dtensor.local import whole_of
 from weft.dtensor.uneven import UnevenDTensor
 from weft.layout.cuts import Cuts
 
@@ -80,8 +81,7 @@ class _FromLocal(torch.autograd.Function):
         like = ctx.tensor
         if isinstance(gradient, UnevenDTensor) and gradient._cuts == like._cuts:
             return gradient._local_tensor, None, None
-        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-        return like.slice_of(whole), None, None
+        return like.slice_of(whole_of(gradient)), None, None
 
 
 def _like_a_part(

@@ -352,12 +352,5 @@ def compile_plan(
         if nbytes
     }
     slab = plan_slab(sizes, lambda one, other: (one[0], other[0]) in together)  # type: ignore[index,arg-type]
-    return Plan(
-        tuple(walk.steps),
-        tuple(walk.collectives),
-        dict(walk.peak),
-        slab,
-        tuple(walk.alive),
-        tuple(unit.name for unit in units),
-        dict(off_plan or {}),
-    )
+    names, alive = tuple(unit.name for unit in units), tuple(walk.alive)
+    return Plan(tuple(walk.steps), tuple(walk.collectives), walk.peak, slab, alive, names, dict(off_plan or {}))
