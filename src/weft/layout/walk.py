@@ -343,7 +343,7 @@ def compile_plan(
     limits on memory and buckets. `off_plan`: see `Plan`."""
     walk = Walk(traces, units, limits)
     walk.step()
-    walk.step()
+    walk.step()  # this one is the plan: it starts with everything that stays from step to step
     together = {(one, other) for here in walk.alive for one in here for other in here}
     sizes = {
         (number, group): nbytes
