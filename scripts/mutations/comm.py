@@ -70,7 +70,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a ticket that dies orders the stream that happens to be current",
-        "Ticket.order",
+        "Ticket.abandon",
         "self._order(self._home)",
         "self._order(streams.current(torch.device('cpu')))",
         STREAMS + "test_a_ticket_is_awaited_by_each_stream_that_needs_it_and_by_the_one_that_asked_when_it_dies[2]",

@@ -21,7 +21,7 @@ MUTATIONS = [
     ),
     Mutation(
         "torch's clipping asks the other ranks for each norm by itself",
-        "dtensor:alike",
+        "dtensor:_alike",
         "id(tensor._spec.mesh)",
         "number",
         "dtensor/test_dtensor.py::test_clipping_asks_the_other_ranks_for_one_number_and_computes_with_plain_tensors",

@@ -14,7 +14,7 @@ MUTATIONS = [
     Mutation(
         "any number of reductions that travel together are under way",
         "ReductionOrder._take",
-        "self._leave_room()",
+        "self._keep_under_way(self.most_alive - 1)",
         "",
         BUCKETS + "test_few_reductions_that_travel_together_are_under_way_at_once[2]",
     ),
@@ -62,7 +62,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the budget of bytes is ignored",
-        "GatherOrder.behind",
+        "GatherOrder._behind",
         "self._budget is not None and spent > self._budget",
         "False",
         ORDER + "test_a_budget_of_bytes_says_how_far_ahead_gathers_go[2]",
@@ -83,7 +83,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a byte budget counts a unit at each of its visits",
-        "GatherOrder.behind",
+        "GatherOrder._behind",
         "number in seen",
         "False",
         "overlap/test_residency.py::test_weights_are_gathered_as_often_as_the_visits_demand[interleaved-loop-2]",

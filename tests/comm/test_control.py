@@ -25,7 +25,7 @@ def test_pretended_ranks_agree_with_the_only_real_one():
 def test_a_group_of_torch_s_default_backends_sends_as_directly_as_one_of_gloo():
     cpu, group = torch.device("cpu"), dist.new_group(backend="cpu:gloo")
     assert backend_of(group, cpu) == "gloo" and backend_of(group, torch.device("cuda")) == ""
-    assert transport_of(group, cpu).capabilities.direct_sends and host_group(group) is group
+    assert transport_of(group, cpu).capabilities.tags and host_group(group) is group
 
 
 @pytest.mark.parametrize("apart", ["moment", "model"])

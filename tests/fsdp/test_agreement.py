@@ -74,10 +74,10 @@ def test_nothing_is_compared_without_the_check():
 def test_ranks_hear_what_waits_elsewhere_and_whether_all_came_the_same_way():
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     agreement = Agreement(True, channel=0)
-    assert reach(agreement, [], arrived=[2, 1, 0]) == Agreed([], [], True)
+    assert reach(agreement, [], arrived=[2, 1, 0]) == Agreed([], [], [], [], [], True)
     arrived = [2, 0, 1] if rank == last else [2, 1, 0]
     waiting = {0, 1} if rank == last else set()
-    assert reach(agreement, [], arrived, waiting) == Agreed([], [1, 0], False)
+    assert reach(agreement, [], arrived, waiting) == Agreed([], [], [], [], [1, 0], False)
 
 
 @distributed(2)

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.layout.facts import GradientFacts, Limits, StageFacts, UnitFacts
-from weft.layout.plan import compile_plan
 from weft.layout.trace import Event, Trace
+from weft.layout.walk import compile_plan
 
 UNITS = 6
 
@@ -22,7 +22,7 @@ def steps(draw):
         stage = StageFacts(8 * size, 4 * size, 4 * size, shared=draw(st.booleans()))
         gradients = GradientFacts("ranks" if bundled else None, 4 * size, draw(st.booleans()), False, (stage,))
         bundle = tuple(range(2 * (number // 2), 2 * (number // 2) + 2)) if bundled else ()
-        facts.append(UnitFacts(str(number), (128 * size,), bundle=bundle, gradients=(gradients,)))
+        facts.append(UnitFacts(str(number), (128 * size,), 128 * size, bundle=bundle, gradients=(gradients,)))
     order = draw(st.lists(st.integers(0, UNITS - 1), min_size=1, max_size=10))
     forward = [event for number in order for event in (Event("use", number), Event("done", number, 1))]
     backward = []

@@ -48,10 +48,8 @@ _instead: Transport | None = None
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the name of the backend of `group` for tensors on `device`; "" without one.
-
-    A group may have one backend per device type, such as torch's default "cpu:gloo,cuda:nccl".
-    """
+    """Return the name of the backend of `group` for tensors on `device`; "" without one. A group may have one backend
+    per device type, such as torch's default "cpu:gloo,cuda:nccl"."""
     try:
         return group._get_backend(device).name()
     except RuntimeError:
@@ -59,7 +57,6 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def transport_of(group: dist.ProcessGroup, device: torch.device) -> Transport:
-    """Return the transport of tensors on `device` between the ranks of `group`."""
     if _instead is not None:
         return _instead
     backend = backend_of(group, device)
@@ -80,13 +77,12 @@ def moving_by(transport: Transport) -> Iterator[None]:
 
 
 def world() -> dist.ProcessGroup:
-    """Return the default process group."""
     assert dist.group.WORLD is not None, "there is no process group"
     return dist.group.WORLD
 
 
 def backend_for(device: torch.device) -> str:
-    """Return the backend name for `init_process_group`, for ranks that compute on `device`."""
+    """Return the name for `init_process_group` of ranks that compute on `device`."""
     return _DEVICES[device.type]
 
 

@@ -26,11 +26,10 @@ class BuiltIn:
     def __init__(self, *, averages: bool = False) -> None:
         # The order of magnitude of NCCL's latency and bandwidth between GPUs of one host.
         self.capabilities = Capabilities(
-            tags=False, helpers=False, bundles=True, averages=averages, direct_sends=False, latency=2e-5, bandwidth=2e11
+            tags=False, helpers=False, bundles=True, averages=averages, latency=2e-5, bandwidth=2e11
         )
 
     def all_gather(self, full: Tensor, source: Tensor, group: ProcessGroup, tag: int) -> Pending:
-        """Gather in place: copy `source` into `full` first, unless it is a slice of `full`."""
         size = group.size()
         own = full.view(size, -1)[dist.get_rank(group)]
         if source.data_ptr() != own.data_ptr():
@@ -42,10 +41,9 @@ class BuiltIn:
     def all_gather_bundle(
         self, fulls: Wanted, sources: Several, group: ProcessGroup, tag: int, dtype: torch.dtype
     ) -> Pending:
-        """Gather in place. Tensors that are not kept are gathered into temporary memory."""
         rank, size = dist.get_rank(group), group.size()
         wholes = [
-            torch.empty(size * source.numel(), dtype=dtype, device=sources[0].device) if full is None else full
+            torch.empty(size * source.numel(), dtype=dtype, device=source.device) if full is None else full
             for full, source in zip(fulls, sources)
         ]
         own = [whole.view(size, -1)[rank] for whole in wholes]
@@ -58,7 +56,6 @@ class BuiltIn:
         return Pending([work], wholes.clear)  # keeps the temporary memory until then
 
     def all_gather_uneven(self, parts: Several, rank: int, group: ProcessGroup, tag: int) -> Pending:
-        """Gather parts that are padded to the size of the largest."""
         width = max(part.numel() for part in parts)
         padded = parts[rank].new_zeros(len(parts), width)
         padded[rank, : parts[rank].numel()] = parts[rank]
@@ -73,7 +70,6 @@ class BuiltIn:
         return _started(work, spread)
 
     def reduce_scatter(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
-        """Reduce-scatter, with `ReduceOp.AVG` if the scale makes an average and the backend has that operation."""
         op, scale = self._scaled(partial, how.scale, group.size(), how.sum_only)
         beside, inbox = _beside(partial), how.inbox
         if not how.accumulate and scale == 1.0 and output.dtype == partial.dtype:
@@ -84,7 +80,6 @@ class BuiltIn:
     def reduce_scatter_bundle(
         self, outputs: Several, partials: Several, scales: Scales, adds: Adds, group: ProcessGroup, tag: int
     ) -> Pending:
-        """Reduce-scatter all tensors into temporary memory, then scale and copy the sums to the outputs."""
         size = group.size()
         alike = len(set(scales)) == 1
         scaled = [self._scaled(partial, scale, size, sum_only=not alike) for partial, scale in zip(partials, scales)]
@@ -100,7 +95,6 @@ class BuiltIn:
         return Pending([work], take_sums)
 
     def all_reduce(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
-        """All-reduce `partial` in place, then scale and copy the sum to `output`."""
         _, scale = self._scaled(partial, how.scale, group.size(), sum_only=True)
         works = [dist.all_reduce(partial, group=group, async_op=True)]
         return Pending(works, lambda: how.take(output, partial, scale))
@@ -108,15 +102,10 @@ class BuiltIn:
     def all_to_all(
         self, output: Tensor, source: Tensor, output_sizes: Sizes, source_sizes: Sizes, group: ProcessGroup, tag: int
     ) -> Pending:
-        """Exchange all rows in one `all_to_all_single`."""
-        return _started(
-            dist.all_to_all_single(
-                output, source, list(output_sizes), list(source_sizes), group=group, async_op=_beside(output)
-            )
-        )
+        sizes = list(output_sizes), list(source_sizes)
+        return _started(dist.all_to_all_single(output, source, *sizes, group=group, async_op=_beside(output)))
 
     def inbox_numel(self, partial_numel: int, size: int, *, scatters: bool) -> int:
-        """Return the size of a scattered result, which is received before it is added to the output."""
         return partial_numel // size if scatters else 0
 
     def _scaled(self, partial: Tensor, scale: float, size: int, sum_only: bool) -> tuple[Any, float]:

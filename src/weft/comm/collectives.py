@@ -27,18 +27,14 @@ UNEVEN_TAGS = 700
 
 
 def all_gather(full: Tensor, source: Tensor, group: ProcessGroup, tag: int) -> Pending:
-    """Fill `full` with every rank's `source`, in rank order.
-
-    `source` may be this rank's own slice of `full`; otherwise it is copied there.
-    """
+    """Fill `full` with every rank's `source`, in rank order. `source` may be this rank's own slice of `full`; otherwise
+    it is copied there."""
     return transport_of(group, full.device).all_gather(full, source, group, tag)
 
 
 def all_gather_bundle(fulls: Wanted, sources: Several, group: ProcessGroup, tag: int, *, dtype: torch.dtype) -> Pending:
-    """Fill `fulls[i]` with every rank's `sources[i]`, in rank order, for all i at the cost of one message.
-
-    If `fulls[i]` is None, `sources[i]` is sent and the result is not kept. Sources are cast to `dtype`.
-    """
+    """Fill `fulls[i]` with every rank's `sources[i]`, in rank order, for all i at the cost of one message. If
+    `fulls[i]` is None, `sources[i]` is sent and the result is not kept. Sources are cast to `dtype`."""
     return transport_of(group, sources[0].device).all_gather_bundle(fulls, sources, group, tag, dtype)
 
 
@@ -50,10 +46,8 @@ def alone(work: Callable[[], Any], tag: int) -> Pending:
 
 def move(target: Tensor, source: Tensor, staging: Tensor | None, tag: int = 0) -> Pending:
     """Copy `source` to `target` on this rank without making the host wait; one of them may be in pinned CPU memory.
-
     `staging`: device memory in the dtype of `source`, needed if `target` has another dtype: a cast on the CPU would
-    make the host wait.
-    """
+    make the host wait."""
     if staging is None:
         target.copy_(source, non_blocking=True)
     else:
@@ -63,10 +57,8 @@ def move(target: Tensor, source: Tensor, staging: Tensor | None, tag: int = 0) -
 
 
 def reduce_scatter(output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, **how: Any) -> Pending:
-    """Reduce-scatter `partial` into `output`, or add the result to it. `output` must not alias `partial`.
-
-    `how`: the fields of a `Sum`.
-    """
+    """Reduce-scatter `partial` into `output`, or add the result to it. `output` must not alias `partial`. `how`: the
+    fields of a `Sum`."""
     if group.size() == 1:
         add_scaled(output, partial, how["scale"], how["accumulate"])
         return Pending()
@@ -115,10 +107,7 @@ def reduce_through(
     **options: Any,
 ) -> Pending:
     """Run `reduction` (`reduce_scatter` or `all_reduce`) into `scratch`, call `hook(scratch)`, which may modify it,
-    then copy or add it to `output`.
-
-    On CUDA the hook runs on the stream of the reduction, after it.
-    """
+    then copy or add it to `output`. On CUDA the hook runs on the stream of the reduction, after it."""
     pending = reduction(scratch, partial, group, tag, accumulate=False, **options)
 
     def pass_on() -> None:
@@ -131,18 +120,14 @@ def reduce_through(
 def all_to_all(
     output: Tensor, source: Tensor, output_sizes: Sizes, source_sizes: Sizes, group: ProcessGroup, tag: int
 ) -> Pending:
-    """Send the r-th part of `source` to rank r, and fill `output` with the parts for this rank, in rank order.
-
-    Sizes are in rows (dim 0) and may be 0; rank r's `source_sizes[p]` is rank p's `output_sizes[r]`.
-    """
+    """Send the r-th part of `source` to rank r, and fill `output` with the parts for this rank, in rank order. Sizes
+    are in rows (dim 0) and may be 0; rank r's `source_sizes[p]` is rank p's `output_sizes[r]`."""
     return transport_of(group, output.device).all_to_all(output, source, output_sizes, source_sizes, group, tag)
 
 
 def all_to_all_counts(received: Tensor, counts: Tensor, host: Tensor, group: ProcessGroup, tag: int) -> Pending:
-    """Send the r-th equal part of `counts` to rank r, and fill `received` with the parts for this rank.
-
-    `counts` and `received` are then copied to `host`, [2, n] in pinned CPU memory. Synchronize before you read it.
-    """
+    """Send the r-th equal part of `counts` to rank r, and fill `received` with the parts for this rank. `counts` and
+    `received` are then copied to `host`, [2, n] in pinned CPU memory. Synchronize before you read it."""
     even = [counts.numel() // group.size()] * group.size()
     pending = all_to_all(received, counts, even, even, group, tag)
 
@@ -191,11 +176,8 @@ def broadcast(tensor: Tensor, group: ProcessGroup, what: str = "a broadcast") ->
 def reduce_now(
     tensor: Tensor, op: Any, group: ProcessGroup | None, what: str = "a reduction of a few numbers"
 ) -> Tensor:
-    """All-reduce a small tensor in place, wait, and return it.
-
-    `group`: None is the world. `what`: the name of the reduction in messages. MAX and MIN propagate NaN, as `torch.max`
-    and `torch.min` do.
-    """
+    """All-reduce a small tensor in place, wait, and return it. `group`: None is the world. `what`: the name of the
+    reduction in messages. MAX and MIN propagate NaN, as `torch.max` and `torch.min` do."""
     group = group or world()
     if group.size() > 1:
         with watching(f"all-reduce/{tensor.numel()}", what, group):

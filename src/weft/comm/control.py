@@ -19,12 +19,7 @@ TAGS = 200
 
 
 def agree(
-    highest: Sequence[int],
-    union: Sequence[int],
-    groups: Sequence[dist.ProcessGroup],
-    what: str,
-    *,
-    channel: int,
+    highest: Sequence[int], union: Sequence[int], groups: Sequence[dist.ProcessGroup], what: str, *, channel: int
 ) -> tuple[list[int], list[int]]:
     """All-reduce integers: return the maximum of each of `highest`, and the bitwise or of each of `union`.
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm.backends import HOSTS, backend_of, is_pretended, transport_of, world
-from weft.comm.gloo.sends import break_waits
+from weft.comm.gloo.sends import end_transfers as end_transfers
 from weft.comm.watch.hang_detector import start_hang_detector, watching
 
 CHANNEL_STRIDE = 1000
@@ -40,10 +40,8 @@ _GONE = (
 
 
 def group_of(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
-    """Return this rank's process group of one mesh axis. Raises RuntimeError if torch has destroyed it.
-
-    torch looks it up by name, so that a mesh of an earlier world works if this world has a group of the same name.
-    """
+    """Return this rank's process group of one mesh axis. Raises RuntimeError if torch has destroyed it. torch looks it
+    up by name, so that a mesh of an earlier world works if this world has a group of the same name."""
     try:
         return mesh.get_group(axis)
     except (KeyError, RuntimeError, ValueError) as error:
@@ -51,7 +49,6 @@ def group_of(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
 
 
 def check_alive(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Raise RuntimeError if torch has destroyed one of `groups`."""
     alive = dist.distributed_c10d._world.pg_map
     if any(group not in alive for group in groups):
         raise RuntimeError(_GONE)
@@ -66,17 +63,14 @@ _made: MutableMapping[dist.ProcessGroup, dict[Any, Any]] = weakref.WeakKeyDictio
 
 
 def _next(group: dist.ProcessGroup, kind: str) -> int:
-    """Count up `kind` for `group` and return the count."""
     counts = _of_groups.setdefault(group, Counter())
     counts[kind] += 1
     return counts[kind]
 
 
 def next_channel(group: dist.ProcessGroup) -> int:
-    """Return a new channel number of `group`, equal on its ranks if all call this in the same order.
-
-    Also starts the hang detector, because the owner of a channel waits for other ranks.
-    """
+    """Return a new channel number of `group`, equal on its ranks if all call this in the same order. Also starts the
+    hang detector, because the owner of a channel waits for other ranks."""
     channel = _next(group, "channel")
     if CHANNEL_STRIDE * (channel + 1) > _LARGEST_TAG:
         raise RuntimeError(f"{channel} channels over one process group use up all tags: use another group")
@@ -93,22 +87,22 @@ def tag_of(first: int, what: str, channel: int = 0) -> int:
 # --- derived groups ---------------------------------------------------------------------------------------------------
 
 
-def _made_like(group: dist.ProcessGroup, ranks: list[int], *, backend: str = "", **options: Any) -> Any:
-    """Create a group of `ranks` with the timeout, options and description of `group`, and its backend by default."""
-    if ranks != sorted(ranks):
-        options["sort_ranks"] = False
-    if not backend:
-        backend = dist.distributed_c10d._world.pg_map[group][0]
-        options["pg_options"] = _options(group)
-    options.setdefault("timeout", _timeout(group))
-    return dist.new_group(ranks, backend=backend, group_desc=group.group_desc, **options)
-
-
-def _made_within(group: dist.ProcessGroup, ranks: list[int], purpose: str, **options: Any) -> Any:
+def _made_within(
+    group: dist.ProcessGroup, ranks: list[int], purpose: str, backend: str = "", timeout: timedelta | None = None
+) -> Any:
     """Create a group like `group` of some of its ranks, `ranks`. Only those call this, once for each `purpose`."""
     name = f"{group.group_name}/{purpose} {','.join(map(str, ranks))}"
+    timeouts = (getattr(getattr(backend, "options", None), "_timeout", None) for backend in _backends(group))
     with _named(name):
-        made = _made_like(group, ranks, use_local_synchronization=True, **options)
+        made: Any = dist.new_group(
+            ranks,
+            backend=backend or dist.distributed_c10d._world.pg_map[group][0],
+            timeout=timeout or max(filter(None, timeouts), default=None),
+            pg_options=None if backend else _options(group),
+            use_local_synchronization=True,
+            group_desc=group.group_desc,
+            sort_ranks=ranks == sorted(ranks),
+        )
     if made.group_name != name:
         raise RuntimeError(
             f"torch {torch.__version__} ignores the name of a process group: it named {name!r} {made.group_name!r}, "
@@ -145,16 +139,6 @@ def _backends(group: dist.ProcessGroup) -> list[Any]:
     return [group._get_backend(device) for device in group._device_types]
 
 
-def _timeout(group: dist.ProcessGroup) -> Any:
-    """Return the longest timeout of the group's backends; None if they have none."""
-    found = [
-        options._timeout
-        for backend in _backends(group)
-        if (options := getattr(backend, "options", None)) is not None and hasattr(options, "_timeout")
-    ]
-    return max(found, default=None)
-
-
 def _options(group: dist.ProcessGroup) -> Any:
     """Return a copy of the group's NCCL options, such as high-priority streams; None without NCCL."""
     for backend in _backends(group):
@@ -164,10 +148,8 @@ def _options(group: dist.ProcessGroup) -> Any:
 
 
 def twin_group(group: dist.ProcessGroup) -> Any:
-    """Create a second communicator over the ranks of `group`. Exactly these ranks must call this.
-
-    A communicator runs its collectives one after another; those of a twin overlap with them.
-    """
+    """Create a second communicator over the ranks of `group`. Exactly these ranks must call this. A communicator runs
+    its collectives one after another; those of a twin overlap with them."""
     return _made_within(group, dist.get_process_group_ranks(group), f"twin {_next(group, 'twin')}")
 
 
@@ -179,10 +161,8 @@ def second_communicator(group: dist.ProcessGroup) -> Any:
 
 
 def neighbours(group: dist.ProcessGroup, size: int) -> Any:
-    """Return a communicator over the block of `size` adjacent ranks of `group` that contains this rank.
-
-    Every rank of `group` must call this in the same order. It is created once for each size.
-    """
+    """Return a communicator over the block of `size` adjacent ranks of `group` that contains this rank. Every rank of
+    `group` must call this in the same order. It is created once for each size."""
     made = _made.setdefault(group, {})
     if size not in made:
         first = group.rank() // size * size
@@ -192,22 +172,20 @@ def neighbours(group: dist.ProcessGroup, size: int) -> Any:
 
 
 def pair_groups(group: dist.ProcessGroup, pairs: Sequence[tuple[int, int]], device: torch.device) -> list[Any]:
-    """Return a communicator for each of `pairs` of ranks of `group`; None for pairs without this rank.
-
-    Every rank of `group` must call this in the same order, with the same pairs. With tags, equal pairs share one
-    communicator; without, each has a separate one, because a communicator runs one message at a time. `group` itself is
-    never used, because breaking a wait closes the communicator permanently.
-    """
+    """Return a communicator for each of `pairs` of ranks of `group`; None for pairs without this rank. Every rank of
+    `group` must call this in the same order, with the same pairs. With tags, equal pairs share one communicator;
+    without, each has a separate one, because a communicator runs one message at a time. `group` itself is never used,
+    because breaking a wait closes the communicator permanently."""
     tagged = transport_of(group, device).capabilities.tags
     ranks = dist.get_process_group_ranks(group)
     call = _next(group, "pairs")
+    keys = [(frozenset(pair), 0 if tagged else number) for number, pair in enumerate(pairs)]
     made: dict[Any, Any] = {}
-    for number, pair in enumerate(pairs):
-        key = (*sorted(pair), 0 if tagged else number)
-        if group.rank() in pair and key not in made:
+    for pair, number in keys:
+        if group.rank() in pair and (pair, number) not in made:
             two = sorted(ranks[each] for each in pair)
-            made[key] = _made_within(group, two, f"pair {call}.{key[-1]}")
-    return [made.get((*sorted(pair), 0 if tagged else number)) for number, pair in enumerate(pairs)]
+            made[pair, number] = _made_within(group, two, f"pair {call}.{number}")
+    return [made.get(key) for key in keys]
 
 
 def group_beside(group: dist.ProcessGroup, purpose: str, *, timeout: timedelta) -> Any:
@@ -216,19 +194,9 @@ def group_beside(group: dist.ProcessGroup, purpose: str, *, timeout: timedelta) 
     return _made_within(group, ranks, f"{purpose} {_next(group, purpose)}", backend=HOSTS, timeout=timeout)
 
 
-def end_transfers(group: dist.ProcessGroup) -> None:
-    """Abort all transfers in flight over `group`, on all its ranks. The group cannot be used afterwards.
-
-    Does nothing for a backend without direct sends.
-    """
-    break_waits(group)
-
-
 def host_group(group: dist.ProcessGroup) -> Any:
-    """Return a group of the same ranks that sends CPU tensors: `group` itself, or an additional gloo group.
-
-    The first call is collective if the gloo group must be created.
-    """
+    """Return a group of the same ranks that sends CPU tensors: `group` itself, or an additional gloo group. The first
+    call is collective if the gloo group must be created."""
     if backend_of(group, torch.device("cpu")) == HOSTS:
         return group
     made = _made.setdefault(group, {})
@@ -245,10 +213,8 @@ def exchange_objects(
     watched: bool = True,
 ) -> list[Any]:
     """Gather every rank's `value`, in rank order, over gloo. It is slow: for errors and construction, not each step.
-
     `group`: default is the world. `what`: its name in errors. `watched`: False on a thread other than the main one,
-    because the hang detector watches one wait at a time.
-    """
+    because the hang detector watches one wait at a time."""
     group = group or world()
     everyone: list[Any] = [value] * group.size()
     if is_pretended(group):

@@ -11,6 +11,7 @@ asynchronous work, and `wait` blocks the host until that ends.
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -29,30 +30,22 @@ ABANDONED_TIMEOUT = timedelta(seconds=10)
 """How long to wait for the end of transfers whose result is not used."""
 
 
+@dataclass(eq=False)
 class Ticket:
-    """A handle of communication in flight. `wait` orders subsequent computation after it; waiting again is free."""
+    """A handle of communication in flight. `wait` orders subsequent computation after it; waiting again is free.
+    `after`: the ticket that this one runs after. `home`: the stream that started it and owns its memory. `name`: its
+    name in reports of the stream checker."""
 
-    def __init__(
-        self,
-        transfer: Transfer | None,
-        event: Any = None,
-        call: Call | None = None,
-        after: "Ticket | None" = None,
-        home: Any = None,
-        name: str = "",
-    ) -> None:
-        """`after`: the ticket that this one runs after. `home`: the stream that started it and owns its memory.
-        `name`: its name in reports of the stream checker."""
-        self._transfer = transfer
-        self._event = event
-        self._call = call
-        self._after = after
-        self._home = home
-        self._name = name
-        self._behind: set[Any] = set()
-        """The streams that have waited for this ticket."""
-        self._settled = False
-        """Whether the ticket was waited for or abandoned."""
+    _transfer: Transfer | None
+    _event: Any
+    _call: Call | None
+    _after: "Ticket | None"
+    _home: Any = None
+    _name: str = ""
+    _behind: set[Any] = field(default_factory=set)
+    """The streams that have waited for this ticket."""
+    _settled: bool = False
+    """Whether the ticket was waited for or abandoned."""
 
     def __del__(self) -> None:
         """Abandon a ticket that nothing waited for; the stream checker counts it, because a wait may be missing."""
@@ -67,7 +60,7 @@ class Ticket:
         Unreceived messages would otherwise be matched with the lane's next ones.
         """
         self._settle()
-        self.order()
+        self._order(self._home)
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
             _has_begun(self._call)
@@ -86,10 +79,6 @@ class Ticket:
         have ended."""
         if self._transfer is not None:
             self._transfer.end_by_itself()
-
-    def order(self) -> None:
-        """Make the stream that started it wait, if there are streams. The host does not wait."""
-        self._order(self._home)
 
     def wait(self) -> None:
         """Make subsequent computation see the result. A timeline records the time on its lane "wait"."""
@@ -159,25 +148,11 @@ def on_stream(stream: Any, work: Callable[[torch.Tensor], None]) -> Callable[[to
     return run
 
 
-_OF_UNITS = {"gather", "gathers", "reduce", "reductions", "outer"}
-
-
 class Lane:
     """An ordered queue of communication. Every rank puts the same collectives on it in the same order."""
 
-    TAGS = {
-        "gather": 101,
-        "reduce": 102,
-        "outer": 103,
-        "exchange": 104,
-        "counts": 105,
-        "download": 106,
-        "stage": 107,
-        "gathers": 108,
-        "reductions": 109,
-        "context": 110,
-        "tensor": 111,
-    }
+    _NAMES = "gather reduce outer exchange counts download stage gathers reductions context tensor"
+    TAGS = {name: tag for tag, name in enumerate(_NAMES.split(), 101)}
     """The tag of each lane's point-to-point messages: the same on every rank, even if processes ran other work."""
 
     def __init__(self, name: str, device: torch.device, title: str = "") -> None:
@@ -201,14 +176,12 @@ class Lane:
         prepare: Callable[[], Any] | None = None,
         **kwargs: Any,
     ) -> Ticket:
-        """Start `collective(*args, tag, **kwargs)` after the current stream's work so far.
-
-        `channel`: separates these messages from others of the lane, for collectives that only some ranks may run.
-        `after`: another ticket to start after; the computation does not wait for it. `behind`: an event
-        (`streams.moment`) at which all inputs are ready: with streams, the collective waits for this event only, and
-        must write to `memory` of the lane. `prepare`: called right before the collective: on CUDA on the lane's stream,
-        on CPU immediately or, with `after`, once that has ended.
-        """
+        """Start `collective(*args, tag, **kwargs)` after the current stream's work so far. `channel`: separates these
+        messages from others of the lane, for collectives that only some ranks may run. `after`: another ticket to start
+        after; the computation does not wait for it. `behind`: an event (`streams.moment`) at which all inputs are
+        ready: with streams, the collective waits for this event only, and must write to `memory` of the lane.
+        `prepare`: called right before the collective: on CUDA on the lane's stream, on CPU immediately or, with
+        `after`, once that has ended."""
         if (self.stream is not None) != streams.has_streams(self._device):
             raise RuntimeError(
                 f"the lane {self.name!r} was made outside of weft.debug.check_streams() and is used inside, or the "
@@ -225,7 +198,9 @@ class Lane:
         start = functools.partial(collective, *args, self.tag + CHANNEL_STRIDE * channel, **kwargs)
         if self.stream is None:
 
-            def begin() -> Pending:
+            def begin(late: bool = True) -> Pending:
+                if late:
+                    _has_begun(call)
                 if prepare is not None:
                     prepare()
                 try:
@@ -234,17 +209,13 @@ class Lane:
                     explain(error, call)
                     raise
 
-            def begin_late() -> Pending:
-                _has_begun(call)
-                return begin()
-
             key = (group, self.tag, channel)
             earlier = after._transfer if after is not None else None
             gate = priority.gate_of(self.name) if group is not None else None
             if earlier is None and gate is None and begins_at_once(key):
-                pending = begin()
+                pending = begin(late=False)
                 over = pending.is_over and not recording  # a timeline has all waits
-                return Ticket(None if over else Transfer(lambda: pending, key), call=call, after=after)
+                return Ticket(None if over else Transfer(lambda: pending, key), None, call, after)
             late = earlier is not None or gate is not None
             if late and group is not None and not transport_of(group, self._device).capabilities.tags:
                 # Without tags every rank must issue the collectives of a group in one order. A thread that starts this
@@ -254,7 +225,7 @@ class Lane:
                     earlier.complete()
             if earlier is not None and call is not None and (watch := hang_detector()) is not None:
                 watch.issued.off.add((call.key, call.number))
-            return Ticket(Transfer(begin_late, key, earlier, gate), call=call, after=after)
+            return Ticket(Transfer(begin, key, earlier, gate), None, call, after)
         home = streams.current(self._device)
         if behind is None:
             self.stream.wait_stream(home)
@@ -266,19 +237,16 @@ class Lane:
             if prepare is not None:
                 prepare()
             pending, name = start(), f"{collective.__name__} on {self.name}"
-            if self._waits_later:
-                transfer = Transfer(lambda: pending, (group, self.tag, channel))
-                return Ticket(transfer, self.stream.record_event(), call, after, home, name)
-            pending.complete()
-            return Ticket(None, self.stream.record_event(), call, after, home, name)
+            transfer = Transfer(lambda: pending, (group, self.tag, channel)) if self._waits_later else None
+            if transfer is None:
+                pending.complete()
+            return Ticket(transfer, self.stream.record_event(), call, after, home, name)
 
     def memory(self, like: torch.Tensor, *size: int) -> torch.Tensor:
         """Allocate memory in the dtype of `like` that the lane can fill immediately and the current stream then uses.
-
         The memory belongs to the lane's stream: memory of the current stream may still be in use by earlier
         computation, for which the lane would have to wait. It returns to the lane once the current stream has finished
-        with it, so that successive exchanges reuse it.
-        """
+        with it, so that successive exchanges reuse it."""
         home = streams.current(self._device)
         with streams.on(self.stream):
             made = like.new_empty(size)
@@ -293,7 +261,7 @@ class Lane:
         watch = hang_detector()
         if watch is None:
             return None
-        name = f"{self.name} of {watch.subject}" if self.name in _OF_UNITS else self.title
+        name = f"{self.name} of {watch.subject}" if self.name in priority.OF_UNITS else self.title
         return watch.issue(self.key(group, channel), name, group)
 
     def _recorded(

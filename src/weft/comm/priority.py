@@ -10,21 +10,19 @@ must issue all communication of a group in the same order there.
 
 import threading
 
-YIELDING = frozenset(("gather", "gathers", "reduce", "reductions", "outer"))
-"""The names of the lanes that are held back."""
+OF_UNITS = frozenset(("gather", "gathers", "reduce", "reductions", "outer"))
+"""The names of the lanes of units' weights and gradients, which are held back."""
 
 _gate: threading.Event | None = None
 
 
 def expect() -> None:
-    """Hold back communication that is issued on yielding lanes, until `let_go`."""
     global _gate
     if _gate is None:
         _gate = threading.Event()
 
 
 def let_go() -> None:
-    """Start communication that was held back; do nothing without an earlier `expect`."""
     global _gate
     if _gate is not None:
         _gate.set()
@@ -33,4 +31,4 @@ def let_go() -> None:
 
 def gate_of(lane: str) -> threading.Event | None:
     """Return the event that a collective issued now on `lane` has to wait for; None if it may start."""
-    return _gate if lane in YIELDING else None
+    return _gate if lane in OF_UNITS else None

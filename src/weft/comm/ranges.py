@@ -10,27 +10,24 @@ none                                      nothing, at no cost
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 from torch.autograd.profiler import record_function
 
-from weft.comm.timeline import labelled, recording
+from weft.comm.timeline import NOTHING, labelled, recording
 from weft.comm.watch.hang_detector import hang_detector
 
 _HAS_CUDA = torch.backends.cuda.is_built()
-_NOTHING: AbstractContextManager = nullcontext()
 
 
 def profiled(unit: str, what: str) -> AbstractContextManager:
-    """Return a context that is a range of the profile, or the label of communication in a timeline.
-
-    `unit`: the unit's name. `what`: "gather", "forward", "backward" or "reduce".
-    """
+    """Return a context that is a range of the profile, or the label of communication in a timeline. `unit`: the unit's
+    name. `what`: "gather", "forward", "backward" or "reduce"."""
     if (watch := hang_detector()) is not None:
         watch.subject = unit or "the root"
     if not recording and not observed():
-        return _NOTHING
+        return NOTHING
     return _range(unit, what) or labelled(f"{unit}/{what}")
 
 
@@ -43,10 +40,9 @@ observed: Callable[[], bool] = _observed if _HAS_CUDA else torch.autograd._profi
 
 
 class Stretch:
-    """A range of the profile that begins in one hook and ends in another."""
+    """A range of the profile that begins in one hook, which makes this, and ends in another."""
 
     def __init__(self, unit: str, what: str) -> None:
-        """Open the range."""
         self._range = _range(unit, what)
         self._thread = threading.get_ident()
         if self._range is not None:
@@ -60,7 +56,6 @@ class Stretch:
 
 
 def _range(unit: str, what: str) -> AbstractContextManager | None:
-    """Return a range of the profile; None without a profiler."""
     if torch.autograd._profiler_enabled():
         return record_function(f"weft/{unit or 'root'}/{what}")
     if _HAS_CUDA and torch.cuda.is_initialized() and not recording:

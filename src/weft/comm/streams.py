@@ -56,11 +56,8 @@ def has_streams(device: torch.device) -> bool:
 
 
 def new(name: str, device: torch.device) -> Any:
-    """Return a new stream for communication; None on a device without streams.
-
-    The stream has high priority, so that communication kernels get their few multiprocessors before the computation
-    takes all of them.
-    """
+    """Return a new stream for communication; None on a device without streams. The stream has high priority, so that
+    communication kernels get their few multiprocessors before the computation takes all of them."""
     if _checker is not None:
         return _checker.new(name)
     return _unused(lambda: torch.cuda.Stream(device, priority=-1)) if device.type == "cuda" else None
@@ -82,14 +79,12 @@ def _unused(make: Callable[[], Any]) -> Any:
 
 
 def current(device: torch.device) -> Any:
-    """Return the current stream of `device`; None if it has no streams."""
     if _checker is not None:
         return _checker.current()
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def on(stream: Any) -> AbstractContextManager:
-    """Make `stream` the current stream inside the context; None: change nothing."""
     if stream is None:
         return _NOTHING
     return _checker.on(stream) if _checker is not None else torch.cuda.stream(stream)

@@ -12,26 +12,22 @@ On CPU a thread waits for each transfer, so that its end is recorded when the wo
 On CUDA, events are recorded on the lane's stream and read by `intervals`.
 """
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 
 from weft.comm.pending import Pending
-from weft.comm.transfers import in_background
+from weft.comm.transfers import Transfer
 
 
 class Interval(NamedTuple):
-    """One operation on a lane; times are seconds since the recording began.
-
-    `start` is the time when the operation was issued and its communicator had finished all earlier ones, because a
-    communicator runs its operations one after another.
-    """
+    """One operation on a lane; times are seconds since the recording began. `start` is the time when the operation was
+    issued and its communicator had finished all earlier ones, because a communicator runs its operations one after
+    another."""
 
     lane: str
     label: str
@@ -58,7 +54,7 @@ class Timeline:
         self.label = ""
         """The label of communication that is issued now; `labelled` sets it."""
         self._entries: list[_Entry] = []
-        self._under_way: list[WatchedWorks] = []
+        self._under_way: list[Transfer] = []
         self._zero = 0.0
         self._zero_event: Any = None
 
@@ -73,10 +69,10 @@ class Timeline:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Stop recording and wait for operations in flight."""
         recording.clear()
         for works in self._under_way:
-            works.done.wait()
+            with suppress(BaseException):  # raised where the result is waited for
+                works.wait()
         if self._zero_event is not None:
             torch.cuda.synchronize()
 
@@ -95,7 +91,6 @@ class Timeline:
         return found
 
     def _now(self) -> Any:
-        """Return the current time: an event on the current stream if CUDA is initialised, otherwise host seconds."""
         return time.perf_counter() if self._zero_event is None else _event()
 
     def _seconds(self, moment: Any) -> float:
@@ -112,7 +107,6 @@ class Timeline:
         return entry
 
     def end(self, entry: _Entry) -> None:
-        """Record the end of an operation: now, or at the current position of the current stream."""
         entry.end = self._now()
 
     def noting(self, entry: _Entry, pending: Pending) -> Pending:
@@ -122,37 +116,10 @@ class Timeline:
         if not pending.works:
             self.end(entry)
             return pending
-        works = WatchedWorks(pending.works, lambda: self.end(entry))
+        works = Transfer(lambda: Pending(pending.works, lambda: self.end(entry)), id(entry))
+        works.end_by_itself()
         self._under_way.append(works)
-        in_background(works.run)
         return Pending([works], pending.finish)
-
-
-class WatchedWorks:
-    """Asynchronous works for which a thread waits; `wait` waits for the thread. No work may be waited for twice."""
-
-    def __init__(self, works: Sequence[Any], ended: Callable[[], None]) -> None:
-        self._works = works
-        self._ended = ended
-        self.done = threading.Event()
-        self._failure: BaseException | None = None
-
-    def run(self) -> None:
-        """Wait for the works, on the thread, and record their end."""
-        try:
-            for work in self._works:
-                work.wait()
-            self._ended()
-        except BaseException as failure:  # raised by `wait`
-            self._failure = failure
-        self._works = ()
-        self.done.set()
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        """Block until the works are done; raise their exception if they failed."""
-        self.done.wait(timeout.total_seconds() if timeout is not None else None)
-        if self._failure is not None:
-            raise self._failure
 
 
 recording: list[Timeline] = []
@@ -161,18 +128,16 @@ recording: list[Timeline] = []
 
 def labelled(label: str) -> AbstractContextManager:
     """Record communication that is issued inside this context under `label`."""
-    return _labelled(recording[0], label) if recording else _NOTHING
+    return _labelled(recording[0], label) if recording else NOTHING
 
 
 def span(lane: str, label: str = "") -> AbstractContextManager:
     """Record the body of this context, such as computation, as one interval of `lane`; on CUDA on the current stream.
-
-    `label`: default is the label set by `labelled`.
-    """
-    return _span(recording[0], lane, label) if recording else _NOTHING
+    `label`: default is the label set by `labelled`."""
+    return _span(recording[0], lane, label) if recording else NOTHING
 
 
-_NOTHING: AbstractContextManager = nullcontext()
+NOTHING: AbstractContextManager = nullcontext()
 
 
 @contextmanager
@@ -194,6 +159,4 @@ def _span(timeline: Timeline, lane: str, label: str) -> Iterator[None]:
 
 
 def _event() -> Any:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+    return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))

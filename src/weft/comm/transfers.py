@@ -108,28 +108,29 @@ class Transfer:
 
     def end_by_itself(self) -> None:
         """Let a thread of the crew wait for the end, so that the memory is freed as soon as possible."""
-        in_background(self._complete_for_nobody)
+        in_background(self._end_for_nobody)
 
-    def _complete_for_nobody(self) -> None:
+    def _end_for_nobody(self) -> None:
         with contextlib.suppress(BaseException):  # `complete` raises it in the caller's thread
             self._end()
 
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """`complete`, or `abandon` after `timeout`: as one of the works of another transfer."""
+        return self.complete() if timeout is None else self.abandon(timeout)
+
     def abandon(self, timeout: timedelta) -> None:
-        """Wait for the transfers, for at most `timeout`, and discard the result."""
         deadline = time.monotonic() + timeout.total_seconds()
         if self._gate is not None:
             self._gate.set()
-        if not self._is_under_way(timeout.total_seconds()):
-            return
-        if not self._lock.acquire(timeout=max(deadline - time.monotonic(), 0)):
-            return
-        try:
-            pending, self._pending = self._pending, None
-            for work in pending.works if pending is not None else ():
-                with contextlib.suppress(RuntimeError):
-                    work.wait(timeout)
-        finally:
-            self._lock.release()
+        begun = self._is_under_way(timeout.total_seconds())
+        if begun and self._lock.acquire(timeout=max(deadline - time.monotonic(), 0)):
+            try:
+                pending, self._pending = self._pending, None
+                for work in pending.works if pending is not None else ():
+                    with contextlib.suppress(RuntimeError):
+                        work.wait(timeout)
+            finally:
+                self._lock.release()
 
 
 class _Crew:
@@ -162,7 +163,6 @@ class _Crew:
                     self._idle += 1
 
     def leave(self) -> None:
-        """End the threads when the interpreter exits."""
         deadline = time.monotonic() + GOODBYE_S
         for _ in self._threads:
             self._jobs.put(None)

@@ -1,9 +1,9 @@
 """The protocol that each transport implements to move tensors between ranks, and the capabilities of a transport.
 
-    transport             tags   helpers   bundles           averages   direct sends
-    -------------------   ----   -------   ---------------   --------   ------------
-    `gloo.Gloo`           yes    yes       one message       no         yes
-    `builtin.BuiltIn`     no     no        one group call    NCCL       no
+    transport             tags   helpers   bundles           averages   sums
+    -------------------   ----   -------   ---------------   --------   --------------
+    `gloo.Gloo`           yes    yes       one message       no         in rank order
+    `builtin.BuiltIn`     no     no        one group call    NCCL       by the backend
 
 The engine asks for a capability and never for the name of a backend. `weft.comm.backends` chooses the transport.
 A transport has no state: one instance serves all groups.
@@ -29,20 +29,16 @@ Adds = Sequence[bool]
 
 @dataclass(frozen=True)
 class Capabilities:
-    """The capabilities of a transport, and the cost of a message.
-
-    `tags`: messages of different lanes and channels over one group are never confused, in any order of calls.
-    `helpers`: a thread can take part in a gather that its rank skipped, while the rank waits. `bundles`: several
-    tensors can travel at the cost of one message. `averages`: a reduction can average instead of summing.
-    `direct_sends`: each pair of ranks exchanges messages, and weft sums in rank order. `latency`: the seconds that an
-    empty message takes. `bandwidth`: bytes per second of one rank.
-    """
+    """The capabilities of a transport, and the cost of a message. `tags`: messages of different lanes and channels over
+    one group are never confused, in any order of calls. `helpers`: a thread can take part in a gather that its rank
+    skipped, while the rank waits. `bundles`: several tensors can travel at the cost of one message. `averages`: a
+    reduction can average instead of summing. `latency`: the seconds that an empty message takes. `bandwidth`: bytes per
+    second of one rank."""
 
     tags: bool
     helpers: bool
     bundles: bool
     averages: bool
-    direct_sends: bool
     latency: float
     bandwidth: float
 
@@ -60,11 +56,9 @@ class Capabilities:
 
 
 class Sum(NamedTuple):
-    """How a reduction writes its sum over the ranks to the output.
-
-    `scale`: the factor of the sum. `accumulate`: add to the output. `inbox`: memory of `inbox_numel` elements in the
-    dtype of the messages. `sum_only`: never let the backend average; scale its sum instead.
-    """
+    """How a reduction writes its sum over the ranks to the output. `scale`: the factor of the sum. `accumulate`: add to
+    the output. `inbox`: memory of `inbox_numel` elements in the dtype of the messages. `sum_only`: never let the
+    backend average; scale its sum instead."""
 
     scale: float
     accumulate: bool
@@ -78,48 +72,24 @@ class Sum(NamedTuple):
 
 
 class Transport(Protocol):
-    """Collectives over one backend. Each call starts its transfers and returns a `Pending`.
-
-    Tensors are contiguous. They are 1-D except in `all_to_all`, which sends rows. `tag` separates the messages of
-    different lanes if the transport has tags.
-    """
+    """Collectives over one backend, with the meaning of the functions of `weft.comm.collectives`. Each call starts its
+    transfers and returns a `Pending`."""
 
     capabilities: Capabilities
 
-    def all_gather(self, full: Tensor, source: Tensor, group: ProcessGroup, tag: int) -> Pending:
-        """Fill `full` with every rank's `source`, in rank order. `source` may be this rank's own slice of `full`."""
-        ...
-
+    def all_gather(self, full: Tensor, source: Tensor, group: ProcessGroup, tag: int) -> Pending: ...
     def all_gather_bundle(
         self, fulls: Wanted, sources: Several, group: ProcessGroup, tag: int, dtype: torch.dtype
-    ) -> Pending:
-        """Fill each `fulls[i]` that is not None with every rank's `sources[i]`, cast to `dtype`."""
-        ...
-
-    def all_gather_uneven(self, parts: Several, rank: int, group: ProcessGroup, tag: int) -> Pending:
-        """Fill `parts[r]`, 1-D and of any size, with rank r's `parts[rank]`."""
-        ...
-
-    def reduce_scatter(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
-        """Reduce-scatter `partial` into `output`, scaled or added as `how` says."""
-        ...
-
+    ) -> Pending: ...
+    def all_gather_uneven(self, parts: Several, rank: int, group: ProcessGroup, tag: int) -> Pending: ...
+    def reduce_scatter(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending: ...
     def reduce_scatter_bundle(
         self, outputs: Several, partials: Several, scales: Scales, adds: Adds, group: ProcessGroup, tag: int
-    ) -> Pending:
-        """Reduce-scatter each `partials[i]` into `outputs[i]`, scaled by `scales[i]`, added if `adds[i]`."""
-        ...
-
-    def all_reduce(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
-        """All-reduce `partial` into `output`, scaled or added as `how` says; overwrites `partial`."""
-        ...
-
+    ) -> Pending: ...
+    def all_reduce(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending: ...
     def all_to_all(
         self, output: Tensor, source: Tensor, output_sizes: Sizes, source_sizes: Sizes, group: ProcessGroup, tag: int
-    ) -> Pending:
-        """Send the r-th part of `source` to rank r; sizes are in rows."""
-        ...
-
+    ) -> Pending: ...
     def inbox_numel(self, partial_numel: int, size: int, *, scatters: bool) -> int:
         """Return the number of elements of the inbox that a reduction over `size` > 1 ranks needs."""
         ...

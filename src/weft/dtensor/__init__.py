@@ -1,6 +1,5 @@
 """DTensors with uneven shards, and their operators."""
 
-from weft.dtensor import clipping as clipping  # operations on many of them at once
 from weft.dtensor import placements as placements  # their placements
 from weft.dtensor import rules as rules  # the rules of their operators
 from weft.dtensor import steps as steps  # optimizer steps over many of them

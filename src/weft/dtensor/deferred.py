@@ -1,9 +1,4 @@
-"""Sharded tensors whose local tensor gets its values when it is first read.
-
-    class               the local tensor has
-    ------------------  --------------------------------------------------------------------------------------------
-    `DeferredDTensor`   no memory, until an operator, `to_local()`, a checkpoint or a state dict reads it
-    `UnevenDTensor`     memory, until `defer`
+"""Sharded tensors whose local tensor has no memory until an operator, `to_local()` or a checkpoint reads it.
 
 The DTensor stays the same object. Its shape, dtype, cuts and `requires_grad` are known without the local tensor.
 """
@@ -24,7 +19,6 @@ class DeferredDTensor(UnevenDTensor):
 
     @property
     def _local_tensor(self) -> torch.Tensor:  # type: ignore[override]
-        """The local tensor; calls `bring` first."""
         self._bring()
         return self._local_tensor
 
@@ -36,7 +30,6 @@ def defer(tensor: UnevenDTensor, bring: Callable[[], None]) -> None:
 
 
 def arrive(tensor: UnevenDTensor) -> None:
-    """Make `tensor` an `UnevenDTensor` again, because its local tensor has memory."""
     vars(tensor).pop("_bring", None)
     tensor.__class__ = UnevenDTensor
 

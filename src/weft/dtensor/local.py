@@ -2,8 +2,8 @@
 
 caller                           operator                                   function
 -------------------------------  -----------------------------------------  -------------------------------------
-torch's optimizers, one          element-wise, on operands of one spec      the fast path: `in_place` and
-  parameter at a time              and plain scalars                          `element_wise`
+torch's optimizers, one          element-wise, on operands of one spec      the fast path of `element_wise`
+  parameter at a time              and plain scalars
 all others                       element-wise, on operands that are cut     `on_parts`
                                    or can be sliced in the same way
 foreach and fused optimizers     on lists, all tensors at once              `on_lists`
@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import chain, compress
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten
 
-from weft.dtensor.uneven import UnevenDTensor
+from weft.dtensor.uneven import UnevenDTensor, local_of
 
 
 def parts_of(values: Iterable[Any]) -> list[Any]:
@@ -33,13 +33,11 @@ def parts_of(values: Iterable[Any]) -> list[Any]:
 
 
 def holding(parts: Iterable[torch.Tensor]) -> list[bool]:
-    """Return, per part, whether it has elements. Empty parts must not be given to multi-tensor kernels, some of which
-    write to adjacent memory then."""
+    """Return which parts have elements: given empty parts, some multi-tensor kernels write to adjacent memory."""
     return [part.numel() > 0 for part in parts]
 
 
 def filled(parts: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the parts that have elements."""
     return [part for part in parts if part.numel()]
 
 
@@ -52,7 +50,6 @@ _KIND = attrgetter("device", "dtype")
 
 
 def uneven_in(values: Any) -> list[UnevenDTensor]:
-    """Return the `UnevenDTensor`s in the pytree `values`."""
     return [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, UnevenDTensor)]
 
 
@@ -74,17 +71,9 @@ def wrote(tensors: Iterable[DTensor]) -> None:
     torch.autograd.graph.increment_version([tensor._local_tensor for tensor in tensors])
 
 
-class _Facts(NamedTuple):
-    """Cached properties of an operator. `run`: the function for plain tensors. `names`: those of its arguments.
-    `written`: the names of the arguments that it writes to."""
-
-    run: Callable[..., Any]
-    names: tuple[str, ...]
-    written: frozenset[str]
-
-
 @cache
-def _facts(func: Any) -> _Facts:
+def _facts(func: Any) -> tuple[Callable[..., Any], tuple[str, ...], frozenset[str]]:
+    """Return an operator's function for plain tensors, the names of its arguments, and of those that it writes to."""
     arguments = func._schema.arguments
     name = func._schema.name.removeprefix("aten::")
     run = func
@@ -94,31 +83,26 @@ def _facts(func: Any) -> _Facts:
         method = getattr(torch._C.TensorBase, name, None)
         run = method if callable(method) else func
     written = frozenset(argument.name for argument in arguments if argument.is_write)
-    return _Facts(run, tuple(argument.name for argument in arguments), written)
-
-
-def in_place(func: Any) -> Callable[[Any, tuple, dict], Any]:
-    """Return the rule of an operator that writes to its first operand: the fast path, or else `on_parts`."""
-    run, increment = _facts(func).run, torch.autograd.graph.increment_version
-
-    def rule(func: Any, args: tuple, kwargs: dict) -> Any:
-        mine = _beside(args)
-        if mine is None or (kwargs and not _SCALARS.issuperset(map(type, kwargs.values()))):
-            return on_parts(func, args, kwargs)
-        increment(mine[0])
-        run(*mine, **kwargs)
-        return args[0]
-
-    return rule
+    return run, tuple(argument.name for argument in arguments), written
 
 
 def element_wise(func: Any) -> Callable[[Any, tuple, dict], Any]:
-    """Return the rule of an operator that writes to no operand: the fast path, or else `on_parts`."""
-    run = _facts(func).run
+    """Return the rule of an element-wise operator: the fast path, or else `on_parts`."""
+    run, increment, writes = _facts(func)[0], torch.autograd.graph.increment_version, func._schema.is_mutable
+    if writes and not func._schema.arguments[0].is_write:  # out=
+        return on_parts
 
     def rule(func: Any, args: tuple, kwargs: dict) -> Any:
-        mine = _beside(args) if not kwargs else None  # `on_parts` handles dtype and memory_format
-        return on_parts(func, args, kwargs) if mine is None else args[0].like(run(*mine))
+        # `on_parts` handles dtype and memory_format of a new tensor.
+        plain = not kwargs or (writes and _SCALARS.issuperset(map(type, kwargs.values())))
+        mine = _beside(args) if plain else None
+        if mine is None:
+            return on_parts(func, args, kwargs)
+        if not writes:
+            return args[0].like(run(*mine))
+        increment(mine[0])
+        run(*mine, **kwargs)
+        return args[0]
 
     return rule
 
@@ -201,22 +185,19 @@ def fits(operand: torch.Tensor, like: UnevenDTensor) -> bool:
 
 
 def whole_of(value: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor. Collective for a DTensor."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run a foreach or fused operator on the local parts of its lists, all tensors at once.
-
-    Empty parts are left out. If the operator has results, those of empty parts are computed in a second call.
-    """
+    """Run a foreach or fused operator on the local parts of its lists, all tensors at once. Empty parts are left out.
+    If the operator has results, those of empty parts are computed in a second call."""
     run, names, written = _facts(func)
     given = dict(zip(names, args)) | kwargs
     lists = [value for value in given.values() if isinstance(value, (list, tuple))]
     first = next(values for values in lists if UnevenDTensor in map(type, values))
     cuts, own = _cuts_of(first), parts_of(first)
     parts = {
-        name: own if value is first else _part_or_parts(_fitting(func, value, first, cuts, name in written))
+        name: own if value is first else _localized(_fitting(func, value, first, cuts, name in written))
         for name, value in given.items()
     }
     here = holding(own)
@@ -245,10 +226,8 @@ def on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _fitting(func: Any, values: Any, first: Sequence[Any], cuts: Sequence[Any], written: bool) -> Any:
     """Return the argument `values` cut like the list `first`, whose cuts are `cuts`. Tensors with other cuts, such as
-    full ones, are sliced. Raises TypeError for these if they are `written` to.
-
-    Equal cuts are made the same object, so that the next comparison is fast.
-    """
+    full ones, are sliced. Raises TypeError for these if they are `written` to. Equal cuts are made the same object, so
+    that the next comparison is fast."""
     if not isinstance(values, (list, tuple)) or not any(isinstance(value, torch.Tensor) for value in values[:1]):
         return values
     if all(map(operator.is_, found := _cuts_of(values), cuts)):
@@ -274,11 +253,8 @@ def _cuts_of(values: Sequence[Any]) -> list[Any]:
     return [getattr(each, "_cuts", None) for each in values]
 
 
-def _part_or_parts(value: Any) -> Any:
-    """Return the local part, or list of parts, of an argument."""
-    if isinstance(value, (list, tuple)):
-        return parts_of(value)
-    return getattr(value, "_local_tensor", value)
+def _localized(value: Any) -> Any:
+    return parts_of(value) if isinstance(value, (list, tuple)) else local_of(value)
 
 
 def _kept(local: Any, name: str, keep: Sequence[bool]) -> Any:

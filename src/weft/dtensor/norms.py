@@ -1,10 +1,13 @@
-"""Norms of unevenly sharded tensors: norms of the local parts, then combined over ranks.
+"""Norms of unevenly sharded tensors: norms of the local parts, then combined over ranks; and clipping by them.
 
-Both are computed in at least fp32, and rounded to the tensors' dtype once.
+Both are computed in at least fp32, and rounded to the tensors' dtype once. torch's norm of many tensors makes a DTensor
+of each tensor's norm, and its clipping computes the factor on DTensors. If all tensors are sharded, the replacements at
+the end use all local parts in one operation, and all-reduce one number for tensors that are sharded over the same axes.
 """
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import Any
 
@@ -15,8 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from weft.comm.groups import group_of
-from weft.dtensor.local import holding, parts_of
-from weft.dtensor.uneven import UnevenDTensor, spec_of
+from weft.dtensor.local import filled, holding, kinds_of, parts_of
+from weft.dtensor.uneven import UnevenDTensor, local_of, spec_of
 
 
 def replicated(value: torch.Tensor, mesh: DeviceMesh) -> DTensor:
@@ -30,11 +33,9 @@ def _with_spec(value: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 
 def combined_norms(parts: torch.Tensor, order: float, like: UnevenDTensor) -> torch.Tensor:
-    """Combine norms of local `parts`, one number per tensor, to norms of the whole tensors. Collective.
-
-    `parts`: 1-D or 0-D, in the dtype of `wide`, overwritten. `like`: one of the tensors, all of which are sharded over
-    the same axes.
-    """
+    """Combine norms of local `parts`, one number per tensor, to norms of the whole tensors. Collective. `parts`: 1-D or
+    0-D, in the dtype of `wide`, overwritten. `like`: one of the tensors, all of which are sharded over the same
+    axes."""
     if not like.axes:
         return parts
     if math.isinf(order):
@@ -58,7 +59,6 @@ def part_norm(part: torch.Tensor, order: float, dtype: torch.dtype | None) -> to
 
 
 def part_norms(parts: list[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """Return the `part_norm` of each of `parts`, which have one dtype, with one foreach operation."""
     here, inner = holding(parts), _inner(parts[0], dtype)
     norms = iter(torch._foreach_norm(list(compress(parts, here)), order, dtype=inner) if any(here) else ())
     if all(here):
@@ -75,52 +75,98 @@ def _inner(part: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def foreach_norm(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """Compute `torch._foreach_norm` of many tensors: one kernel and one all-reduce for each list of `alike`."""
+    """Compute `torch._foreach_norm` of many tensors: one kernel and one all-reduce for each list of `_alike`."""
     tensors, order = args[0], float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
     norms: list[Any] = [None] * len(tensors)
-    together = alike(tensors)
-    mesh = common_mesh([tensors[first].device_mesh for first, *_ in together])
+    together, mesh = _alike(tensors)
     for numbers in together:
-        values = _norms_of([tensors[number] for number in numbers], order, dtype)
-        for number, norm in zip(numbers, _all_replicated(values, mesh or tensors[numbers[0]].device_mesh)):
-            norms[number] = norm
+        first = tensors[numbers[0]]
+        values = torch.stack(part_norms(parts_of(tensors[number] for number in numbers), order, dtype))
+        values = combined_norms(values, order, first).to((dtype or first.dtype).to_real())
+        one: Any = replicated(values, mesh or first.device_mesh)[0]
+        for number, value in zip(numbers, values.unbind()):
+            norms[number] = _with_spec(value, one._spec)  # one spec for all: `stack` recognises it without comparing
     return [
         torch.linalg.vector_norm(tensor, order, dtype=dtype) if norm is None else norm
         for tensor, norm in zip(tensors, norms)
     ]
 
 
-def alike(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Return lists of indices of the tensors that are sharded over the same axes of one mesh and have one dtype."""
+def _alike(tensors: Sequence[torch.Tensor]) -> tuple[list[list[int]], DeviceMesh | None]:
+    """Return lists of indices of the tensors that are sharded over the same axes of one mesh and have one dtype, and a
+    mesh on which values that are replicated on any of these meshes are replicated too; None if there is none."""
     together: dict[tuple[int, tuple[int, ...], torch.dtype], list[int]] = {}
     for number, tensor in enumerate(tensors):
         if isinstance(tensor, UnevenDTensor):
             together.setdefault((id(tensor._spec.mesh), tensor.axes, tensor.dtype), []).append(number)
-    return list(together.values())
+    lists = list(together.values())
+    return lists, _common_mesh([tensors[first].device_mesh for first, *_ in lists])  # type: ignore[attr-defined]
 
 
-def _norms_of(tensors: Sequence[UnevenDTensor], order: float, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return the norms, 1-D, of tensors of one list of `alike`. Collective."""
-    norms = torch.stack(part_norms(parts_of(tensors), order, dtype))
-    return combined_norms(norms, order, tensors[0]).to((dtype or tensors[0].dtype).to_real())
-
-
-def _all_replicated(values: torch.Tensor, mesh: DeviceMesh) -> list[DTensor]:
-    """Return a replicated DTensor of each number of `values`, 1-D."""
-    each = values.unbind()
-    one: Any = replicated(values, mesh)[0]
-    spec = one._spec  # one spec for all: `stack` recognises it without comparing
-    return [_with_spec(value, spec) for value in each]
-
-
-def common_mesh(meshes: list[DeviceMesh]) -> DeviceMesh | None:
-    """Return a mesh on which values that are replicated on any of `meshes` are replicated too; None if there is none.
-
-    That is a mesh whose first axes are those of all others, or the largest if all consist of the same ranks.
-    """
+def _common_mesh(meshes: list[DeviceMesh]) -> DeviceMesh | None:
+    """Return the mesh whose first axes are those of all others, or the largest if all consist of the same ranks."""
     longest = max(meshes, key=lambda mesh: mesh.ndim)
     groups = [group_of(longest, axis) for axis in range(longest.ndim)]
     if all([group_of(mesh, axis) for axis in range(mesh.ndim)] == groups[: mesh.ndim] for mesh in meshes):
         return longest
     return longest if len({frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes}) == 1 else None
+
+
+# --- torch's functions for many tensors -------------------------------------------------------------------------------
+
+
+def norm_at_once(torchs: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Wrap torch's norm of many tensors, `torchs`: compute it in one operation if all tensors are sharded."""
+
+    @functools.wraps(torchs)
+    def total_norm(
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> torch.Tensor:
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if _all_sharded(tensors) and (order := float(norm_type)):  # order 0 would count parts in place of tensors
+            total = _of_sharded(tensors, order)
+            if total is not None and not (error_if_nonfinite and not total.to_local().isfinite()):
+                return total
+        return torchs(tensors, norm_type, error_if_nonfinite, foreach)
+
+    return total_norm
+
+
+def clipping_at_once(torchs: Callable[..., None]) -> Callable[..., None]:
+    """Wrap torch's clipping by a known norm, `torchs`: use one foreach operation if all gradients are sharded."""
+
+    @functools.wraps(torchs)
+    def clip(parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None) -> None:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        grads: list[Any] = [grad for each in parameters if (grad := each.grad) is not None]
+        replicates = not isinstance(total_norm, DTensor) or all(each.is_replicate() for each in total_norm.placements)
+        if not (_all_sharded(grads) and replicates and len(kinds_of(parts := parts_of(grads))) == 1):
+            return torchs(parameters, max_norm, total_norm, foreach)
+        torch.autograd.graph.increment_version([*grads, *parts])
+        with torch.no_grad():
+            factor = torch.clamp(float(max_norm) / (local_of(total_norm) + 1e-6), max=1.0)
+            if here := filled(parts):
+                torch._foreach_mul_(here, factor.to(here[0].device))
+
+    return clip
+
+
+def _all_sharded(tensors: list[Any]) -> bool:
+    return not torch.compiler.is_compiling() and set(map(type, tensors)) == {UnevenDTensor}
+
+
+@torch.no_grad()
+def _of_sharded(tensors: list[UnevenDTensor], order: float) -> DTensor | None:
+    """Return the norm of all `tensors`; None if they have several devices or dtypes, or no common mesh. Each rank
+    contributes one number, not one per tensor, because such a small message takes half of the time."""
+    together, mesh = _alike(tensors)
+    parts = parts_of(tensors)
+    if mesh is None or len(kinds_of(parts)) > 1:
+        return None
+    dtype, totals = parts[0].dtype, []
+    for numbers in together:
+        here = filled(parts[number] for number in numbers) or [parts[numbers[0]]]
+        norm = torch.linalg.vector_norm(torch.stack(part_norms(here, order, dtype)), order)
+        totals.append(combined_norms(norm, order, tensors[numbers[0]]))
+    return replicated(torch.linalg.vector_norm(torch.stack(totals), order).to(dtype.to_real()), mesh)

@@ -22,15 +22,14 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from weft.dtensor.local import whole_of
 from weft.dtensor.uneven import UnevenDTensor
 from weft.layout.cuts import Cuts
 
 
 class _Uneven:
-    """A placement over one of the axes of `cuts`.
-
-    `even`: the placement of even cuts, as which torch treats it. `shape`: the shape of the whole tensor.
-    """
+    """A placement over one of the axes of `cuts`. `even`: the placement of even cuts, as which torch treats it.
+    `shape`: the shape of the whole tensor."""
 
     dim: int
 
@@ -55,7 +54,6 @@ class UnevenStridedShard(_Uneven, _StridedShard):
 
 
 def placements_of(tensor: UnevenDTensor) -> tuple[Placement, ...]:
-    """Return the placements of `tensor`, one per mesh axis."""
     cuts, spec = tensor._cuts, tensor._spec
     if cuts.is_even or not cuts.axes:
         return spec.placements
@@ -83,17 +81,14 @@ class _FromLocal(torch.autograd.Function):
         like = ctx.tensor
         if isinstance(gradient, UnevenDTensor) and gradient._cuts == like._cuts:
             return gradient._local_tensor, None, None
-        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-        return like.slice_of(whole), None, None
+        return like.slice_of(whole_of(gradient)), None, None
 
 
 def _like_a_part(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], given: torch.Size | None
 ) -> UnevenDTensor:
-    """Return the tensor with these placements of which `local` is this rank's part.
-
-    Raises ValueError if `local` does not have the shape of the part.
-    """
+    """Return the tensor with these placements of which `local` is this rank's part. Raises ValueError if `local` does
+    not have the shape of the part."""
     first: Any = next(each for each in placements if isinstance(each, _Uneven))
     cuts, shape = first.cuts, first.shape
     if [axis for axis, each in enumerate(placements) if isinstance(each, _Uneven)] != sorted(cuts.axes):

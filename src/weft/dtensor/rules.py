@@ -15,6 +15,7 @@ changes of shape, strides or memory             | never: TypeError
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,34 +26,15 @@ from torch.utils._pytree import tree_flatten, tree_map
 from weft.comm.collectives import reduce_now
 from weft.comm.groups import group_of
 from weft.dtensor.deferred import DeferredDTensor, bring_all
-from weft.dtensor.local import (
-    changed_by,
-    element_wise,
-    filled,
-    fits,
-    in_place,
-    on_lists,
-    on_parts,
-    parts_of,
-    uneven_in,
-    whole_of,
-    wrote,
-)
+from weft.dtensor.local import changed_by, element_wise, filled, fits, on_lists, parts_of, uneven_in, whole_of, wrote
 from weft.dtensor.norms import combined_norms, foreach_norm, part_norm, replicated, wide
-from weft.dtensor.uneven import RuledDTensor, UnevenDTensor
+from weft.dtensor.uneven import RuledDTensor, UnevenDTensor, local_of
 from weft.dtensor.views import ShardedView, is_view, parents_of, view_of
 
-_LOCAL_BY_NAME = {
-    "aten::clone",
-    "aten::_to_copy",
-    "aten::zeros_like",
-    "aten::ones_like",
-    "aten::empty_like",
-    "aten::full_like",
-    "aten::fill_",
-    "aten::zero_",
-    "aten::lerp_",
-}
+Rule = Callable[[Any, tuple, dict], Any]
+"""Runs an operator, called with it, `args` and `kwargs`."""
+_ELEMENT_WISE = {"clone", "_to_copy", "zeros_like", "ones_like", "empty_like", "full_like", "fill_", "zero_", "lerp_"}
+"""Names of operators that torch does not tag as such."""
 
 
 def run(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -69,7 +51,7 @@ def run(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None 
     return _on_owner(func, args, kwargs) if result is NotImplemented else result
 
 
-_known: dict[Any, Callable[[Any, tuple, dict], Any]] = {}
+_known: dict[Any, Rule] = {}
 """The rules by `func._op`, whose hash is faster than that of `func`."""
 
 
@@ -79,49 +61,22 @@ def _alias(func: Any, args: tuple, kwargs: dict) -> Any:
         return args[0].like(args[0]._local_tensor)
 
 
-def rule_of(func: Any) -> Callable[[Any, tuple, dict], Any]:
-    """Return the function that runs operator `func`, called with `func`, `args` and `kwargs`."""
-    name = func._schema.name
-    if name == "aten::detach_":
-        return lambda func, args, kwargs: args[0]  # autograd has done it
-    if torch.Tag.inplace_view in func.tags:
+def rule_of(func: Any) -> Rule:
+    name = func._schema.name.removeprefix("aten::")
+    if torch.Tag.inplace_view in func.tags and name != "detach_":
         return _refuse
-    if name in ("aten::detach", "aten::alias"):
-        return _alias
-    if name == "aten::new_empty":
-        return _new_empty
-    if name in ("aten::copy_",):
-        return _copy
-    if name in ("aten::_foreach_copy_",):
-        return _foreach_copy
-    if name in ("aten::_foreach_norm",):
-        return foreach_norm
-    if name in ("aten::linalg_vector_norm", "aten::norm"):
-        return _vector_norm
-    if name == "aten::_amp_foreach_non_finite_check_and_unscale_":
-        return _unscale
-    if name in _REDUCTIONS:
-        return _reduction
-    if name == "aten::equal":
-        return _equal
-    if name == "aten::_local_scalar_dense":
-        return lambda func, args, kwargs: args[0]._gathered().item()
-    if name.startswith("aten::_fused_") or (name.startswith("aten::_foreach_") and name != "aten::_foreach_max"):
+    if name in _RULES:
+        return _RULES[name]
+    if name.startswith(("_fused_", "_foreach_")):
         return on_lists
-    if torch.Tag.nondeterministic_seeded in func.tags:
-        if func._schema.is_mutable:
-            return _fill_randomly
-        if name.endswith("_like"):
-            return _draw_randomly
-    if name in _LOCAL_BY_NAME or torch.Tag.pointwise in func.tags:
-        if not func._schema.is_mutable:
-            return element_wise(func)
-        return in_place(func) if func._schema.arguments[0].is_write else on_parts
+    if torch.Tag.nondeterministic_seeded in func.tags and (func._schema.is_mutable or name.endswith("_like")):
+        return _fill_randomly if func._schema.is_mutable else _draw_randomly
+    if name in _ELEMENT_WISE or torch.Tag.pointwise in func.tags:
+        return element_wise(func)
     return _view if is_view(func) else _on_owner
 
 
-def _localized(values: Any) -> Any:
-    return tree_map(lambda leaf: leaf._local_tensor if isinstance(leaf, DTensor) else leaf, values)
+_localized = partial(tree_map, local_of)
 
 
 def _new_empty(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
@@ -196,7 +151,6 @@ def _fill_randomly(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _draw_randomly(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Return a new tensor of the random values that one process would draw."""
     like = args[0]
     whole = torch.empty(like.shape, dtype=like.dtype, device=like._local_tensor.device)
     return like.like(like.slice_of(func(whole, *args[1:], **kwargs)).clone())
@@ -216,35 +170,27 @@ def _vector_norm(func: Any, args: tuple, kwargs: dict) -> Any:
     return replicated(norm.to((dtype or tensor.dtype).to_real()), tensor.device_mesh)
 
 
-_REDUCTIONS = {
-    "aten::sum": (dist.ReduceOp.SUM, True),
-    "aten::mean": (dist.ReduceOp.SUM, True),
-    "aten::max": (dist.ReduceOp.MAX, False),
-    "aten::min": (dist.ReduceOp.MIN, False),
-    "aten::all": (dist.ReduceOp.MIN, True),
-    "aten::any": (dist.ReduceOp.MAX, True),
-}
-"""The operation that combines the ranks' results, and whether the operator is defined for no elements."""
+_SUM, _MAX, _MIN = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN
+_REDUCTIONS = {"sum": _SUM, "mean": _SUM, "all": _MIN, "any": _MAX, "max": _MAX, "min": _MIN}
+"""The operation that combines the ranks' results."""
 
 
 def _reduction(func: Any, args: tuple, kwargs: dict) -> Any:
     """Reduce all elements of a tensor. A reduction over some dimensions runs on the gathered tensor."""
     tensor, local = args[0], args[0]._local_tensor
-    op, of_nothing = _REDUCTIONS[func._schema.name]
-    mean = func._schema.name == "aten::mean"
+    name = func._schema.name.removeprefix("aten::")
+    op, mean = _REDUCTIONS[name], name == "mean"
     if len(args) > 1 or set(kwargs) - {"dtype"}:
         return _on_whole(func, args, kwargs)
     dtype = kwargs.get("dtype") or local.dtype
-    if widened := dtype.is_floating_point and op == dist.ReduceOp.SUM:
+    if widened := dtype.is_floating_point and op == _SUM:
         kwargs = {"dtype": wide(dtype)}
-    if local.numel() or of_nothing:
+    if local.numel() or name not in ("max", "min"):
         value = local.sum(**kwargs) if mean else func(local, **kwargs)
     else:  # the neutral element of max or min
-        if local.is_floating_point():
-            least, most = -math.inf, math.inf
-        else:
-            least, most = torch.iinfo(local.dtype).min, torch.iinfo(local.dtype).max
-        value = local.new_full((), least if op == dist.ReduceOp.MAX else most)
+        info = torch.iinfo(local.dtype) if not local.is_floating_point() else None
+        least, most = (info.min, info.max) if info is not None else (-math.inf, math.inf)
+        value = local.new_full((), least if op == _MAX else most)
     if tensor.axes:
         small = value.to(torch.uint8) if value.dtype == torch.bool else value.clone()
         value = tensor.combine(small, op).to(value.dtype)
@@ -325,12 +271,10 @@ def _as_replicated(leaf: Any) -> Any:
 
 
 def _view(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Make a view: on the owner of a tensor that one rank has whole, otherwise as in `views.py`."""
     return view_of(func, args, kwargs) if args[0].owner is None else _on_owner(func, args, kwargs)
 
 
 def _on_views(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run an operator with views of sharded tensors among its operands."""
     if torch.Tag.inplace_view in func.tags:
         return _refuse(func, args, kwargs)
     if is_view(func):
@@ -361,11 +305,9 @@ def _refuse(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _write_through(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run an operator that writes to a sharded tensor, or to its views, and cannot run on local parts.
-
-    Every rank runs it on the gathered tensor and keeps its part. Operands that are the tensor, or views of it, share
-    its memory, as in one process.
-    """
+    """Run an operator that writes to a sharded tensor, or to its views, and cannot run on local parts. Every rank runs
+    it on the gathered tensor and keeps its part. Operands that are the tensor, or views of it, share its memory, as in
+    one process."""
     changed = changed_by(func, args, kwargs)
     parents = parents_of(changed)
     if len(parents) != 1 or not all(isinstance(tensor, RuledDTensor) for tensor in changed):
@@ -395,5 +337,23 @@ def _write_through(func: Any, args: tuple, kwargs: dict) -> Any:
     wrote([parent])
     return None if not func._schema.returns else changed[0] if len(changed) == 1 else tuple(changed)
 
+
+_RULES: dict[str, Rule] = {
+    "detach_": lambda func, args, kwargs: args[0],  # autograd has done it
+    "detach": _alias,
+    "alias": _alias,
+    "new_empty": _new_empty,
+    "copy_": _copy,
+    "_foreach_copy_": _foreach_copy,
+    "_foreach_norm": foreach_norm,
+    "_foreach_max": _on_owner,
+    "linalg_vector_norm": _vector_norm,
+    "norm": _vector_norm,
+    "_amp_foreach_non_finite_check_and_unscale_": _unscale,
+    "equal": _equal,
+    "_local_scalar_dense": lambda func, args, kwargs: args[0]._gathered().item(),
+    **dict.fromkeys(_REDUCTIONS, _reduction),
+}
+"""Rules by the operator's name; `rule_of` derives those of other operators from their tags."""
 
 RuledDTensor.__torch_dispatch__ = classmethod(run)  # type: ignore[assignment]

@@ -17,10 +17,8 @@ from weft.dtensor.uneven import UnevenDTensor
 
 
 class _Sliced(dict):
-    """A state dict that cuts a full tensor as the uneven tensor with the same key is cut.
-
-    torch sets `(current, full)` before it broadcasts into `full`, and calls `get` after the broadcast.
-    """
+    """A state dict that cuts a full tensor as the uneven tensor with the same key is cut. torch sets `(current, full)`
+    before it broadcasts into `full`, and calls `get` after the broadcast."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         current = self.get(key)

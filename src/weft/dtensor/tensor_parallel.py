@@ -53,9 +53,7 @@ class TensorParallel:
     @property
     def held(self) -> DTensorSpec:
         """The spec of the parameter while it is unsharded."""
-        spec = self.whole or self.spec
-        assert spec is not None
-        return spec
+        return self.whole or cast(DTensorSpec, self.spec)
 
     @property
     def beyond(self) -> tuple[Placement, ...]:
@@ -75,7 +73,6 @@ class TensorParallel:
 
     @property
     def slices(self) -> int:
-        """The number of slices of the parameter."""
         return self._slices_along(None)
 
     def _slices_along(self, dim: int | None) -> int:
@@ -95,10 +92,8 @@ class TensorParallel:
         return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
 
     def sharded(self, local: torch.Tensor, cuts: Cuts, placements: tuple[Placement, ...]) -> UnevenDTensor:
-        """Return the sharded parameter over both kinds of axes.
-
-        `local`: this rank's part. `cuts`, `placements`: those of the slice over the data-parallel axes.
-        """
+        """Return the sharded parameter over both kinds of axes. `local`: this rank's part. `cuts`, `placements`: those
+        of the slice over the data-parallel axes."""
         if (slices := self._slices_along(cuts.dim)) > 1:
             again = _StridedShard(cuts.dim, split_factor=slices)  # torch's placement for cutting slices once more
             placements = tuple(again if p in self.beyond and p.is_shard() else p for p in placements)
@@ -118,12 +113,10 @@ class TensorParallel:
 def tensor_parallel_of(
     parameter: nn.Parameter, mesh: DeviceMesh, where: str, replicas: Collection[str] = ()
 ) -> TensorParallel | None:
-    """Return the tensor-parallel placement of `parameter`; None if it is a plain tensor.
-
-    `mesh`: the data-parallel axes. `where`: the parameter's name in errors. `replicas`: the names of the data-parallel
-    axes, for parameters over the whole mesh. Raises ValueError for a mesh or placement that cannot be combined with
-    data parallelism over `mesh`.
-    """
+    """Return the tensor-parallel placement of `parameter`; None if it is a plain tensor. `mesh`: the data-parallel
+    axes. `where`: the parameter's name in errors. `replicas`: the names of the data-parallel axes, for parameters over
+    the whole mesh. Raises ValueError for a mesh or placement that cannot be combined with data parallelism over
+    `mesh`."""
     if not isinstance(parameter, DTensor):
         return None
     spec, whole = parameter._spec, None

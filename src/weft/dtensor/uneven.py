@@ -43,13 +43,12 @@ from weft.mesh import position_on
 def spec_of(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
 ) -> DTensorSpec:
-    """Return the spec of a DTensor with this global shape and stride."""
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor, or a plain `tensor` itself."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+def local_of(value: Any) -> Any:
+    """Return the local tensor of a DTensor, or another `value` itself."""
+    return value._local_tensor if isinstance(value, DTensor) else value
 
 
 class RuledDTensor(DTensor):
@@ -87,10 +86,8 @@ class UnevenDTensor(RuledDTensor):
         placements: tuple[Placement, ...],
         shape: torch.Size | None = None,
     ) -> "UnevenDTensor":
-        """Return the tensor whose part on this rank is `local`.
-
-        `shape`: the shape of the whole tensor, if `cuts` are those of a slice of it.
-        """
+        """Return the tensor whose part on this rank is `local`. `shape`: the shape of the whole tensor, if `cuts` are
+        those of a slice of it."""
         shape = torch.Size(cuts.shape) if shape is None else shape
         stride = torch.empty(shape, device="meta").stride()
         return cls._wrap(local, spec_of(mesh, placements, shape, stride, local.dtype), _one(cuts))
@@ -103,13 +100,20 @@ class UnevenDTensor(RuledDTensor):
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Return what DTensor returns; while `torch.compile` traces, make it skip the code.
+        """Return what DTensor returns; while `torch.compile` traces, make it skip the code. A compiled graph would
+        create DTensors with even cuts."""
+        if torch._guards.TracingContext.try_get() is None:
+            return super().__tensor_flatten__()
+        from torch._dynamo.exc import SkipFrame
+        from torch._dynamo.symbolic_convert import InstructionTranslator
 
-        A compiled graph would create DTensors with even cuts.
-        """
-        if torch._guards.TracingContext.try_get() is not None:
-            _leave_uncompiled()
-        return super().__tensor_flatten__()
+        if InstructionTranslator.current_tx().one_graph:
+            raise RuntimeError(
+                "torch.compile(fullgraph=True) of code that computes with sharded parameters, such as an optimizer's "
+                "step: compiled graphs do not support uneven shards. Leave fullgraph out, or call "
+                'torch.compiler.set_stance("force_eager") around it, which runs it eagerly'
+            )
+        raise SkipFrame("it computes with sharded parameters, and compiled graphs do not support uneven shards")
 
     def like(self, local: torch.Tensor) -> "UnevenDTensor":
         """Return a tensor with this one's cuts and the values `local` on this rank."""
@@ -119,10 +123,8 @@ class UnevenDTensor(RuledDTensor):
         return UnevenDTensor._wrap(local, spec, self._cuts)
 
     def owned_alike(self, local: torch.Tensor | None, meta: torch.Tensor) -> "UnevenDTensor":
-        """Return a tensor with `meta`'s shape and strides that is whole on the rank that owns all of this one.
-
-        `local`: the tensor, on that rank; None on others.
-        """
+        """Return a tensor with `meta`'s shape and strides that is whole on the rank that owns all of this one. `local`:
+        the tensor, on that rank; None on others."""
         owner = self.owner
         assert owner is not None
         borders = (0,) * (owner + 1) + (meta.numel(),) * (self._cuts.parts - owner)
@@ -154,7 +156,6 @@ class UnevenDTensor(RuledDTensor):
 
     @property
     def part(self) -> int:
-        """The index of this rank's part in the cuts."""
         return position_on(self._spec.mesh, self._cuts.axes)
 
     def combine(self, value: torch.Tensor, op: Any) -> torch.Tensor:
@@ -166,13 +167,13 @@ class UnevenDTensor(RuledDTensor):
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Return this rank's part; differentiable."""
         if self.requires_grad and torch.is_grad_enabled():
-            return _ToLocal.apply(self)
+            return _Read.apply(self, False)
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Return the whole tensor, on every rank; differentiable. Collective."""
         if self.requires_grad and torch.is_grad_enabled():
-            return _ToFull.apply(self)
+            return _Read.apply(self, True)
         return self._gathered()
 
     def redistribute(  # type: ignore[override]
@@ -233,14 +234,8 @@ class UnevenDTensor(RuledDTensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Serialise this rank's part, with its spec and cuts."""
-        return _rebuilt, (
-            self._local_tensor,
-            self._spec,
-            self._cuts,
-            self.requires_grad,
-            isinstance(self, nn.Parameter),
-        )
+        facts = self._spec, self._cuts, self.requires_grad, isinstance(self, nn.Parameter)
+        return _rebuilt, (self._local_tensor, *facts)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return (
@@ -314,49 +309,22 @@ if _BYPASSED:
     RuledDTensor.__torch_function__ = classmethod(_ask_the_rules_first)  # type: ignore[assignment]
 
 
-def _gradient_like(tensor: UnevenDTensor, local: torch.Tensor) -> UnevenDTensor:
-    if _BYPASSED:
-        raise RuntimeError(
-            f"a gradient of to_local() or full_tensor() of a sharded tensor: torch {torch.__version__} cannot "
-            "accumulate it; use torch 2.13, or compute with the weights that modules have in their forward"
-        )
-    return tensor.like(local)
+class _Read(torch.autograd.Function):
+    """Returns this rank's part, or the `whole` tensor."""
 
-
-class _ToLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: UnevenDTensor) -> torch.Tensor:
-        ctx.tensor = tensor.detach()
-        return tensor._local_tensor.view_as(tensor._local_tensor)
+    def forward(ctx: Any, tensor: UnevenDTensor, whole: bool) -> torch.Tensor:
+        ctx.tensor, ctx.whole = tensor.detach(), whole
+        return tensor._gathered() if whole else tensor._local_tensor.view_as(tensor._local_tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return _gradient_like(ctx.tensor, grad)
-
-
-class _ToFull(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: UnevenDTensor) -> torch.Tensor:
-        ctx.tensor = tensor.detach()
-        return tensor._gathered()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return _gradient_like(ctx.tensor, ctx.tensor.slice_of(grad).contiguous())
-
-
-def _leave_uncompiled() -> None:
-    """Make `torch.compile`, which traces, skip the frame; raise RuntimeError if `fullgraph=True` forbids that."""
-    from torch._dynamo.exc import SkipFrame
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    if InstructionTranslator.current_tx().one_graph:
-        raise RuntimeError(
-            "torch.compile(fullgraph=True) of code that computes with sharded parameters, such as an optimizer's "
-            "step: compiled graphs do not support uneven shards. Leave fullgraph out, or call "
-            'torch.compiler.set_stance("force_eager") around it, which runs it eagerly'
-        )
-    raise SkipFrame("it computes with sharded parameters, and compiled graphs do not support uneven shards")
+        if _BYPASSED:
+            raise RuntimeError(
+                f"a gradient of to_local() or full_tensor() of a sharded tensor: torch {torch.__version__} cannot "
+                "accumulate it; use torch 2.13, or compute with the weights that modules have in their forward"
+            )
+        return ctx.tensor.like(ctx.tensor.slice_of(grad).contiguous() if ctx.whole else grad), None
 
 
 _in_use: MutableMapping[tuple, Cuts] = weakref.WeakValueDictionary()

@@ -23,18 +23,11 @@ class Step(NamedTuple):
     kwargs: dict
     output: int | None
 
-    def of(self, tensor: torch.Tensor) -> Any:
-        """Return the view of `tensor`, a plain tensor."""
-        result = self.operator(tensor, *self.args, **self.kwargs)
-        return result if self.output is None else result[self.output]
-
 
 class ShardedView(RuledDTensor):
-    """A view of a sharded tensor. Reading gathers the tensor; an in-place operator also writes it back.
-
-    Both are collective; `repr` does neither. `to_local()` raises RuntimeError, because its result would be a copy, and
-    writes to it would be lost.
-    """
+    """A view of a sharded tensor. Reading gathers the tensor; an in-place operator also writes it back. Both are
+    collective; `repr` does neither. `to_local()` raises RuntimeError, because its result would be a copy, and writes to
+    it would be lost."""
 
     _parent: UnevenDTensor
     _steps: tuple[Step, ...]
@@ -60,8 +53,9 @@ class ShardedView(RuledDTensor):
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the same view of `whole`, a plain tensor of the parent's shape."""
-        for step in self._steps:
-            whole = step.of(whole)
+        for operator, args, kwargs, output in self._steps:
+            result = operator(whole, *args, **kwargs)
+            whole = result if output is None else result[output]
         return whole
 
     def replicated(self) -> DTensor:
@@ -69,7 +63,6 @@ class ShardedView(RuledDTensor):
         return DTensor.from_local(self._local_tensor, self._spec.mesh, self._spec.placements, run_check=False)
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """Raise RuntimeError: a view has no local part."""
         raise RuntimeError(
             f"to_local() of a view of shape {tuple(self.shape)} of a sharded tensor: a view has no local part, and "
             f"writes to a copy would be lost; read full_tensor(), and write to the view itself under torch.no_grad()"
@@ -80,7 +73,6 @@ class ShardedView(RuledDTensor):
         return f"ShardedView(shape={tuple(self.shape)}, of={tuple(self._parent.shape)}, by=[{steps}])"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Serialise the values. Collective."""
         return self.replicated().__reduce_ex__(protocol)
 
 

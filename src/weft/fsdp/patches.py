@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from weft.dtensor.clipping import clipping_at_once, norm_at_once
+from weft.dtensor.norms import clipping_at_once, norm_at_once
 from weft.dtensor.placements import taking_even, taking_parts
 from weft.dtensor.state_dict import slicing
 from weft.dtensor.steps import over_parts

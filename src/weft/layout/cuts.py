@@ -24,10 +24,8 @@ from weft.layout.layout import dim_first
 @dataclass(frozen=True)
 class Cuts:
     """The cuts of one tensor: part r has elements `[borders[r], borders[r + 1])`. With one part the tensor is whole.
-
     `axes`: the mesh axes over which the parts are distributed, the axis of the coarsest cuts first. `dim`: the
-    dimension that is cut and is first in memory; if it is not 0, no cut goes through a slice along it.
-    """
+    dimension that is cut and is first in memory; if it is not 0, no cut goes through a slice along it."""
 
     shape: tuple[int, ...]
     borders: tuple[int, ...]
@@ -41,12 +39,10 @@ class Cuts:
 
     @property
     def parts(self) -> int:
-        """The number of parts."""
         return len(self.borders) - 1
 
     @cached_property
     def mean_size(self) -> int:
-        """The number of elements of a part, on average."""
         return math.prod(self.shape) // self.parts
 
     @cached_property
@@ -66,7 +62,6 @@ class Cuts:
         )
 
     def size_of(self, part: int) -> int:
-        """Return the number of elements of a part."""
         return self.borders[part + 1] - self.borders[part]
 
     @cached_property
@@ -115,14 +110,9 @@ class Cuts:
 
 def _largest_box(shape: tuple[int, ...], at: int, stop: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return `(offsets, sizes)` of the largest rectangle that starts at flat element `at` and ends by `stop`."""
-    offsets = []
-    rest = at
-    for dim in range(len(shape)):
-        row = math.prod(shape[dim + 1 :])
-        offsets.append(rest // row)
-        rest %= row
-    for dim in range(len(shape)):
-        row = math.prod(shape[dim + 1 :])
+    rows = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    offsets = [at // row % size for row, size in zip(rows, shape)]
+    for dim, row in enumerate(rows):
         count = min((stop - at) // row, shape[dim] - offsets[dim])
         if count and not any(offsets[dim + 1 :]):
             return tuple(offsets), (*(1,) * dim, count, *shape[dim + 1 :])

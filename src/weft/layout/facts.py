@@ -1,8 +1,10 @@
 """The inputs of a plan: sizes of units in bytes, units that share messages, and the user's limits."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from weft.layout.turns import Due
 
 
 @dataclass(frozen=True)
@@ -18,12 +20,10 @@ class StageFacts:
 
 @dataclass(frozen=True)
 class GradientFacts:
-    """The gradients of one trainable group.
-
-    `kind`: groups of equal kind can be reduced in one message. `sent`: bytes of the messages. `narrows`: gradients are
-    packed in a wider dtype than that of the messages, even if they are reduced immediately. `declared`: modules write
-    them themselves. `download`: bytes of the buffer from which reduced gradients are copied to CPU memory.
-    """
+    """The gradients of one trainable group. `kind`: groups of equal kind can be reduced in one message. `sent`: bytes
+    of the messages. `narrows`: gradients are packed in a wider dtype than that of the messages, even if they are
+    reduced immediately. `declared`: modules write them themselves. `download`: bytes of the buffer from which reduced
+    gradients are copied to CPU memory."""
 
     kind: Hashable | None
     sent: int
@@ -35,19 +35,17 @@ class GradientFacts:
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """The sizes of one unit, in bytes, and its relations to others.
-
-    `gathered`: gathered weights, per group. `sent`: the message that gathers them all; None: the sum of `gathered`.
-    `refreshed`: model weights that are kept on each rank and gathered once per step, after the optimizer. `turned`: if
-    backward uses another copy of some weights than forward, the message of a gather of one copy into existing memory,
-    and its temporary memory. `staging`: temporary memory of an upload. `post_forward`: the part kept from forward to
-    backward. `tied`: the units whose parameters it shares. `bundle`: the units gathered in one message with it,
-    including itself. `gradients`: per group, None for a group without gradients.
-    """
+    """The sizes of one unit, in bytes, and its relations to others. `gathered`: gathered weights, per group. `sent`:
+    the message that gathers them all. `refreshed`: model weights that are kept on each
+    rank and gathered once per step, after the optimizer. `turned`: if backward uses another copy of some weights than
+    forward, the message of a gather of one copy into existing memory, and its temporary memory. `staging`: temporary
+    memory of an upload. `post_forward`: the part kept from forward to backward. `tied`: the units whose parameters it
+    shares. `bundle`: the units gathered in one message with it, including itself. `gradients`: per group, None for a
+    group without gradients."""
 
     name: str
     gathered: tuple[int, ...]
-    sent: int | None = None
+    sent: int
     refreshed: int = 0
     turned: tuple[int, int] = (0, 0)
     staging: int = 0
@@ -56,22 +54,17 @@ class UnitFacts:
     bundle: tuple[int, ...] = ()
     gradients: tuple[GradientFacts | None, ...] = ()
 
-    @property
-    def message(self) -> int:
-        """The size in bytes of the message that gathers the unit's weights."""
-        return sum(self.gathered) if self.sent is None else self.sent
-
-    def trained(self) -> list[GradientFacts]:
-        """Return the facts of the groups that have gradients."""
-        return [each for each in self.gradients if each is not None]
+    def due(self, number: int) -> Due:
+        """Return the reduction of the unit, whose number is `number`; groups of several kinds share no message."""
+        groups = [each for each in self.gradients if each is not None]
+        kinds = {each.kind for each in groups}
+        return Due(number, kinds.pop() if len(kinds) == 1 else None, sum(each.sent for each in groups))
 
 
 class Limits(NamedTuple):
-    """Limits that the user sets with `RuntimeOptions`, and those of a schedule.
-
-    `depth`: the number of units that a schedule gathers ahead. `order`: the units in the order in which their
-    reductions start; None: from the last unit to the first.
-    """
+    """Limits that the user sets with `RuntimeOptions`, and those of a schedule. `depth`: the number of units that a
+    schedule gathers ahead. `order`: the units in the order in which their reductions start; None: from the last unit to
+    the first."""
 
     prefetch_bytes: int | None = None
     bucket_bytes: int = 0
@@ -79,9 +72,3 @@ class Limits(NamedTuple):
     depth: int = 2
     checked: bool = True
     order: tuple[int, ...] | None = None
-
-
-def kind_of(groups: Sequence[GradientFacts]) -> Hashable | None:
-    """Return the common kind of a unit's groups; None if they differ, so that the unit shares no message."""
-    kinds = {group.kind for group in groups}
-    return next(iter(kinds)) if len(kinds) == 1 else None

@@ -13,27 +13,25 @@
 
 If a pass deviates from its trace, the rest of it is gathered on demand: predictions change speed, never results. A
 schedule gathers further ahead than hooks do. A byte budget limits the total of the units ahead, each counted once. The
-runtime applies these rules to units, `layout.plan` to numbers: both see the same events in the same order.
+runtime applies these rules to units, `layout.walk` to numbers: both see the same events in the same order.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import dropwhile, islice
 from typing import Any, Protocol
 
-from weft.layout.trace import Event, Trace, alike
+from weft.layout.trace import Event, Trace
 
 BACKWARD = ("backward", "accumulation")
 """A backward that reduces nothing uses the same units as one that does."""
 
 
 class Gathered(Protocol):
-    """A unit as `GatherOrder` sees it.
-
-    `tied`: the units whose parameters it shares. `holders`: those of its weights. `resident`: the weights are gathered
-    or being gathered. `turns`: backward uses another copy than forward. `backward`: the current or next gather is of
-    that copy. `turn`: select a copy; if the unit is held, gather it now. `prefetch`: start the gather, unless resident.
-    `has_room`: whether there is memory to gather it now. `free`: free the memory, unless it has holders.
-    """
+    """A unit as `GatherOrder` sees it. `tied`: the units whose parameters it shares. `holders`: those of its weights.
+    `resident`: the weights are gathered or being gathered. `turns`: backward uses another copy than forward.
+    `backward`: the current or next gather is of that copy. `turn`: select a copy; if the unit is held, gather it now.
+    `prefetch`: start the gather, unless resident. `has_room`: whether there is memory to gather it now. `free`: free
+    the memory, unless it has holders."""
 
     number: int
     gathered_bytes: int
@@ -51,23 +49,12 @@ class Gathered(Protocol):
     def free(self) -> None: ...
 
 
-class Bundle(Protocol):
-    """Units whose weights are gathered in one message."""
-
-    @property
-    def numbers(self) -> Collection[int]:
-        """The numbers of its units."""
-        ...
-
-    def gather(self, backward: bool) -> None:
-        """Start to gather its units that are not resident and have room. `backward`: whether a backward needs them."""
-
-
 class GatherOrder:
-    """Starts gathers in predicted order. `units`: by number. `bundles`: by the numbers of their units. `budget`: the
+    """Starts gathers in predicted order. `units`: by number. `bundles`: of units that are gathered in one message, by
+    the `numbers` of these; `gather(backward)` starts to gather those that are not resident and have room. `budget`: the
     most bytes to gather ahead; None: the next unit or bundle."""
 
-    def __init__(self, units: Sequence[Gathered], bundles: Mapping[int, Bundle], budget: int | None) -> None:
+    def __init__(self, units: Sequence[Gathered], bundles: Mapping[int, Any], budget: int | None) -> None:
         self.traces: dict[str, Trace] = {}
         """The last trace of each kind of pass."""
         self.events: list[tuple[str, int, int]] = []
@@ -84,7 +71,8 @@ class GatherOrder:
         self._backwards: tuple[int, ...] = ()
         """Per expected use, 1 if it is in backward and of a unit that turns."""
         self._position = 0
-        self._on_plan = True
+        self.on_plan = True
+        """Whether the current pass has followed its trace so far."""
         self._waits = False
         """Whether gradients of the current backward wait for another backward."""
         self._gathered: set[int] = set()
@@ -94,16 +82,21 @@ class GatherOrder:
         self._wanted_at: dict[tuple[int, bool], tuple[int, ...]] = {}
         self._wanted: tuple[int, ...] = ()
         """The units that should be gathered ahead after the latest use."""
-        self._around: tuple[Any, ...] | None = None
-        """The saved state of a forward inside which a backward runs, such as one that computes a gradient."""
+        self._around: dict[str, Any] = {}
+        """The state of the forward inside which a backward runs, such as one that computes a gradient."""
 
     # --- passes -----------------------------------------------------------------------------------------------------
 
     def begin(self, kind: str, *, inside: bool = False) -> None:
         """Begin a pass of this kind. `inside`: whether it runs inside another pass."""
-        self._around = self._state() if inside else None
+        self._around = {name: vars(self)[name] for name in _OF_A_PASS} if inside else {}
         self._kind = kind
-        self._follow(*self._predicted(kind))
+        known = self._known(BACKWARD if kind == "backward" else (kind,))
+        if known is not None:
+            self._follow(known.uses, known.backwards)
+        else:
+            turned = self.traces["forward"].turned() if kind == "backward" and "forward" in self.traces else ()
+            self._follow(turned, (1,) * len(turned))
 
     def foresee(self, trace: Trace, depth: int) -> bool:
         """Begin a schedule with the events of `trace` that gathers `depth` units ahead; return whether it is new."""
@@ -117,22 +110,14 @@ class GatherOrder:
 
     def end_forward(self) -> None:
         """End a forward. It deviates from its trace if expected uses are left."""
-        self._on_plan = self._on_plan and self._position == len(self._expected)
+        self.on_plan = self.on_plan and self._position == len(self._expected)
         self._keep_trace(self._kind)
 
     def end_backward(self) -> None:
-        """End a backward or a schedule."""
         self._keep_trace("accumulation" if self._waits else self._kind)
         self._kind = "forward"
-        if self._around is not None:
-            (self._kind, self.events, self._expected, self._position, self._on_plan) = self._around[:5]
-            self._gathered, self._wanted_at, self._wanted, self._backwards = self._around[5:]
-            self._around = None
-
-    @property
-    def on_plan(self) -> bool:
-        """Whether the current pass has followed its trace so far."""
-        return self._on_plan
+        vars(self).update(self._around)
+        self._around = {}
 
     def forget(self) -> None:
         """Drop all traces after a failed pass."""
@@ -141,15 +126,10 @@ class GatherOrder:
         self._kind = "forward"
         self._follow((), ())
 
-    def _state(self) -> tuple[Any, ...]:
-        now = (self._kind, self.events, self._expected, self._position, self._on_plan)
-        return (*now, set(self._gathered), self._wanted_at, self._wanted, self._backwards)
-
     def _follow(self, expected: tuple[int, ...], backwards: tuple[int, ...]) -> None:
         self.events, self._backwards = [], backwards
-        self._expected, self._position, self._on_plan, self._waits = expected, 0, True, False
-        self._gathered.clear()
-        self._wanted = ()
+        self._expected, self._position, self.on_plan, self._waits = expected, 0, True, False
+        self._gathered, self._wanted = set(), ()
         key = (self._kind, expected)
         if key not in self._ahead:
             if len(self._ahead) == _RECORDS:
@@ -157,26 +137,18 @@ class GatherOrder:
             self._ahead[key] = {}
         self._wanted_at = self._ahead[key]
 
-    def _predicted(self, kind: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the expected uses of a pass of this kind and, per use, whether it is in backward; empty if unknown."""
-        for known in BACKWARD if kind == "backward" else (kind,):
-            if known in self.traces:
-                return self.traces[known].uses, self.traces[known].backwards
-        turned = self.traces["forward"].turned() if kind == "backward" and "forward" in self.traces else ()
-        return turned, (1,) * len(turned)
-
-    def _known(self, kinds: Iterable[str]) -> tuple[int, ...]:
+    def _known(self, kinds: Iterable[str]) -> Trace | None:
         for kind in kinds:
             if kind in self.traces:
-                return self.traces[kind].uses
-        return ()
+                return self.traces[kind]
+        return None
 
     def _keep_trace(self, kind: str) -> None:
-        if self.events and not alike(self.traces.get(kind), self.events):
+        known = self.traces.get(kind)
+        if self.events and (known is None or known.events != tuple(self.events)):
             self.traces[kind] = Trace(kind, tuple(Event(*event) for event in self.events))
 
     def waits(self, unit: int) -> None:
-        """Note that the gradients of `unit` wait for another backward."""
         self._waits = self._kind == "backward"
         self.events.append(("later", unit, 0))
 
@@ -184,14 +156,12 @@ class GatherOrder:
 
     def use(self, unit: Gathered, named: Iterable[Gathered] | None = None, *, backward: bool = False) -> None:
         """Gather `unit`, which is used next, and ahead the `named` units, or else those that the trace predicts.
-
         `backward`: whether the use computes gradients. All gathers start before the host waits for the one that it
-        needs, so that the lanes always have work.
-        """
+        needs, so that the lanes always have work."""
         number, position = unit.number, self._position
         self.events.append(("use", number, int(backward and unit.turns)))
         self._position = position + 1
-        if self._on_plan and (position >= len(self._expected) or self._expected[position] != number):
+        if self.on_plan and (position >= len(self._expected) or self._expected[position] != number):
             self._leave_plan()
         if unit.turns or unit.tied:
             for each in (unit, *unit.tied):
@@ -219,23 +189,19 @@ class GatherOrder:
 
     def stays(self, unit: Gathered) -> bool:
         """Return whether to keep the memory of `unit`, just released, because the pass needs it next."""
-        if not self._on_plan:
+        if not self.on_plan:
             return False
         number, position, expected = unit.number, self._position, self._expected
         if position < len(expected):
             return number == expected[position] or number in self._wanted
         if self._kind == "forward":  # the backward follows its last use
-            for coming in self._known(BACKWARD):
+            known = self._known(BACKWARD)
+            for coming in known.uses if known is not None else ():
                 if not self._units[coming].holders:
                     return number == coming
         return False
 
-    def together(self, number: int) -> Collection[int]:
-        """Return the units that are gathered with unit `number` in this kind of pass; a schedule gathers each alone."""
-        bundle = self._bundles.get(number)
-        return bundle.numbers if bundle is not None and self._kind != "schedule" else (number,)
-
-    def behind(self, here: Collection[int], upcoming: Iterable[int]) -> Iterator[int]:
+    def _behind(self, here: Collection[int], upcoming: Iterable[int]) -> Iterator[int]:
         """Yield the units to gather ahead while the units `here` are in use, perhaps several times in a row."""
         spent, seen = 0, set()
         following = dropwhile(here.__contains__, upcoming)
@@ -262,6 +228,7 @@ class GatherOrder:
         if unit.resident:
             return
         bundle = self._bundles.get(unit.number)
+        # A schedule gathers each unit of a bundle alone.
         if bundle is not None and self._kind != "schedule" and not self._gathered.issuperset(bundle.numbers):
             self._gathered.update(bundle.numbers)
             self._wanted = self._look_ahead()
@@ -271,20 +238,20 @@ class GatherOrder:
 
     def _look_ahead(self) -> tuple[int, ...]:
         position = self._position
-        if not self._on_plan or not position:
+        if not self.on_plan or not position:
             return ()
         latest = self._expected[position - 1]
         place = (position, latest in self._gathered)
         wanted = self._wanted_at.get(place)
         if wanted is None:
-            here = self.together(latest) if place[1] else (latest,)
-            wanted = self._wanted_at[place] = tuple(self.behind(here, self._expected[position:]))
+            here = self._bundles[latest].numbers if place[1] else (latest,)
+            wanted = self._wanted_at[place] = tuple(self._behind(here, self._expected[position:]))
         return wanted
 
     def _leave_plan(self) -> None:
         """Stop following the trace, and free units that were gathered ahead and may never be used."""
-        self._on_plan = False
-        if not self._known(BACKWARD if self._kind == "backward" else (self._kind,)):
+        self.on_plan = False
+        if self._known(BACKWARD if self._kind == "backward" else (self._kind,)) is None:
             return  # there was no prediction, or only that of the forward
         reason = f"{self._kind}: other units, or in another order"
         self.off_plan[reason] = self.off_plan.get(reason, 0) + 1
@@ -295,5 +262,9 @@ class GatherOrder:
                 self._units[each].free()
 
 
+_OF_A_PASS = (
+    *("_kind", "events", "_expected", "_backwards", "_position", "on_plan"),
+    *("_gathered", "_wanted_at", "_wanted"),
+)
 _RECORDS = 16
 """The number of traces for which the units to gather ahead are cached."""

@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import itemgetter
 
 import torch
 
@@ -28,10 +29,8 @@ PREFERENCE = 1 / 256
 
 @dataclass(frozen=True)
 class Extent:
-    """The position of one tensor: `offset` in the flat buffer, in elements, and the `granularity` of its cuts.
-
-    `dim`: the dimension that is first in the buffer, and that is therefore cut.
-    """
+    """The position of one tensor: `offset` in the flat buffer, in elements, and the `granularity` of its cuts. `dim`:
+    the dimension that is first in the buffer, and that is therefore cut."""
 
     shape: tuple[int, ...]
     offset: int
@@ -39,18 +38,11 @@ class Extent:
     dim: int = 0
 
     @property
-    def stored(self) -> tuple[int, ...]:
-        """The shape of the tensor in the buffer: `dim` first."""
-        return dim_first(self.shape, self.dim)
-
-    @property
     def numel(self) -> int:
-        """The number of elements of the tensor."""
         return math.prod(self.shape)
 
     @property
     def end(self) -> int:
-        """The offset after the last element."""
         return self.offset + self.numel
 
 
@@ -69,7 +61,6 @@ class Layout:
 
     @cached_property
     def data_numel(self) -> int:
-        """The number of elements of all tensors, without padding."""
         return sum(extent.numel for extent in self.extents)
 
     @property
@@ -78,10 +69,8 @@ class Layout:
         return (self.numel - self.data_numel) / max(self.data_numel, 1)
 
     def cuts(self, tensor: int, pieces: int | None = None) -> tuple[int, ...]:
-        """Return the borders inside tensor number `tensor`, as element numbers of that tensor.
-
-        Of `pieces` equal pieces of the buffer (default: the shards), piece r has its elements `[cuts[r], cuts[r + 1])`.
-        """
+        """Return the borders inside tensor number `tensor`, as element numbers of that tensor. Of `pieces` equal pieces
+        of the buffer (default: the shards), piece r has its elements `[cuts[r], cuts[r + 1])`."""
         extent = self.extents[tensor]
         pieces = pieces or self.shards
         numel = self.numel // pieces
@@ -103,17 +92,12 @@ def plan_layout(
     granularities: Sequence[int] | None = None,
     dims: Sequence[int] | None = None,
 ) -> Layout:
-    """Return a layout of tensors with these shapes, in this order, in `shards` equal shards.
-
-    `itemsize`: bytes of an element, the smallest of the dtypes that use the layout. `granularities`: per tensor, the
-    number of elements that cuts keep together (1: cuts anywhere; the tensor's size: never cut). If it does not divide
-    the size, the last piece is smaller. `dims`: per tensor, the dimension that is stored first and cut; default: 0.
-
-    The shard size is the smallest that allows the coarsest cuts whose padding is at most `PREFERENCE` of the data or
-    one alignment unit per shard. Only `granularities` may cause more padding.
-
-    Raises ValueError for no shards or for a granularity below 1.
-    """
+    """Return a layout of tensors with these shapes, in this order, in `shards` equal shards. `itemsize`: bytes of an
+    element, the smallest of the dtypes that use the layout. `granularities`: per tensor, the number of elements that
+    cuts keep together (1: cuts anywhere; the tensor's size: never cut). If it does not divide the size, the last piece
+    is smaller. `dims`: per tensor, the dimension that is stored first and cut; default: 0. The shard size is the
+    smallest that allows the coarsest cuts whose padding is at most `PREFERENCE` of the data or one alignment unit per
+    shard. Only `granularities` may cause more padding. Raises ValueError for no shards or for a granularity below 1."""
     tensors = [Extent(tuple(shape), 0, 1, dim) for shape, dim in zip(shapes, dims or [0] * len(shapes), strict=True)]
     sizes = [tensor.numel for tensor in tensors]
     demanded = list(granularities) if granularities is not None else [1] * len(sizes)
@@ -128,30 +112,26 @@ def plan_layout(
     total = sum(sizes)
     tight = max(_round_up(-(-total // shards), align), align)
     budget = max(total * (1 + PREFERENCE), total + shards * align)
-    chains = [_preferred_steps(tensor.stored, tensor.numel, step) for tensor, step in zip(tensors, demanded)]
+    chains = [_preferred_steps(each, step) for each, step in zip(tensors, demanded)]
     shard_numels = sorted({_round_up(tight, step) for step in _shard_steps(chains, align)} | {tight + align})
 
-    best = None
+    fitting = []
     for shard_numel in shard_numels:
-        if shard_numel * shards > budget:
-            break
-        for start in (align, kernel):
-            placed = _place(sizes, chains, shard_numel, shards, start)
-            if placed is None:
-                continue
-            fineness = sum(chain.index(step) for (_, step), chain in zip(placed, chains))
-            if best is None or fineness < best[0]:  # among equally coarse cuts the first has the least padding
-                best = fineness, placed, shard_numel
-    if best is not None:
-        return _layout(tensors, *best[1:], shards)
-
-    # Nothing fits into the budget: use the demanded granularities only, with shards as large as necessary.
-    loose = [[step] for step in demanded]
-    for shard_numel in _larger_shards(tight, max(sizes), demanded, align):
-        placed = _place(sizes, loose, shard_numel, shards, 1)
-        if placed is not None:
-            return _layout(tensors, placed, shard_numel, shards)
-    raise AssertionError("a shard with room for the largest tensor always fits")
+        for start in (align, kernel) if shard_numel * shards <= budget else ():
+            if (placed := _place(sizes, chains, shard_numel, shards, start)) is not None:
+                fineness = sum(chain.index(step) for (_, step), chain in zip(placed, chains))
+                fitting.append((fineness, placed, shard_numel))
+    if fitting:  # among equally coarse cuts the first has the least padding
+        _, placed, shard_numel = min(fitting, key=itemgetter(0))
+    else:  # nothing fits into the budget: use the demanded granularities only, with shards as large as necessary
+        loose = [[step] for step in demanded]
+        sizes_to_try = _larger_shards(tight, max(sizes), demanded, align)
+        tried = ((_place(sizes, loose, shard_numel, shards, 1), shard_numel) for shard_numel in sizes_to_try)
+        placed, shard_numel = next((found, numel) for found, numel in tried if found is not None)
+    extents = (
+        replace(tensor, offset=offset, granularity=step) for tensor, (offset, step) in zip(tensors, placed, strict=True)
+    )
+    return Layout(tuple(extents), shards, shard_numel)
 
 
 def padding_of(shapes: Sequence[Sequence[int]], shard_size: int, *, dtype: torch.dtype = torch.float32) -> float:
@@ -160,7 +140,6 @@ def padding_of(shapes: Sequence[Sequence[int]], shard_size: int, *, dtype: torch
 
 
 def dim_first(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    """Return `shape` with dimension `dim` moved to the front."""
     return (shape[dim], *shape[:dim], *shape[dim + 1 :]) if dim else shape
 
 
@@ -168,10 +147,11 @@ def _round_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-def _preferred_steps(shape: Sequence[int], size: int, demanded: int) -> list[int]:
+def _preferred_steps(tensor: Extent, demanded: int) -> list[int]:
     """Return granularities from whole dim-0 rows down to the demanded one, each a multiple of it."""
-    rows = [math.prod(shape[dim:]) for dim in range(1, len(shape))]
-    steps = [step for step in rows if step > demanded and step % demanded == 0 and size]
+    stored = dim_first(tensor.shape, tensor.dim)
+    rows = [math.prod(stored[dim:]) for dim in range(1, len(stored))]
+    steps = [step for step in rows if step > demanded and step % demanded == 0 and tensor.numel]
     return list(dict.fromkeys([*steps, demanded]))
 
 
@@ -186,11 +166,8 @@ def _shard_steps(chains: list[list[int]], align: int) -> set[int]:
 
 
 def _larger_shards(tight: int, largest: int, demanded: list[int], align: int) -> list[int]:
-    """Return ascending shard sizes to try for blocks that must stay whole.
-
-    They are multiples of blocks, which can be cut at every border. The last one always fits, because each border wastes
-    less than the largest tensor.
-    """
+    """Return ascending shard sizes to try for blocks that must stay whole. They are multiples of blocks, which can be
+    cut at every border. The last one always fits, because each border wastes less than the largest tensor."""
     most = _round_up(tight + largest, align)
     sizes = {most}
     for step in {align, *(math.lcm(step, align) for step in demanded), math.lcm(*demanded, align)}:
@@ -228,10 +205,8 @@ def _place(
 
 def _first_fit(cursor: int, size: int, step: int, shard_numel: int, start: int) -> int | None:
     """Return the first offset from `cursor` on such that borders in the tensor are multiples of `step` from the offset.
-
     The offset is a multiple of `start`, as `cursor` and the borders are. Only the next two shards are tried, because
-    all later borders are alike. None: no offset fits.
-    """
+    all later borders are alike. None: no offset fits."""
     border = (cursor // shard_numel + 1) * shard_numel
     for first, end in ((cursor, border), (border, border + shard_numel)):
         if first + size <= end:
@@ -242,10 +217,3 @@ def _first_fit(cursor: int, size: int, step: int, shard_numel: int, start: int) 
         if offset is not None and (offset + size <= end + shard_numel or shard_numel % step == 0):
             return offset
     return None
-
-
-def _layout(tensors: list[Extent], placed: list[tuple[int, int]], shard_numel: int, shards: int) -> Layout:
-    extents = (
-        replace(tensor, offset=offset, granularity=step) for tensor, (offset, step) in zip(tensors, placed, strict=True)
-    )
-    return Layout(tuple(extents), shards, shard_numel)

@@ -1,37 +1,49 @@
-"""The plan of a step: what is gathered, freed and reduced at each event, and how many bytes are live after it.
-
-    trace       the events of each pass           layout.trace
-    rules       the actions for each event        layout.gathers, layout.turns, which the executor uses too
-    facts       the bytes of each unit            UnitFacts
-    --------------------------------------------------------------------------------------
-    plan        events with their actions, collectives in order, bytes at each event, addresses
-
-`compile_plan` applies the executor's rules to numbers in place of units, without a process group, a tensor or a device.
-It compiles two steps in a row and returns the second, which starts with everything that stays from step to step.
-"""
+"""The plan of a step: what is gathered, freed and reduced at each event, and how many bytes are live after it."""
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
-from weft.layout.facts import Limits, UnitFacts
-from weft.layout.slab_plan import SlabPlan, plan_slab
-from weft.layout.step import Collective, Step
-from weft.layout.trace import Event, Trace
-from weft.layout.walk import Walk
+from weft.layout.slab_plan import SlabPlan
+from weft.layout.trace import Event
+
+WEIGHTS, GRADIENTS = "gathered weights", "partial gradients"
+"""The roles of transient memory."""
+
+
+class Collective(NamedTuple):
+    """A collective: `operation` is "all-gather" or "reduce-scatter", `nbytes` the size of the whole message."""
+
+    operation: str
+    units: tuple[int, ...]
+    nbytes: int
+
+
+class Action(NamedTuple):
+    """An action of the executor: "refresh", "gather", "free", "pack", "reduce" or "finish", for these units."""
+
+    what: str
+    units: tuple[int, ...]
+
+
+class Step(NamedTuple):
+    """An event of a pass of this `kind`, its actions, and the live bytes of weights and gradients after it."""
+
+    kind: str
+    event: Event
+    actions: tuple[Action, ...]
+    weights: int
+    gradients: int
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One step of a model on one rank.
-
-    `steps`: its events. `collectives`: in order of their start. `peak_bytes`: the largest number of live bytes, by
-    role. `slab`: offsets of the units' weights in memory. `alive`: the sets of units whose weights are gathered at the
-    same time. `names`: of the units, by number. `off_plan`: the number of passes that differed from their record and
-    were run on demand, by reason.
-    """
+    """One step of a model on one rank. `steps`: its events. `collectives`: in order of their start. `peak_bytes`: the
+    largest number of live bytes, by role. `slab`: offsets of the units' weights in memory. `alive`: the sets of units
+    whose weights are gathered at the same time. `names`: of the units, by number. `off_plan`: the number of passes that
+    differed from their record and were run on demand, by reason."""
 
     steps: tuple[Step, ...]
     collectives: tuple[Collective, ...]
@@ -82,27 +94,3 @@ class Plan:
 
     def _named(self, units: Collection[int]) -> str:
         return "+".join(self.names[number] or "root" for number in units)
-
-
-def compile_plan(
-    traces: Mapping[str, Trace], units: Sequence[UnitFacts], limits: Limits, off_plan: Mapping[str, int] | None = None
-) -> Plan:
-    """Return the plan of a step with the passes `traces`, by kind.
-
-    `units`: the bytes of each unit. `limits`: the limits on memory and buckets. `off_plan`: see `Plan`.
-    """
-    walk = Walk(traces, units, limits)
-    walk.step()
-    walk.start_counting()
-    walk.step()
-    together = {(one, other) for here in walk.alive for one in here for other in here}
-    slab = plan_slab(walk.sizes(), lambda one, other: (one[0], other[0]) in together)  # type: ignore[index]
-    return Plan(
-        tuple(walk.steps),
-        tuple(walk.collectives),
-        dict(walk.peak),
-        slab,
-        tuple(walk.alive),
-        tuple(unit.name for unit in units),
-        dict(off_plan or {}),
-    )

@@ -30,10 +30,8 @@ class SlabPlan:
 
 
 def plan_slab(sizes: Mapping[Hashable, int], meet: Callable[[Hashable, Hashable], bool]) -> SlabPlan:
-    """Return offsets for buffers of these `sizes`, in bytes, given in the order of their first use.
-
-    `meet(a, b)`, symmetric: whether the two are ever live together.
-    """
+    """Return offsets for buffers of these `sizes`, in bytes, given in the order of their first use. `meet(a, b)`,
+    symmetric: whether the two are ever live together."""
     names = list(sizes)
     near: dict[Hashable, set[Hashable]] = {name: set() for name in names}
     for number, one in enumerate(names):
@@ -101,10 +99,8 @@ def _pack(names: list[Hashable], sizes: _Sizes, near: _Meetings) -> tuple[dict[H
 def _against_the_walls(
     order: list[Hashable], sizes: _Sizes, near: _Meetings, height: int | None
 ) -> dict[Hashable, int] | None:
-    """Place each buffer in `order` at the bottom, at the top of `height`, or in the first gap that fits.
-
-    Returns None if a buffer fits nowhere. `height`: None for no limit.
-    """
+    """Place each buffer in `order` at the bottom, at the top of `height`, or in the first gap that fits. Returns None
+    if a buffer fits nowhere. `height`: None for no limit."""
     placed: dict[Hashable, int] = {}
     for name in order:
         size = sizes[name]

@@ -21,19 +21,16 @@
 Two passes count as the same if their traces are equal.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 
 class Event(NamedTuple):
-    """One event; `unit`: the unit's number in the model.
-
-    `detail` of `use`: 1 in backward, if the unit has other weights there than in forward. Of `done` in a forward: 1 if
-    a backward follows. Of `ready`: 1 for the last reductions of a step. Of `offer`: 1 if the gradients wait for another
-    backward. Of `write`: the number n of the unit's trainable group, or -1 - n if the gradients wait.
-    """
+    """One event; `unit`: the unit's number in the model. `detail` of `use`: 1 in backward, if the unit has other
+    weights there than in forward. Of `done` in a forward: 1 if a backward follows. Of `ready`: 1 for the last
+    reductions of a step. Of `offer`: 1 if the gradients wait for another backward. Of `write`: the number n of the
+    unit's trainable group, or -1 - n if the gradients wait."""
 
     what: str
     unit: int
@@ -49,7 +46,6 @@ class Trace:
 
     @cached_property
     def uses(self) -> tuple[int, ...]:
-        """The numbers of the units in the order of their use."""
         return tuple(event.unit for event in self.events if event.what == "use")
 
     @cached_property
@@ -60,8 +56,3 @@ class Trace:
     def turned(self) -> tuple[int, ...]:
         """Return the uses of the backward that this forward predicts: its units in reverse order of `done`."""
         return tuple(event.unit for event in reversed(self.events) if event.what == "done" and event.detail)
-
-
-def alike(one: Trace | None, events: Sequence[tuple[str, int, int]]) -> bool:
-    """Return whether `one` is a trace of exactly these events."""
-    return one is not None and one.events == tuple(events)

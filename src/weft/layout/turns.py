@@ -14,7 +14,7 @@ are reduced at the end of the pass, after the ranks have exchanged which units t
 
 Small units that are adjacent in the order form one turn: they share a message, which starts when the last of them is
 ready. Order and sizes are the same on all ranks, and so are the turns. The executor applies these rules to gradients,
-`layout.plan` to numbers of bytes.
+`layout.walk` to numbers of bytes.
 """
 
 from abc import ABC, abstractmethod
@@ -25,9 +25,7 @@ from typing import Any, NamedTuple
 
 class Due(NamedTuple):
     """A unit whose gradients are to be reduced. Units with the same `kind` may share a message; None: it never shares.
-
-    `nbytes`: the bytes that it sends.
-    """
+    `nbytes`: the bytes that it sends."""
 
     unit: int
     kind: Hashable | None
@@ -51,9 +49,7 @@ def turns_of(due: Iterable[Due], most: int) -> list[tuple[int, ...]]:
 
 class ReductionOrder(ABC):
     """The order of reductions. Subclasses reduce buffers, or only count bytes. Units and their groups are numbered.
-
-    `most_alive`: the number of units whose gradients may be live at once; the units of one turn count as one.
-    """
+    `most_alive`: the number of units whose gradients may be live at once; the units of one turn count as one."""
 
     def __init__(self, most_alive: int) -> None:
         self.most_alive = most_alive
@@ -107,9 +103,7 @@ class ReductionOrder(ABC):
 
     def ready(self, unit: int, *, in_order: bool = True) -> bool:
         """Start the reduction of `unit`, whose gradients are ready, if it is its turn; otherwise pack them.
-
-        `in_order=False` starts it immediately. Returns whether the unit follows the order.
-        """
+        `in_order=False` starts it immediately. Returns whether the unit follows the order."""
         if not self._in_turn or not in_order:
             self._start(unit)
             return False
@@ -130,11 +124,10 @@ class ReductionOrder(ABC):
             self.pack_group(unit, group, defer=True)
 
     def start(self, unit: int, groups: Sequence[int]) -> None:
-        """Start the reductions of these groups."""
         for group in groups:
             self.make_room(unit, group, defer=False)
             self._under_way.append((unit, unit, group, self.reduce_group(unit, group)))
-        self._leave_room()
+        self._keep_under_way(self.most_alive - 1)  # room for the gradients of the next unit's backward
 
     def complete(self) -> None:
         """Run the remaining turns at the end of backward, with zeros for units without gradients on this rank."""
@@ -147,18 +140,15 @@ class ReductionOrder(ABC):
             self._take((unit,))
 
     def make_room(self, unit: int, group: int, *, defer: bool) -> None:
-        """Wait until gradients may be packed: none of this group in flight, and not too many of other units.
-
-        The unit's gradients are one live buffer, autograd's or the one that they are packed into, and two while they
-        are packed.
-        """
+        """Wait until gradients may be packed: none of this group in flight, and not too many of other units. The unit's
+        gradients are one live buffer, autograd's or the one that they are packed into, and two while they are
+        packed."""
         self._finish_own(unit, group)
         if not defer:
             own = 1 if self.has_buffer(unit, group) else 2
             self._keep_under_way(self.most_alive - own, apart_from=unit)
 
     def drain(self) -> None:
-        """Wait for all reductions."""
         while self._under_way:
             self._finish_oldest()
 
@@ -181,17 +171,13 @@ class ReductionOrder(ABC):
         for unit in turn:
             for group in self.groups_of(unit):
                 self._under_way.append((turn[0], unit, group, handle))
-        self._leave_room()
+        self._keep_under_way(self.most_alive - 1)  # room for the gradients of the next unit's backward
 
     def _start(self, unit: int) -> None:
         self.waiting.discard(unit)
         if self._turns and self._turns[0] == (unit,):
             self._turns.popleft()
         self.start(unit, self.groups_of(unit))
-
-    def _leave_room(self) -> None:
-        """Wait until there is room for the gradients of the next unit's backward."""
-        self._keep_under_way(self.most_alive - 1)
 
     def _keep_under_way(self, most: int, apart_from: int | None = None) -> None:
         """Wait until reductions of at most `most` units are in flight, not counting unit `apart_from`."""

@@ -1,34 +1,27 @@
-"""A simulation of the executor: the memory that it allocates and frees at each event of a step.
+"""Compiles plans by a simulation of the executor: the memory that it allocates and frees at each event of a step.
 
-It applies the executor's rules, `layout.gathers` and `layout.turns`, to units that are only numbers of bytes:
-
-    event      weights                                        gradients
-    --------   --------------------------------------------   -------------------------------------------
-    use        gather and hold them, gather units ahead
-    keep       hold them until backward, or permanently
-    done       release; free weights that are not used soon
-    offer                                                     allocate the buffers that modules write to
-    write                                                     allocate that buffer
-    ready                                                     pack, run turns, finish the oldest
-    later                                                     pack
-    the end    free all but the weights for backward          run the remaining turns, finish all
+It applies the executor's rules, `layout.gathers` and `layout.turns`, to units that are only numbers of bytes, without a
+process group, a tensor or a device. At the end of a pass it frees all but the weights for a backward, runs the
+remaining turns and finishes all reductions.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from weft.layout.facts import GradientFacts, Limits, UnitFacts, kind_of
+from weft.layout.facts import GradientFacts, Limits, UnitFacts
 from weft.layout.gathers import GatherOrder
-from weft.layout.step import GRADIENTS, WEIGHTS, Action, Collective, Step
+from weft.layout.plan import GRADIENTS, WEIGHTS, Action, Collective, Plan, Step
+from weft.layout.slab_plan import plan_slab
 from weft.layout.trace import Event, Trace
-from weft.layout.turns import Due, ReductionOrder, turns_of
+from weft.layout.turns import ReductionOrder, turns_of
 
 PASSES = ("forward", "accumulation", "forward", "backward", "evaluation", "schedule")
 """The order of the passes of a step; passes without a trace are skipped."""
 
 
 class _Unit:
-    """A simulated unit: whether its weights are gathered, and who holds them."""
+    """A simulated unit: whether its weights are gathered, and who holds them. Its methods are those of the executor's
+    units."""
 
     def __init__(self, walk: "Walk", number: int, facts: UnitFacts) -> None:
         self.number = number
@@ -47,18 +40,15 @@ class _Unit:
         self._walk = walk
 
     def has_room(self) -> bool:
-        """Return True: the plan gives every unit memory that no live unit uses."""
-        return True
+        return True  # the plan gives every unit memory that no live unit uses
 
     def prefetch(self) -> None:
-        """Start to gather the unit and units tied to it, unless they are gathered."""
         for unit in self.tied:
             unit.prefetch()
         if not self.resident:
             self._walk.gather((self,))
 
     def turn(self, backward: bool) -> None:
-        """Switch to the copy of the weights for forward or for backward."""
         if not self.turns or self.backward == backward:
             return
         self.free()
@@ -68,24 +58,20 @@ class _Unit:
             self._walk.take(WEIGHTS, staging)
             self._walk.give(WEIGHTS, staging)
             if nbytes:
-                self._walk.acts.append(Action("gather", (self.number,)))
-                self._walk.collectives.append(Collective("all-gather", (self.number,), nbytes))
+                self._walk.act("gather", (self.number,), nbytes)
 
     def come(self) -> None:
-        """Allocate the weights: the gather has started."""
         self.resident, self.arrived = True, False
         self._staging = 0 if self.shard_held else self.facts.staging
         self._walk.take(WEIGHTS, self.gathered_bytes + self._staging)
 
     def arrive(self) -> None:
-        """Free the staging memory: the gather has finished."""
         if self.resident and not self.arrived:
             self.arrived = True
             self._walk.give(WEIGHTS, self._staging)
             self.drop_shard()
 
     def acquire(self, holder: str) -> None:
-        """Gather the weights and hold them for `holder`."""
         for unit in self.tied:
             unit.acquire(holder)
         self.prefetch()
@@ -94,14 +80,12 @@ class _Unit:
         self.holders.append(holder)
 
     def release(self, holder: str) -> None:
-        """Remove `holder` from the holders of the weights."""
         if holder in self.holders:
             self.holders.remove(holder)
         for unit in self.tied:
             unit.release(holder)
 
     def free(self) -> None:
-        """Free the weights, unless they are held."""
         if self.resident and not self.holders:
             self.arrive()
             self.resident = False
@@ -110,10 +94,9 @@ class _Unit:
                 self._walk.take(WEIGHTS, self.facts.post_forward)
             self._walk.give(WEIGHTS, self.gathered_bytes)
             if self.gathered_bytes:
-                self._walk.acts.append(Action("free", (self.number,)))
+                self._walk.act("free", (self.number,))
 
     def drop_shard(self) -> None:
-        """Free the post-forward shard."""
         if self.shard_held:
             self.shard_held = False
             self._walk.give(WEIGHTS, self.facts.post_forward)
@@ -125,7 +108,6 @@ class _Bundle:
         self._walk, self.units = walk, units
 
     def gather(self, backward: bool) -> None:
-        """Start to gather the units of the bundle that are not gathered, in one message."""
         coming = [unit for unit in self.units if not unit.resident]
         for unit in coming:
             unit.turn(backward)
@@ -138,9 +120,9 @@ class Walk:
     def __init__(self, traces: Mapping[str, Trace], units: Sequence[UnitFacts], limits: Limits) -> None:
         self.steps: list[Step] = []
         self.collectives: list[Collective] = []
-        self.acts: list[Action] = []
         self.live = {WEIGHTS: 0, GRADIENTS: 0}
         self.peak = dict(self.live)
+        self._acts: list[Action] = []
         self._traces = traces
         self._refreshed: set[int] = set()
         """The units whose model weights were updated from the main weights in this step."""
@@ -159,19 +141,18 @@ class Walk:
 
     # --- memory and collectives -------------------------------------------------------------------------------------
 
-    def start_counting(self) -> None:
-        """Start the recorded step: forget earlier records, and keep live memory."""
-        self.steps, self.collectives, self.acts = [], [], []
-        self.peak = dict(self.live)
-
     def take(self, role: str, nbytes: int) -> None:
-        """Allocate bytes of this role."""
         self.live[role] += nbytes
         self.peak[role] = max(self.peak[role], self.live[role])
 
     def give(self, role: str, nbytes: int) -> None:
-        """Free bytes of this role."""
         self.live[role] -= nbytes
+
+    def act(self, what: str, units: tuple[int, ...], sent: int | None = None) -> None:
+        """Record an action; `sent`: the bytes of its collective, if it is one."""
+        self._acts.append(Action(what, units))
+        if sent is not None:
+            self.collectives.append(Collective("reduce-scatter" if what == "reduce" else "all-gather", units, sent))
 
     def gather(self, units: Sequence[_Unit], message: Sequence[_Unit] | None = None) -> None:
         """Start to gather `units`; `message`: the units of the whole message, if they are more."""
@@ -179,29 +160,20 @@ class Walk:
             unit.come()
         self.alive[frozenset(unit.number for unit in self.units if unit.resident)] = None
         numbers = tuple(unit.number for unit in message or units)
-        nbytes = sum(self.units[number].facts.message for number in numbers)
+        nbytes = sum(self.units[number].facts.sent for number in numbers)
         for unit in units:
             if unit.facts.refreshed and unit.number not in self._refreshed:
                 self._refreshed.add(unit.number)
-                self.acts.append(Action("refresh", (unit.number,)))
-                self.collectives.append(Collective("all-gather", (unit.number,), unit.facts.refreshed))
+                self.act("refresh", (unit.number,), unit.facts.refreshed)
         if nbytes:
-            self.acts.append(Action("gather", numbers))
-            self.collectives.append(Collective("all-gather", numbers, nbytes))
-
-    def sizes(self) -> dict[Hashable, int]:
-        """Return the bytes of all gathered weights, by unit and group."""
-        return {
-            (unit.number, group): nbytes
-            for unit in self.units
-            for group, nbytes in enumerate(unit.facts.gathered)
-            if nbytes
-        }
+            self.act("gather", numbers, nbytes)
 
     # --- passes -----------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Run each pass that has a trace; a forward precedes each backward."""
+        """Run each pass that has a trace; a forward precedes each backward. What stays in memory is that of the last
+        step; the records are those of this one."""
+        self.steps, self.collectives, self.peak = [], [], dict(self.live)
         self._refreshed.clear()
         known = [kind for kind in PASSES if kind in self._traces]
         if "accumulation" not in known and known.count("forward") == 2:
@@ -210,8 +182,7 @@ class Walk:
             self._pass(self._traces[kind])
 
     def _pass(self, trace: Trace) -> None:
-        ends_forward = trace.kind in ("forward", "evaluation")
-        if not ends_forward:
+        if trace.kind not in ("forward", "evaluation"):
             self._begin_reductions(trace)
         if trace.kind in ("forward", "evaluation", "schedule"):
             for unit in self.units:  # free weights that an earlier forward kept for its backward
@@ -225,8 +196,10 @@ class Walk:
             self._gathers.begin("backward" if trace.kind == "accumulation" else trace.kind)
         for position, event in enumerate(trace.events):
             self._play(trace, position, event)
-            self._note(trace.kind, event)
-        self._end(trace.kind)
+            if position == len(trace.events) - 1:
+                self._end(trace.kind)
+            self.steps.append(Step(trace.kind, event, tuple(self._acts), self.live[WEIGHTS], self.live[GRADIENTS]))
+            self._acts = []
 
     def _play(self, trace: Trace, position: int, event: Event) -> None:
         unit, holder = self.units[event.unit], f"in use {event.unit}"
@@ -275,39 +248,20 @@ class Walk:
         for unit in self.units:
             if kind != "forward" or not self._gathers.stays(unit):
                 unit.free()
-        if self.steps:
-            last = self.steps[-1]
-            self.steps[-1] = Step(last.kind, last.event, (*last.actions, *self.acts), *self._alive())
-        self.acts = []
-
-    def _note(self, kind: str, event: Event) -> None:
-        self.steps.append(Step(kind, event, tuple(self.acts), *self._alive()))
-        self.acts = []
-
-    def _alive(self) -> tuple[int, int]:
-        return self.live[WEIGHTS], self.live[GRADIENTS]
 
     def _begin_reductions(self, trace: Trace) -> None:
-        due = {event.unit for event in trace.events if event.what == "ready"}
-        order = self._limits.order or tuple(range(len(self.units) - 1, -1, -1))
         if trace.kind == "schedule" or not self._limits.checked:
             self._gradients.take_turns(None)
             return
-        facts = {number: self.units[number].facts.trained() for number in order if number in due}
-        self._gradients.take_turns(
-            turns_of(
-                (
-                    Due(number, kind_of(groups), sum(group.sent for group in groups))
-                    for number, groups in facts.items()
-                    if groups
-                ),
-                self._limits.bucket_bytes,
-            )
-        )
+        ready = {event.unit for event in trace.events if event.what == "ready"}
+        order = dict.fromkeys(self._limits.order or reversed(range(len(self.units))))
+        due = [self.units[n].facts.due(n) for n in order if n in ready and self._gradients.groups_of(n)]
+        self._gradients.take_turns(turns_of(due, self._limits.bucket_bytes))
 
 
 class _Gradients(ReductionOrder):
-    """Simulated gradients: the open buffers of each group."""
+    """Simulated gradients: the open buffers of each group. `offer`: open those into which modules of the unit may write
+    in this backward; `open`: that of a group into which one is about to write."""
 
     def __init__(self, walk: Walk, most_alive: int) -> None:
         super().__init__(most_alive)
@@ -336,36 +290,29 @@ class _Gradients(ReductionOrder):
         self._hold(unit, group, (stage, "wide" if wide else "narrow"), facts.accumulating if wide else facts.travelling)
 
     def groups_of(self, unit: int) -> Sequence[int]:
-        """Return the groups of the unit that have gradients."""
         return [number for number, facts in enumerate(self._walk.units[unit].facts.gradients) if facts is not None]
 
     def has_buffer(self, unit: int, group: int) -> bool:
-        """Return whether there is a buffer to pack into, or a module will write into one."""
         return (unit, group) in self._open or self._facts(unit, group).declared
 
     def offer(self, unit: int, *, defer: bool) -> None:
-        """Open the buffers into which modules of the unit may write gradients in this backward."""
         for group in self.groups_of(unit):
             if self._facts(unit, group).declared:
                 self.open(unit, group, defer=defer)
 
     def open(self, unit: int, group: int, *, defer: bool) -> None:
-        """Open the buffer into which a module is about to write."""
         if group in self.groups_of(unit):
             self.make_room(unit, group, defer=defer)
             self._buffer(unit, group, 0, accumulating=defer or self._facts(unit, group).narrows)
 
     def pack_group(self, unit: int, group: int, *, defer: bool) -> None:
-        """Open the buffer that is sent."""
         self._buffer(unit, group, 0, accumulating=defer or self._facts(unit, group).narrows)
-        self._walk.acts.append(Action("pack", (unit,)))
+        self._walk.act("pack", (unit,))
 
     def reduce_group(self, unit: int, group: int) -> None:
-        """Open the buffer that is sent, and the memory that the reductions need."""
         self.pack_group(unit, group, defer=False)
         facts = self._facts(unit, group)
-        stages = range(len(facts.stages) if self.finishes else 1)
-        for stage in stages:
+        for stage in range(len(facts.stages) if self.finishes else 1):
             if stage == len(facts.stages) - 1:
                 self._hold(unit, group, "download", facts.download)
             else:
@@ -373,21 +320,37 @@ class _Gradients(ReductionOrder):
             if (stage, "wide") in self._open[unit, group]:
                 self._hold(unit, group, (stage, "narrow"), facts.stages[stage].travelling)
             self._hold(unit, group, f"inbox {stage}", facts.stages[stage].inbox)
-        self._walk.acts.append(Action("reduce", (unit,)))
-        self._walk.collectives.append(Collective("reduce-scatter", (unit,), facts.sent))
+        self._walk.act("reduce", (unit,), facts.sent)
 
     def reduce_turn(self, turn: Sequence[int]) -> None:
-        """Record the reductions of several units in one message."""
-        sent = sum(group.sent for unit in turn for group in self._walk.units[unit].facts.trained())
-        self._walk.acts.append(Action("reduce", tuple(turn)))
-        self._walk.collectives.append(Collective("reduce-scatter", tuple(turn), sent))
+        sent = sum(self._facts(unit, group).sent for unit in turn for group in self.groups_of(unit))
+        self._walk.act("reduce", tuple(turn), sent)
 
     def finish_group(self, unit: int, group: int, under_way: Any) -> None:
-        """Free the memory of the reductions; buffers of later stages only after the last reductions of a step."""
         buffers = self._open.get((unit, group), {})
-        stays = () if self.finishes else tuple(key for key in buffers if isinstance(key, tuple) and key[0] > 0)
-        for key in [key for key in buffers if key not in stays]:
-            self._walk.give(GRADIENTS, buffers.pop(key))
+        for key in [*buffers]:  # those of later stages stay until the last reductions of a step
+            if self.finishes or not (isinstance(key, tuple) and key[0] > 0):
+                self._walk.give(GRADIENTS, buffers.pop(key))
         if not buffers:
             self._open.pop((unit, group), None)
-        self._walk.acts.append(Action("finish", (unit,)))
+        self._walk.act("finish", (unit,))
+
+
+def compile_plan(
+    traces: Mapping[str, Trace], units: Sequence[UnitFacts], limits: Limits, off_plan: Mapping[str, int] | None = None
+) -> Plan:
+    """Return the plan of a step with the passes `traces`, by kind. `units`: the bytes of each unit. `limits`: the
+    limits on memory and buckets. `off_plan`: see `Plan`."""
+    walk = Walk(traces, units, limits)
+    walk.step()
+    walk.step()  # this one is the plan: it starts with everything that stays from step to step
+    together = {(one, other) for here in walk.alive for one in here for other in here}
+    sizes = {
+        (number, group): nbytes
+        for number, facts in enumerate(units)
+        for group, nbytes in enumerate(facts.gathered)
+        if nbytes
+    }
+    slab = plan_slab(sizes, lambda one, other: (one[0], other[0]) in together)  # type: ignore[index,arg-type]
+    names, alive = tuple(unit.name for unit in units), tuple(walk.alive)
+    return Plan(tuple(walk.steps), tuple(walk.collectives), walk.peak, slab, alive, names, dict(off_plan or {}))

@@ -13,6 +13,7 @@ On a 2-D mesh (outer, shard) the last axis cuts coarsely and the outer one cuts 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -30,19 +31,15 @@ from weft.layout.layout import Layout
 from weft.memory.blank import blank
 from weft.mesh import position_on, ranks_over
 
-Through = Callable[[dist.ProcessGroup], dist.ProcessGroup]
 
-
+@dataclass(eq=False)
 class FlatBuffer:
     """This rank's part, `local`, of a flat layout that is placed on a mesh, with one placement per mesh axis."""
 
-    def __init__(
-        self, layout: Layout, mesh: DeviceMesh, placements: tuple[Placement, ...], local: torch.Tensor
-    ) -> None:
-        self.layout = layout
-        self.mesh = mesh
-        self.placements = placements
-        self.local = local
+    layout: Layout
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    local: torch.Tensor
 
     @cached_property
     def axes(self) -> tuple[int, ...]:
@@ -51,12 +48,10 @@ class FlatBuffer:
 
     @cached_property
     def pieces(self) -> int:
-        """The number of pieces into which the layout is cut."""
         return ranks_over(self.mesh, self.axes)
 
     @cached_property
     def index(self) -> int:
-        """The index of this rank's piece."""
         return position_on(self.mesh, self.axes)
 
     @property
@@ -66,7 +61,6 @@ class FlatBuffer:
 
     @property
     def storage(self) -> torch.UntypedStorage:
-        """The storage of this buffer."""
         return self.local.untyped_storage()
 
     def part(self, placements: tuple[Placement, ...]) -> "FlatBuffer":
@@ -96,7 +90,6 @@ class FlatBuffer:
         return self.local[first:last]
 
     def cuts(self, number: int) -> Cuts:
-        """Return where the placements cut tensor `number`."""
         extent = self.layout.extents[number]
         return Cuts(extent.shape, self.layout.cuts(number, self.pieces), self.axes, extent.dim)
 
@@ -128,17 +121,15 @@ class FlatBuffer:
         self,
         inner: tuple[Placement, ...],
         lane: Lane,
-        through: Through,
+        through: Callable[[dist.ProcessGroup], dist.ProcessGroup],
         *,
         channel: int,
         prepare: Callable[[], Any] | None = None,
         after: Ticket | None = None,
     ) -> Ticket | None:
-        """Start the all-gathers that fill this buffer from the ranks' parts under `inner`, finest cuts first.
-
-        `through` returns the communicator for the process group of a mesh axis. `prepare` fills the local part before
-        the first gather, which waits for `after`. Returns the last gather, or None if there is none.
-        """
+        """Start the all-gathers that fill this buffer from the ranks' parts under `inner`, finest cuts first. `through`
+        returns the communicator for the process group of a mesh axis. `prepare` fills the local part before the first
+        gather, which waits for `after`. Returns the last gather, or None if there is none."""
         ticket = None
         axes = sharded_axes(inner)
         while axes != self.axes:

@@ -34,12 +34,11 @@ def offload_of(policy: Any) -> CPUOffloadPolicy | None:
 
 
 class GradientDownload:
-    """Copies reduced gradients from `device` to `main_grad` in CPU memory."""
+    """Copies reduced gradients, named by `describe()` in errors, from `device` to `main_grad` in CPU memory."""
 
     def __init__(
         self, main_grad: FlatBuffer, policy: CPUOffloadPolicy, device: torch.device, describe: Callable[[], str]
     ) -> None:
-        """`describe()` returns the name of the gradients for error messages."""
         self._main_grad = main_grad
         self._policy = policy
         self._device = device
@@ -71,7 +70,6 @@ class GradientDownload:
         return self._arriving
 
     def close(self) -> None:
-        """Return the device buffer to the pool, if `open` took it."""
         self._strip.give()
 
     def finish(self) -> None:

@@ -36,13 +36,11 @@ PATIENCE = 1.5
 
 
 class Transient:
-    """A flat buffer with memory only between `Pool.take` and `Pool.give`.
-
-    Views of `tensor` stay valid from one take to the next unless the take moved it: then `on_move` gets the new tensor.
-    `is_fixed()`: whether such views are in use, so that it must not move. `is_evictable()`: whether it may move out for
-    a while, because no computation uses it. `describe()`: its name in errors. `filled`: start with memory, which torch
-    needs for making such views, until `empty` is called.
-    """
+    """A flat buffer with memory only between `Pool.take` and `Pool.give`. Views of `tensor` stay valid from one take to
+    the next unless the take moved it: then `on_move` gets the new tensor. `is_fixed()`: whether such views are in use,
+    so that it must not move. `is_evictable()`: whether it may move out for a while, because no computation uses it.
+    `describe()`: its name in errors. `filled`: start with memory, which torch needs for making such views, until
+    `empty` is called."""
 
     def __init__(
         self,
@@ -72,11 +70,9 @@ class Transient:
             self.empty()
 
     def empty(self) -> None:
-        """Free the memory until the next take."""
         _resize(self.own, 0)
 
     def live_in(self, tensor: torch.Tensor) -> None:
-        """Use the memory of `tensor`."""
         self.tensor = tensor
         self.on_move(tensor)
 
@@ -92,24 +88,17 @@ class Transient:
 
 
 class Pool:
-    """Gives the transients of one role their memory, plans it, and keeps statistics.
-
-    `plan`: the plan of the slab, None before the first. `plans`: the number of plans so far. `lower_bound`: the peak of
-    live bytes in the steps that the plan covers. `peak`: the peak of all steps. `allocations`: the number of calls of
-    torch's allocator, for the slab or a buffer's own memory. `fallbacks`: how often a buffer could not have its planned
-    place. `outdated`: whether something happened that the plan does not cover.
-    """
+    """Gives the transients of one role their memory, plans it, and keeps statistics. `plan`: the plan of the slab, None
+    before the first. `plans`: the number of plans so far. `lower_bound`: the peak of live bytes in the steps that the
+    plan covers. `peak`: the peak of all steps. `allocations`: the number of calls of torch's allocator, for the slab or
+    a buffer's own memory. `fallbacks`: how often a buffer could not have its planned place. `outdated`: whether
+    something happened that the plan does not cover."""
 
     def __init__(self, planned: bool) -> None:
         self.planned = planned
         self._myself = weakref.ref(self)
         self.plan: SlabPlan | None = None
-        self.plans = 0
-        self.lower_bound = 0
-        self.allocations = 0
-        self.fallbacks = 0
-        self.live = 0
-        self.peak = 0
+        self.plans = self.lower_bound = self.allocations = self.fallbacks = self.live = self.peak = 0
         self._slab: torch.Tensor | None = None
         self._places: dict[Transient, torch.Tensor] = {}
         self._neighbours: dict[Transient, set[Transient]] = {}
@@ -118,8 +107,7 @@ class Pool:
         self._met: dict[Transient, dict[Transient, int]] = {}
         self._home: Any = _UNKNOWN
         """The stream that first took memory. The slab belongs to it, even if a backward ends on another stream."""
-        self._step = self._changed = 0
-        self._step_peak = 0
+        self._step = self._changed = self._step_peak = 0
         self.outdated = False
 
     @property
@@ -129,13 +117,12 @@ class Pool:
 
     @property
     def slab_bytes(self) -> int:
-        """The size of the slab in bytes."""
         return self._slab.nbytes if self._slab is not None else 0
 
     def take(self, transient: Transient) -> torch.Tensor:
         """Give `transient` memory, with unspecified contents."""
         if self._home is _UNKNOWN:
-            self._choose_home(transient)
+            self._home = streams.current(transient.own.device)
         tensor = self._planned_place(transient)
         if tensor is None:
             tensor = self._own_memory(transient)
@@ -184,10 +171,6 @@ class Pool:
         transient.live_in(place)
         _resize(transient.own, 0)
 
-    def _choose_home(self, transient: Transient) -> None:
-        """Make the current stream the owner of the slab."""
-        self._home = streams.current(transient.own.device)
-
     def _own_memory(self, transient: Transient) -> torch.Tensor:
         _resize(transient.own, transient.nbytes)
         self.allocations += 1
@@ -210,9 +193,7 @@ class Pool:
 
     def end_step(self, foreseen: Callable[[Transient, Transient], bool] | None = None) -> None:
         """End a step, and make a new plan if the plan does not cover it. Does nothing while a buffer is alive.
-
-        `foreseen(one, other)`: whether two buffers may be alive together although no step has shown it yet.
-        """
+        `foreseen(one, other)`: whether two buffers may be alive together although no step has shown it yet."""
         if not self.planned or self._alive:
             return
         step, self._step = self._step, self._step + 1
@@ -237,7 +218,7 @@ class Pool:
             self.lower_bound = max(self.lower_bound, sum(each.nbytes for each in alive))
             for one in alive:
                 if self._home is _UNKNOWN:
-                    self._choose_home(one)
+                    self._home = streams.current(one.own.device)
                 self._met.setdefault(one, {}).update(dict.fromkeys(alive, self._step))
                 if one not in self._places or any(self._share(one, other) for other in alive if other is not one):
                     self.outdated = True
@@ -278,28 +259,21 @@ class Pool:
             self._places[transient] = old if same else place  # type: ignore[assignment]
 
     def _planned_place(self, transient: Transient) -> torch.Tensor | None:
-        """Return the place of `transient` in the slab; None if it has none, or if another buffer occupies it."""
-        if self.plan is None:
-            self.outdated = True
-            return None
-        place = self._places.get(transient)
-        if place is None:
-            self.outdated = True
-        elif place is transient.tensor or not transient.is_fixed():
-            if not self._rivals(transient):
+        """Return the place of `transient` in the slab; None if it has none or another buffer is there."""
+        place, evicts = self._places.get(transient), False
+        if place is None or place is transient.tensor or not transient.is_fixed():  # it may be in its place
+            if place is not None and not self._rivals(transient):
                 return place
             self.outdated = True
-            if transient.is_fixed():
-                self.fallbacks += 1
-                self._changed = self._step
-                self._clear(transient)
-                return place
-        self.fallbacks += 1
-        self._changed = self._step
-        return None
+            evicts = place is not None and transient.is_fixed()
+        if self.plan is not None:
+            self.fallbacks += 1
+            self._changed = self._step
+        if evicts:
+            self._clear(transient)
+        return place if evicts else None
 
     def _rivals(self, transient: Transient) -> list[Transient]:
-        """Return the live buffers in the planned place of `transient`."""
         if transient not in self._neighbours:
             self._neighbours[transient] = {other for other in self._places if self._share(transient, other)}
         if (neighbours := self._neighbours[transient]).isdisjoint(self._alive):
@@ -307,7 +281,6 @@ class Pool:
         return [other for other in self._alive if other.tensor is not other.own and other in neighbours]
 
     def _share(self, one: Transient, other: Transient) -> bool:
-        """Return whether the planned places of two buffers overlap."""
         if one not in self._places or other not in self._places:
             return False
         assert self.plan is not None

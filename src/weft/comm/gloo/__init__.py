@@ -6,6 +6,4 @@ tags. Sums in rank order make a reduction bitwise equal between runs and on all 
 
 from weft.comm.gloo.transport import Gloo
 
-__all__ = ["TRANSPORT", "Gloo"]
-
 TRANSPORT = Gloo()

@@ -47,11 +47,10 @@ def peers(rank: int, size: int) -> list[int]:
     return [(rank + step) % size for step in range(1, size)]
 
 
-def break_waits(group: Any) -> None:
-    """End all waits for messages of `group` on all its ranks: a receive that times out closes the connections.
-
-    Does nothing for other backends: a rank that waits for a device checks for the detector's verdict.
-    """
+def end_transfers(group: Any) -> None:
+    """Abort all transfers over `group` on all its ranks, by a receive that times out, which closes connections. The
+    group cannot be used afterwards. Does nothing for other backends: a rank that waits for a device checks for the
+    detector's verdict."""
     peer = (group.rank() + 1) % group.size()
     try:
         if group._get_backend(torch.device("cpu")).name() == "gloo":

@@ -24,12 +24,9 @@ class Gloo:
     # Round numbers for processes on one host. A message between idle processes takes 0.3 to 0.5 ms. While every core
     # computes, gloo's thread waits for a core, and a pass with 1 MB units is fastest with messages of 4 to 8 MB.
     # Between hosts latency and bandwidth are those of the network, and their product is smaller.
-    capabilities = Capabilities(
-        tags=True, helpers=True, bundles=True, averages=False, direct_sends=True, latency=2e-3, bandwidth=2e9
-    )
+    capabilities = Capabilities(tags=True, helpers=True, bundles=True, averages=False, latency=2e-3, bandwidth=2e9)
 
     def all_gather(self, full: Tensor, source: Tensor, group: ProcessGroup, tag: int) -> Pending:
-        """Send `source` to each rank, and meanwhile copy it into `full`, unless it is a slice of `full`."""
         rank, size = dist.get_rank(group), group.size()
         slices = full.view(size, -1)
         works = swap(slices, [source] * size, group, tag)
@@ -71,11 +68,9 @@ class Gloo:
         return Pending(works, spread if small else None)
 
     def all_gather_uneven(self, parts: Several, rank: int, group: ProcessGroup, tag: int) -> Pending:
-        """Send this rank's part to each rank, unless it is empty."""
         return Pending(swap(parts, [parts[rank]] * len(parts), group, tag))
 
     def reduce_scatter(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
-        """Receive this rank's slice from all other ranks, and sum in rank order."""
         rank, size = dist.get_rank(group), group.size()
         slices = partial.view(size, -1)
         terms = terms_of(slices[rank], how.inbox, rank, size)
@@ -150,7 +145,6 @@ class Gloo:
     def all_to_all(
         self, output: Tensor, source: Tensor, output_sizes: Sizes, source_sizes: Sizes, group: ProcessGroup, tag: int
     ) -> Pending:
-        """Receive rows directly in `output`."""
         rank = dist.get_rank(group)
         arriving, leaving = output.split(list(output_sizes)), source.split(list(source_sizes))
         works = swap(arriving, leaving, group, tag)
@@ -158,5 +152,4 @@ class Gloo:
         return Pending(works)
 
     def inbox_numel(self, partial_numel: int, size: int, *, scatters: bool) -> int:
-        """Return the number of elements that the other ranks send to this one."""
         return partial_numel if size == 2 and not scatters else -(-partial_numel // size) * (size - 1)

@@ -25,12 +25,12 @@ import time
 import weakref
 from collections.abc import Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from weft.comm.gloo.sends import break_waits
+from weft.comm.gloo.sends import end_transfers
 from weft.comm.watch import rules
 from weft.comm.watch.outside_waits import outside_waits
 from weft.comm.watch.rules import Issued, Join, Picture, State, mismatch
@@ -96,9 +96,7 @@ class HangDetector:
         self._since = 0.0
         self._token = 0
         self._waiter = threading.get_ident()
-        self._failed = ""
-        self._said = ""
-        self._place_token = ""
+        self._failed = self._said = self._place_token = ""
         self._before: dict[int, State] | None = None
         self._unchanged_since = 0.0
         self._question = 0
@@ -112,7 +110,6 @@ class HangDetector:
     # --- called by this rank's main thread ----------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise CollectiveMismatch if this rank knows of one."""
         if self.verdict:
             raise CollectiveMismatch(self.verdict)
 
@@ -126,15 +123,12 @@ class HangDetector:
         return Call(key, number, name, group, self._ranks[group])
 
     def note(self, key: str, number: int) -> None:
-        """Record `number` as the count of issued collectives with `key`."""
         with self._lock:
             self.issued[key] = number
 
     def can_join(self, owner: Any, key: str, join: Join) -> None:
-        """Register `join`, which takes part in the next collective of `key` without using its result.
-
-        `owner`: `join` is removed when this object is freed, and so must not keep it alive.
-        """
+        """Register `join`, which takes part in the next collective of `key` without using its result. `owner`: `join`
+        is removed when this object is freed, and so must not keep it alive."""
         with self._lock:
             self._joinable.setdefault(owner, {})[key] = join
 
@@ -144,14 +138,11 @@ class HangDetector:
         return call.name if call is not None and thread == self._waiter else outside_waits(thread)[0]
 
     def begin_pass(self) -> None:
-        """Forget an earlier failure, because a forward begins."""
-        self._failed = ""
+        self._failed = ""  # an exception that was caught is over
 
     def fail(self, what: str) -> None:
-        """Publish that this rank left a pass by an exception; of nested calls only the first, innermost one counts.
-
-        It is published immediately, because the process may exit, and ranks whose waits break then look for the reason.
-        """
+        """Publish that this rank left a pass by an exception; of nested calls only the first, innermost one counts. It
+        is published immediately, because the process may exit, and ranks whose waits break then look for the reason."""
         if self._failed:
             return
         self._failed = what
@@ -184,13 +175,14 @@ class HangDetector:
         deadline = time.monotonic() + EXPLAINED_S
         while not self.verdict:
             self.verdict = self._read("verdict") or self._of_who_left(call)
-            if self.verdict or time.monotonic() > deadline:
+            if self.verdict:
                 break
+            if time.monotonic() > deadline:
+                if not getattr(error, "__notes__", ()):
+                    error.add_note(self._note(error, call))
+                return
             time.sleep(0.05)
-        if self.verdict:
-            raise CollectiveMismatch(self.verdict) from error
-        if not getattr(error, "__notes__", ()):
-            error.add_note(self._note(error, call))
+        raise CollectiveMismatch(self.verdict) from error
 
     def _note(self, error: RuntimeError, call: Call) -> str:
         note = f"this rank ({self._rank}) waited for {call.name}"
@@ -253,7 +245,7 @@ class HangDetector:
             self._before = None
             self._say(None)
             return False
-        mine = replace(mine, heard=self._store.add(f"{self._prefix}question", 0))
+        mine = mine._replace(heard=self._store.add(f"{self._prefix}question", 0))
         self._say(mine)
         if (joins := self._store.add(f"{self._prefix}joins", 0)) != self._all_joins:
             self._all_joins, self._haste_until = joins, time.monotonic() + HASTE_S
@@ -261,7 +253,7 @@ class HangDetector:
             return False
         picture = Picture(lambda rank: mine if rank == self._rank else self._state_of(rank), self._world_ranks)
         stuck = picture.stuck_with(self._rank)
-        unheard = {rank: replace(state, heard=0) for rank, state in stuck.items()}
+        unheard = {rank: state._replace(heard=0) for rank, state in stuck.items()}
         if not stuck or unheard != self._before:
             self._before, self._unchanged_since, self._question = unheard or None, time.monotonic(), 0
             return bool(stuck)
@@ -278,7 +270,6 @@ class HangDetector:
         return True
 
     def _delay(self) -> float:
-        """Return the length of a wait, in seconds, after which this rank publishes it."""
         if time.monotonic() > self._haste_until:
             return DELAY_S
         return min(DELAY_S, max(SHORT_S, SHORT_S_PER_RANK * len(self._world_ranks)))
@@ -302,7 +293,7 @@ class HangDetector:
         return State("failed", self._failed, issued, token=str(self._token), failed=self._failed)
 
     def _say(self, state: State | None) -> None:
-        text = json.dumps(state.words()) if state is not None else ""
+        text = json.dumps(state) if state is not None else ""
         with self._saying:
             if text != self._said:
                 self._store.set(f"{self._prefix}{self._rank}", text)
@@ -317,7 +308,7 @@ class HangDetector:
 
     def _state_of(self, rank: int) -> State | None:
         text = self._read(str(rank))
-        return rules.state_from(json.loads(text)) if text else None
+        return State(*json.loads(text)) if text else None
 
     def _take_part(self, stuck: dict[int, State]) -> bool:
         """Join the collectives that others wait for and this rank has not issued; return whether there were any."""
@@ -344,7 +335,7 @@ class HangDetector:
                 return
             self.verdict = verdict
         self._store.set(f"{self._prefix}verdict", verdict)
-        break_waits(call.group)
+        end_transfers(call.group)
 
 
 _current: HangDetector | None = None
@@ -378,7 +369,6 @@ def _leave() -> None:
 
 
 def watched(call: Call | None) -> AbstractContextManager:
-    """Return a context that watches a wait for `call`, if there is a hang detector."""
     watch = hang_detector()
     return nullcontext() if call is None or watch is None else watch.waiting(call)
 

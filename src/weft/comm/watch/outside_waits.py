@@ -8,11 +8,8 @@ import torch.distributed as dist
 
 
 def outside_waits(*threads: int | None) -> tuple[str, str]:
-    """Return the place and a token of the first of `threads` that waits in a collective outside of weft.
-
-    The place is the function and the line of its call. The token changes when the thread moves. Both are "" if none
-    waits.
-    """
+    """Return the place and a token of the first of `threads` that waits in a collective outside of weft. The place is
+    the function and the line of its call. The token changes when the thread moves. Both are "" if none waits."""
     for thread in dict.fromkeys(threads):
         # Storing all frames in a local variable would be a reference cycle, which keeps all local variables alive.
         frame = sys._current_frames().get(thread or 0)

@@ -16,9 +16,9 @@ So an exception alone is not an error for other ranks. It appears in the error o
 that the failed rank never began. A rank that has caught an exception and waits again, or computes, is like any other.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any, Literal, NamedTuple
 
 from weft.errors import CollectiveMismatch
 
@@ -37,11 +37,8 @@ def mismatch(what: str, said: Mapping[int, str], rule: str) -> CollectiveMismatc
 
 
 class Issued(dict[str, int]):
-    """The number of collectives of each key that this rank has issued.
-
-    `off`: key and number of collectives that are queued after others. If the rank waits for another one, they have not
-    begun.
-    """
+    """The number of collectives of each key that this rank has issued. `off`: key and number of collectives that are
+    queued after others. If the rank waits for another one, they have not begun."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,21 +59,18 @@ Join = Callable[[Mapping[str, int]], bool]
 Doing = Literal["waits", "elsewhere", "failed", "ended"]
 
 
-@dataclass(frozen=True)
-class State:
-    """The published state of a rank: what it is `doing`, and how many collectives of each key it has issued.
-
-    `name`: a description for errors. `key`, `number`, `ranks`: the collective that it waits for. `token`: different for
-    each wait. `heard`: the number of the last question that it has read. `failed`: the exception by which it left its
-    last pass.
-    """
+class State(NamedTuple):
+    """The published state of a rank: what it is `doing`, and how many collectives of each key it has issued. `name`: a
+    description for errors. `key`, `number`, `ranks`: the collective that it waits for. `token`: different for each
+    wait. `heard`: the number of the last question that it has read. `failed`: the exception by which it left its last
+    pass."""
 
     doing: Doing
     name: str
     issued: Mapping[str, int]
     key: str = ""
     number: int = 0
-    ranks: tuple[int, ...] = ()
+    ranks: Sequence[int] = ()
     token: str = ""
     heard: int = 0
     failed: str = ""
@@ -85,39 +79,21 @@ class State:
         """Return whether this rank has not begun the collective that state `wanted` waits for."""
         return self.issued.get(wanted.key, 0) < wanted.number
 
-    def words(self) -> dict[str, Any]:
-        """Return the state as a dictionary for JSON."""
-        return asdict(self)
 
-
-def state_from(words: Mapping[str, Any]) -> State:
-    """Return the state of a dictionary from `State.words`."""
-    return State(**{**words, "ranks": tuple(words["ranks"])})
-
-
-@dataclass
 class Picture:
-    """The states of ranks, read on demand by a rank that waits."""
+    """The states that the ranks of the `world` have published, None without one; a rank that waits reads each once."""
 
-    read: Callable[[int], State | None]
-    world: Iterable[int]
-    _known: dict[int, State | None] = field(default_factory=dict)
-
-    def of(self, rank: int) -> State | None:
-        """Return the published state of `rank`; None if it has none."""
-        if rank not in self._known:
-            self._known[rank] = self.read(rank)
-        return self._known[rank]
+    def __init__(self, read: Callable[[int], State | None], world: Iterable[int]) -> None:
+        self.of = cache(read)
+        self.world = world
 
     def lacking(self, state: State) -> list[int]:
         """Return the ranks that have published a state and have not begun the collective that `state` waits for."""
         return [rank for rank in state.ranks if (other := self.of(rank)) is not None and other.lacks(state)]
 
     def stuck_with(self, rank: int) -> dict[int, State]:
-        """Return the states of the stuck ranks for which `rank` waits, directly or indirectly, itself included.
-
-        Empty if `rank` is not stuck.
-        """
+        """Return the states of the stuck ranks for which `rank` waits, directly or indirectly, itself included. Empty
+        if `rank` is not stuck."""
         found: dict[int, State] = {}
         waits_for: dict[int, list[int]] = {}
         ahead = [rank]
@@ -133,15 +109,15 @@ class Picture:
                 waits_for[each] = list(self.world)
             ahead += waits_for[each]
         stuck = set(found)
-        while moving := {each for each in stuck if self._moves(found[each], waits_for[each], stuck)}:
+
+        def moves(each: int) -> bool:
+            if found[each].doing == "waits":
+                return stuck.isdisjoint(waits_for[each])
+            return found[each].doing == "elsewhere" and not stuck.issuperset(waits_for[each])
+
+        while moving := set(filter(moves, stuck)):
             stuck -= moving
         return {each: found[each] for each in sorted(stuck)} if rank in stuck else {}
-
-    @staticmethod
-    def _moves(state: State, waits_for: list[int], stuck: set[int]) -> bool:
-        if state.doing == "waits":
-            return not stuck.intersection(waits_for)
-        return state.doing == "elsewhere" and not stuck.issuperset(waits_for)
 
 
 def patience(stuck: Iterable[State]) -> float:
@@ -152,12 +128,10 @@ def patience(stuck: Iterable[State]) -> float:
 
 def sayings(stuck: Mapping[int, State], picture: Picture) -> dict[int, str]:
     """Return for each stuck rank what it waits for, and which ranks never began it, as text for the error."""
-    said = {}
+    said = {rank: state.name for rank, state in stuck.items()}
     for rank, state in stuck.items():
-        said[rank] = state.name
         if state.doing == "waits":
             lacking = picture.lacking(state)
-            said[rank] += (
-                f", which {'rank' if len(lacking) == 1 else 'ranks'} {', '.join(map(str, lacking))} never began"
-            )
+            ranks = f"{'rank' if len(lacking) == 1 else 'ranks'} {', '.join(map(str, lacking))}"
+            said[rank] += f", which {ranks} never began"
     return said

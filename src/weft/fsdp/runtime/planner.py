@@ -1,4 +1,4 @@
-"""Plans a model's next step with `weft.layout.plan` from its last passes, and arranges memory according to the plan."""
+"""Plans a model's next step with `weft.layout.walk` from its last passes, and arranges memory according to the plan."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -9,8 +9,9 @@ from weft.fsdp.runtime.reductions import Reductions
 from weft.fsdp.unit import Unit
 from weft.layout.facts import Limits, UnitFacts
 from weft.layout.gathers import GatherOrder
-from weft.layout.plan import Plan, compile_plan
+from weft.layout.plan import Plan
 from weft.layout.trace import Trace
+from weft.layout.walk import compile_plan
 from weft.memory.pool import Transient
 
 

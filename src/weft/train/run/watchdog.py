@@ -20,8 +20,8 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -67,8 +67,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="weft-watchdog")
 
     def __enter__(self) -> "Watchdog":
-        self.start()
-        return self
+        return self.start()
 
     def start(self) -> "Watchdog":
         """Start to watch, like `__enter__`. A second call does nothing."""
@@ -123,7 +122,7 @@ class Watchdog:
     def _watch(self) -> None:
         tick = min(1.0, self.limit / 5)
         seen, spent = -1, 0.0
-        stack: tuple[tuple[str, int], ...] = ()
+        stack: tuple[tuple[str, int, str], ...] = ()
         done = -1
         while not self._over.wait(tick):
             if self.said is not None:
@@ -132,7 +131,7 @@ class Watchdog:
                     return
                 continue
             operations = running()
-            now = (_stack(self._main) if self._loosely else (), moves())
+            now = (tuple(takewhile(_computes, _frames(self._main))) if self._loosely else (), moves())
             spent, before = _seconds_of(self._main), spent
             computes = self._loosely and spent - before > _COMPUTES * tick
             if seen != self._moves or computes or now != (stack, done):
@@ -170,22 +169,19 @@ class Watchdog:
             return None
         if self._peers.store_is_silent:
             return "the store of the job, which rank 0 or the launcher hosts, does not answer"
-        states: dict[int, Any] = {self.rank: self._state(), **self._peers.ask(_MOMENT_S)}
-        silent = [rank for rank, state in sorted(states.items()) if state is None]
-        if silent:
-            return "; ".join(f"rank {rank} does not run or cannot be reached" for rank in silent)
-        if any(state["idle"] < self.limit / 2 and not state["collective"] for state in states.values()):
+        states = sorted({self.rank: self._state(), **self._peers.ask(_MOMENT_S)}.items())
+        told = [(rank, state) for rank, state in states if state is not None]
+        silent = [f"rank {rank} does not run or cannot be reached" for rank, state in states if state is None]
+        if not silent and any(state["idle"] < self.limit / 2 and not state["collective"] for _, state in told):
             return None
-        slow = [rank for rank, state in sorted(states.items()) if state["operation_s"] > self.limit / 2]
-        if slow:
-            return "; ".join(
-                f"rank {rank} {_in_operation(states[rank]['operation'], states[rank]['operation_s'])}" for rank in slow
-            )
-        elsewhere = [rank for rank, state in sorted(states.items()) if not state["collective"]]
-        if elsewhere:
-            return "; ".join(f"rank {rank} hangs, {_doing(states[rank])}" for rank in elsewhere)
-        waits = "; ".join(f"rank {rank}, {_doing(states[rank])}" for rank in sorted(states))
-        return f"all ranks wait for each other; {waits}"
+        slow = [
+            f"rank {rank} {_in_operation(state['operation'], state['operation_s'])}"
+            for rank, state in told
+            if state["operation_s"] > self.limit / 2
+        ]
+        elsewhere = [f"rank {rank} hangs, {_doing(state)}" for rank, state in told if not state["collective"]]
+        waits = [f"rank {rank}, {_doing(state)}" for rank, state in told]
+        return "; ".join(silent or slow or elsewhere or ["all ranks wait for each other", *waits])
 
 
 def _in_operation(operation: str, seconds: float) -> str:
@@ -199,27 +195,25 @@ def _seconds_of(thread: int) -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(thread))
 
 
-def _stack(thread: int) -> tuple[tuple[str, int], ...]:
-    """Return (file, line) of a thread's frames, the outermost first, up to where it waits for other ranks."""
+def _frames(thread: int) -> list[tuple[str, int, str]]:
+    """Return file, line and function of a thread's frames, the outermost first."""
     frame, found = sys._current_frames().get(thread), []
     while frame is not None:
-        found.append((frame.f_code.co_filename, frame.f_lineno))
+        found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
-    found.reverse()
-    for number, (name, _) in enumerate(found):
-        if any(part in name for part in _COLLECTIVE):
-            return tuple(found[:number])
-    return tuple(found)
+    return found[::-1]
+
+
+def _computes(frame: tuple[str, int, str]) -> bool:
+    return not any(part in frame[0] for part in _COLLECTIVE)
 
 
 def _standing(thread: int) -> tuple[str, bool]:
     """Return text on the current line of a thread, and whether that is in a collective."""
-    frame = sys._current_frames().get(thread)
-    stack = traceback.extract_stack(frame)
-    collective = any(part in entry.filename for entry in stack for part in _COLLECTIVE)
-    detector, last = hang_detector(), stack[-1]
+    frames, detector = _frames(thread), hang_detector()
+    (file, line, function), collective = frames[-1], not all(map(_computes, frames))
     waits = detector.waits_for(thread) if detector is not None else ""
-    place = f"{Path(last.filename).name}, line {last.lineno}, in {last.name}"
+    place = f"{Path(file).name}, line {line}, in {function}"
     return f"waits for {waits}: {place}" if waits else place, collective
 
 
