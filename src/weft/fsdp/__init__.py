@@ -35,6 +35,7 @@ from weft.fsdp.diagnostics import (
     find_nonfinite,
     memory_report,
     plan_of,
+    quantization_shares,
 )
 from weft.fsdp.fully_shard import fully_shard
 from weft.fsdp.gradients.direct import weight_gradient
@@ -43,7 +44,6 @@ from weft.fsdp.placement import Placements
 from weft.fsdp.precision import MixedPrecisionPolicy, keep_dtype
 from weft.fsdp.replacement import DropIn, drop_in
 from weft.fsdp.runtime.options import RuntimeOptions
-from weft.fsdp.shares import quantization_shares
 from weft.layout.layout import padding_of
 from weft.memory.offload import CPUOffloadPolicy, OffloadPolicy
 

@@ -1,4 +1,4 @@
-"""Detection of reads of freed full weights, and of writes that would be lost.
+"""Detection of reads of freed full weights, of writes that would be lost, and of uses of original parameters.
 
     weights      version counter                  class              who may read them
     -----------  -------------------------------  -----------------  -------------------------------------------------
@@ -13,6 +13,16 @@ lost.
 
 Autograd's errors name no parameters. It also finds no gradients of sharded parameters, which are in no graph. So
 torch's function that runs a backward is wrapped, once, to raise errors that name the weights.
+
+Other code may still hold the original parameters, which sharded ones have replaced (`Original`):
+
+    use of an original parameter                   after `fully_shard`
+    ---------------------------------------------  -----------------------------------------------------------------
+    it is in a module that is sharded later        it is tied: its unit registers the sharded parameter there, too
+    an optimizer from before reads its gradient,   RuntimeError: the optimizer would silently train nothing
+    in `step()` or `zero_grad()`
+    an in-place write                              RuntimeError: it would not reach the model
+    its values, shape, attributes are read         they are unchanged
 """
 
 import functools
@@ -38,10 +48,10 @@ _REFUSAL = re.compile(r"\[(?:torch\.)?\w+ \[([\d, ]*)\]\].* is at version (\d+);
 
 _version_of = attrgetter("_version")
 behind_classes = torch._C.DisableTorchFunctionSubclass
-"""A context in which code may use parameters of class `_Gone`."""
+"""A context in which code may use parameters of the classes `_Gone` and `Original`."""
 
 
-# --- freed weights ----------------------------------------------------------------------------------------------------
+# --- weights ----------------------------------------------------------------------------------------------------------
 
 
 class FullParameters:
@@ -105,9 +115,7 @@ class FullParameters:
         for parameter in self._parameters:
             here = type(parameter)
             if not issubclass(here, _Gone):
-                if here not in _gone:
-                    _gone[here] = type(f"Gone{here.__name__}", (_Gone, here), {"__slots__": ()})
-                parameter.__class__ = _gone[here]
+                parameter.__class__ = _subclass(_Gone, here)
 
     def check_unwritten(self) -> None:
         """Raise WeightsWritten if code wrote to copies."""
@@ -167,7 +175,7 @@ class _Gone:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with behind_classes():
-            name, attribute = func.__name__, getattr(getattr(func, "__self__", None), "__name__", None)
+            name, attribute = names_of(func)
             if name in HARMLESS or attribute in HARMLESS or (name, attribute) == ("__set__", "data"):
                 return func(*args, **(kwargs or {}))
             parameter = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, _Gone))
@@ -191,7 +199,49 @@ HARMLESS = frozenset(
     """.split()  # noqa: SIM905
 )
 """Functions and attributes that read no values."""
-_gone: dict[type, type] = {}
+
+
+class Original:
+    """Mixin of the class of a parameter that a sharded one has replaced: writes and reading `.grad` raise
+    RuntimeError."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        with behind_classes():
+            name, attribute = names_of(func)
+            if attribute == "grad" or _WRITES.fullmatch(name):
+                held = next((each for each in tree_leaves((args[:1], kwargs)) if isinstance(each, Original)), None)
+                if held is not None:
+                    record = record_of(held)
+                    raise RuntimeError(
+                        f"{'a parameter' if record is None else f'parameter {record}'} is held from before "
+                        "fully_shard, which has put a sharded one in its place: what an optimizer or a write does to "
+                        "the old one never reaches the model. Build the optimizer after fully_shard, from "
+                        "model.parameters(), and ask modules for their parameters again"
+                    )
+            return func(*args, **(kwargs or {}))
+
+
+_WRITES = re.compile(
+    r".*[^_]_|__set__|__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__"
+)
+
+
+def retire(original: nn.Parameter) -> None:
+    """Turn `original`, which a sharded parameter with the same record has replaced, into an `Original`."""
+    original.__class__ = _subclass(Original, type(original))
+
+
+@functools.cache
+def _subclass(mixin: type, kind: type) -> type:
+    return type(f"{mixin.__name__.strip('_')}{kind.__name__}", (mixin, kind), {"__slots__": ()})
+
+
+def names_of(func: Any) -> tuple[str, str | None]:
+    """Return the name of `func`, and of the attribute if it is a getter or setter."""
+    return func.__name__, getattr(getattr(func, "__self__", None), "__name__", None)
 
 
 def _names(parameters: Sequence[nn.Parameter]) -> str:

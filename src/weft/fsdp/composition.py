@@ -17,16 +17,10 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from weft.fsdp.parameter import record_of
-
-
-def enter_registry(module: nn.Module) -> None:
-    """Enter `module` as sharded in the registry of torch's composable functions."""
-    registry = vars(module).setdefault(REGISTRY_KEY, {})
-    registry["fully_shard"] = RegistryItem()
 
 
 def refuse_foreign(module: nn.Module, name: str) -> None:

@@ -14,13 +14,12 @@ from weft.fsdp.construction.arguments import DEFAULT_STRATEGY, Request
 from weft.fsdp.construction.members import Members
 from weft.fsdp.construction.mesh_dims import DataParallelMeshDims
 from weft.fsdp.gradients.group import Where
-from weft.fsdp.module import FSDPModule, attach
+from weft.fsdp.module import FSDPModule, attach, runtime_of
 from weft.fsdp.placement import Placements
 from weft.fsdp.precision import MixedPrecisionPolicy
 from weft.fsdp.roots import UnitDriver, drivers_under
 from weft.fsdp.runtime.options import RuntimeOptions
 from weft.fsdp.runtime.passes import Pass
-from weft.fsdp.state import state_of
 from weft.fsdp.unit import Unit
 
 Sharded = TypeVar("Sharded", bound=nn.Module | list[nn.Module])
@@ -102,7 +101,35 @@ def fully_shard(
     return module
 
 
-fully_shard.state = state_of  # type: ignore[attr-defined]
+class _ShardedState:
+    """The state of the model that a sharded module belongs to, as far as torch's code uses it.
+
+    used by torch.distributed.pipelining to reduce a stage's gradients weft
+    -----------------------------------------------------------------  -----------------------------------------------
+    state._state_ctx.all_states: of all units of the model             one state, with all units' groups
+    state._fsdp_param_groups: each with post_backward()                post_backward() does nothing: the next line does
+    state._root_post_backward_final_callback()                         reduces gradients of backwards without sync
+    """
+
+    def __init__(self, module: FSDPModule) -> None:
+        self._module = module
+        self._state_ctx = SimpleNamespace(all_states=[self])
+
+    @property
+    def _fsdp_param_groups(self) -> list[Any]:
+        groups = [group for unit in runtime_of(self._module).units for group in unit.groups]
+        return [SimpleNamespace(post_backward=lambda: None, group=group) for group in groups]
+
+    def _root_post_backward_final_callback(self) -> None:
+        runtime_of(self._module).finish_deferred()
+
+
+def _state_of(module: nn.Module) -> _ShardedState | None:
+    """Return the state of a sharded module, as torch's `fully_shard.state` does; None for another module."""
+    return _ShardedState(module) if isinstance(module, FSDPModule) else None
+
+
+fully_shard.state = _state_of  # type: ignore[attr-defined]
 
 
 def _refuse_in_use(driver: UnitDriver) -> None:

@@ -33,19 +33,25 @@ from weft.comm.lanes import Ticket
 from weft.dtensor.uneven import local_of
 from weft.fsdp.autograd import FullParameters, behind_classes
 from weft.fsdp.channels import Channels
-from weft.fsdp.forms import forms_of
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.gradients.in_vain import IN_BACKWARD, never_runs
-from weft.fsdp.parameter import FULL, Unsharded
-from weft.fsdp.payload import payload_of, refresh_copies
+from weft.fsdp.narrow import Narrow
+from weft.fsdp.parameter import FULL, Unsharded, parameters_of
+from weft.fsdp.payload import Plain
 from weft.fsdp.payload_only import payload_only_of
 from weft.fsdp.plan import GroupPlan
 from weft.fsdp.post_forward import PostForwardShard
+from weft.fsdp.scaled import mark_scaled
 from weft.fsdp.weak import weakly
 from weft.memory.buffer import FlatBuffer
 from weft.memory.pool import Transient
 
 _trains = attrgetter("sharded.requires_grad")
+
+
+def payload_of(plan: GroupPlan, describe: Callable[[], str]) -> Plain:
+    """Return the format in which a group's weights are gathered. `describe`: its staging memory in errors."""
+    return Plain(plan, describe) if plan.recipe.quantization is None else Narrow(plan, describe)
 
 
 class ParameterGroup:
@@ -84,12 +90,13 @@ class ParameterGroup:
         self.full, self.transient = self._make_full()
         self.transients = [each for each in (self.transient, self.payload.staging) if each is not None]
         """The memory that is allocated and freed with the gathered weights."""
-        self.parameters = forms_of(self, members)
+        self.parameters = parameters_of(self, members)
+        fulls = [*map(FULL, self.parameters)]
+        mark_scaled(fulls, self.recipe)
         self.payload_only = payload_only_of(self)
         """The main weights, if they are freed while the payload is up to date; None if they are always kept."""
         self.main_weight = self.payload_only or self.main_weight
         apart = self.main_weight.storage._cdata != self.model_weight.storage._cdata
-        fulls = [*map(FULL, self.parameters)]
         self.fulls = FullParameters(fulls, copies=apart or self.transient is not None, version=self.version)
         if self.transient is not None:
             self.transient.empty()
@@ -276,12 +283,21 @@ class ParameterGroup:
         if not self.is_outdated:
             return
         self.await_refresh()
-        lane = channels.outer if self.model_weight.axes else channels.gather
+        lane, inner = channels.outer if self.model_weight.axes else channels.gather, self.placements.optimizer
+        main, run = self.main_weight.local, None
         with torch.no_grad():
-            what = self.payload, self.copies, self.main_weight.local, self.placements.optimizer, lane, channels
-            uploaded, self._refreshing = refresh_copies(*what, self.channels, uploads=self.offload is not None)
-            self._upload = uploaded or self._upload
-        self._gathered_from = self.version
+            for copy, (buffer, channel) in enumerate(zip(self.copies, self.channels)):
+                fill = self.payload.write(buffer.part(inner).local, main, channels.weights, copy)
+                if self.offload is not None:  # on the lane of the gather, so that the gather runs after it
+                    run = self._upload = lane.run(collectives.alone, fill, after=run)
+                    fill = None
+                gathers = buffer.gather_in_place(
+                    inner, lane, channels.of_gathers, channel=channel, prepare=fill, after=run
+                )
+                if gathers is None and fill is not None:
+                    fill()
+                run = gathers or run
+        self._refreshing, self._gathered_from = run, self.version
 
     def await_refresh(self) -> None:
         """Wait for the update of the model weights, before they change again."""

@@ -3,16 +3,16 @@
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
 from weft.comm import streams
 from weft.comm.lanes import on_stream
-from weft.fsdp.accumulation import no_sync
-from weft.fsdp.composition import enter_registry
 from weft.fsdp.parameter import SHARDED, register
 from weft.fsdp.roots import UnitDriver, drivers_under
 from weft.fsdp.runtime.runtime import Runtime
@@ -24,7 +24,6 @@ class FSDPModule:
 
     _weft_unit: Unit
     _weft_driver: UnitDriver
-    no_sync = no_sync
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Create an instance of the module's original class: a slice of a sharded container is not sharded."""
@@ -90,6 +89,23 @@ class FSDPModule:
     def reshard(self) -> None:
         """Register the sharded parameters and free the full ones, if nothing else holds them."""
         runtime_of(self).reshard(unit_of(self))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients on this rank in this context, without reductions; the next backward outside reduces
+        them.
+
+        Use it like `DistributedDataParallel.no_sync`: for all microbatches of a step but the last, around forward and
+        backward.
+        """
+        units = units_under(self)
+        before = [unit.requires_gradient_sync for unit in units]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for unit, reduces in zip(units, before):
+                unit.requires_gradient_sync = reduces
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward is the last before the optimizer step, in which alone strategies with a partial
@@ -302,9 +318,9 @@ def attach(module: nn.Module, unit: Unit, driver: UnitDriver) -> None:
         _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
     module.__class__ = _classes[cls]
     vars(module).update(_weft_unit=unit, _weft_driver=driver)
-    enter_registry(module)
-    module.register_state_dict_pre_hook(_rest_before_state_dict)
-    module.register_load_state_dict_pre_hook(_rest_before_load)
+    vars(module).setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+    module.register_state_dict_pre_hook(_reshard)
+    module.register_load_state_dict_pre_hook(_reshard)
 
 
 def kind_of(module: nn.Module) -> str:
@@ -386,12 +402,7 @@ def kept_units(model: nn.Module) -> list[Unit]:
     return [unit for root in roots if root.runtime is not None for unit in root.runtime.units]
 
 
-def _rest_before_state_dict(module: Any, prefix: str, keep_vars: bool) -> None:
+def _reshard(module: Any, *given: Any) -> None:
+    """Reshard before a state dict is read or loaded."""
     if module._weft_driver.runtime is not None:
         module.reshard()
-
-
-def _rest_before_load(
-    module: Any, state_dict: Any, prefix: str, local_metadata: dict, strict: bool, *lists: list
-) -> None:
-    _rest_before_state_dict(module, prefix, False)

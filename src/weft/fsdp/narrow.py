@@ -4,9 +4,9 @@
     replicated, for recipes with one scale per matrix:   maxima of the matrices
 
 Shard borders are block borders, so each rank quantizes its shard without communication. Recipes with one scale per
-matrix need the maximum of the whole matrix. `local_maxima` computes the shard's; the runtime reduces them over the
-ranks once per step and writes the result to `maxima` (`weft.fsdp.runtime.maxima`). One message carries payload and
-scales. Each piece of a shard is dequantized directly from the received bytes into the full weights.
+matrix need the maximum of the whole matrix: `agree_on_maxima` reduces those of the shards over the ranks once per step.
+One message carries payload and scales. Each piece of a shard is dequantized directly from the received bytes into the
+full weights.
 
 Weights of mx with `compute="scaled"` have two copies, made from the same main weights at the same time and gathered one
 at a time. Copy 0 has blocks along the dimension that forward products sum over, and copy 1 along that of backward. Both
@@ -16,13 +16,16 @@ have the same bytes per shard. Shard borders at multiples of 32 rows divide bloc
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
+from weft.comm.collectives import reduce_now
 from weft.comm.pending import Pending
+from weft.fsdp.payload import Plain
 from weft.fsdp.plan import GroupPlan
 from weft.layout.layout import Layout
 from weft.memory.buffer import sharded_axes
@@ -47,11 +50,10 @@ class _Piece(NamedTuple):
     scales_at: int
 
 
-class Narrow:
-    """The payload of quantized weights; implements `weft.fsdp.payload.Payload`."""
+class Narrow(Plain):
+    """The payload of quantized weights, which is kept besides the main weights, and is made from them once per step."""
 
     refreshes = True
-    """The payload is kept besides the main weights, and is made from them once per step."""
 
     def __init__(self, plan: GroupPlan, describe: Callable[[], str]) -> None:
         self._plan = plan
@@ -83,7 +85,6 @@ class Narrow:
         """The offset of the transposed codes in full weights that stay quantized, if they are kept."""
         self.tail = self._transposed_at - plan.layout.numel if self._stays else 0
         self.tail += plan.layout.numel if self._recipe.keep_transpose else 0
-        self.staging: Transient | None = None
         if plan.moves:
             self.staging = Transient(self.layout.numel, self.dtype, plan.device, describe=describe)
         self._come: torch.Tensor | None = None
@@ -110,17 +111,17 @@ class Narrow:
         return self._recipe.along(-2 if (len(self._extents[number].shape) == 3) != bool(copy) else -1)
 
     def write(self, own: torch.Tensor, source: torch.Tensor, pool: Pool, copy: int = 0) -> Callable[[], Any] | None:
-        """Return a function that quantizes `source` to `own`, as `Payload.write`; None if `source` is a payload."""
+        """Return a function that quantizes `source` to `own`; None if `source` is a payload."""
         return None if source.dtype == self.dtype else functools.partial(self.fill, own, source, copy)
 
     def land(self, full: torch.Tensor, source: torch.Tensor, pool: Pool, copy: int = 0) -> torch.Tensor:
-        """Return the memory into which the payload is gathered, as `Payload.land`."""
+        """Return the memory into which the payload is gathered."""
         self._copy = copy
         self._come = pool.take(self.staging) if self.staging is not None else source
         return self._come
 
     def open(self, full: torch.Tensor) -> None:
-        """Fill the full weights from the gathered bytes, and free these, as `Payload.open`."""
+        """Fill the full weights from the gathered bytes, and free these."""
         come, self._come = self._come, None
         if come is None:
             return
@@ -137,20 +138,16 @@ class Narrow:
     def local_maxima(self, main: torch.Tensor) -> torch.Tensor:
         """Return the largest magnitude of each matrix in this rank's shard `main`; 0 for a matrix without elements."""
         found = torch.zeros(self._matrices[-1], device=self._plan.device)
-        begin = self._shard * self._plan.layout.shard_numel
-        for piece in self._pieces(self._shard):
-            values = main[piece.place - begin : piece.place - begin + piece.numel].to(found.device)
-            found[self._matrices[piece.number] + piece.matrix] = largest_of(values, self._recipe)
+        for piece, _, values in self._pieces_of(main):
+            found[self._matrices[piece.number] + piece.matrix] = largest_of(values.to(found.device), self._recipe)
         return found
 
     def losses(self, main: torch.Tensor) -> torch.Tensor:
         """Count the elements of this rank's shard `main`: [3] int64, those that saturate, those that underflow, all."""
         found = torch.zeros(3, dtype=torch.int64, device=self._plan.device)
-        begin = self._shard * self._plan.layout.shard_numel
-        for piece in self._pieces(self._shard):
-            values = main[piece.place - begin : piece.place - begin + piece.numel].to(found.device)
-            largest = None if self.maxima is None else self.maxima_of(piece.number)[piece.matrix]
-            lost = count_losses(values.view(piece.shape), self._recipe_of(piece.number, 0), largest=largest)
+        for piece, _, values in self._pieces_of(main):
+            recipe, largest = self._recipe_of(piece.number, 0), self._largest(piece)
+            lost = count_losses(values.to(found.device).view(piece.shape), recipe, largest=largest)
             found += torch.stack([*lost, lost[0].new_tensor(piece.numel)])
         return found
 
@@ -196,19 +193,25 @@ class Narrow:
                 yield _Piece(number, matrix, offset + first, last - first, shape, scales_at)
                 scales_at += self._most_scale_bytes(number, shape)
 
-    def fill(self, own: torch.Tensor, main: torch.Tensor, copy: int = 0) -> Pending:
-        """Fill the bytes of this rank's shard of a copy from its main weights."""
+    def _pieces_of(self, main: torch.Tensor) -> Iterator[tuple[_Piece, int, torch.Tensor]]:
+        """Yield the pieces of this rank's shard, with the offsets in the shard and their parts of the tensor `main`."""
         begin = self._shard * self._plan.layout.shard_numel
         for piece in self._pieces(self._shard):
             at = piece.place - begin
-            values = main[at : at + piece.numel]
+            yield piece, at, main[at : at + piece.numel]
+
+    def _largest(self, piece: _Piece) -> torch.Tensor | None:
+        return None if self.maxima is None else self.maxima_of(piece.number)[piece.matrix]
+
+    def fill(self, own: torch.Tensor, main: torch.Tensor, copy: int = 0) -> Pending:
+        """Fill the bytes of this rank's shard of a copy from its main weights."""
+        for piece, at, values in self._pieces_of(main):
             if self._plan.offload is not None:  # quantize on the device
                 there = torch.empty(values.shape, dtype=values.dtype, device=own.device)
                 values = there.copy_(values, non_blocking=True)
             codes, steps = self._bytes_of(own, piece, at, copy)
-            largest = None if self.maxima is None else self.maxima_of(piece.number)[piece.matrix]
             recipe = self._recipe_of(piece.number, copy)
-            _, scales = quantize(values.view(piece.shape), recipe, largest=largest, out=codes)
+            _, scales = quantize(values.view(piece.shape), recipe, largest=self._largest(piece), out=codes)
             if steps.numel():
                 found = scales[0] if isinstance(scales, tuple) else scales
                 steps.copy_(found.reshape(-1).view(torch.uint8))
@@ -224,16 +227,14 @@ class Narrow:
                 yield piece.place, codes, self._scales(piece, steps, copy)
 
     def _dequantize(self, come: torch.Tensor, full: torch.Tensor) -> None:
-        """Fill the full weights from the bytes of all shards."""
         for place, codes, scales in self.unpacked(come):
             self._widen(codes, scales, full, place)
 
     def restore(self, own: torch.Tensor, main: torch.Tensor) -> None:
         """Fill this rank's main weights with the values of `own`, its bytes."""
-        begin = self._shard * self._plan.layout.shard_numel
-        for piece in self._pieces(self._shard):
-            codes, steps = self._bytes_of(own, piece, piece.place - begin, 0)
-            self._widen(codes, self._scales(piece, steps, 0), main, piece.place - begin)
+        for piece, at, _ in self._pieces_of(main):
+            codes, steps = self._bytes_of(own, piece, at, 0)
+            self._widen(codes, self._scales(piece, steps, 0), main, at)
 
     def _widen(self, codes: torch.Tensor, scales: Any, target: torch.Tensor, place: int) -> None:
         numel = codes.numel() * self._recipe.values_per_byte
@@ -295,3 +296,33 @@ class Narrow:
             return typed.view(self._recipe_of(piece.number, copy).scale_shape(piece.shape))
         whole = wide_scales(self.maxima_of(piece.number)[piece.matrix], self._recipe)
         return whole if self._recipe.kind == "tensorwise" else (steps.view(piece.shape[0], -1), whole)
+
+
+def agree_on_maxima(groups: Iterable[Any]) -> None:
+    """All-reduce the largest magnitude of each matrix of parameter `groups` that is quantized with one scale: one
+    message per mesh axis.
+
+    Collective if a group has such matrices. Call it after weights have changed, before they are quantized.
+    """
+    found: list[tuple[torch.Tensor, dist.ProcessGroup]] = []
+    with torch.no_grad():
+        for group in groups:
+            payload = group.payload
+            if not isinstance(payload, Narrow) or payload.maxima is None:
+                continue
+            payload.maxima.copy_(payload.local_maxima(group.main_weight.local))
+            found += [(payload.maxima, group.groups[axis]) for axis in group.main_weight.axes]
+            for each in group.parameters:
+                if each.slices is not None and _divides_matrices(each):
+                    found.append((payload.maxima_of(each.number), each.slices))
+        for ranks in dict.fromkeys(each for _, each in found):
+            parts = [part for part, own in found if own is ranks]
+            packed = reduce_now(torch.cat(parts), dist.ReduceOp.MAX, ranks, "the maxima of quantized weights")
+            for part, whole in zip(parts, packed.split([part.numel() for part in parts])):
+                part.copy_(whole)
+
+
+def _divides_matrices(parameter: Any) -> bool:
+    """Return whether tensor-parallel slices are parts of the same matrices; otherwise they are different matrices."""
+    parallel, dims = parameter.parallel, len(parameter.extent.shape)
+    return any(each.is_shard() and each.dim % dims >= dims - 2 for each in parallel.beyond)

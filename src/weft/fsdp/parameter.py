@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from weft.dtensor.tensor_parallel import TensorParallel
 from weft.fsdp.precision import Recipe
 from weft.layout.layout import Extent
+from weft.memory.buffer import FlatBuffer
 
 
 @dataclass
@@ -156,6 +157,25 @@ def ignore(parameter: nn.Parameter) -> None:
 def is_ignored(parameter: nn.Parameter) -> bool:
     """Return whether a parameter was passed in `ignored_params`."""
     return "_weft_ignored" in vars(parameter)
+
+
+def parameters_of(group: Any, members: Sequence[Unsharded]) -> tuple[ShardedParameter, ...]:
+    """Return the records of the parameters of `group`, each with a full and a sharded parameter. These are views of the
+    group's full and main weights, and have the attributes of the original parameters `members`."""
+    views = FlatBuffer(group.layout, group.mesh, group.plan.whole, group.full.local).views()
+    tensors = group.main_weight.dtensors([each.parallel for each in members])
+    records = []
+    for number, (each, view, tensor, extent) in enumerate(zip(members, views, tensors, group.layout.extents)):
+        view = view.data  # with a separate version counter, so that autograd does not see a refill as a change
+        full = nn.Parameter(each.parallel.full(view) if each.parallel else view, requires_grad=group.trainable)
+        sharded: Any = nn.Parameter(tensor, requires_grad=group.trainable)
+        for form in (full, sharded):
+            vars(form).update(vars(each.value))
+        sharded._post_accumulate_grad_hooks = each.value._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        if group.recipe.main_grad != group.recipe.main:
+            sharded.grad_dtype = group.recipe.main_grad
+        records.append(ShardedParameter(number, each.slot, extent, each.parallel, full, sharded, weakref.ref(group)))
+    return tuple(records)
 
 
 FULL = attrgetter("full")

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from weft.fsdp.autograd import HARMLESS, behind_classes
+from weft.fsdp.autograd import HARMLESS, behind_classes, names_of
 from weft.fsdp.gradients.direct import PART_CLASS, parameter_of
 from weft.fsdp.gradients.products import KINDS, SCALED, Product, ScaledLinear
 from weft.fsdp.parameter import record_of
@@ -41,7 +41,7 @@ class Scaled(torch.Tensor):
                 return Product.apply(None, SCALED[kind], x, weight, beside)
         if func in _MATMUL and not kwargs and is_scaled(args[1]) and args[1].dim() == 2 and not torch.is_grad_enabled():
             return ScaledLinear.input_gradient(args[0], args[1], None)
-        name, attribute = func.__name__, getattr(getattr(func, "__self__", None), "__name__", None)
+        name, attribute = names_of(func)
         if name in _READS_NO_VALUES or attribute in _READS_NO_VALUES:
             with behind_classes():
                 return func(*args, **kwargs)

@@ -15,16 +15,16 @@ import torch
 from torch import nn
 
 from weft.comm.groups import group_of
+from weft.dtensor.uneven import UnevenDTensor
+from weft.fsdp.autograd import retire
 from weft.fsdp.composition import refuse_foreign
 from weft.fsdp.construction.arguments import Request
-from weft.fsdp.construction.assignment import copy_assigned
 from weft.fsdp.construction.atomic import choice_of, granularity_of
 from weft.fsdp.construction.first_values import bring_buffers, materialize
 from weft.fsdp.construction.parameters import checked_parameter
 from weft.fsdp.construction.quantized import demands, dequantize_parameters, recipe_of, uncut
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.module import FSDPModule, kind_of
-from weft.fsdp.originals import retire
 from weft.fsdp.parameter import Slot, Unsharded, record_of
 from weft.fsdp.plan import GroupPlan
 from weft.fsdp.precision import keeps_dtype
@@ -132,7 +132,7 @@ class Members:
             unit.tied.setdefault(record.unit, mine.name)
         for owner in self.owners:
             if any(parameter is not None for parameter in owner._parameters.values()):
-                owner.register_load_state_dict_pre_hook(copy_assigned)
+                owner.register_load_state_dict_pre_hook(_copy_assigned)
 
 
 def _owners(modules: list[nn.Module]) -> dict[nn.Module, str]:
@@ -177,3 +177,29 @@ def _refuse_sparse(owners: dict[nn.Module, str], found: dict[nn.Parameter, Slot]
                     f"{type(module).__name__}(sparse=True), {where}: gradients of sharded parameters are dense; build "
                     "it with sparse=False, or name its weight in ignored_params"
                 )
+
+
+def _copy_assigned(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict, *given: Any) -> None:
+    """Let `load_state_dict(assign=True)` copy plain tensors and DTensors into sharded parameters, each rank its part,
+    before `module` assigns the rest, such as buffers. For a DTensor of any placements it is collective.
+
+    Raises ValueError for values of another dtype: a flat buffer keeps its dtype, which an assignment would change.
+    """
+    if not local_metadata.get("assign_to_params_buffers"):
+        return
+    for name, parameter in module._parameters.items():
+        value = state_dict.get(prefix + name)
+        if not isinstance(parameter, UnevenDTensor) or not isinstance(value, torch.Tensor):
+            continue
+        if value.shape != parameter.shape:  # torch reports these
+            continue
+        if value.dtype != parameter.dtype:
+            raise ValueError(
+                f"load_state_dict(assign=True): {prefix + name!r} is {value.dtype}, and the sharded parameter "
+                f"{parameter.dtype}, which it keeps: leave out assign, which casts, or cast the state dict, or convert "
+                "the module before fully_shard"
+            )
+        if value is not parameter:
+            with torch.no_grad():
+                parameter.copy_(value)
+        state_dict[prefix + name] = parameter

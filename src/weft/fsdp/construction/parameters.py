@@ -23,8 +23,8 @@ from torch.nn.parameter import is_lazy
 
 from weft.dtensor.tensor_parallel import TensorParallel, tensor_parallel_of
 from weft.dtensor.uneven import UnevenDTensor
+from weft.fsdp.autograd import Original
 from weft.fsdp.gradients.in_vain import never_runs
-from weft.fsdp.originals import Original
 
 _ANNOTATION = "_local_type"
 """The attribute in which spmd_types stores the type of a plain tensor on each mesh axis."""

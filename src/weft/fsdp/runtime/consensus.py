@@ -18,8 +18,8 @@ from weft.comm.agreement import Agreement
 from weft.fsdp.driver import USER
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.parameter import SHARDED
-from weft.fsdp.runtime.captures import CaptureTable
 from weft.fsdp.runtime.helper import GatherHelper
+from weft.fsdp.runtime.options import CaptureTable
 from weft.fsdp.runtime.reductions import Reductions
 from weft.fsdp.runtime.unit_set import UnitSet
 from weft.fsdp.unit import Unit

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from weft.comm.control import agree
 from weft.fsdp.channels import Channels
 from weft.fsdp.group import ParameterGroup
+from weft.fsdp.narrow import agree_on_maxima
 from weft.fsdp.payload_only import PayloadOnly
-from weft.fsdp.runtime.maxima import agree_on_maxima
 from weft.fsdp.unit import State, Unit
 
 

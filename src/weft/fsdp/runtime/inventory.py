@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from weft.fsdp.originals import Original
+from weft.fsdp.autograd import Original
 from weft.fsdp.parameter import is_ignored, record_of
 from weft.fsdp.unit import Unit
 

@@ -1,14 +1,39 @@
-"""The user's options for the runtime of a model."""
+"""The user's options for the runtime of a model, and the interface of captured graphs, which are one of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
 
+import torch
+from torch import nn
 from torch.distributed import ProcessGroup
-
-from weft.fsdp.runtime.captures import Captures
 
 BUCKET_BYTES: int | None = None
 """The default of `RuntimeOptions.bucket_bytes`."""
+
+
+class CaptureTable(Protocol):
+    """The captures of one model. `failed`: which parts had one that failed here since the ranks agreed last. `agree`:
+    the pass is over; `failed`: which parts had one that failed on any rank."""
+
+    @property
+    def failed(self) -> list[bool]: ...
+    def agree(self, failed: Sequence[bool]) -> None: ...
+
+
+@runtime_checkable
+class Captures(Protocol):
+    """A choice of parts, as `weft.graphs` implements it. `table`: the captures of the model `root`. `unit_of`: the unit
+    of each sharded module. `owns`: whether a parameter is sharded."""
+
+    def table(
+        self,
+        root: nn.Module,
+        engine: Any,
+        unit_of: Callable[[nn.Module], Any],
+        owns: Callable[[nn.Parameter], bool],
+        device: torch.device,
+    ) -> CaptureTable: ...
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The states of a model: which pass is running.
+"""The states of a model: which pass is running, and the calls of the current backward.
 
     from          event             to            caused by
     ------------  ----------------  ------------  ---------------------------------------------------------------------
@@ -19,6 +19,12 @@ the failure of a backward, which may go through several models.
 """
 
 import enum
+from typing import NoReturn
+
+import torch
+
+from weft.fsdp.driver import BackwardCall, in_backward
+from weft.fsdp.unit import Unit
 
 
 class Pass(enum.Enum):
@@ -85,3 +91,43 @@ class Passes:
         if following is None:
             raise RuntimeError(f"{self._model}: '{event}' while its pass is '{self.current.value}'")
         self.current = following
+
+
+class BackwardCalls:
+    """The calls whose backward autograd has entered and not left. `append` adds one when its backward begins."""
+
+    def __init__(self) -> None:
+        self._calls: list[BackwardCall] = []
+        self.append = self._calls.append
+        self.makes_graph = False
+        """Whether the backward runs with `create_graph=True`."""
+
+    def open(self) -> None:
+        """Note, at the beginning of a backward, whether it creates a graph."""
+        self.makes_graph = in_backward() and torch.is_grad_enabled()
+
+    def refuse_graph(self, unit: Unit) -> NoReturn:
+        """Raise RuntimeError: gradients of `unit` are to be reduced in a backward with `create_graph=True`."""
+        raise RuntimeError(
+            f"backward(create_graph=True) through {unit}: gradients of parameters are reduced over the ranks and "
+            "cannot be differentiated; call torch.autograd.grad with respect to inputs"
+        )
+
+    def end(self) -> None:
+        """End the calls that are still open when autograd's backward is over, because no hook has ended them."""
+        unended = [call.unit for call in self._calls if call.begun]
+        if self.makes_graph and unended:
+            raise RuntimeError(
+                f"create_graph=True: a gradient was taken inside {unended[0]}, and a backward through it could not "
+                "know when it needs the weights: take gradients with respect to inputs of sharded modules"
+            )
+        for call in reversed(self._calls):
+            if call.begun:
+                call.end()
+        self._calls.clear()
+
+    def abandon(self) -> None:
+        """Abandon all calls after a failed backward."""
+        for call in self._calls:
+            call.abandon()
+        self._calls.clear()

@@ -19,17 +19,14 @@ import torch
 from weft.comm.agreement import Agreement
 from weft.fsdp.channels import Channels, check_separate, separate_gathers
 from weft.fsdp.driver import Driver
-from weft.fsdp.runtime.backward_calls import BackwardCalls
 from weft.fsdp.runtime.buckets import bundle_bytes, fill_buckets
-from weft.fsdp.runtime.captures import CaptureTable
 from weft.fsdp.runtime.consensus import Consensus
 from weft.fsdp.runtime.freshness import Freshness
-from weft.fsdp.runtime.helper import GatherHelper
-from weft.fsdp.runtime.options import RuntimeOptions
-from weft.fsdp.runtime.passes import Pass, Passes
+from weft.fsdp.runtime.helper import GatherHelper, Steps
+from weft.fsdp.runtime.options import CaptureTable, RuntimeOptions
+from weft.fsdp.runtime.passes import BackwardCalls, Pass, Passes
 from weft.fsdp.runtime.planner import Planner
 from weft.fsdp.runtime.reductions import Reductions
-from weft.fsdp.runtime.steps import Steps
 from weft.fsdp.runtime.unit_set import UnitSet
 from weft.fsdp.unit import Unit
 from weft.fsdp.weak import weakly

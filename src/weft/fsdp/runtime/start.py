@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from weft.comm import collectives
 from weft.fsdp.group import ParameterGroup
-from weft.fsdp.runtime.maxima import agree_on_maxima
+from weft.fsdp.narrow import agree_on_maxima
 from weft.fsdp.unit import Unit
 from weft.memory.blank import has_blank
 
