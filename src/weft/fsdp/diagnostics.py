@@ -29,13 +29,9 @@ def describe(model: nn.Module) -> str:
 
     Raises ValueError for a model without sharded modules.
     """
-    rows: list[tuple[str, ...]] = [
-        ("unit", "module", "tensors", "parameters", "shards", "main", "compute", "travels as", "MiB/rank", "padding")
-    ]
-    for unit in units_of(model):
-        for group in unit.groups:
-            rows.append(_row(unit, group))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    head = ("unit", "module", "tensors", "parameters", "shards", "main", "compute", "travels as", "MiB/rank", "padding")
+    rows = [head, *(_row(unit, group) for unit in units_of(model) for group in unit.groups)]
+    widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for row in rows:
         cells = [cell.ljust(width) if i < 2 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))]
@@ -148,7 +144,8 @@ def _nonfinite_here(model: nn.Module) -> list[Nonfinite]:
         record, unit = record_of(parameter), None
         if record is not None:  # the full parameter may be registered
             unit, parameter = record.unit.name, record.sharded
-        tensors += [(name, unit, what, each) for what, each in _both(parameter)]
+        both = ("weight", parameter), ("gradient", parameter.grad)
+        tensors += [(name, unit, what, local_of(each).detach()) for what, each in both if each is not None]
     whole = parts_of(model)
     stages = whole.stages_of(model) if whole is not None else {}
     parts: dict[torch.device, dict[int, torch.Tensor]] = {}
@@ -168,13 +165,6 @@ def _nonfinite_here(model: nn.Module) -> list[Nonfinite]:
         if nan or inf:  # if neither, the values were too large for the norm's dtype
             found.append(Nonfinite(name, unit, what, dist.get_rank(), nan, inf, stages.get(name)))
     return found
-
-
-def _both(parameter: nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield this rank's part of a parameter and of its gradient."""
-    yield "weight", local_of(parameter).detach()
-    if parameter.grad is not None:
-        yield "gradient", local_of(parameter.grad).detach()
 
 
 def groups_to_all_ranks(model: nn.Module) -> list[dist.ProcessGroup]:

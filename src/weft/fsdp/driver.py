@@ -39,6 +39,7 @@ from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch
+from torch import nn
 
 from weft.fsdp.precision import MixedPrecisionPolicy
 from weft.layout.trace import Trace
@@ -62,12 +63,10 @@ class TiedHold(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the holder, with that of its unit."""
         return f"{self.holder.name} of {self.unit}"
 
     @property
     def computes(self) -> bool:
-        """Whether the holder uses the weights now."""
         return self.holder.computes
 
 
@@ -88,15 +87,9 @@ def in_backward() -> bool:
 
 
 class DrivenUnit(Protocol):
-    """A unit as a driver sees it: its name, the user's options, and the holders of its weights.
+    """A `weft.fsdp.unit.Unit` as a driver sees it: its name, the user's options, and the holders of its weights."""
 
-    `calls`: forwards whose backward has not ended; a call is removed when its graph dies. `turns`: backward uses
-    another copy of some weights than forward. `moves`: how often the gathered weights have moved. `awaits_reduction`:
-    some gradients have no reduction yet. `lends`: whether a tensor is in the memory of gathered weights. `acquire`:
-    hold the gathered weights. `end_holds`: end the given holds, if they exist. `keep_post_forward`: keep post-forward
-    shards until backward when the memory is freed, if the user asked for them.
-    """
-
+    modules: list[ref[nn.Module]]
     name: str
     number: int
     kind: str

@@ -10,9 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.fsdp import patches
 from weft.fsdp.channels import separate_gathers
-from weft.fsdp.construction.arguments import DEFAULT_STRATEGY, Request
+from weft.fsdp.construction.arguments import DEFAULT_STRATEGY, DataParallelMeshDims, Request
 from weft.fsdp.construction.members import Members
-from weft.fsdp.construction.mesh_dims import DataParallelMeshDims
 from weft.fsdp.gradients.group import Where
 from weft.fsdp.module import FSDPModule, attach, runtime_of
 from weft.fsdp.placement import Placements
@@ -89,7 +88,7 @@ def fully_shard(
         divide_factor=request.divide_factor,
     )
     members.register(unit)
-    driver = UnitDriver(unit, modules, request.options)
+    driver = UnitDriver(unit, request.options)
     for inner in below:
         inner.come_under(driver)
     for one in modules:

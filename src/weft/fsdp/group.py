@@ -34,9 +34,8 @@ from weft.dtensor.uneven import local_of
 from weft.fsdp.autograd import FullParameters, behind_classes
 from weft.fsdp.channels import Channels
 from weft.fsdp.gradients.group import GroupGradients
-from weft.fsdp.gradients.in_vain import IN_BACKWARD, never_runs
 from weft.fsdp.narrow import Narrow
-from weft.fsdp.parameter import FULL, Unsharded, parameters_of
+from weft.fsdp.parameter import FULL, IN_BACKWARD, Unsharded, never_runs, parameters_of
 from weft.fsdp.payload import Plain
 from weft.fsdp.payload_only import payload_only_of
 from weft.fsdp.plan import GroupPlan
@@ -57,11 +56,7 @@ def payload_of(plan: GroupPlan, describe: Callable[[], str]) -> Plain:
 class ParameterGroup:
     """Flat buffers of parameters that are gathered, reduced and updated as one."""
 
-    def __init__(
-        self,
-        plan: GroupPlan,
-        members: Sequence[Unsharded],
-    ) -> None:
+    def __init__(self, plan: GroupPlan, members: Sequence[Unsharded]) -> None:
         """`members`: the original parameters, whose values are moved into the buffers; those with tensor-parallel
         slices first."""
         self.owner: Callable[[], Any] = lambda: None
@@ -81,7 +76,7 @@ class ParameterGroup:
         self.copy = 0
         """The index in `copies` of the full weights, or of the next gather."""
         for tensor, member in zip(slices, members):
-            if member.passes:  # before there is memory for gathered weights
+            if member.value is not member.original:  # freed before there is memory for gathered weights
                 tensor.untyped_storage().resize_(0)
         self.refreshes = self.model_weight is not self.main_weight
         """Whether model weights are kept separately and must be updated from the main weights."""
@@ -177,7 +172,6 @@ class ParameterGroup:
 
     @cached_property
     def reduced_bytes(self) -> int:
-        """The size of the gradients' messages in bytes."""
         return self.layout.numel * self.recipe.reduce.itemsize
 
     def persistent_weights(self) -> dict[int, int]:
@@ -250,13 +244,12 @@ class ParameterGroup:
         )
 
     def bundled(self, channels: Channels, copy: int) -> torch.Tensor:
-        """Return the tensor that this rank sends in the unit's bucket. Call it under `torch.no_grad()`."""
+        """Return the tensor that this rank sends in the unit's bucket. Needs `torch.no_grad()`."""
         self.refresh(channels)
         return self.copies[min(copy, self.payload.copies - 1)].local
 
     def open_full(self, channels: Channels) -> torch.Tensor:
-        """Allocate the full weights; return the tensor that the bucket's gather fills. Call it under
-        `torch.no_grad()`."""
+        """Allocate the full weights; return the tensor that the bucket's gather fills. Needs `torch.no_grad()`."""
         assert self.transient is not None
         if not self.refreshes:
             self._gathered_from = self.version
@@ -342,10 +335,8 @@ class ParameterGroup:
             upload.synchronize()
 
     def shard_after_forward(self, size: int | None) -> None:
-        """Keep 1/`size` of the gathered weights between forward and backward from now on; None: keep nothing.
-
-        Collective over the shard axis if `size` is not None.
-        """
+        """Keep 1/`size` of the gathered weights between forward and backward from now on, which is collective over the
+        shard axis; None: keep nothing."""
         self.post_forward = None
         if self.transient is not None and size is not None:
             group = neighbours(self.groups[-1], size)
@@ -377,22 +368,19 @@ class ParameterGroup:
         self.arrived()
 
     def free(self) -> None:
-        """Free the memory of the gathered weights."""
         if self.transient is not None:
             self.fulls.leave()
             self.transient.give()
 
     def sync_requires_grad(self) -> None:
-        """Set `requires_grad` of the full parameters to that of the sharded ones. Raises RuntimeError for hooks that
-        would not run."""
+        """Set `requires_grad` of the full parameters to that of the sharded ones; refuse hooks that would not run."""
         trains = [*map(_trains, self.parameters)]
         self.trains = any(trains)
         with behind_classes():
             for each, flag in zip(self.parameters, trains):
                 if each.full.requires_grad != flag:
                     each.full.requires_grad_(flag)
-        # Gradients that wait for their reduction, on any rank, are reduced even if their parameters are frozen
-        # meanwhile.
+        # Gradients that wait for their reduction, on any rank, are reduced even if their parameters were frozen.
         self.trainable = self.trains or self.gradients.is_owed or self.gradients.accumulates()
         for each in self.parameters:
             if each.sharded._backward_hooks or IN_BACKWARD in vars(each.sharded):

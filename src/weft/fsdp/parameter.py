@@ -50,11 +50,8 @@ class Slot:
 
 @dataclass(eq=False)
 class Unsharded:
-    """A parameter that is about to be sharded, over `mesh`.
-
-    `value`: the tensor with its values; `original` itself, unless that was on the meta device. `cutting`: the
-    granularity and the dimension of its cuts.
-    """
+    """A parameter that is about to be sharded, over `mesh`. `value`: the tensor with its values; `original` itself,
+    unless that was on the meta device. `cutting`: the granularity and the dimension of its cuts."""
 
     original: nn.Parameter
     value: nn.Parameter
@@ -63,11 +60,6 @@ class Unsharded:
     parallel: TensorParallel | None
     recipe: Recipe
     cutting: tuple[int, int]
-
-    @property
-    def passes(self) -> bool:
-        """Whether `value` is a temporary tensor, whose memory can be freed once it is copied."""
-        return self.value is not self.original
 
 
 @dataclass(eq=False, slots=True)
@@ -88,11 +80,9 @@ class GradientState:
 
 @dataclass(frozen=True, eq=False)
 class ShardedParameter:
-    """A parameter of a group, the `number`-th there.
-
-    `extent`: its position in the group's layout. `parallel`: its tensor-parallel placement. `full`: the parameter that
-    is registered while the weights are gathered. `sharded`: the one that is registered otherwise.
-    """
+    """A parameter of a group, the `number`-th there. `extent`: its position in the group's layout. `parallel`: its
+    tensor-parallel placement. `full`: the parameter that is registered while the weights are gathered. `sharded`: the
+    one that is registered otherwise."""
 
     number: int
     slot: Slot
@@ -117,7 +107,6 @@ class ShardedParameter:
 
     @property
     def name(self) -> str:
-        """The name of the parameter in its unit."""
         return self.slot.name
 
     @property
@@ -183,10 +172,8 @@ SHARDED = attrgetter("sharded")
 
 
 def register(parameters: Iterable[ShardedParameter], form: Callable[[ShardedParameter], nn.Parameter | None]) -> None:
-    """Register the tensor `form` of each parameter in all its places.
-
-    Raises RuntimeError if another tensor was registered there.
-    """
+    """Register the tensor `form` of each parameter in all its places. Raises RuntimeError if another tensor was
+    registered there."""
     # All are registered before the error is raised, so that the next call does not raise for the same reason.
     replaced = []
     for each in parameters:
@@ -209,3 +196,30 @@ def register(parameters: Iterable[ShardedParameter], form: Callable[[ShardedPara
             "in place; write values with parameter.copy_(values) under torch.no_grad(), or replace it before "
             "fully_shard"
         )
+
+
+_HOOK_NEVER_RUNS = (
+    "a hook on its gradient (register_hook, register_multi_grad_hook) would never run, since autograd computes the "
+    "gradient of what is gathered. Use register_post_accumulate_grad_hook after fully_shard: it finds the reduced "
+    "gradient in parameter.grad, and may change it"
+)
+
+IN_BACKWARD = "_in_backward_optimizers"
+"""The attribute in which torch's `_apply_optimizer_in_backward` stores the optimizers of a parameter."""
+_OPTIMIZER_NEVER_RUNS = (
+    "_apply_optimizer_in_backward would train nothing: it waits for a gradient of this very parameter, and autograd "
+    "computes the gradient of what is gathered. Step in a register_post_accumulate_grad_hook after fully_shard, where "
+    "parameter.grad is the reduced gradient: parameter.register_post_accumulate_grad_hook(lambda p: (optimizer.step(), "
+    "optimizer.zero_grad()))"
+)
+
+
+def never_runs(parameter: nn.Parameter) -> str:
+    """Return why a hook or an optimizer on the gradient of `parameter` would never run; "" if there is none.
+
+    Autograd computes the gradient of the gathered parameter, a different tensor. Only hooks of
+    `register_post_accumulate_grad_hook` run, with the reduced gradient.
+    """
+    if parameter._backward_hooks:
+        return _HOOK_NEVER_RUNS
+    return _OPTIMIZER_NEVER_RUNS if IN_BACKWARD in vars(parameter) else ""

@@ -26,6 +26,7 @@ import torch
 from weft.dtensor.deferred import arrive, defer
 from weft.dtensor.uneven import UnevenDTensor
 from weft.fsdp.narrow import Narrow
+from weft.fsdp.weak import alive
 from weft.memory.buffer import FlatBuffer
 
 
@@ -64,7 +65,7 @@ class PayloadOnly(FlatBuffer):
 
     @property
     def version(self) -> int:
-        """The version counter of the main weights, as `FlatBuffer.version`. Freeing and restoring do not change it."""
+        """The version counter of the main weights. Freeing and restoring do not change it."""
         return self._local._version
 
     @property
@@ -75,7 +76,7 @@ class PayloadOnly(FlatBuffer):
     @property
     def is_unfrozen(self) -> bool:
         """Whether the user has unfrozen any of the parameters."""
-        return any((parameter := ref()) is not None and parameter.requires_grad for ref in self._parameters)
+        return any(parameter.requires_grad for parameter in alive(self._parameters))
 
     def quantize(self) -> None:
         """Make this rank's payload from the main weights."""
@@ -90,9 +91,8 @@ class PayloadOnly(FlatBuffer):
         if not self.storage.resizable():
             self._move()
         self.storage.resize_(0)
-        for ref in self._parameters:
-            if (parameter := ref()) is not None:
-                defer(parameter, self.bring)
+        for parameter in alive(self._parameters):
+            defer(parameter, self.bring)
 
     def bring(self) -> None:
         """Restore the main weights from the payload, if they were freed."""
@@ -102,9 +102,8 @@ class PayloadOnly(FlatBuffer):
         with self._unwritten():
             self.storage.resize_(self._local.nbytes)
             self._payload.restore(self._own.local, self._local.zero_())
-        for ref in self._parameters:
-            if (parameter := ref()) is not None:
-                arrive(parameter)
+        for parameter in alive(self._parameters):
+            arrive(parameter)
 
     def _move(self) -> None:
         """Replace the storage, without its values, because one that was a NumPy array cannot be resized."""
@@ -130,8 +129,8 @@ class PayloadOnly(FlatBuffer):
 
 
 def payload_only_of(group: Any) -> PayloadOnly | None:
-    """Return a replacement for the main weights of `group`, if they need not be kept: frozen weights, on the device,
-    with one copy of the payload. Otherwise return None."""
+    """Return a replacement for the main weights of `group` if they need not be kept: frozen, on the device, with one
+    copy of the payload; None otherwise."""
     stays = group.trainable or group.offload is not None or not group.layout.data_numel
     if stays or not isinstance(group.payload, Narrow) or group.payload.copies > 1:
         return None

@@ -6,7 +6,7 @@ the first pass           the root creates the runtime for all units, and alone k
 """
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -16,6 +16,7 @@ from weft.fsdp.runtime.inventory import Inventory
 from weft.fsdp.runtime.options import RuntimeOptions
 from weft.fsdp.runtime.runtime import Runtime
 from weft.fsdp.unit import Unit
+from weft.fsdp.weak import alive
 
 
 class UnitDriver(HookDriver):
@@ -23,9 +24,9 @@ class UnitDriver(HookDriver):
 
     unit: Unit
 
-    def __init__(self, unit: Unit, modules: Sequence[nn.Module], options: RuntimeOptions | None) -> None:
+    def __init__(self, unit: Unit, options: RuntimeOptions | None) -> None:
         """`options`: the `runtime` argument of `fully_shard`, if given."""
-        super().__init__(unit, modules)
+        super().__init__(unit)
         self._own: Runtime | None = None
         """The runtime, if this is a root, which alone keeps it alive."""
         self._known: weakref.ref[Runtime] | None = None
@@ -67,7 +68,7 @@ class UnitDriver(HookDriver):
         self._own = self._known = None
 
     def _start(self) -> Runtime:
-        modules = [module for ref in self._modules if (module := ref()) is not None]
+        modules = alive(self.unit.modules)
         drivers = drivers_under(modules)
         units = [driver.unit for driver in drivers]
         for unit in units:
@@ -101,11 +102,5 @@ def _unit_of(module: nn.Module) -> Unit | None:
 
 def drivers_under(modules: Iterable[nn.Module]) -> list[UnitDriver]:
     """Return the drivers of `modules` and of the sharded modules inside them, outermost first."""
-    return list(
-        dict.fromkeys(
-            vars(child)["_weft_driver"]
-            for module in modules
-            for child in module.modules()
-            if "_weft_driver" in vars(child)
-        )
-    )
+    inside = (vars(child).get("_weft_driver") for module in modules for child in module.modules())
+    return [driver for driver in dict.fromkeys(inside) if driver is not None]

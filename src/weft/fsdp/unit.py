@@ -1,17 +1,4 @@
-"""A sharded unit: the life of its weights.
-
-    from         event        to           caused by                      action
-    -----------  -----------  -----------  -----------------------------  ----------------------------------------------
-    at rest      gather       on the way   the first use, or a prefetch   start the gather, parallel to the computation
-    on the way   arrive       here         the first use                  make subsequent computation see the weights
-    here         hold         held         a holder, by name
-    held         hold         held         another holder
-    held         let go       held         a holder, not the last one
-    held         let go last  here         the last holder
-    held         renew        held         a pass that finds them stale   gather them again, into the same memory
-                                           or needs their other copy
-    here         free         at rest      a driver that expects no       free the memory
-                                           use of the unit soon
+"""A sharded unit: the life of its weights, by the table `TRANSITIONS`.
 
 Every other transition raises an error that names the unit, its state and its holders. A holder needs the weights: a
 forward or backward call, a step of a schedule, the user's `unshard()`, or a hold for a later use, such as a backward.
@@ -55,15 +42,15 @@ class State(enum.Enum):
     __hash__ = object.__hash__  # looked up at each transition; enum's own is slow
 
 
-TRANSITIONS = {
-    (State.AT_REST, "gather"): State.ON_THE_WAY,
-    (State.ON_THE_WAY, "arrive"): State.HERE,
-    (State.HERE, "hold"): State.HELD,
-    (State.HELD, "hold"): State.HELD,
-    (State.HELD, "let go"): State.HELD,
-    (State.HELD, "let go last"): State.HERE,
-    (State.HELD, "renew"): State.HELD,
-    (State.HERE, "free"): State.AT_REST,
+TRANSITIONS = {  # caused by: what happens
+    (State.AT_REST, "gather"): State.ON_THE_WAY,  # the first use, or a prefetch: it starts, parallel to the computation
+    (State.ON_THE_WAY, "arrive"): State.HERE,  # the first use: subsequent computation sees the weights
+    (State.HERE, "hold"): State.HELD,  # a holder, by name
+    (State.HELD, "hold"): State.HELD,  # another holder
+    (State.HELD, "let go"): State.HELD,  # a holder, not the last one
+    (State.HELD, "let go last"): State.HERE,  # the last holder
+    (State.HELD, "renew"): State.HELD,  # a pass that finds them stale or needs their other copy: gathers them again
+    (State.HERE, "free"): State.AT_REST,  # a driver that expects no use of the unit soon: frees the memory
 }
 
 

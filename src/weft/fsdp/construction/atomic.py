@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from weft.dtensor.uneven import local_of
-from weft.fsdp.construction.mesh_dims import axes_of
+from weft.fsdp.construction.arguments import axes_of
 
 
 @dataclass(frozen=True)

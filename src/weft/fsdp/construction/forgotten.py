@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from weft.fsdp.parameter import is_ignored, record_of
+from weft.fsdp.weak import alive
 
 Root = tuple["weakref.ref[Any]", int]
 """A root unit, and the number of backwards whose graphs were inspected for it."""
@@ -41,7 +42,7 @@ def look_around(roots: "Sequence[Root]", outputs: Iterable[torch.Tensor | Gradie
     """
     leaves = set(_leaves(outputs))
     if suspects := set(filter(_is_suspect, leaves)):
-        _refuse(suspects, [unit for ref, _ in roots if (unit := ref()) is not None])
+        _refuse(suspects, alive(ref for ref, _ in roots))
     reached = {id(record.unit.channels) for leaf in leaves if (record := record_of(leaf)) is not None}
     return [
         (ref, looks + 1)
@@ -53,7 +54,7 @@ def look_around(roots: "Sequence[Root]", outputs: Iterable[torch.Tensor | Gradie
 def _refuse(suspects: set[Any], roots: Iterable[Any]) -> None:
     parents = _parents()
     for unit in roots:
-        for around in _above([module for ref in unit.modules if (module := ref()) is not None], parents):
+        for around in _above(alive(unit.modules), parents):
             for name, parameter in around.named_parameters():
                 if parameter in suspects and not _is_managed(parameter, around, parents):
                     inside = next((path for path, each in around.named_modules() if each is unit.modules[0]()), "")
@@ -90,13 +91,10 @@ def _is_suspect(leaf: torch.Tensor) -> bool:
 
 
 def _parents() -> dict[nn.Module, list[nn.Module]]:
-    """Return the parents of each module that is alive.
-
-    It checks types, not `isinstance`, because a proxy may run code when its `__class__` is read.
-    """
+    """Return the parents of each module that is alive."""
     parents: dict[nn.Module, list[nn.Module]] = {}
     for each in gc.get_objects():
-        if issubclass(type(each), nn.Module):
+        if issubclass(type(each), nn.Module):  # not `isinstance`: a proxy may run code when its `__class__` is read
             for child in vars(each).get("_modules", {}).values():
                 parents.setdefault(child, []).append(each)
     return parents

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from weft.comm.groups import group_of
-from weft.dtensor.uneven import UnevenDTensor
+from weft.dtensor.uneven import UnevenDTensor, local_of
 from weft.fsdp.autograd import retire
 from weft.fsdp.composition import refuse_foreign
 from weft.fsdp.construction.arguments import Request
@@ -30,6 +30,10 @@ from weft.fsdp.plan import GroupPlan
 from weft.fsdp.precision import keeps_dtype
 from weft.fsdp.runtime.start import equalize, rest
 from weft.fsdp.unit import Unit
+from weft.fsdp.weak import alive
+from weft.layout.layout import plan_layout
+from weft.memory.buffer import sharded_axes
+from weft.mesh import ranks_over
 
 
 class Members:
@@ -64,8 +68,7 @@ class Members:
         """Raise ValueError for a parameter that an enclosing unit has already sharded."""
         modules = self._request.modules
         for _, slot, tied in self._tied:
-            around = [one for ref in tied.unit.modules if (one := ref()) is not None]
-            if any(one in other.modules() for other in around for one in modules):
+            if any(one in other.modules() for other in alive(tied.unit.modules) for one in modules):
                 raise ValueError(
                     f"parameter {slot.name!r} of {kind_of(modules[0])} is sharded already, by a module around it: "
                     "call fully_shard bottom-up, children first"
@@ -78,32 +81,41 @@ class Members:
             asked = policy.resolve(parameter.dtype, keep=keeps_dtype(parameter)).compute
             narrow, computes = tied.group.recipe.quantization, tied.group.recipe.compute
             if narrow != policy.param_quantization and (narrow is not None or demands(policy, slot.name, parameter)):
-                raise ValueError(
-                    f"parameter {slot.name!r} of {kind} is shared with {tied.name!r} of {tied.unit.kind}, a unit with "
-                    f"param_quantization={narrow}, and here mp_policy has {policy.param_quantization}: what is shared "
-                    "is gathered once. Give both units one mp_policy, or let `quantize` leave it out of both"
-                )
-            if asked != computes:
-                raise ValueError(
-                    f"parameter {slot.name!r} of {kind} is shared with {tied.name!r} of {tied.unit.kind}, a unit that "
-                    f"computes in {computes}, and here mp_policy asks for {asked}: what is shared is gathered once. "
-                    "Give both units one mp_policy, or shard both modules in one call, fully_shard([...])"
-                )
+                differ = f"with param_quantization={narrow}, and here mp_policy has {policy.param_quantization}"
+                fix = "let `quantize` leave it out of both"
+            elif asked != computes:
+                differ = f"that computes in {computes}, and here mp_policy asks for {asked}"
+                fix = "shard both modules in one call, fully_shard([...])"
+            else:
+                continue
+            raise ValueError(
+                f"parameter {slot.name!r} of {kind} is shared with {tied.name!r} of {tied.unit.kind}, a unit {differ}: "
+                f"what is shared is gathered once. Give both units one mp_policy, or {fix}"
+            )
 
     def groups(self) -> list[ParameterGroup]:
         """Materialize parameters on the meta device, and return the parameter groups."""
-        self._materialize()
-        self._members = self._by_kind()
-        return [self._group(members) for members in self._members]
-
-    def _materialize(self) -> None:
-        device = self._request.device
-        for mesh in dict.fromkeys([self._request.mesh, *(each.mesh for each in self._own)]):
+        request, device = self._request, self._request.device
+        for mesh in dict.fromkeys([request.mesh, *(each.mesh for each in self._own)]):
             here = {each.original: each.slot for each in self._own if each.mesh == mesh}
             real = materialize(self.owners, here, device, [group_of(mesh, axis) for axis in range(mesh.ndim)])
             for each in self._own:
                 each.value = real.get(each.original, each.value)
         bring_buffers(self.owners, device)
+        self._members, groups = self._by_kind(), []
+        for members in self._members:
+            mesh, recipe = members[0].mesh, members[0].recipe
+            placements = request.placements_on(mesh)
+            layout = plan_layout(
+                [tuple(local_of(each.value).shape) for each in members],
+                ranks_over(mesh, sharded_axes(placements.optimizer)),
+                itemsize=recipe.smallest_itemsize,
+                granularities=[each.cutting[0] for each in members],
+                dims=[each.cutting[1] for each in members],
+            )
+            plan = GroupPlan(layout, mesh, placements, recipe, device, request.offload)
+            groups.append(ParameterGroup(plan, members))
+        return groups
 
     def _by_kind(self) -> list[list[Unsharded]]:
         """Return the members of each group; groups with tensor-parallel slices come first."""
@@ -112,11 +124,6 @@ class Members:
             key = (each.mesh, each.original.dtype, each.recipe, each.original.requires_grad)
             kinds.setdefault(key, []).append(each)
         return list(kinds.values())
-
-    def _group(self, members: list[Unsharded]) -> ParameterGroup:
-        request, mesh, recipe = self._request, members[0].mesh, members[0].recipe
-        plan = GroupPlan.of(members, mesh, request.placements_on(mesh), recipe, request.device, request.offload)
-        return ParameterGroup(plan, members)
 
     def register(self, unit: Unit) -> None:
         """Replace the original parameters with the sharded ones of `unit`, which was made from `groups()`."""

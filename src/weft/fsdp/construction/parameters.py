@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from weft.dtensor.tensor_parallel import TensorParallel, tensor_parallel_of
 from weft.dtensor.uneven import UnevenDTensor
 from weft.fsdp.autograd import Original
-from weft.fsdp.gradients.in_vain import never_runs
+from weft.fsdp.parameter import never_runs
 
 _ANNOTATION = "_local_type"
 """The attribute in which spmd_types stores the type of a plain tensor on each mesh axis."""
@@ -33,11 +33,8 @@ _ANNOTATION = "_local_type"
 def checked_parameter(
     parameter: nn.Parameter, mesh: DeviceMesh, device: torch.device, where: str, replicas: Collection[str] = ()
 ) -> TensorParallel | None:
-    """Return the tensor-parallel placement of a parameter, None for a plain one; raise ValueError if it cannot be
-    sharded.
-
-    `where`: its name in errors. `replicas`: the names of the data-parallel axes, for DTensors over a whole mesh.
-    """
+    """Return the tensor-parallel placement of a parameter, named `where` in errors; None for a plain one. Raises
+    ValueError if it cannot be sharded. `replicas`: the data-parallel axes, for DTensors over a whole mesh."""
     if isinstance(parameter, (UnevenDTensor, Original)):
         raise ValueError(f"{where} is sharded already, by a unit that is gone: build the module anew")
     if is_lazy(parameter):

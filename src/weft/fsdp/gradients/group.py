@@ -6,21 +6,7 @@
 
     *   from the first reduction on
 
-The states of a group's gradients, and the transitions between them:
-
-    from         event      to           caused by               what happens
-    -----------  ---------  -----------  ----------------------  ------------------------------------------------------
-    nowhere      pack       packed       the end of a backward   autograd's gradients are copied into the packed buffer
-    packed       pack       packed       a further microbatch    autograd's gradients are added
-    packed       reduce     on the way   its turn                the reductions start; `main` belongs to the engine
-    on the way   arrive     reduced      a need for room         the transient memory is freed
-    on the way   wait       summed       a need for room         the same; the outer axis waits for the last microbatch
-    summed       pack       packed       a further microbatch
-    reduced      pack       packed       a unit that is reduced twice in one backward
-    reduced      publish    nowhere      the end of a backward   `main` becomes `.grad` and belongs to the user
-    any          discard    nowhere      an exception
-
-The owner of `main` is described in `weft.fsdp.gradients.main`.
+`TRANSITIONS` has the states of a group's gradients. The owner of `main` is described in `weft.fsdp.gradients.main`.
 """
 
 import enum
@@ -59,17 +45,20 @@ class Where(enum.Enum):
     __hash__ = object.__hash__  # used at each transition; Enum's is slow
 
 
-TRANSITIONS = {
-    (Where.NOWHERE, "pack"): Where.PACKED,
-    (Where.PACKED, "pack"): Where.PACKED,
-    (Where.SUMMED, "pack"): Where.PACKED,
-    (Where.REDUCED, "pack"): Where.PACKED,
-    (Where.PACKED, "reduce"): Where.ON_THE_WAY,
-    (Where.ON_THE_WAY, "arrive"): Where.REDUCED,
-    (Where.ON_THE_WAY, "wait"): Where.SUMMED,
-    (Where.REDUCED, "publish"): Where.NOWHERE,
+TRANSITIONS = {  # caused by: what happens
+    (
+        Where.NOWHERE,
+        "pack",
+    ): Where.PACKED,  # the end of a backward: autograd's gradients are copied into it
+    (Where.PACKED, "pack"): Where.PACKED,  # a further microbatch: autograd's gradients are added
+    (Where.SUMMED, "pack"): Where.PACKED,  # a further microbatch
+    (Where.REDUCED, "pack"): Where.PACKED,  # a unit that is reduced twice in one backward
+    (Where.PACKED, "reduce"): Where.ON_THE_WAY,  # its turn: the reductions start; `main` belongs to the engine
+    (Where.ON_THE_WAY, "arrive"): Where.REDUCED,  # a need for room: the transient memory is freed
+    (Where.ON_THE_WAY, "wait"): Where.SUMMED,  # the same, if the outer axis waits for the last microbatch
+    (Where.REDUCED, "publish"): Where.NOWHERE,  # the end of a backward: `main` becomes `.grad`, and the user's
 }
-"""All transitions but `discard`, which leads from any state to `NOWHERE`."""
+"""All transitions but `discard`, after an exception, which leads from any state to `NOWHERE`."""
 
 
 class GroupGradients:

@@ -26,28 +26,24 @@ from weft.quantize import Quantization, scaled_product
 
 
 class Linear:
-    """`x @ weight.T + bias` on the last dimension."""
+    """`x @ weight.T + bias` on the last dimension. `fits`: whether operands have dimensions that are supported."""
 
     arguments = ("input", "weight", "bias")
 
     @staticmethod
     def fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """Return whether the operands have the dimensions that this kind supports."""
         return x.dim() > 1 and weight.dim() == 2 and (bias is None or bias.dim() == 1)
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the product."""
         return F.linear(x, weight, bias)
 
     @staticmethod
     def input_gradient(gradient: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the gradient of `x`."""
         return gradient.flatten(0, -2).mm(weight.detach()).view(*gradient.shape[:-1], weight.shape[1])
 
     @staticmethod
     def weight_gradient(gradient: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the gradient of the weight."""
         return gradient.flatten(0, -2).t().mm(x.flatten(0, -2))
 
 
@@ -58,22 +54,18 @@ class Grouped:
 
     @staticmethod
     def fits(x: Tensor, weight: Tensor, offs: Tensor | None) -> bool:
-        """Return whether the operands have the dimensions that this kind supports."""
         return x.dim() == 2 and weight.dim() == 3 and offs is not None
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-        """Return the product."""
         return torch._grouped_mm(x, weight, offs)
 
     @staticmethod
     def input_gradient(gradient: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-        """Return the gradient of `x`."""
         return torch._grouped_mm(gradient, weight.detach().transpose(-2, -1), offs)
 
     @staticmethod
     def weight_gradient(gradient: Tensor, x: Tensor, offs: Tensor) -> Tensor:
-        """Return the gradient of the weight."""
         return torch._grouped_mm(x.t(), gradient, offs)
 
 
@@ -82,14 +74,12 @@ class ScaledLinear(Linear):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the product."""
         product = scaled_product(x.flatten(0, -2), *_operand(weight, backward=False))
         product = product.view(*x.shape[:-1], weight.shape[0])
         return product if bias is None else product + bias
 
     @staticmethod
     def input_gradient(gradient: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the gradient of `x`."""
         product = scaled_product(gradient.flatten(0, -2), *_operand(weight, backward=True), dim=-2)
         return product.view(*gradient.shape[:-1], weight.shape[1])
 
@@ -99,12 +89,10 @@ class ScaledGrouped(Grouped):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-        """Return the product."""
         return scaled_product(x, *_operand(weight, backward=False), dim=-2, offsets=offs)
 
     @staticmethod
     def input_gradient(gradient: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-        """Return the gradient of `x`."""
         return scaled_product(gradient, *_operand(weight, backward=True), offsets=offs)
 
 
@@ -167,7 +155,4 @@ def _operand(weight: Tensor, *, backward: bool) -> tuple[Tensor, Any, Quantizati
     with torch._C.DisableTorchFunctionSubclass():
         if len(group.copies) > 1 and group.copy != backward:
             record.unit.turn(backward)
-        payload, scales, recipe = group.payload.operand(
-            codes.view(torch.uint8), group.full.local, record.number, backward=backward
-        )
-        return payload, scales, recipe
+        return group.payload.operand(codes.view(torch.uint8), group.full.local, record.number, backward=backward)

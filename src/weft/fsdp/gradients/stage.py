@@ -92,17 +92,15 @@ class GradientStage:
         pool: Pool,
         *,
         scale: float,
-        accumulate: bool,
         sum_only: bool,
         hook: Callable[[torch.Tensor], None] | None,
-        channel: int,
-        after: Ticket | None,
+        **options: Any,
     ) -> Ticket:
         """Start to reduce the buffer over the ranks of the stage's axis; write the sum times `scale` to `output`, or
         add it. Call `close` after the returned ticket.
 
         `sum_only`: do not let the backend average. `hook`: called with the reduced tensor, in the reduce dtype, which
-        it may modify before `output` takes it. `after`: a ticket to start after.
+        it may modify before `output` takes it. `options`: those of the collective and the lane.
         """
         assert self.buffer is not None, "open first"
         prepare, wide = None, self.buffer.local
@@ -114,8 +112,7 @@ class GradientStage:
             def prepare() -> None:
                 narrow.copy_(wide.mul_(first) if first != 1.0 else wide)
 
-        options: dict[str, Any] = {"channel": channel, "prepare": prepare, "after": after}
-        options |= {"scale": scale, "accumulate": accumulate}
+        options |= {"scale": scale, "prepare": prepare}
         options["inbox"] = pool.take(self._inbox) if self._inbox.nbytes else self._inbox.own
         if self._scatters:
             options["sum_only"] = sum_only
@@ -127,7 +124,6 @@ class GradientStage:
         return lane.run(collectives.reduce_through, hook, self._hooked, self._reduction, *tensors, **options)
 
     def close(self) -> None:
-        """Free the memory."""
         if self._inbox.nbytes:
             self._inbox.give()
         for memory in self._memory.values():

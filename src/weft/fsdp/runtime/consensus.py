@@ -28,8 +28,7 @@ _others, _present, _resharded = map(attrgetter, ("others", "gradient.present", "
 
 
 class Consensus:
-    """Exchanges the state of one model with the other ranks. `agreement`: the log of collectives, and the exchange.
-    `checked`: `check_collectives`."""
+    """Exchanges the state of one model with the other ranks. `checked`: `check_collectives`."""
 
     def __init__(self, every: UnitSet, reductions: Reductions, agreement: Agreement, *, checked: bool) -> None:
         self._every = every
@@ -47,11 +46,9 @@ class Consensus:
             return None
         said = []
         for unit in self._every.units:
-            sizes = ", ".join(
-                f"{group.layout.data_numel}{' frozen and quantized' if group.payload_only else ''}"
-                for group in unit.groups
-            )
-            said.append(f"{unit.name or 'the root'} ({unit.kind}, {sizes} elements)")
+            frozen = [" frozen and quantized" if group.payload_only else "" for group in unit.groups]
+            sizes = [f"{group.layout.data_numel}{what}" for group, what in zip(unit.groups, frozen)]
+            said.append(f"{unit.name or 'the root'} ({unit.kind}, {', '.join(sizes)} elements)")
         trains = [any(p.requires_grad for p in map(SHARDED, group.parameters)) for group in self._every.groups]
         trains = self._agreement.same_structure(said, self._every.process_groups, trains)
         helper.offer(self._every.units)
@@ -65,8 +62,7 @@ class Consensus:
             self._reduce(trains)
 
     def pack_unheard(self) -> list[Unit]:
-        """Pack the gradients of groups that this rank has unfrozen and that the ranks do not reduce yet. Return the
-        units that have such groups."""
+        """Pack the gradients of groups that this rank has unfrozen and the ranks do not reduce yet; return the units."""
         units = [*filter(_others, self._every.units)]
         late = [unit for unit in units if any(unit.groups[n].trainable for n in unit.others)] if units else units
         for unit in late:
@@ -75,8 +71,7 @@ class Consensus:
         return late
 
     def reach(self, graphs: CaptureTable | None) -> None:
-        """Exchange state with the other ranks at the end of a backward, and start the reductions that this rank has not
-        started."""
+        """Exchange state at the end of a backward, and start the reductions that this rank has not started."""
         reductions, units, groups = self._reductions, self._every.units, self._every.groups
         reductions.complete()
         if not self._checked:

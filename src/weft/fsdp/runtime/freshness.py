@@ -39,8 +39,7 @@ class Freshness:
         self._made: list[Unit] = []
 
     def begin_pass(self, units: Sequence[Unit], inside: Sequence[Unit], groups: Sequence[dist.ProcessGroup]) -> None:
-        """Begin a pass over the units `inside`, a part of `units`: agree with the other ranks on which main weights
-        have changed."""
+        """Begin a pass over the units `inside`: agree with the other ranks on which main weights have changed."""
         following = [group for unit in units for group in unit.groups if group.refreshes]
         if not following:
             return
@@ -70,8 +69,8 @@ class Freshness:
         return unit in self.ahead or any(group.is_outdated for group in unit.groups)
 
     def reach(self, unit: Unit) -> None:
-        """Update the weights of all units up to `unit`, and of the next one, whose transfer then overlaps with
-        computation. A unit that only another rank's pass uses is updated alone."""
+        """Update all units up to `unit`, and the next one, whose transfer then overlaps with computation. A unit that
+        only another rank's pass uses is updated alone."""
         if unit in self.ahead:
             while self._next() is not unit:
                 pass

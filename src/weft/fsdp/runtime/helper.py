@@ -130,10 +130,8 @@ class GatherHelper:
         return self._steps.reached(issued) and self.serve_bucket(number, copy)
 
     def serve(self, unit: Unit, number: int | None, copy: int = 0) -> bool:
-        """Join a gather of a copy of group `number` of `unit`; for None, update its model weights.
-
-        Returns whether there was anything to do. The hang detector calls it while this rank waits for another message.
-        """
+        """Join a gather of a copy of group `number` of `unit`; for None, update its model weights. Return whether there
+        was anything to do. The hang detector calls it while this rank waits for another message."""
         if self._watched_by is not None:
             self._watched_by.subject = unit.name or "the root"
         was_due = self._freshness.is_due(unit)

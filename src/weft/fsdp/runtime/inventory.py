@@ -23,6 +23,7 @@ from torch import nn
 from weft.fsdp.autograd import Original
 from weft.fsdp.parameter import is_ignored, record_of
 from weft.fsdp.unit import Unit
+from weft.fsdp.weak import alive
 
 _registries = itemgetter("_modules", "_parameters")
 _trains = attrgetter("requires_grad")
@@ -56,7 +57,7 @@ class Inventory:
             self._walk()
 
     def _walk(self) -> None:
-        roots = [root for ref in self._roots if (root := ref()) is not None]
+        roots = alive(self._roots)
         modules = [*dict.fromkeys(chain.from_iterable(root.modules() for root in roots))]
         # A parameter in place of a unit's raises when the unit registers its parameter.
         places = {(owner(), name) for slot in self._slots for owner, name in slot.owners}

@@ -1,19 +1,5 @@
 """The states of a model: which pass is running, and the calls of the current backward.
 
-    from          event             to            caused by
-    ------------  ----------------  ------------  ---------------------------------------------------------------------
-    idle          begin forward     forward       the outermost forward with gradients
-    idle          begin evaluation  evaluation    the outermost forward without
-    idle          begin schedule    schedule      `weft.overlap.forward_backward`
-    idle          begin backward    backward      the first unit that a backward reaches
-    forward,      begin backward    backward      a gradient that is taken inside of a forward; its end leads back
-    evaluation
-    any of them   end               what was      its end
-                                    around it
-    any           fail              failed        an exception that leaves the pass
-    failed        recover           idle          the next call: a forward, a backward, a schedule, `unshard()`, a
-                                                  state dict that is read or loaded
-
 A forward inside of a backward is a recomputation, not a pass. `weft.fsdp.runtime.joint_backward` detects the end and
 the failure of a backward, which may go through several models.
 """
@@ -40,19 +26,20 @@ class Pass(enum.Enum):
     __hash__ = object.__hash__  # used at each transition; Enum's is slow
 
 
-TRANSITIONS = {
-    (Pass.IDLE, "begin forward"): Pass.FORWARD,
-    (Pass.IDLE, "begin evaluation"): Pass.EVALUATION,
-    (Pass.IDLE, "begin schedule"): Pass.SCHEDULE,
-    (Pass.IDLE, "begin backward"): Pass.BACKWARD,
-    (Pass.FORWARD, "begin backward"): Pass.BACKWARD,
+TRANSITIONS = {  # caused by
+    (Pass.IDLE, "begin forward"): Pass.FORWARD,  # the outermost forward with gradients
+    (Pass.IDLE, "begin evaluation"): Pass.EVALUATION,  # the outermost forward without
+    (Pass.IDLE, "begin schedule"): Pass.SCHEDULE,  # `weft.overlap.forward_backward`
+    (Pass.IDLE, "begin backward"): Pass.BACKWARD,  # the first unit that a backward reaches
+    (Pass.FORWARD, "begin backward"): Pass.BACKWARD,  # a gradient that is taken inside of a forward
     (Pass.EVALUATION, "begin backward"): Pass.BACKWARD,
     (Pass.FORWARD, "end"): Pass.IDLE,
     (Pass.EVALUATION, "end"): Pass.IDLE,
     (Pass.SCHEDULE, "end"): Pass.IDLE,
-    (Pass.FAILED, "recover"): Pass.IDLE,
+    (Pass.FAILED, "recover"): Pass.IDLE,  # the next call: a forward, a backward, `unshard()`, a state dict, ...
 }
-"""In addition, every pass can fail, and the end of a backward leads back to the state before it."""
+"""In addition, every pass fails with an exception that leaves it, and the end of a backward leads back to the state
+before it."""
 
 
 class Passes:
@@ -72,7 +59,6 @@ class Passes:
             self._around = around
 
     def end(self) -> None:
-        """End the running pass."""
         if self.current is Pass.BACKWARD:
             self.current, self._around = self._around, Pass.IDLE
         else:
@@ -83,7 +69,6 @@ class Passes:
         self.current, self._around = Pass.FAILED, Pass.IDLE
 
     def recover(self) -> None:
-        """Leave the failed state, after cleaning up."""
         self._to("recover")
 
     def _to(self, event: str) -> None:
@@ -127,7 +112,6 @@ class BackwardCalls:
         self._calls.clear()
 
     def abandon(self) -> None:
-        """Abandon all calls after a failed backward."""
         for call in self._calls:
             call.abandon()
         self._calls.clear()

@@ -61,19 +61,18 @@ class Reductions(ReductionOrder):
 
     def defers(self, unit: Unit) -> bool:
         """Return whether the gradients of `unit` wait for another backward before they are reduced."""
-        if unit.requires_gradient_sync and self.last_backward and not self.more_to_come:
+        if not unit.requires_gradient_sync:
+            return True
+        if self.last_backward and not self.more_to_come:
             return False
-        return not unit.requires_gradient_sync or not any(
-            group.placements.reduces_each_microbatch for group in unit.groups
-        )
+        return not any(group.placements.reduces_each_microbatch for group in unit.groups)
 
     def _finishes(self, unit: Unit) -> bool:
         """Return whether reductions of `unit` started now include all stages."""
         return unit.requires_all_reduce and self.last_backward and not self.more_to_come
 
     def begin(self, *, taking_turns: bool = True) -> None:
-        """Plan the turns at the begin of a backward, or reset them after an abandoned one. `taking_turns`: False for a
-        schedule, which determines the order."""
+        """Plan the turns at the begin of a backward. Not `taking_turns`: a schedule has its own order."""
         if not taking_turns:
             self.take_turns(None)
             return
@@ -115,8 +114,7 @@ class Reductions(ReductionOrder):
                 self._note(unit.number, "reduction", group.reduced_bytes)
 
     def left_over(self, unit: Unit) -> bool:
-        """Return whether `unit` has gradients that no call's end has taken: of this backward, or of earlier ones if
-        their reduction is due."""
+        """Return whether `unit` has gradients that no call's end has taken, of this backward or due ones of earlier."""
         for group in unit.trainable_groups:
             gradients = group.gradients
             if gradients.arrived:

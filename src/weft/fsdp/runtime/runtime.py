@@ -63,15 +63,13 @@ class Runtime(Shared):
         self._is_new = not self._consensus.is_alone
         """Whether no backward has checked yet for parameters outside of the root."""
         self.post_optimizer_event: Any = None
-        """An event that the next pass waits for before it reads the weights, for an optimizer that runs on another
-        stream."""
+        """An event of an optimizer on another stream, which the next pass waits for before it reads the weights."""
         equalize_slices(self.every.groups)
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
     def begin_forward(self, outermost: Unit) -> None:
-        """Enter a call of a module of `outermost`. If no other call is under way, begin a pass, and clean up after the
-        earlier one."""
+        """Enter a call of a module of `outermost`; the outermost call begins a pass."""
         self._depth += 1
         if self._depth > 1 or self._recomputes:
             return
@@ -100,8 +98,7 @@ class Runtime(Shared):
             self.gathers.begin(kind.value)
 
     def _enter(self) -> None:
-        """Prepare for a call from outside of passes: recover from a failed pass, check that weights have values, and
-        wait for the optimizer."""
+        """Prepare for a call from outside of passes."""
         check_alive(self.every.process_groups)
         self.recover()
         if not self._filled:
@@ -113,13 +110,11 @@ class Runtime(Shared):
 
     @property
     def _recomputes(self) -> bool:
-        """Whether a forward is a recomputation in backward, by activation checkpointing. An evaluation that a hook of
-        another model's backward runs is not: it is a pass."""
+        """Whether a forward is a recomputation in backward. An evaluation inside of another model's backward is not."""
         return in_backward() and (torch.is_grad_enabled() or self.passes.current is Pass.BACKWARD)
 
     def end_forward(self, error: BaseException | None = None) -> None:
-        """Leave a call of a sharded module. With the outermost call, end the forwards of units of which not all modules
-        ran, and free weights that were gathered ahead and not used."""
+        """Leave a call of a sharded module; the outermost call ends the pass."""
         self._depth = max(self._depth - 1, 0)
         if self._depth or (self._recomputes and self.passes.current is not Pass.EVALUATION):
             return
@@ -181,9 +176,8 @@ class Runtime(Shared):
 
     @contextmanager
     def scheduled(self, trace: Trace, depth: int, *, backward: bool = True) -> Iterator[None]:
-        """A context for a schedule that drives the units itself, with the events of `trace`. Hooks do nothing, and the
-        end of the context acts as the end of a backward. `depth`: the number of units to gather ahead. `backward`:
-        False for an evaluation, which does not touch gradients."""
+        """A context for a schedule that drives the units itself, with the events of `trace`, and gathers `depth` units
+        ahead. Hooks do nothing in it, and its end acts as the end of a backward, unless it is an evaluation."""
         if self._depth or in_backward():
             raise RuntimeError("a schedule cannot run inside a forward or backward of the same model: call it outside")
         self._evaluates = not backward
@@ -242,8 +236,6 @@ class Runtime(Shared):
 
     @torch.no_grad()
     def _end_backward(self) -> None:
-        """Complete the calls whose end has no hook, agree with the other ranks, collect the reductions, free the units'
-        memory, and set `.grad`."""
         for unit in reversed(self.units):
             if self.reductions.left_over(unit):
                 self.ready(unit)
@@ -272,8 +264,7 @@ class Runtime(Shared):
         self.planner.end_pass()
 
     def finish_unnoticed(self) -> None:
-        """End this model's backward after an autograd backward in which no hook of the model ran, if that left
-        gradients."""
+        """End this model's backward after one of autograd in which no hook of the model ran, if that left gradients."""
         if self.passes.current is Pass.IDLE and any(unit.awaits_reduction for unit in self.units):
             self._open_backward()
             self.end_backward()
@@ -300,22 +291,21 @@ class Runtime(Shared):
             self._failure = (error, what)
 
     def _leave_by(self, error: BaseException) -> None:
-        """End the pass with `error`: report the error's source to the other ranks, and clean up."""
+        """End the pass with `error`, and report its source to the other ranks."""
         if self._failure is not None and self._failure[0] is error:
             self._helper.failed(self._failure[1], error)
         self._failure = None
         self.reset()
 
     def fail(self) -> None:
-        """Mark the pass as failed, and register the sharded parameters. After a failed backward drop all gradients:
-        some units, on some ranks, have added theirs already, and others have not."""
+        """Mark the pass as failed, and register the sharded parameters."""
         left = self.passes.current
         evaluates = left in (Pass.FORWARD, Pass.EVALUATION) or (left is Pass.SCHEDULE and self._evaluates)
         if left is not Pass.FAILED:
             self._keeps_gradients = evaluates
         self.passes.fail()
         if left in (Pass.BACKWARD, Pass.SCHEDULE) and not evaluates:
-            self.every.drop_gradients()
+            self.every.drop_gradients()  # some units, on some ranks, have added theirs already, and others have not
         for unit in self.units:
             unit.drop_holders()
 
@@ -331,7 +321,7 @@ class Runtime(Shared):
         return False
 
     def reset(self) -> None:
-        """Return every unit to rest, and discard gradients that were not reduced."""
+        """Fail and recover at once."""
         self.fail()
         self._recover()
 

@@ -46,9 +46,8 @@ class Shared:
         self.graphs: CaptureTable | None = None
         self.every = UnitSet(units, drivers)
         self.units = self.every.units
-        self.channels = Channels(
-            device, planned=options.allocator == "trace", separate=bool(options.separate_all_gather_group)
-        )
+        separate = options.separate_all_gather_group
+        self.channels = Channels(device, planned=options.allocator == "trace", separate=bool(separate))
         groups, checked, budget = self.every.groups, options.check_collectives, options.prefetch_bytes
         together = bundle_bytes(groups) if options.bucket_bytes is None else options.bucket_bytes
         buckets = fill_buckets(units, self.channels, together if budget is None else min(budget, together))
@@ -73,7 +72,7 @@ class Shared:
         self.planner = Planner(self.units, self.channels, buckets, self.gathers, self.reductions, options, together)
         if not checked or any(group.refreshes for group in groups) or not all(unit.is_addressed for unit in units):
             self.channels.on_gather = weakly(self._before_gather)
-        check_separate(self.every.process_groups, options.separate_all_gather_group)
+        check_separate(self.every.process_groups, separate)
         for unit in units:
             unit.channels = self.channels
             unit.gradient_to_write = weakly(self.reductions.gradient_to_write)
@@ -86,10 +85,8 @@ class Shared:
         self.reductions.most_alive = self.options.max_live_reduce_buffers
 
     def use(self, unit: Unit, holder: Any, named: Sequence[Unit] | None = None) -> None:
-        """Gather `unit`, the next one of this pass, prefetch units after it, and hold it for `holder`.
-
-        `named`: units to prefetch in place of those of the recorded order.
-        """
+        """Gather `unit`, the next one of this pass, prefetch units after it, or those `named`, and hold it for
+        `holder`."""
         self.gathers.use(unit, named, backward=holder.backward)
         unit.acquire(holder)
 
@@ -102,7 +99,7 @@ class Shared:
                 each.free()
 
     def keep(self, unit: Unit, holder: Any) -> None:
-        """Hold `unit` for `holder` after its use: after a forward until its backward, after a backward permanently."""
+        """Hold `unit` for `holder` after its use."""
         if holder not in unit.holders:
             self.gathers.events.append(("keep", unit.number, 0))
             unit.acquire(holder)

@@ -7,26 +7,20 @@ ranks must send the same messages.
 import weakref
 from collections.abc import Callable, Sequence
 
-import torch.distributed as dist
-
 from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, Driver
 from weft.fsdp.gradients.group import Where
 from weft.fsdp.unit import Unit
+from weft.fsdp.weak import alive
 
 
 class UnitSet:
-    """All units of a model.
-
-    `units`: in order of their numbers, the root first. `drivers`: the drivers around their modules.
-    """
+    """All units of a model, in order of their numbers, the root first, and the drivers around their modules."""
 
     def __init__(self, units: Sequence[Unit], drivers: Sequence[Driver]) -> None:
         self.units = tuple(units)
         self.groups = [group for unit in units for group in unit.groups]
         self.parameters = [each for group in self.groups for each in group.parameters]
-        self.process_groups: list[dist.ProcessGroup] = list(
-            dict.fromkeys(each for group in self.groups for each in group.groups)
-        )
+        self.process_groups = [*dict.fromkeys(each for group in self.groups for each in group.groups)]
         """The process groups of the mesh axes of all units, which together connect all ranks of the model."""
         self._drivers = [weakref.ref(driver) for driver in drivers]
         self._offloaded = [group for group in self.groups if group.offload is not None]
@@ -57,10 +51,8 @@ class UnitSet:
             unit.forget()
 
     def come_to_rest(self, stays: Callable[[Unit], bool] | None, *, complete: bool) -> None:
-        """Free the weights of all units, except those for which `stays` returns True.
-
-        `complete`: whether no call is running; then raises RuntimeError if a computation still holds weights.
-        """
+        """Free the weights of all units but those that `stays` names. `complete`: no call is running; then raises
+        RuntimeError if a computation still holds weights."""
         if self._offloaded:
             self.finish_uploads()
         for unit in self.units if complete else ():
@@ -77,7 +69,7 @@ class UnitSet:
             group.finish_upload()
 
     def publish(self) -> None:
-        """Publish the reduced gradients as `.grad`."""
+        """Set `.grad` to the reduced gradients."""
         try:
             for group in self.groups:
                 if group.gradients.where is Where.REDUCED:
@@ -93,15 +85,12 @@ class UnitSet:
 
     def abandon_forwards(self) -> None:
         """Abandon forwards of units with several modules, of which only some have run."""
-        for ref in self._drivers:
-            if (driver := ref()) is not None:
-                driver.abandon()
+        for driver in alive(self._drivers):
+            driver.abandon()
 
     def reset(self, *, keeps_gradients: bool) -> None:
-        """Clean up after a failed pass; the user's holds stay.
-
-        `keeps_gradients`: whether gradients of earlier backwards that wait for their reduction stay, too.
-        """
+        """Clean up after a failed pass. The user's holds stay, and if `keeps_gradients`, those gradients of earlier
+        backwards that wait for their reduction."""
         self.abandon_forwards()
         if not keeps_gradients:
             for group in self.groups:
