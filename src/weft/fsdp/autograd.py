@@ -55,11 +55,8 @@ behind_classes = torch._C.DisableTorchFunctionSubclass
 
 
 class FullParameters:
-    """The full parameters of one group as autograd sees them.
-
-    `copies`: whether they are copies, so that writes to them do not reach the main weights. `version`: the version
-    counter of the main weights.
-    """
+    """The full parameters of one group as autograd sees them. `copies`: whether they are copies, so that writes to them
+    do not reach the main weights. `version`: the version counter of the main weights."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, copies: bool, version: int) -> None:
         self._parameters = tuple(parameters)
@@ -76,9 +73,7 @@ class FullParameters:
 
     def come(self, version: int) -> None:
         """Mark the weights as gathered from main weights at `version`, which tensors saved for backward must match.
-
-        Raises WeightsWritten if code wrote to their memory while they were freed.
-        """
+        Raises WeightsWritten if code wrote to their memory while they were freed."""
         if version == self._version and not self._copies:
             return
         from_gone = self._versions[0] == self._gone
@@ -262,11 +257,9 @@ first_backwards: list[tuple[weakref.ref[Any], int]] = []
 def explaining(
     run: Callable[..., Any], look_around: Callable[..., list], settle: Callable[[], None]
 ) -> Callable[..., Any]:
-    """Wrap `run`, torch's function that runs a backward, so that its errors name weights.
-
-    `look_around(roots, outputs)`: called before a backward that may be the first of some roots; returns the roots whose
-    first backward is still to come. `settle()`: called after each backward.
-    """
+    """Wrap `run`, torch's function that runs a backward, so that its errors name weights. `look_around(roots,
+    outputs)`: called before a backward that may be the first of some roots; returns the roots whose first backward is
+    still to come. `settle()`: called after each backward."""
 
     @functools.wraps(run)
     def explained(outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -24,10 +24,8 @@ from weft.fsdp.parameter import record_of
 
 
 def refuse_foreign(module: nn.Module, name: str) -> None:
-    """Raise ValueError if torch's `replicate` or `fully_shard` was called on `module`.
-
-    `name`: its name inside of the module that is sharded.
-    """
+    """Raise ValueError if torch's `replicate` or `fully_shard` was called on `module`. `name`: its name inside of the
+    module that is sharded."""
     registered = [each for each in ("replicate", "fully_shard") if each in vars(module).get(REGISTRY_KEY, {})]
     if isinstance(module, TorchFSDPModule) or registered:
         what = registered[0] if registered else "fully_shard"
@@ -55,9 +53,7 @@ def refuse_wrappers(module: nn.Module, name: str, child: nn.Module | None) -> An
 
 def refusing_sharded(init: Callable[..., None], at: int, why: str) -> Callable[..., None]:
     """Wrap `init`, a constructor of torch, to raise ValueError if its argument number `at` is a sharded parameter.
-
-    `why`: the message, with `{}` for the parameter.
-    """
+    `why`: the message, with `{}` for the parameter."""
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:

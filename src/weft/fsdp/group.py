@@ -103,8 +103,7 @@ class ParameterGroup:
         self._gathered_from: int | None = None
         """The version of the main weights from which the gathered, or else the model weights were made."""
         self._refreshing: Ticket | None = None
-        self._upload: Ticket | None = None
-        """The transfer that reads main weights in CPU memory."""
+        self._upload: Ticket | None = None  # the transfer that reads main weights in CPU memory
         self.unfilled = [each for each, tensor in zip(self.parameters, slices) if tensor.is_meta]
         """The parameters that were on the meta device, without values, when the group was made."""
 

@@ -41,11 +41,9 @@ class ForwardCall:
         self.begun = False
         """Whether its backward is under way."""
         self._retained = False
-        self._ended_in = -1
-        """The id of autograd's graph task in which this call's backward has ended last."""
+        self._ended_in = -1  # the id of autograd's graph task in which this call's backward has ended last
         self._moves = self.unit.moves
-        self._engine = engine
-        """A strong reference: the root may be freed before the backward."""
+        self._engine = engine  # a strong reference: the root may be freed before the backward
         self._stretch: Stretch | None = None
         self._known = weakref.ref(self, self.unit.calls.discard)
         self.unit.calls.add(self._known)
@@ -180,8 +178,8 @@ class HookDriver(ABC):
         return (self._finish_plainly if compiled else self._finish)(engine, output, finish)
 
     def _enter(self, engine: Engine, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """Prepare a forward. Return its inputs, cast and marked, and a function to call after it, None if hooks do
-        nothing in this call."""
+        """Acquire the weights for a forward. Return its inputs, cast and marked, and a function to call after it; None
+        if hooks do nothing in this call."""
         if engine.recover() or self.backwards or id(module) in self._entered:
             return *self.unit.policy.cast_inputs((args, kwargs)), None
         if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
@@ -190,19 +188,32 @@ class HookDriver(ABC):
                 "around plain calls only. Transform a plain copy of the module, or a part of it that fully_shard does "
                 "not see"
             )
-        engine.begin_forward(self.unit)
+        unit = self.unit
+        engine.begin_forward(unit)
         try:
-            return self._before(engine, module, args, kwargs)
+            if not self._entered:
+                if observed():
+                    self._stretch = Stretch(unit.name, "forward")
+                engine.use(unit, self._hold, self.forward_prefetch and alive(self.forward_prefetch))
+                self._call = ForwardCall(self, engine) if torch.is_grad_enabled() else None
+            args, kwargs = unit.policy.cast_inputs((args, kwargs))
+            finish = _nothing
+            if self._call is not None and not self._entered:  # backward ends where forward began
+                args, kwargs, finish = _marked(self._call, args, kwargs)
+            self._entered.add(id(module))
+            return args, kwargs, finish
         except BaseException as error:
             self._fail(engine, error)
             raise
 
     def _finish(self, engine: Engine, output: Any, finish: Callable[[], None]) -> Any:
-        """Complete a forward, and return its output, cast and marked."""
+        """Complete a forward: release or keep the weights after the last of the unit's modules. Return its output."""
         try:
             if finish is not _nothing:
                 finish()
-            output = self._after(engine, output)
+            output = self._marked_output(output)
+            if len(self._entered) == len(self.unit.modules):
+                self._leave(engine)
         except BaseException as error:
             self._fail(engine, error)
             raise
@@ -221,23 +232,8 @@ class HookDriver(ABC):
         finally:
             engine.end_forward(error)
 
-    def _before(self, engine: Engine, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """Acquire the weights. Return the inputs, cast and marked, and a function to call after the forward."""
-        unit = self.unit
-        if not self._entered:
-            if observed():
-                self._stretch = Stretch(unit.name, "forward")
-            engine.use(unit, self._hold, self.forward_prefetch and alive(self.forward_prefetch))
-            self._call = ForwardCall(self, engine) if torch.is_grad_enabled() else None
-        args, kwargs = unit.policy.cast_inputs((args, kwargs))
-        finish = _nothing
-        if self._call is not None and not self._entered:  # backward ends where forward began
-            args, kwargs, finish = _marked(self._call, args, kwargs)
-        self._entered.add(id(module))
-        return args, kwargs, finish
-
-    def _after(self, engine: Engine, output: Any) -> Any:
-        """Release or keep the weights after the last of the unit's modules. Return the output, cast and marked."""
+    def _marked_output(self, output: Any) -> Any:
+        """Return the output, cast, with hooks on its gradients. Raise for views of weights, which are about to go."""
         if not isinstance(output, torch.Tensor) and isinstance(output, _LAZY):
             raise TypeError(
                 f"forward of {self.unit.kind} returned a {type(output).__name__}, which computes when it is read, and "
@@ -258,8 +254,6 @@ class HookDriver(ABC):
                 base = tensor._base
                 if base is not None and base.requires_grad and not base.is_leaf:
                     base.register_hook(self._call.begin_inside)
-        if len(self._entered) == len(self.unit.modules):
-            self._leave(engine)
         return output
 
     def abandon(self) -> None:

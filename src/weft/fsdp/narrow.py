@@ -34,8 +34,7 @@ from weft.mesh import position_on
 from weft.quantize import Quantization, count_losses, dequantize, largest_of, quantize, wide_scales
 from weft.quantize.decode import packed_e2m1, unpacked_e2m1
 
-_ALIGNMENT = 16
-"""The size of a shard is a multiple of this many bytes."""
+_ALIGNMENT = 16  # the size of a shard is a multiple of this many bytes
 
 
 class _Piece(NamedTuple):
@@ -59,22 +58,20 @@ class Narrow(Plain):
         self._plan = plan
         self._shard = position_on(plan.mesh, sharded_axes(plan.placements.optimizer))
         self._extents = plan.layout.extents
-        cuts = [plan.layout.cuts(number) for number in range(len(self._extents))]
-        self._parts = [[(each[shard], each[shard + 1]) for each in cuts] for shard in range(plan.layout.shards)]
-        """By shard and tensor, the range of the tensor's elements that the shard has."""
+        self._cuts = [plan.layout.cuts(number) for number in range(len(self._extents))]
         self.copies = self._recipe.copies
         self._payload_bytes = plan.layout.shard_numel // self._recipe.values_per_byte
-        self._tails = [self._tail(parts) for parts in self._parts]
-        """By shard, the byte offsets of each tensor's scales and of the end of the last ones."""
-        numel = -(-max(tail[-1] for tail in self._tails) // _ALIGNMENT) * _ALIGNMENT
-        self.layout = Layout((), plan.layout.shards, numel)
-        self.dtype = torch.uint8
-        self.sent = numel * plan.layout.shards if plan.moves else 0
         self._matrices = [0, *accumulate(math.prod(each.shape[:-2]) for each in self._extents)]
         """The offset in `maxima` of each tensor's matrices."""
         self.maxima: torch.Tensor | None = None
         if self._recipe.shares_maximum:
             self.maxima = torch.zeros(self._matrices[-1], device=plan.device)
+        pieces = (each for shard in range(plan.layout.shards) for each in self._pieces(shard))
+        ends = (each.scales_at + self._most_scale_bytes(each.number, each.shape) for each in pieces)
+        numel = -(-max(ends, default=self._payload_bytes) // _ALIGNMENT) * _ALIGNMENT
+        self.layout = Layout((), plan.layout.shards, numel)
+        self.dtype = torch.uint8
+        self.sent = numel * plan.layout.shards if plan.moves else 0
         whole = [
             self._most_scale_bytes(number, each.shape) if all(each.shape) else 0
             for number, each in enumerate(self._extents)
@@ -87,10 +84,8 @@ class Narrow(Plain):
         self.tail += plan.layout.numel if self._recipe.keep_transpose else 0
         if plan.moves:
             self.staging = Transient(self.layout.numel, self.dtype, plan.device, describe=describe)
-        self._come: torch.Tensor | None = None
-        """The gathered bytes of all shards, which `open` reads."""
-        self._copy = 0
-        """The index of the copy that the full weights are."""
+        self._come: torch.Tensor | None = None  # the gathered bytes of all shards, which `open` reads
+        self._copy = 0  # the index of the copy that the full weights are
 
     @property
     def _recipe(self) -> Quantization:
@@ -161,14 +156,6 @@ class Narrow(Plain):
         """Return the bytes that each copy reserves for the scales of such a piece."""
         return max(self._scale_bytes(number, shape, copy) for copy in range(self.copies))
 
-    def _tail(self, parts: list[tuple[int, int]]) -> list[int]:
-        """Return the offsets, in a shard's bytes, of the scales of each tensor's part, and of the end of the last."""
-        sizes = [
-            self._most_scale_bytes(number, self._shape(number, stop - start)) if stop > start else 0
-            for number, (start, stop) in enumerate(parts)
-        ]
-        return list(accumulate(sizes, initial=self._payload_bytes))
-
     def _shape(self, number: int, numel: int) -> tuple[int, ...]:
         """Return a shape for `numel` elements of tensor `number`, whose rows and matrices divide no block."""
         shape = self._extents[number].shape
@@ -180,17 +167,18 @@ class Narrow(Plain):
 
     def _pieces(self, shard: int) -> Iterator[_Piece]:
         """Yield the pieces of a shard; with one scale per matrix, each piece is of one matrix."""
-        for number, (start, stop) in enumerate(self._parts[shard]):
+        scales_at = self._payload_bytes
+        for number, (extent, cuts) in enumerate(zip(self._extents, self._cuts)):
+            start, stop = cuts[shard], cuts[shard + 1]
             if stop == start:
                 continue
-            offset, scales_at = self._extents[number].offset, self._tails[shard][number]
-            size = math.prod(self._extents[number].shape[-2:]) if self.maxima is not None else stop
+            size = math.prod(extent.shape[-2:]) if self.maxima is not None else stop
             for matrix in range(start // size, -(-stop // size)):
                 first, last = max(start, matrix * size), min(stop, (matrix + 1) * size)
                 shape = self._shape(number, last - first)
                 if self.maxima is not None and len(shape) == 3:
                     shape = shape[1:]
-                yield _Piece(number, matrix, offset + first, last - first, shape, scales_at)
+                yield _Piece(number, matrix, extent.offset + first, last - first, shape, scales_at)
                 scales_at += self._most_scale_bytes(number, shape)
 
     def _pieces_of(self, main: torch.Tensor) -> Iterator[tuple[_Piece, int, torch.Tensor]]:
@@ -267,10 +255,8 @@ class Narrow(Plain):
         self, codes: torch.Tensor, full: torch.Tensor, number: int, *, backward: bool = False
     ) -> tuple[torch.Tensor, Any, Quantization]:
         """Return payload, scales and recipe of tensor `number` for a matrix product of forward or of `backward`.
-
         `codes`: the tensor's payload in full weights that stay quantized. A product that sums over rows gets transposed
-        codes, if they are kept.
-        """
+        codes, if they are kept."""
         recipe, shape, begin = self._recipe_of(number, self._copy), tuple(codes.shape), self._scales_at[number]
         if recipe.keep_transpose and (codes.dim() == 3) != backward:
             codes = self._transposed(full.view(torch.uint8), self._extents[number].offset, shape).mT
@@ -300,10 +286,8 @@ class Narrow(Plain):
 
 def agree_on_maxima(groups: Iterable[Any]) -> None:
     """All-reduce the largest magnitude of each matrix of parameter `groups` that is quantized with one scale: one
-    message per mesh axis.
-
-    Collective if a group has such matrices. Call it after weights have changed, before they are quantized.
-    """
+    message per mesh axis. Collective if a group has such matrices. Call it after weights have changed, before they are
+    quantized."""
     found: list[tuple[torch.Tensor, dist.ProcessGroup]] = []
     with torch.no_grad():
         for group in groups:

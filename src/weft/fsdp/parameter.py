@@ -215,11 +215,9 @@ _OPTIMIZER_NEVER_RUNS = (
 
 
 def never_runs(parameter: nn.Parameter) -> str:
-    """Return why a hook or an optimizer on the gradient of `parameter` would never run; "" if there is none.
-
-    Autograd computes the gradient of the gathered parameter, a different tensor. Only hooks of
-    `register_post_accumulate_grad_hook` run, with the reduced gradient.
-    """
+    """Return why a hook or an optimizer on the gradient of `parameter` would never run; "" if there is none. Autograd
+    computes the gradient of the gathered parameter, a different tensor. Only hooks of
+    `register_post_accumulate_grad_hook` run, with the reduced gradient."""
     if parameter._backward_hooks:
         return _HOOK_NEVER_RUNS
     return _OPTIMIZER_NEVER_RUNS if IN_BACKWARD in vars(parameter) else ""

@@ -47,9 +47,7 @@ from weft.fsdp.runtime.joint_backward import finish_backwards
 @dataclass(frozen=True)
 class Patch:
     """The replacement of attribute `name` of `torch.<of>`, a module or "module:Class", by `replacing(original)`.
-
-    `parameters`: the names of the parameters that torch's function must have, if the replacement depends on them.
-    """
+    `parameters`: the names of the parameters that torch's function must have, if the replacement depends on them."""
 
     of: str
     name: str
@@ -83,11 +81,7 @@ _STATE_DICT = "distributed.checkpoint.state_dict"
 _FULL = ("full_state_dict", "local_state_dict", "device", "pg")
 
 PATCHES = (
-    Patch(
-        "autograd",
-        "_engine_run_backward",
-        partial(explaining, look_around=look_around, settle=finish_backwards),
-    ),
+    Patch("autograd", "_engine_run_backward", partial(explaining, look_around=look_around, settle=finish_backwards)),
     Patch("optim.adam", "adam", choosing_lists),
     Patch("optim.sgd", "sgd", choosing_lists),
     Patch("optim.adagrad", "adagrad", choosing_lists),

@@ -27,8 +27,7 @@ class UnitDriver(HookDriver):
     def __init__(self, unit: Unit, options: RuntimeOptions | None) -> None:
         """`options`: the `runtime` argument of `fully_shard`, if given."""
         super().__init__(unit)
-        self._own: Runtime | None = None
-        """The runtime, if this is a root, which alone keeps it alive."""
+        self._own: Runtime | None = None  # the runtime, if this is a root, which alone keeps it alive
         self._known: weakref.ref[Runtime] | None = None
         self.above: weakref.ref[UnitDriver] | None = None
         """The driver of a unit around this one."""

@@ -100,8 +100,7 @@ class Unit:
         self.resident = False
         """Whether the full weights are here or on the way: `state is not AT_REST`, which is checked very often."""
         self.holders: dict[Any, None] = {}
-        self._shows_full = False
-        """Whether the full parameters are registered."""
+        self._shows_full = False  # whether the full parameters are registered
         self.tied: dict[Unit, str] = {}
         """The units that own parameters which modules of this one share, each with the name of one such parameter."""
         self.resharded = False

@@ -35,10 +35,8 @@ def choice_of(
     mesh: DeviceMesh,
     replicas: tuple[str, ...],
 ) -> tuple[Any, DeviceMesh, tuple[str, ...]]:
-    """Return the placement that `placement_fn` chooses, the mesh for `parameter`, and its data-parallel axes.
-
-    The mesh and the names of the axes are those of torch's `ShardPlacementResult`, or else `mesh` and `replicas`.
-    """
+    """Return the placement that `placement_fn` chooses, the mesh for `parameter`, and its data-parallel axes. The mesh
+    and the names of the axes are those of torch's `ShardPlacementResult`, or else `mesh` and `replicas`."""
     choice: Any = placement_fn(parameter) if placement_fn is not None else None
     if choice is None or not (hasattr(choice, "mesh_info") and hasattr(choice, "placement")):
         return choice, mesh, replicas
@@ -50,10 +48,8 @@ def choice_of(
 
 def granularity_of(parameter: nn.Parameter, name: str, choice: Any) -> tuple[int, int]:
     """Return how many elements of `parameter` cuts keep together, and the dimension that is cut, for `choice`.
-
     `choice`: the placement from `shard_placement_fn`. For a tensor-parallel parameter, both are those of this rank's
-    slice. Raises ValueError for a placement that weft does not support, or that does not fit the parameter.
-    """
+    slice. Raises ValueError for a placement that weft does not support, or that does not fit the parameter."""
     if choice is None or choice == Shard(0):
         return 1, 0
     shape = tuple(local_of(parameter).shape)

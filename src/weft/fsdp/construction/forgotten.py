@@ -37,9 +37,7 @@ _LOOKS = 3
 
 def look_around(roots: "Sequence[Root]", outputs: Iterable[torch.Tensor | GradientEdge]) -> "list[Root]":
     """Raise RuntimeError if a backward of `outputs` reaches a parameter in no unit, of a module around one of `roots`.
-
-    `roots`: root units. Returns those that the backward does not reach, to check in the next one.
-    """
+    `roots`: root units. Returns those that the backward does not reach, to check in the next one."""
     leaves = set(_leaves(outputs))
     if suspects := set(filter(_is_suspect, leaves)):
         _refuse(suspects, alive(ref for ref, _ in roots))

@@ -188,10 +188,8 @@ def _refuse_sparse(owners: dict[nn.Module, str], found: dict[nn.Parameter, Slot]
 
 def _copy_assigned(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict, *given: Any) -> None:
     """Let `load_state_dict(assign=True)` copy plain tensors and DTensors into sharded parameters, each rank its part,
-    before `module` assigns the rest, such as buffers. For a DTensor of any placements it is collective.
-
-    Raises ValueError for values of another dtype: a flat buffer keeps its dtype, which an assignment would change.
-    """
+    before `module` assigns the rest, such as buffers. For a DTensor of any placements it is collective. Raises
+    ValueError for values of another dtype: a flat buffer keeps its dtype, which an assignment would change."""
     if not local_metadata.get("assign_to_params_buffers"):
         return
     for name, parameter in module._parameters.items():

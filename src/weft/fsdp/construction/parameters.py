@@ -26,8 +26,7 @@ from weft.dtensor.uneven import UnevenDTensor
 from weft.fsdp.autograd import Original
 from weft.fsdp.parameter import never_runs
 
-_ANNOTATION = "_local_type"
-"""The attribute in which spmd_types stores the type of a plain tensor on each mesh axis."""
+_ANNOTATION = "_local_type"  # the attribute in which spmd_types stores the type of a plain tensor on each mesh axis
 
 
 def checked_parameter(

@@ -34,10 +34,8 @@ def recipe_of(
     policy: MixedPrecisionPolicy,
     device: torch.device,
 ) -> Recipe:
-    """Return the dtypes of `parameter`, and its recipe if it is quantized. Raises ValueError if it cannot be.
-
-    `owners`: the modules that have it, with attribute names. `device`: the device on which it computes.
-    """
+    """Return the dtypes of `parameter`, and its recipe if it is quantized. Raises ValueError if it cannot be. `owners`:
+    the modules that have it, with attribute names. `device`: the device on which it computes."""
     keep, recipe = keeps_dtype(parameter), policy.param_quantization
     if parameter.dtype.is_floating_point and parameter.dtype.itemsize == 1:
         raise ValueError(
@@ -68,10 +66,8 @@ def recipe_of(
 
 
 def dequantize_parameters(slots: dict[nn.Parameter, Slot], policy: MixedPrecisionPolicy) -> dict[nn.Parameter, Slot]:
-    """Replace parameters whose class has a method `dequantize` by plain ones, in `slots` and modules.
-
-    Returns `slots` by the new parameters. Does nothing if `policy` does not quantize.
-    """
+    """Replace parameters whose class has a method `dequantize` by plain ones, in `slots` and modules. Returns `slots`
+    by the new parameters. Does nothing if `policy` does not quantize."""
     if policy.param_quantization is None:
         return slots
     found = {}

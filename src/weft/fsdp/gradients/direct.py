@@ -76,10 +76,8 @@ def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor, for local computation, or a plain parameter itself.
-
-    `parameter_of` returns the parameter of such a local tensor.
-    """
+    """Return the local tensor of a DTensor, for local computation, or a plain parameter itself. `parameter_of` returns
+    the parameter of such a local tensor."""
     if not isinstance(parameter, DTensor):
         return parameter
     part = parameter.to_local()

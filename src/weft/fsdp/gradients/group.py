@@ -46,10 +46,7 @@ class Where(enum.Enum):
 
 
 TRANSITIONS = {  # caused by: what happens
-    (
-        Where.NOWHERE,
-        "pack",
-    ): Where.PACKED,  # the end of a backward: autograd's gradients are copied into it
+    (Where.NOWHERE, "pack"): Where.PACKED,  # the end of a backward: autograd's gradients are copied into it
     (Where.PACKED, "pack"): Where.PACKED,  # a further microbatch: autograd's gradients are added
     (Where.SUMMED, "pack"): Where.PACKED,  # a further microbatch
     (Where.REDUCED, "pack"): Where.PACKED,  # a unit that is reduced twice in one backward
@@ -62,17 +59,10 @@ TRANSITIONS = {  # caused by: what happens
 
 
 class GroupGradients:
-    """Packs, reduces and publishes the gradients of a group's parameters.
+    """Packs, reduces and publishes the gradients of a group's parameters. Parameters are numbered as in their group.
+    `describe()`: the name of the gradients in errors."""
 
-    Parameters are numbered as in their group. `describe()`: the name of the gradients in errors.
-    """
-
-    def __init__(
-        self,
-        plan: GroupPlan,
-        parameters: Sequence[ShardedParameter],
-        describe: Callable[[], str],
-    ) -> None:
+    def __init__(self, plan: GroupPlan, parameters: Sequence[ShardedParameter], describe: Callable[[], str]) -> None:
         self.where = Where.NOWHERE
         self.main = MainGradients(plan, parameters, describe)
         self.is_owed = False
@@ -87,8 +77,7 @@ class GroupGradients:
         self._plan = plan
         self._parameters = parameters
         self._stages = _stages(plan, describe)
-        self._finishes = False
-        """Whether the reductions in flight are the last of the step, of all stages."""
+        self._finishes = False  # whether the reductions in flight are the last of the step, of all stages
         self._declared = [each for each in parameters if declares_writing(each.full)]
         self.declared = bool(self._declared)
         """Whether modules have declared that they add to `main_grad`."""
@@ -152,10 +141,8 @@ class GroupGradients:
     # --- packing ------------------------------------------------------------------------------------------------------
 
     def pack(self, pool: Pool, *, defer: bool) -> None:
-        """Move autograd's gradients of the full parameters into a flat buffer, adding to packed ones.
-
-        `defer`: another backward adds more before the reduction, so accumulate in the main gradients' dtype.
-        """
+        """Move autograd's gradients of the full parameters into a flat buffer, adding to packed ones. `defer`: another
+        backward adds more before the reduction, so accumulate in the main gradients' dtype."""
         self._packed(pool, defer=defer)
         if not all(map(_is_filled, self._parameters)) and (padding := self._stages[0].padding):
             torch._foreach_zero_(padding)
@@ -209,11 +196,9 @@ class GroupGradients:
     # --- reducing -----------------------------------------------------------------------------------------------------
 
     def reduce(self, channels: Channels, scale: float, *, channel: int, finishes: bool) -> Ticket:
-        """Start the reductions of packed gradients, one stage after another, into the main gradients.
-
-        `channel`: the channel number of the messages. `finishes`: whether to reduce over all axes; False: only over the
-        shard axis, because more microbatches follow. Returns the ticket of the last stage.
-        """
+        """Start the reductions of packed gradients, one stage after another, into the main gradients. `channel`: the
+        channel number of the messages. `finishes`: whether to reduce over all axes; False: only over the shard axis,
+        because more microbatches follow. Returns the ticket of the last stage."""
         self.where = TRANSITIONS.get((self.where, "reduce")) or self._refuse("reduce")
         self._finishes = finishes or len(self._stages) == 1
         ticket: Ticket | None = None
@@ -260,10 +245,8 @@ class GroupGradients:
         return self._bucket_kind if self.hook is None else None
 
     def open_reduction(self) -> tuple[torch.Tensor, torch.Tensor, bool]:
-        """Enter the state of a reduction that shares its message with other units.
-
-        Returns the local main gradients, the packed gradients, and whether to add to the main gradients.
-        """
+        """Enter the state of a reduction that shares its message with other units. Returns the local main gradients,
+        the packed gradients, and whether to add to the main gradients."""
         self.where = TRANSITIONS.get((self.where, "reduce")) or self._refuse("reduce")
         self._finishes = True
         output, adds = self.main.claim()
@@ -290,10 +273,8 @@ class GroupGradients:
         self.main.publish()
 
     def drop(self) -> None:
-        """Clear all gradients after a failed backward, so that partial ones are never used on any rank.
-
-        Reductions in flight may still write to the main gradients, until `discard`.
-        """
+        """Clear all gradients after a failed backward, so that partial ones are never used on any rank. Reductions in
+        flight may still write to the main gradients, until `discard`."""
         self._forget()
         self.main.drop()
 

@@ -30,10 +30,8 @@ class MainGradients:
         self._describe = describe
         self._windows: dict[tuple[int, int], torch.Tensor] = {}
         self._storage: Any = None
-        self._uses = 0
-        """The use count of the storage without tensors of other code."""
-        self._is_claimed = False
-        """Whether the gradients belong to the engine."""
+        self._uses = 0  # the use count of the storage without tensors of other code
+        self._is_claimed = False  # whether the gradients belong to the engine
 
     def claim(self) -> tuple[FlatBuffer, bool]:
         """Take the gradients until `publish`; return the buffer, and whether reductions add to it."""
@@ -59,11 +57,9 @@ class MainGradients:
         ]
 
     def _exclusive(self, kept: Sequence[ShardedParameter], *, renewed: bool) -> FlatBuffer:
-        """Return the buffer, in new memory if other code holds published tensors that are no longer `.grad`.
-
-        If any parameters are `kept`, their values stay, and those of the others become zeros. `renewed`: another
-        backward will overwrite the buffer, so that views of all gradients must keep the old memory too.
-        """
+        """Return the buffer, in new memory if other code holds published tensors that are no longer `.grad`. If any
+        parameters are `kept`, their values stay, and those of the others become zeros. `renewed`: another backward will
+        overwrite the buffer, so that views of all gradients must keep the old memory too."""
         old = self.buffer
         stays = set(kept)  # usually all or none
         dropped = [each for each in self._parameters if each not in stays] if kept else self._parameters

@@ -101,10 +101,8 @@ SCALED: dict[Any, Any] = {Linear: ScaledLinear, Grouped: ScaledGrouped}
 
 
 class Product(torch.autograd.Function):
-    """A product of one of the `KINDS`.
-
-    `queue`: a list to which backward appends the computation of the weight's gradient; None: it computes immediately.
-    """
+    """A product of one of the `KINDS`. `queue`: a list to which backward appends the computation of the weight's
+    gradient; None: it computes immediately."""
 
     @staticmethod
     def forward(
@@ -143,11 +141,9 @@ def _compute(parameter: Any, kind: Any, gradient: Tensor, x: Tensor, beside: Ten
 
 
 def _operand(weight: Tensor, *, backward: bool) -> tuple[Tensor, Any, Quantization]:
-    """Return payload, scales and recipe of a full weight, of the copy for forward or for `backward`.
-
-    Gathers that copy if the unit has the other one, as when a module is recomputed inside of its unit's backward.
-    Raises WeightsGone if the memory of the weight was freed.
-    """
+    """Return payload, scales and recipe of a full weight, of the copy for forward or for `backward`. Gathers that copy
+    if the unit has the other one, as when a module is recomputed inside of its unit's backward. Raises WeightsGone if
+    the memory of the weight was freed."""
     codes = weight.detach()
     record = record_of(parameter_of(weight))
     assert record is not None, "a quantized weight outlived its model"

@@ -25,10 +25,8 @@ from weft.memory.pool import Pool, Transient
 
 
 class GradientStage:
-    """A buffer of gradients that are partial over the mesh axis `axis`.
-
-    `placements`, `goal`: the placements before and after the reduction. `describe()`: names the gradients in errors.
-    """
+    """A buffer of gradients that are partial over the mesh axis `axis`. `placements`, `goal`: the placements before and
+    after the reduction. `describe()`: names the gradients in errors."""
 
     def __init__(
         self,
@@ -97,11 +95,9 @@ class GradientStage:
         **options: Any,
     ) -> Ticket:
         """Start to reduce the buffer over the ranks of the stage's axis; write the sum times `scale` to `output`, or
-        add it. Call `close` after the returned ticket.
-
-        `sum_only`: do not let the backend average. `hook`: called with the reduced tensor, in the reduce dtype, which
-        it may modify before `output` takes it. `options`: those of the collective and the lane.
-        """
+        add it. Call `close` after the returned ticket. `sum_only`: do not let the backend average. `hook`: called with
+        the reduced tensor, in the reduce dtype, which it may modify before `output` takes it. `options`: those of the
+        collective and the lane."""
         assert self.buffer is not None, "open first"
         prepare, wide = None, self.buffer.local
         if wide.dtype != self._plan.recipe.reduce:

@@ -62,7 +62,7 @@ class Consensus:
             self._reduce(trains)
 
     def pack_unheard(self) -> list[Unit]:
-        """Pack the gradients of groups that this rank has unfrozen and the ranks do not reduce yet; return the units."""
+        """Pack gradients of groups that this rank has unfrozen and the ranks do not reduce yet; return the units."""
         units = [*filter(_others, self._every.units)]
         late = [unit for unit in units if any(unit.groups[n].trainable for n in unit.others)] if units else units
         for unit in late:

@@ -32,8 +32,7 @@ class Freshness:
         self._channels = channels
         self._checked = checked
         self._channel = channel
-        self._certain = True
-        """Whether the weights must be updated, which all ranks know without an exchange."""
+        self._certain = True  # whether the weights must be updated, which all ranks know without an exchange
         self.ahead: dict[Unit, None] = {}
         """The units that are still to be updated, in the same order on all ranks."""
         self._made: list[Unit] = []

@@ -41,8 +41,7 @@ class Inventory:
         self._seen: list[int] = []
         self._outside: list[weakref.ref[nn.Parameter]] = []
         """Parameters in no unit. Weak references, because the id of a freed parameter may be reused."""
-        self._frozen: list[weakref.ref[nn.Parameter]] = []
-        """The parameters among them that must stay frozen."""
+        self._frozen: list[weakref.ref[nn.Parameter]] = []  # the parameters among them that must stay frozen
         self._walk()
 
     def check(self) -> None:

@@ -48,8 +48,7 @@ class Passes:
     def __init__(self, model: str) -> None:
         self.current = Pass.IDLE
         self._model = model
-        self._around = Pass.IDLE
-        """The state that a backward interrupts."""
+        self._around = Pass.IDLE  # the state that a backward interrupts
 
     def begin(self, kind: Pass) -> None:
         """Begin a pass. Raises RuntimeError if the current state does not allow it."""

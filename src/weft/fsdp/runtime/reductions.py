@@ -21,11 +21,9 @@ from weft.layout.turns import Due, ReductionOrder, turns_of
 
 class Reductions(ReductionOrder):
     """Packs gradients and starts their reductions in turn. A turn is one unit, or several units in one message.
-
     `units`: by number. `most_alive`: the number of turns whose buffers may exist at once. `bucket_bytes`: the largest
     size of a turn of several units. `checked`: whether to start reductions in the order that the ranks agreed on.
-    `note`: called for each reduction that did not wait for its turn. `gathers`: records the events of the pass.
-    """
+    `note`: called for each reduction that did not wait for its turn. `gathers`: records the events of the pass."""
 
     def __init__(
         self,

@@ -51,13 +51,10 @@ class Runtime(Shared):
         super().__init__(units, drivers, device, options)
         self._inventory = inventory
         self._joint = JointBackward(self.units, weakly(self.finish_unnoticed))
-        self._depth = 0
-        """The number of nested calls of sharded modules under way."""
+        self._depth = 0  # the number of nested calls of sharded modules under way
         self._failure: tuple[BaseException, str] | None = None
-        self._evaluates = False
-        """Whether the current or latest schedule has no backward."""
-        self._keeps_gradients = False
-        """Whether the failed pass left the gradients of earlier backwards unchanged."""
+        self._evaluates = False  # whether the current or latest schedule has no backward
+        self._keeps_gradients = False  # whether the failed pass left the gradients of earlier backwards unchanged
         self._filled = False
         """Whether all parameters and buffers that were on the meta device are known to have values."""
         self._is_new = not self._consensus.is_alone
