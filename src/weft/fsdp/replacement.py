@@ -12,7 +12,7 @@ and Distributed State Dicts need no replacement.
 """
 
 import sys
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 import torch.distributed.fsdp as torch_fsdp
@@ -47,9 +47,7 @@ class DropIn:
     def __enter__(self) -> "DropIn":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.undo()
 
     def __str__(self) -> str:

@@ -29,7 +29,6 @@ from weft.fsdp.gradients.stage import GradientStage
 from weft.fsdp.parameter import ShardedParameter
 from weft.fsdp.plan import GroupPlan
 from weft.layout.facts import GradientFacts
-from weft.memory.buffer import FlatBuffer
 from weft.memory.pool import Pool
 
 
@@ -76,7 +75,13 @@ class GroupGradients:
         """Called with the reduced gradients of a backward, 1-D, before they are added to the main gradients."""
         self._plan = plan
         self._parameters = parameters
-        self._stages = _stages(plan, describe)
+        self._stages: list[GradientStage] = []
+        """The stages of reduction, one for each mesh axis, the shard axis first."""
+        placements: tuple[Any, ...] = (Partial(),) * plan.mesh.ndim
+        for axis in reversed(range(plan.mesh.ndim)):
+            goal = (*placements[:axis], plan.placements.optimizer[axis], *placements[axis + 1 :])
+            self._stages.append(GradientStage(plan, placements, axis, goal, describe))
+            placements = goal
         self._finishes = False  # whether the reductions in flight are the last of the step, of all stages
         self._declared = [each for each in parameters if declares_writing(each.full)]
         self.declared = bool(self._declared)
@@ -120,7 +125,7 @@ class GroupGradients:
 
     def place_of(self, parameter: ShardedParameter, pool: Pool, *, defer: bool) -> tuple[torch.Tensor, bool]:
         """Return the buffer into which a module writes the gradient of `parameter`, and whether to add to it."""
-        self._packed(pool, defer=defer)
+        self._open(pool, defer=defer)
         gradient = parameter.gradient
         accumulate, gradient.filled, gradient.written = gradient.filled, True, True
         return self._stages[0].views[parameter.number], accumulate
@@ -143,7 +148,7 @@ class GroupGradients:
     def pack(self, pool: Pool, *, defer: bool) -> None:
         """Move autograd's gradients of the full parameters into a flat buffer, adding to packed ones. `defer`: another
         backward adds more before the reduction, so accumulate in the main gradients' dtype."""
-        self._packed(pool, defer=defer)
+        self._open(pool, defer=defer)
         if not all(map(_is_filled, self._parameters)) and (padding := self._stages[0].padding):
             torch._foreach_zero_(padding)
         new: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
@@ -179,10 +184,10 @@ class GroupGradients:
         self._forget()
         self.where = TRANSITIONS.get((self.where, "pack")) or self._refuse("pack")
 
-    def _packed(self, pool: Pool, *, defer: bool) -> FlatBuffer:
-        """Return the buffer of this rank's gradients, opened if necessary."""
-        first = self._stages[0]
-        return first.buffer or first.open(pool, accumulating=defer or self._plan.recipe.narrows)
+    def _open(self, pool: Pool, *, defer: bool) -> None:
+        """Open the buffer of this rank's gradients, if it is not."""
+        if self._stages[0].buffer is None:
+            self._stages[0].open(pool, accumulating=defer or self._plan.recipe.narrows)
 
     def _forget(self) -> None:
         """Clear the gradients of the full parameters."""
@@ -293,14 +298,3 @@ class GroupGradients:
 
 _grad_of = attrgetter("full.grad")
 _is_filled = attrgetter("gradient.filled")
-
-
-def _stages(plan: GroupPlan, describe: Callable[[], str]) -> list[GradientStage]:
-    """Return one stage of reduction for each mesh axis, the shard axis first."""
-    stages = []
-    placements: tuple[Any, ...] = (Partial(),) * plan.mesh.ndim
-    for axis in reversed(range(plan.mesh.ndim)):
-        goal = (*placements[:axis], plan.placements.optimizer[axis], *placements[axis + 1 :])
-        stages.append(GradientStage(plan, placements, axis, goal, describe))
-        placements = goal
-    return stages

@@ -11,7 +11,7 @@
                                  reductions; free the units' memory; plan memory; set `.grad`
     fail, recover                drop holders and gradients immediately, everything else at the next call
 
-`passes` knows the current pass, `unit_set` acts on all units, `consensus` exchanges state with the other ranks, and
+`passes` knows the current pass, `shared` acts on all units, `consensus` exchanges state with the other ranks, and
 `joint_backward` handles backwards that run through several models of the process.
 """
 
@@ -61,7 +61,7 @@ class Runtime(Shared):
         """Whether no backward has checked yet for parameters outside of the root."""
         self.post_optimizer_event: Any = None
         """An event of an optimizer on another stream, which the next pass waits for before it reads the weights."""
-        equalize_slices(self.every.groups)
+        equalize_slices(self.groups)
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
@@ -80,12 +80,12 @@ class Runtime(Shared):
         self._inventory.check()  # before anything is sent: the other ranks may find nothing wrong
         self._enter()
         trains = self._consensus.ask(self._helper)
-        self.every.begin_pass()
+        self._begin_units()
         self._consensus.take(trains)  # after the units have seen what their user froze
         within = f"{outermost.name}." if outermost.number else ""
         inside = [unit for unit in self.units if unit is outermost or unit.name.startswith(within)]
-        self._freshness.begin_pass(self.units, inside, self.every.process_groups)
-        self.every.renew()  # after the ranks have agreed whether weights changed
+        self._freshness.begin_pass(self.units, inside, self.process_groups)
+        self._renew_units()  # after the ranks have agreed whether weights changed
         if self._is_new and kind is Pass.FORWARD:
             self._is_new = False
             first_backwards.append((weakref.ref(self.units[0]), 0))
@@ -96,7 +96,7 @@ class Runtime(Shared):
 
     def _enter(self) -> None:
         """Prepare for a call from outside of passes."""
-        check_alive(self.every.process_groups)
+        check_alive(self.process_groups)
         self.recover()
         if not self._filled:
             check_filled(self.units)
@@ -119,12 +119,12 @@ class Runtime(Shared):
             self._leave_by(error)
             return
         self._failure = None
-        self.every.abandon_forwards()
+        self._abandon_forwards()
         self.gathers.end_forward()
         self._freshness.finish()
         try:
             self._helper.collect()
-            self.every.come_to_rest(self.gathers.stays, complete=True)
+            self._come_to_rest(self.gathers.stays, complete=True)
         except BaseException:
             self.reset()
             raise
@@ -139,7 +139,7 @@ class Runtime(Shared):
         """Start to gather `unit` for the user, from the current main weights."""
         self._enter()
         if self.passes.current is Pass.IDLE:
-            self._freshness.begin_pass(self.units, [unit, *unit.tied], self.every.process_groups)
+            self._freshness.begin_pass(self.units, [unit, *unit.tied], self.process_groups)
         if unit.is_stale and unit.holders:
             unit.renew()
         elif unit.is_stale:
@@ -153,7 +153,7 @@ class Runtime(Shared):
         if USER not in unit.holders:
             unit.acquire(USER)
             unit.resharded = False
-        self.every.finish_uploads()
+        self._finish_uploads()
 
     def reshard(self, unit: Unit) -> None:
         """Free the weights of `unit`, also if they were kept for a backward."""
@@ -245,19 +245,19 @@ class Runtime(Shared):
             self._consensus.reach(self.graphs)
         self.reductions.drain()
         self.gathers.end_backward()
-        self.every.end_backward(deferring)
+        self._end_holds(deferring)
         self._go_to_rest()
         if due and self.reductions.is_last:
             self._freshness.expect_change()
             self._steps.expect()
         self.passes.end()
         self._joint.settle()
-        self.every.publish()  # runs the user's hooks, which must find all units at rest
+        self._publish()  # runs the user's hooks, which must find all units at rest
 
     def _go_to_rest(self) -> None:
         """Free the memory of all units, and plan it again if the pass deviated from the plan."""
         self._helper.collect()
-        self.every.come_to_rest(None, complete=self._depth == 0)
+        self._come_to_rest(None, complete=self._depth == 0)
         self.planner.end_pass()
 
     def finish_unnoticed(self) -> None:
@@ -302,7 +302,7 @@ class Runtime(Shared):
             self._keeps_gradients = evaluates
         self.passes.fail()
         if left in (Pass.BACKWARD, Pass.SCHEDULE) and not evaluates:
-            self.every.drop_gradients()  # some units, on some ranks, have added theirs already, and others have not
+            self._drop_gradients()  # some units, on some ranks, have added theirs already, and others have not
         for unit in self.units:
             unit.drop_holders()
 
@@ -332,5 +332,5 @@ class Runtime(Shared):
         self._calls.abandon()
         self._agreement.forget()
         self.gathers.forget()
-        self.every.reset(keeps_gradients=self._keeps_gradients)
+        self._reset_units(keeps_gradients=self._keeps_gradients)
         self.passes.recover()
