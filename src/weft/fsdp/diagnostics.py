@@ -14,9 +14,10 @@ from weft.comm.control import agree
 from weft.comm.groups import exchange_objects, group_of
 from weft.dtensor.uneven import local_of
 from weft.fsdp.group import ParameterGroup
-from weft.fsdp.module import FSDPModule, kept_units, units_of
+from weft.fsdp.module import FSDPModule, units_of
 from weft.fsdp.narrow import Narrow, agree_on_maxima
 from weft.fsdp.parameter import ShardedParameter, record_of
+from weft.fsdp.roots import drivers_under
 from weft.fsdp.unit import Unit
 from weft.layout.plan import Plan
 from weft.memory.pool import Pool
@@ -54,7 +55,9 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
         allocations   number of allocations: of a slab, or of one buffer outside of it
         fallbacks     number of buffers outside of the slab because the plan did not include them
     """
-    units = list(dict.fromkeys([*units_of(model), *kept_units(model)]))
+    roots = [driver for driver in drivers_under([model]) if driver.root is driver and driver.runtime is not None]
+    kept = [unit for root in roots for unit in root.engine.units]  # also of modules that were replaced
+    units = list(dict.fromkeys([*units_of(model), *kept]))
     persistent, offloaded = {"weights": 0, "gradients": 0}, {"weights": 0, "gradients": 0}
     for unit in units:
         for group in unit.groups:

@@ -169,10 +169,6 @@ class ParameterGroup:
         """The process groups of the mesh axes, the shard axis last."""
         return [group_of(self.mesh, axis) for axis in range(self.mesh.ndim)]
 
-    @cached_property
-    def reduced_bytes(self) -> int:
-        return self.layout.numel * self.recipe.reduce.itemsize
-
     def persistent_weights(self) -> dict[int, int]:
         """Return the bytes of the weights that are always kept on this rank, by address of the memory."""
         storages = [buffer.storage for buffer in (self.main_weight, *self.copies)]

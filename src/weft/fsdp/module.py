@@ -93,11 +93,8 @@ class FSDPModule:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on this rank in this context, without reductions; the next backward outside reduces
-        them.
-
-        Use it like `DistributedDataParallel.no_sync`: for all microbatches of a step but the last, around forward and
-        backward.
-        """
+        them. Use it like `DistributedDataParallel.no_sync`: for all microbatches of a step but the last, around forward
+        and backward."""
         units = units_under(self)
         before = [unit.requires_gradient_sync for unit in units]
         self.set_requires_gradient_sync(False)
@@ -121,9 +118,7 @@ class FSDPModule:
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward reduces gradients over the outer axis of a 2-D mesh; False: it accumulates them before.
-
-        Raises ValueError for False if a unit's mesh is 1-D, which has no such axis.
-        """
+        Raises ValueError for False if a unit's mesh is 1-D, which has no such axis."""
         requires_all_reduce = _switch("set_requires_all_reduce", requires_all_reduce)
         for unit in units_under(self, recurse):
             if not requires_all_reduce and any(group.mesh.ndim == 1 for group in unit.groups):
@@ -147,10 +142,8 @@ class FSDPModule:
             unit.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: list["FSDPModule"]) -> None:
-        """Prefetch these units when this one's forward begins, in place of those of the recorded order.
-
-        Raises TypeError if `modules` is not a list, ValueError if one is not sharded or belongs to another model.
-        """
+        """Prefetch these units when this one's forward begins, in place of those of the recorded order. Raises
+        TypeError if `modules` is not a list, ValueError if one is not sharded or belongs to another model."""
         self._weft_driver.forward_prefetch = _to_prefetch(self, "set_modules_to_forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: list["FSDPModule"]) -> None:
@@ -158,10 +151,8 @@ class FSDPModule:
         self._weft_driver.backward_prefetch = _to_prefetch(self, "set_modules_to_backward_prefetch", modules)
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
-        """Divide summed gradients by `factor` in place of the number of ranks; None restores that number.
-
-        Raises TypeError if `factor` is not a number, ValueError if it is not positive and finite.
-        """
+        """Divide summed gradients by `factor` in place of the number of ranks; None restores that number. Raises
+        TypeError if `factor` is not a number, ValueError if it is not positive and finite."""
         unit_of(self).replaced_factor = None if factor is None else checked_factor("gradient divide factor ", factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float | None) -> None:
@@ -170,13 +161,10 @@ class FSDPModule:
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
         """Call `hook(reduced)` with the reduced gradients of this unit's backward before they are added to `.grad`.
-
         `reduced`: this rank's part, 1-D, averaged, in the reduce dtype. On a 2-D mesh it is reduced over both axes. The
-        hook may change it, and runs on the stream of the reduction, or on `stream`.
-
-        On CPU, `stream` has no effect. Raises TypeError if `hook` is not callable, ValueError for a stream with a 2-D
-        mesh, whose outer axis has a separate stream.
-        """
+        hook may change it, and runs on the stream of the reduction, or on `stream`. On CPU, `stream` has no effect.
+        Raises TypeError if `hook` is not callable, ValueError for a stream with a 2-D mesh, whose outer axis has a
+        separate stream."""
         unit = unit_of(self)
         if not callable(hook):
             raise TypeError(f"set_all_reduce_hook({hook!r}): pass a function of the reduced gradients")
@@ -197,10 +185,8 @@ class FSDPModule:
             group.gradients.sums_only = enable
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Set whether parameters that no rank used get a gradient of zeros if their unit's backward ran.
-
-        By default they get none. A parameter that only some ranks used is reduced either way.
-        """
+        """Set whether parameters that no rank used get a gradient of zeros if their unit's backward ran. By default
+        they get none. A parameter that only some ranks used is reduced either way."""
         gives_all = _switch("set_reduce_scatter_unused_params", reduce_scatter_unused_params)
         for unit in units_under(self, recurse):
             for group in unit.groups:
@@ -208,10 +194,7 @@ class FSDPModule:
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Set `RuntimeOptions.max_live_reduce_buffers` for all units of the model: how many units' partial gradients
-        may be live at once.
-
-        Raises TypeError if it is not an int, ValueError if it is less than 1.
-        """
+        may be live at once. Raises TypeError if it is not an int, ValueError if it is less than 1."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers={max_input_buffers!r}: pass an int of at least 1")
         for runtime in _runtimes(self, recurse):
@@ -251,9 +234,7 @@ class FSDPModule:
 
     def reset_iter_state(self) -> None:
         """Clean up all units after an exception in forward or backward. Without this call the next pass does it.
-
-        Gradients that wait for their reduction are dropped. A failed backward drops all gradients: `.grad` is None.
-        """
+        Gradients that wait for their reduction are dropped. A failed backward drops all gradients: `.grad` is None."""
         runtime_of(self).reset()
 
 
@@ -394,12 +375,6 @@ def units_of(model: nn.Module) -> list[Unit]:
     if units := units_under(model):
         return units
     raise ValueError(f"{type(model).__name__} has no sharded module: call weft.fully_shard first")
-
-
-def kept_units(model: nn.Module) -> list[Unit]:
-    """Return the units of all roots in `model`, including units whose modules were replaced."""
-    roots = [driver for driver in drivers_under([model]) if driver.root is driver]
-    return [unit for root in roots if root.runtime is not None for unit in root.runtime.units]
 
 
 def _reshard(module: Any, *given: Any) -> None:

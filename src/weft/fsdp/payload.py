@@ -41,7 +41,8 @@ class Plain:
         self.sent = plan.layout.numel * self.dtype.itemsize if plan.moves else 0
         """The number of bytes of a gather."""
         if self._uploads and plan.recipe.main != plan.recipe.compute:
-            self.staging = Transient(plan.home_numel, plan.recipe.main, plan.device, describe=describe)
+            numel = plan.numel(plan.placements.optimizer)
+            self.staging = Transient(numel, plan.recipe.main, plan.device, describe=describe)
 
     def write(self, own: torch.Tensor, source: torch.Tensor, pool: Pool, copy: int = 0) -> Callable[[], Any] | None:
         """Return a function, to run on the lane, that casts or uploads `source` to `own`, this rank's part of the

@@ -58,11 +58,6 @@ class GroupPlan:
         """Whether full weights are gathered from other ranks for use."""
         return bool(sharded_axes(self.placements.parameter)) and self.layout.shards > 1
 
-    @property
-    def home_numel(self) -> int:
-        """The number of elements of main weights, and of main gradients, on each rank."""
-        return self.numel(self.placements.optimizer)
-
     def numel(self, placements: tuple[Placement, ...]) -> int:
         """Return the number of elements on each rank under `placements`."""
         return self.layout.numel // ranks_over(self.mesh, sharded_axes(placements))

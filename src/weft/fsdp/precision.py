@@ -138,9 +138,8 @@ class Recipe:
     @property
     def smallest_itemsize(self) -> int:
         """The number of bytes of the smallest element in any buffer of the group."""
-        if self.quantization is not None:
-            return 1
-        return min(dtype.itemsize for dtype in (self.main, self.compute, self.reduce))
+        dtypes = self.main, self.compute, self.reduce
+        return 1 if self.quantization is not None else min(dtype.itemsize for dtype in dtypes)
 
     @cached_property
     def narrows(self) -> bool:

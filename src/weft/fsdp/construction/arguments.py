@@ -68,13 +68,13 @@ class Request:
         self.offload = offload_of(given.offload_policy if given.offload_policy is not None else OffloadPolicy())
         self.replicas: tuple[str, ...] = ()
         if (dims := given.dp_mesh_dims) is not None:
-            self.replicas = axes_of(dims)
+            self.replicas = _axes_of(dims)
             if mesh is None:
                 raise ValueError(f"dp_mesh_dims={dims} names axes of a mesh: pass the mesh too")
             mesh = _data_parallel_mesh(mesh, dims)
             if dims.shard is None and strategy == DEFAULT_STRATEGY:
                 strategy = "no_shard"
-        self.mesh: DeviceMesh = _default_mesh(self.modules) if mesh is None else checked_mesh(mesh)
+        self.mesh: DeviceMesh = _default_mesh(self.modules) if mesh is None else _checked_mesh(mesh)
         self._strategies = strategy, given.outer_strategy
         placements, shards = self.placements_on(self.mesh), self.mesh.size(self.mesh.ndim - 1)
         self.reshard_after_forward = _checked_reshard(given.reshard_after_forward, placements, shards)
@@ -88,11 +88,18 @@ class Request:
     def placements_on(self, mesh: DeviceMesh) -> Placements:
         return placements_of(*self._strategies, mesh.ndim)
 
-    def checked_own_mesh(self, own: DeviceMesh) -> DeviceMesh:
-        """Return `own`, the mesh that `shard_placement_fn` gave a parameter. Raises ValueError if it cannot be combined
-        with the other arguments."""
+    def choice_of(self, parameter: nn.Parameter) -> tuple[Any, DeviceMesh, tuple[str, ...]]:
+        """Return the placement that `shard_placement_fn` chooses for `parameter`, its mesh and the names of its
+        data-parallel axes: its own, if torch's `ShardPlacementResult` gives it a mesh."""
+        choice: Any = self.choose(parameter) if self.choose is not None else None
+        if choice is None or not (hasattr(choice, "mesh_info") and hasattr(choice, "placement")):
+            return choice, self.mesh, self.replicas
+        if choice.mesh_info is None:
+            return choice.placement, self.mesh, self.replicas
+        own, dims = choice.mesh_info.mesh, choice.mesh_info.dp_mesh_dims
+        replicas = _axes_of(dims) if dims is not None else ()
         if own is self.mesh or own == self.mesh:
-            return self.mesh
+            return choice.placement, self.mesh, replicas
         reshard = self.reshard_after_forward
         if isinstance(reshard, int) and not isinstance(reshard, bool):
             raise ValueError(
@@ -103,10 +110,10 @@ class Request:
             raise ValueError(
                 f"shard_placement_fn returned a mesh of {own.device_type} beside one of {self.mesh.device_type}"
             )
-        return checked_mesh(own)
+        return choice.placement, _checked_mesh(own), replicas
 
 
-def checked_mesh(mesh: DeviceMesh) -> DeviceMesh:
+def _checked_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return `mesh`. Raises ValueError if it has not 1 or 2 axes, or does not contain this rank."""
     if mesh.ndim not in (1, 2):
         raise ValueError(
@@ -196,7 +203,7 @@ def _data_parallel_mesh(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
     return parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
 
 
-def axes_of(dims: Any) -> tuple[str, ...]:
+def _axes_of(dims: Any) -> tuple[str, ...]:
     """Return all axes that `dims` names."""
     return tuple(name for names in _names(dims) for name in names)
 

@@ -1,16 +1,13 @@
 """The dimension and the granularity of a parameter's cuts, by the result of `shard_placement_fn`."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from weft.dtensor.uneven import local_of
-from weft.fsdp.construction.arguments import axes_of
 
 
 @dataclass(frozen=True)
@@ -27,23 +24,6 @@ class BlockAtomic:
     def __post_init__(self) -> None:
         if self.rows < 1:
             raise ValueError(f"BlockAtomic({self.rows}): a block needs at least one row")
-
-
-def choice_of(
-    parameter: nn.Parameter,
-    placement_fn: Callable[[nn.Parameter], Any] | None,
-    mesh: DeviceMesh,
-    replicas: tuple[str, ...],
-) -> tuple[Any, DeviceMesh, tuple[str, ...]]:
-    """Return the placement that `placement_fn` chooses, the mesh for `parameter`, and its data-parallel axes. The mesh
-    and the names of the axes are those of torch's `ShardPlacementResult`, or else `mesh` and `replicas`."""
-    choice: Any = placement_fn(parameter) if placement_fn is not None else None
-    if choice is None or not (hasattr(choice, "mesh_info") and hasattr(choice, "placement")):
-        return choice, mesh, replicas
-    own = choice.mesh_info
-    if own is None:
-        return choice.placement, mesh, replicas
-    return choice.placement, own.mesh, axes_of(own.dp_mesh_dims) if own.dp_mesh_dims is not None else ()
 
 
 def granularity_of(parameter: nn.Parameter, name: str, choice: Any) -> tuple[int, int]:

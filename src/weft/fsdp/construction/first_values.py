@@ -1,10 +1,5 @@
-"""Allocates and initialises modules that were built on the meta device, one unit at a time.
-
-    with torch.device("meta"):
-        model = Model()                   # shapes only
-    for block in model.blocks:
-        weft.fully_shard(block)           # this block's full weights exist for a moment, then only its shard
-    weft.fully_shard(model)
+"""Allocates and initialises modules that were built on the meta device, one unit at a time: a block's full weights
+exist while it is sharded, then only its shard.
 
 Each module with parameters or buffers on the meta device gets memory, and fills it by `reset_parameters()`. Children
 precede parents, as in constructors. So units that are sharded in the order of the model's construction draw the same
@@ -15,14 +10,8 @@ sees copies of them. Memory that it does not fill raises an error: new memory ho
 (`weft.memory.blank`).
 
 Parameters of modules without `reset_parameters()` are sharded unfilled, and their buffers stay on the meta device. The
-model's `init_weights()` or a state dict fills them later. The first pass raises an error if any is still unfilled.
-
-    torch.distributed.fsdp                weft
-    ------------------------------------  -------------------------------------------------------------------------
-    fully_shard on the meta device        fills modules with reset_parameters(), allocates shards for the rest
-    model.to_empty(device=...)            changes no parameter; buffers get memory
-    model.init_weights()                  writes to the shards
-    load_state_dict(..., assign=True)     copies into the shards, assigns buffers
+model's `init_weights()` or a state dict fills the shards later; `model.to_empty(device=...)` gives memory to buffers
+alone. The first pass raises an error if any is still unfilled.
 
 A tied parameter is filled once, by the first module that can. A tensor-parallel parameter is filled as a whole, as in a
 single process, and each rank keeps its slice. A module that can fill slices, such as experts, sets

@@ -19,10 +19,10 @@ from weft.dtensor.uneven import UnevenDTensor, local_of
 from weft.fsdp.autograd import retire
 from weft.fsdp.composition import refuse_foreign
 from weft.fsdp.construction.arguments import Request
-from weft.fsdp.construction.atomic import choice_of, granularity_of
+from weft.fsdp.construction.atomic import granularity_of
 from weft.fsdp.construction.first_values import bring_buffers, materialize
 from weft.fsdp.construction.parameters import checked_parameter
-from weft.fsdp.construction.quantized import demands, dequantize_parameters, recipe_of, uncut
+from weft.fsdp.construction.quantized import dequantize_parameters, recipe_of, uncut
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.module import FSDPModule, kind_of
 from weft.fsdp.parameter import Slot, Unsharded, record_of
@@ -56,8 +56,7 @@ class Members:
     def _member(self, parameter: nn.Parameter, slot: Slot) -> Unsharded:
         """Return how to shard a parameter that no other unit has. Raises ValueError if it cannot be sharded."""
         request, name = self._request, slot.name
-        choice, own_mesh, replicas = choice_of(parameter, request.choose, request.mesh, request.replicas)
-        mesh = request.checked_own_mesh(own_mesh)
+        choice, mesh, replicas = request.choice_of(parameter)
         where = f"parameter {name!r} of {kind_of(request.modules[0])}"
         parallel = checked_parameter(parameter, mesh, request.device, where, replicas)
         recipe = recipe_of(parameter, name, slot.owners, parallel, request.policy, request.device)
@@ -80,7 +79,8 @@ class Members:
         for parameter, slot, tied in self._tied:
             asked = policy.resolve(parameter.dtype, keep=keeps_dtype(parameter)).compute
             narrow, computes = tied.group.recipe.quantization, tied.group.recipe.compute
-            if narrow != policy.param_quantization and (narrow is not None or demands(policy, slot.name, parameter)):
+            accepts = policy.quantize or (lambda name, parameter: False)
+            if narrow != policy.param_quantization and (narrow is not None or accepts(slot.name, parameter)):
                 differ = f"with param_quantization={narrow}, and here mp_policy has {policy.param_quantization}"
                 fix = "let `quantize` leave it out of both"
             elif asked != computes:

@@ -1,16 +1,5 @@
-"""Checks whether parameters can be sharded.
-
-a parameter                                       at fully_shard
-------------------------------------------------  ---------------------------------------------------------------
-plain, or of a subclass without own operators     sharded
-a DTensor of a tensor-parallel plan               sharded: this rank's slice is cut further
-of a lazy module, without a shape                 ValueError
-of a subclass that implements operators           ValueError: a flat buffer would lose the class
-annotated by the package spmd_types               ValueError: the annotation says how its gradient is reduced
-with hooks on its gradient, or an optimizer that  ValueError: they would never run
-runs in backward
-on another device                                 ValueError
-"""
+"""Checks whether parameters can be sharded: plain ones, of subclasses without own operators, and DTensors of a
+tensor-parallel plan, of which this rank's slice is cut further. All others raise ValueError."""
 
 from collections.abc import Collection
 from typing import Any

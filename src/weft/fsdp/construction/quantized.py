@@ -85,11 +85,6 @@ def _multiplies(module: nn.Module | None, attribute: str) -> bool:
     return (isinstance(module, nn.Linear) and attribute == "weight") or getattr(module, "multiplies_quantized", False)
 
 
-def demands(policy: MixedPrecisionPolicy, name: str, parameter: nn.Parameter) -> bool:
-    """Return whether the user's function `policy.quantize` accepts this parameter."""
-    return policy.quantize is not None and bool(policy.quantize(name, parameter))
-
-
 def uncut(parameter: nn.Parameter, name: str, cutting: tuple[int, int], recipe: Quantization | None) -> tuple[int, int]:
     """Return `cutting`, the granularity and dimension of a parameter's cuts, adapted so that no cut divides a block."""
     step, dim = cutting

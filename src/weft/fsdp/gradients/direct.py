@@ -1,22 +1,9 @@
 """Gradients that modules write directly into the buffer that is reduced.
 
 A custom backward that can write its product to a given tensor (`torch.addmm(out=)`, a fused kernel) avoids a copy of
-the gradient and, with a wider `reduce_dtype`, rounding it to the compute dtype:
-
-    class Linear(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight):
-            ctx.save_for_backward(x)
-            ctx.weight = weight                   # not saved: an activation checkpoint would return a copy
-            return x @ weight.t()
-
-        @staticmethod
-        def backward(ctx, dy):
-            (x,) = ctx.saved_tensors
-            buffer, accumulate = weft.fsdp.weight_gradient(ctx.weight)
-            if accumulate: buffer.addmm_(dy.t().to(buffer.dtype), x.to(buffer.dtype))
-            else:          torch.mm(dy.t().to(buffer.dtype), x.to(buffer.dtype), out=buffer)
-            return dy @ ctx.weight, None          # autograd has nothing to add
+the gradient and, with a wider `reduce_dtype`, rounding it to the compute dtype. It calls `weight_gradient` with the
+weight that its forward kept as an attribute of `ctx`, because a saved one is a copy under an activation checkpoint, and
+returns None for its gradient.
 
 Megatron's convention works too: a module sets `weight.grad_added_to_main_grad = False` on its parameter before
 `fully_shard`. In backward it adds to `weight.main_grad` and sets `weight.grad_added_to_main_grad = True`. The gradient

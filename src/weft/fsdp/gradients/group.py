@@ -73,6 +73,8 @@ class GroupGradients:
         self._describe = describe
         self.hook: Callable[[torch.Tensor], None] | None = None
         """Called with the reduced gradients of a backward, 1-D, before they are added to the main gradients."""
+        self.sent = plan.layout.numel * plan.recipe.reduce.itemsize
+        """The bytes of a reduction's messages."""
         self._plan = plan
         self._parameters = parameters
         self._stages: list[GradientStage] = []
@@ -133,14 +135,14 @@ class GroupGradients:
     def facts(self) -> GradientFacts:
         """Return the sizes and dtypes of these gradients that the plan of a step needs."""
         recipe = self._plan.recipe
-        strip = self._plan.home_numel * recipe.main_grad.itemsize if self._plan.offload is not None else 0
+        main = self._plan.numel(self._plan.placements.optimizer) * recipe.main_grad.itemsize
         return GradientFacts(
             kind=self.bucket_kind,
-            sent=self._plan.layout.numel * recipe.reduce.itemsize,
+            sent=self.sent,
             narrows=recipe.narrows,
             declared=self.declared,
             stages=tuple(stage.facts() for stage in self._stages),
-            download=strip,
+            download=main if self._plan.offload is not None else 0,
         )
 
     # --- packing ------------------------------------------------------------------------------------------------------

@@ -87,9 +87,9 @@ class Reductions(ReductionOrder):
     def _due(self, unit: Unit) -> Due:
         first, *others = unit.trainable_groups
         kind = first.gradients.bucket_kind if self._bucket_bytes else None
-        nbytes = first.reduced_bytes
+        nbytes = first.gradients.sent
         for group in others:
-            nbytes += group.reduced_bytes
+            nbytes += group.gradients.sent
             if group.gradients.bucket_kind != kind:
                 kind = None
         return Due(unit.number, kind, nbytes)
@@ -109,7 +109,7 @@ class Reductions(ReductionOrder):
         self._gathers.events.append(("ready", unit.number, int(self._finishes(unit))))
         if not self.ready(unit.number, in_order=self._checked and unit.is_addressed):
             for group in unit.trainable_groups:
-                self._note(unit.number, "reduction", group.reduced_bytes)
+                self._note(unit.number, "reduction", group.gradients.sent)
 
     def left_over(self, unit: Unit) -> bool:
         """Return whether `unit` has gradients that no call's end has taken, of this backward or due ones of earlier."""
