@@ -39,8 +39,7 @@ class Channels:
         self.reduce = Lane("reduce", device)
         self.reductions = Lane("reductions", device)
         self.download = Lane("download", device)
-        self.on_gather: Callable[[Any], None] = lambda unit: None
-        """Called with each unit before its gather starts."""
+        self.on_gather: Callable[[Any], None] = lambda unit: None  # called with each unit before its gather starts
 
     def share_lanes(self, other: "Channels") -> None:
         """Use the lanes of `other`, so that the communication of both is queued in one order."""

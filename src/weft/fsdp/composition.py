@@ -1,15 +1,8 @@
 """Combines sharded modules with torch's other data-parallel APIs, or raises if they cannot be combined.
 
-around a sharded child             what happens
----------------------------------  ---------------------------------------------------------------------------
-`replicate()`, both of torch's     skips the child, which the composable registry lists as sharded
-`DistributedDataParallel`,         TypeError at construction: they would broadcast and reduce parts that differ
-`DataParallel`                     between ranks, and deadlock. Sharded parameters that `DistributedDataParallel`
-                                   was told to ignore are allowed
-torch's `fully_shard` inside or    ValueError at the outer call: a model can use only one of them
-outside of weft's
-a parametrization of its           ValueError: it comes before `fully_shard`
-parameters
+Both of torch's `replicate()` skip sharded children, which the composable registry lists as sharded. The wrappers
+`DistributedDataParallel` and `DataParallel` would broadcast and reduce parts that differ between ranks, and deadlock,
+unless they ignore sharded parameters. Of torch's `fully_shard` and weft's a model can use only one.
 """
 
 import functools

@@ -34,13 +34,12 @@ from weft.dtensor.uneven import local_of
 from weft.fsdp.autograd import FullParameters, behind_classes
 from weft.fsdp.channels import Channels
 from weft.fsdp.gradients.group import GroupGradients
+from weft.fsdp.gradients.products import mark_scaled
 from weft.fsdp.narrow import Narrow
 from weft.fsdp.parameter import FULL, IN_BACKWARD, Unsharded, never_runs, parameters_of
-from weft.fsdp.payload import Plain
+from weft.fsdp.payload import Plain, PostForwardShard
 from weft.fsdp.payload_only import payload_only_of
 from weft.fsdp.plan import GroupPlan
-from weft.fsdp.post_forward import PostForwardShard
-from weft.fsdp.scaled import mark_scaled
 from weft.fsdp.weak import weakly
 from weft.memory.buffer import FlatBuffer
 from weft.memory.pool import Transient
@@ -73,8 +72,7 @@ class ParameterGroup:
         self.main_weight, self.model_weight = self._weights(slices)
         self.copies = [self.model_weight, *(self._model_bytes() for _ in range(self.payload.copies - 1))]
         """The buffers that gathers read: `model_weight`, and a second one if backward needs another copy."""
-        self.copy = 0
-        """The index in `copies` of the full weights, or of the next gather."""
+        self.copy = 0  # the index in `copies` of the full weights, or of the next gather
         for tensor, member in zip(slices, members):
             if member.value is not member.original:  # freed before there is memory for gathered weights
                 tensor.untyped_storage().resize_(0)
@@ -335,8 +333,7 @@ class ParameterGroup:
         self.post_forward = None
         if self.transient is not None and size is not None:
             group = neighbours(self.groups[-1], size)
-            describe = self._ours("what stays of the weights")
-            self.post_forward = PostForwardShard(self.layout.numel, self.recipe.gathered, self.device, group, describe)
+            self.post_forward = PostForwardShard(self.plan, group, self._ours("what stays of the weights"))
             self.transients.append(self.post_forward.transient)
 
     def keep_post_forward(self, channels: Channels) -> None:

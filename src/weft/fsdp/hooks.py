@@ -38,8 +38,7 @@ class ForwardCall:
     def __init__(self, driver: "HookDriver", engine: Engine) -> None:
         self.driver = driver
         self.unit = driver.unit
-        self.begun = False
-        """Whether its backward is under way."""
+        self.begun = False  # whether its backward is under way
         self._retained = False
         self._ended_in = -1  # the id of autograd's graph task in which this call's backward has ended last
         self._moves = self.unit.moves
@@ -145,8 +144,7 @@ class HookDriver(ABC):
         self.unit = unit
         self.forward_prefetch: list[weakref.ref[Any]] | None = None
         self.backward_prefetch: list[weakref.ref[Any]] | None = None
-        self.backwards = 0
-        """The number of the unit's backwards under way. A forward during one is a recomputation."""
+        self.backwards = 0  # the number of the unit's backwards under way. A forward during one is a recomputation.
         self._entered: set[int] = set()
         self._call: ForwardCall | None = None
         self._hold = Hold(f"a forward of {unit.kind}")

@@ -161,10 +161,13 @@ class FSDPModule:
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
         """Call `hook(reduced)` with the reduced gradients of this unit's backward before they are added to `.grad`.
+
         `reduced`: this rank's part, 1-D, averaged, in the reduce dtype. On a 2-D mesh it is reduced over both axes. The
-        hook may change it, and runs on the stream of the reduction, or on `stream`. On CPU, `stream` has no effect.
-        Raises TypeError if `hook` is not callable, ValueError for a stream with a 2-D mesh, whose outer axis has a
-        separate stream."""
+        hook may change it, and runs on the stream of the reduction, or on `stream`.
+
+        On CPU, `stream` has no effect. Raises TypeError if `hook` is not callable, ValueError for a stream with a 2-D
+        mesh, whose outer axis has a separate stream.
+        """
         unit = unit_of(self)
         if not callable(hook):
             raise TypeError(f"set_all_reduce_hook({hook!r}): pass a function of the reduced gradients")

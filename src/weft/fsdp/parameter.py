@@ -66,16 +66,11 @@ class Unsharded:
 class GradientState:
     """The state of a parameter's gradient between autograd and `.grad`."""
 
-    present: bool = False
-    """Whether a gradient was packed since the last publishing: on this rank, and after ranks have agreed on any."""
-    filled: bool = False
-    """Whether its part of the packed gradients has values, to which a further gradient is added."""
-    written: bool = False
-    """Whether a module wrote it directly into the packed gradients since the last packing."""
-    handed: Any = None
-    """The DTensor that is published as `.grad`."""
-    withdrawn: bool = False
-    """Whether the engine has taken the published gradient back, to add to it."""
+    present: bool = False  # whether one was packed since the last publishing; once the ranks agree: on any of them
+    filled: bool = False  # whether its part of the packed gradients has values, to which a further gradient is added
+    written: bool = False  # whether a module wrote it directly into the packed gradients since the last packing
+    handed: Any = None  # the DTensor that is published as `.grad`
+    withdrawn: bool = False  # whether the engine has taken the published gradient back, to add to it
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,8 +85,7 @@ class ShardedParameter:
     parallel: TensorParallel | None
     full: nn.Parameter
     sharded: nn.Parameter
-    owner: "weakref.ref[Any]"
-    """The group of the parameter, which keeps this record alive."""
+    owner: "weakref.ref[Any]"  # the group of the parameter, which keeps this record alive
     gradient: GradientState = field(default_factory=GradientState)
 
     def __post_init__(self) -> None:

@@ -16,8 +16,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from weft.comm import collectives
+from weft.comm.lanes import Lane, Ticket
 from weft.fsdp.plan import GroupPlan
 from weft.memory.pool import Pool, Transient
 
@@ -25,21 +27,16 @@ from weft.memory.pool import Pool, Transient
 class Plain:
     """Weights are gathered in the compute dtype, in which they are used. Base class of the other formats."""
 
-    refreshes = False
-    """Whether the payload is computed once per step and stored beside the main weights."""
-    tail = 0
-    """The number of elements of full weights after those of the layout."""
-    copies = 1
-    """2 if forward and backward use different payloads, each with a separate gather; otherwise 1."""
-    staging: Transient | None = None
-    """Memory that `write` or `land` takes from a pool and `open` gives back."""
+    refreshes = False  # whether the payload is computed once per step and stored beside the main weights
+    tail = 0  # the number of elements of full weights after those of the layout
+    copies = 1  # 2 if forward and backward use different payloads, each with a separate gather; otherwise 1
+    staging: Transient | None = None  # memory that `write` or `land` takes from a pool and `open` gives back
 
     def __init__(self, plan: GroupPlan, describe: Callable[[], str]) -> None:
         """`describe`: the name of the staging memory in errors."""
         self._uploads = plan.offload is not None
         self.layout, self.dtype = plan.layout, plan.recipe.compute
-        self.sent = plan.layout.numel * self.dtype.itemsize if plan.moves else 0
-        """The number of bytes of a gather."""
+        self.sent = plan.layout.numel * self.dtype.itemsize if plan.moves else 0  # the number of bytes of a gather
         if self._uploads and plan.recipe.main != plan.recipe.compute:
             numel = plan.numel(plan.placements.optimizer)
             self.staging = Transient(numel, plan.recipe.main, plan.device, describe=describe)
@@ -61,3 +58,39 @@ class Plain:
         """Convert the gathered payload to the full weights `full` that modules use, and give staging memory back."""
         if self.staging is not None:
             self.staging.give()
+
+
+class PostForwardShard:
+    """What a rank keeps between forward and backward, with an integer `reshard_after_forward`: its shard, of
+    `group.size()` equal ones, of a parameter group's gathered weights.
+
+    ranks of the shard axis          0      1      2      3
+    sharded                          a      b      c      d        a quarter each
+    forward                          abcd   abcd   abcd   abcd     gathered over four ranks
+    until backward, with 2           ab     cd     ab     cd       half each, copied from the gathered weights
+    backward                         abcd   abcd   abcd   abcd     gathered over two adjacent ranks, usually of one node
+    """
+
+    def __init__(self, plan: GroupPlan, group: dist.ProcessGroup, describe: Callable[[], str]) -> None:
+        if plan.recipe.gathered.itemsize == 1:
+            raise ValueError(
+                f"reshard_after_forward={group.size()} for {describe()}: shards of weights that stay quantized cannot "
+                'be gathered again; choose True or False, or compute="dequantize"'
+            )
+        numel = plan.layout.numel // group.size()
+        self.transient = Transient(numel, plan.recipe.gathered, plan.device, describe=describe)
+        self.held = False
+        self._group = group
+
+    def keep(self, full: torch.Tensor, pool: Pool) -> None:
+        if not self.held:
+            self.held = True
+            pool.take(self.transient).copy_(full.view(self._group.size(), -1)[self._group.rank()])
+
+    def gather_into(self, full: torch.Tensor, lane: Lane, channel: int) -> Ticket:
+        """Start to gather the full weights `full` from the shards of the group."""
+        return lane.run(collectives.all_gather, full, self.transient.tensor, self._group, channel=channel)
+
+    def drop(self) -> None:
+        self.held = False
+        self.transient.give()

@@ -33,8 +33,7 @@ from weft.memory.buffer import FlatBuffer
 class PayloadOnly(FlatBuffer):
     """Main weights that are restored from `payload` when `local` is read."""
 
-    WRITTEN, NEEDED = 1, 2
-    """The messages of one rank to the others: the weights were written to; they must be kept."""
+    WRITTEN, NEEDED = 1, 2  # the messages of one rank to the others: the weights were written to; they must be kept
 
     def __init__(
         self, main: FlatBuffer, model: FlatBuffer, payload: Narrow, parameters: Sequence[UnevenDTensor]
@@ -49,8 +48,7 @@ class PayloadOnly(FlatBuffer):
         # Weak references: parameters must not be kept alive. One that outlives its model still finds its values.
         self._parameters = [weakref.ref(each) for each in parameters]
         self._parts = [each._local_tensor for each in parameters]
-        self.has_passed = False
-        """Whether a pass has begun. Writes before the first pass are initial values."""
+        self.has_passed = False  # whether a pass has begun. Writes before the first pass are initial values.
         self._own_holders = self._holders()
 
     @property
@@ -70,7 +68,6 @@ class PayloadOnly(FlatBuffer):
 
     @property
     def storage(self) -> torch.UntypedStorage:
-        """The storage of the main weights, as `FlatBuffer.storage`; empty while they are freed."""
         return self._local.untyped_storage()
 
     @property

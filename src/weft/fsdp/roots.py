@@ -29,8 +29,7 @@ class UnitDriver(HookDriver):
         super().__init__(unit)
         self._own: Runtime | None = None  # the runtime, if this is a root, which alone keeps it alive
         self._known: weakref.ref[Runtime] | None = None
-        self.above: weakref.ref[UnitDriver] | None = None
-        """The driver of a unit around this one."""
+        self.above: weakref.ref[UnitDriver] | None = None  # the driver of a unit around this one
         self._asked = options
         self.options = self._given = options or RuntimeOptions()
 

@@ -83,8 +83,7 @@ class Unit:
         self.gathered_bytes = sum(each.nbytes for each in self.gathered)
         self.turns = any(len(group.copies) > 1 for group in self.groups)
         """Whether backward uses another copy of some weights than forward."""
-        self.backward = False
-        """Whether the current or next gather is of the copy for backward, if `turns`."""
+        self.backward = False  # whether the current or next gather is of the copy for backward, if `turns`
         self.policy = policy
         self.name = ""
         self.number = 0
@@ -113,8 +112,7 @@ class Unit:
         self.calls: set[weakref.ref[Any]] = set()
         """Forwards whose graph exists and whose backward has not ended: autograd has views of the weights."""
         self._divide_factor = divide_factor
-        self.replaced_factor: float | None = None
-        """The divisor of summed gradients; None: the number of ranks."""
+        self.replaced_factor: float | None = None  # the divisor of summed gradients; None: the number of ranks
         self._tickets: list[Ticket] = []
         self._keeps_post_forward = False
         self.reshard_after(reshard_after_forward)

@@ -1,14 +1,8 @@
 """Detects a forgotten `fully_shard` of the root: children are sharded, and other parameters would not be reduced.
 
-weft does not see modules around sharded ones. Therefore the first backward of each root inspects its graph once.
-
-a leaf of the graph                                what happens
--------------------------------------------------  ---------------------------------------------------------------
-a parameter of a unit, or a DTensor                nothing
-with gradient hooks, or in `ignored_params`        nothing: the user handles it
-in a module around the root, in DDP or FSDP        nothing
-in a module around the root                        RuntimeError, before the backward begins
-in no module around the root                       nothing: it is no parameter of the model
+weft does not see modules around sharded ones. Therefore the first backward of each root inspects its graph once. It
+raises, before the backward begins, for a parameter of a module around the root, unless the user handles its gradient,
+by hooks or `ignored_params`, or DDP or FSDP does.
 """
 
 import gc
@@ -26,8 +20,7 @@ from torch.distributed.tensor import DTensor
 from weft.fsdp.parameter import is_ignored, record_of
 from weft.fsdp.weak import alive
 
-Root = tuple["weakref.ref[Any]", int]
-"""A root unit, and the number of backwards whose graphs were inspected for it."""
+Root = tuple["weakref.ref[Any]", int]  # a root unit, and the number of backwards whose graphs were inspected for it
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
 
 

@@ -1,11 +1,7 @@
 """The parameters that one `fully_shard` call shards: all in its modules that belong to no nested unit.
 
-parameter                                     treatment
---------------------------------------------  ------------------------------------------------------------------
-in a nested unit, or in `ignored_params`      unchanged
-shared with another unit                      tied: it remains that unit's, and is registered here as well
-on the meta device                            materialized before it is sharded, if its module can initialize it
-with equal mesh, dtypes and `requires_grad`   members of one group
+Those with equal mesh, dtypes and `requires_grad` are members of one group. A parameter of another unit is tied: it
+remains that unit's, and is registered here as well.
 """
 
 import weakref

@@ -1,13 +1,7 @@
 """Chooses the parameters to quantize, and checks that the recipe fits them.
 
-a parameter                                  with `param_quantization`
--------------------------------------------  ------------------------------------------------------------------------
-of a class with a method `dequantize`        is dequantized first: a plain parameter replaces it
-of one dimension, or of an `nn.Embedding`    is not quantized, unless `quantize` accepts it
-marked by `weft.keep_dtype`                  is not quantized
-accepted by `quantize`, of unfit shape       ValueError
-with tensor-parallel slices inside blocks    ValueError: its blocks would differ from those of the whole weight
-cut along another dimension than the first   ValueError, except for `tensorwise()` of a matrix
+Parameters of a class with a method `dequantize` are dequantized first: plain parameters replace them. Those that
+`weft.keep_dtype` has marked are not quantized.
 """
 
 import math

@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.fsdp.parameter import known, record_of
 
-PART_CLASS = "_weft_part_class"
-"""The attribute of a DTensor with the class of its local part."""
+PART_CLASS = "_weft_part_class"  # the attribute of a DTensor with the class of its local part
 _answer: Callable[[nn.Parameter], tuple[torch.Tensor, bool]] | None = None
 
 

@@ -16,7 +16,6 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Partial
 
 from weft.comm.backends import transport_of
 from weft.comm.groups import group_of
@@ -64,30 +63,20 @@ class GroupGradients:
     def __init__(self, plan: GroupPlan, parameters: Sequence[ShardedParameter], describe: Callable[[], str]) -> None:
         self.where = Where.NOWHERE
         self.main = MainGradients(plan, parameters, describe)
-        self.is_owed = False
-        """Whether some rank may have packed gradients of an earlier backward; equal on all ranks."""
-        self.gives_all = False
-        """Whether parameters that no rank used get a gradient of zeros; False: they get none."""
-        self.sums_only = False
-        """Whether reductions are sums that weft scales, never averages by the backend."""
+        self.is_owed = False  # whether some rank may have packed gradients of an earlier backward; equal on all ranks
+        self.gives_all = False  # whether parameters that no rank used get a gradient of zeros; False: they get none
+        self.sums_only = False  # whether reductions are sums that weft scales, never averages by the backend
         self._describe = describe
         self.hook: Callable[[torch.Tensor], None] | None = None
         """Called with the reduced gradients of a backward, 1-D, before they are added to the main gradients."""
-        self.sent = plan.layout.numel * plan.recipe.reduce.itemsize
-        """The bytes of a reduction's messages."""
+        self.sent = plan.layout.numel * plan.recipe.reduce.itemsize  # the bytes of a reduction's messages
         self._plan = plan
         self._parameters = parameters
-        self._stages: list[GradientStage] = []
+        self._stages = [GradientStage(plan, axis, describe) for axis in reversed(range(plan.mesh.ndim))]
         """The stages of reduction, one for each mesh axis, the shard axis first."""
-        placements: tuple[Any, ...] = (Partial(),) * plan.mesh.ndim
-        for axis in reversed(range(plan.mesh.ndim)):
-            goal = (*placements[:axis], plan.placements.optimizer[axis], *placements[axis + 1 :])
-            self._stages.append(GradientStage(plan, placements, axis, goal, describe))
-            placements = goal
         self._finishes = False  # whether the reductions in flight are the last of the step, of all stages
         self._declared = [each for each in parameters if declares_writing(each.full)]
-        self.declared = bool(self._declared)
-        """Whether modules have declared that they add to `main_grad`."""
+        self.declared = bool(self._declared)  # whether modules have declared that they add to `main_grad`
 
     def _refuse(self, event: str) -> Where:
         raise RuntimeError(f"{self._describe()}: '{event}' while they are {self.where.value}")

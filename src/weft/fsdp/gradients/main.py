@@ -23,8 +23,7 @@ class MainGradients:
 
     def __init__(self, plan: GroupPlan, parameters: Sequence[ShardedParameter], describe: Callable[[], str]) -> None:
         self.buffer: FlatBuffer | None = None
-        self.download: GradientDownload | None = None
-        """The transfer of gradients to CPU memory, with CPU offload."""
+        self.download: GradientDownload | None = None  # the transfer of gradients to CPU memory, with CPU offload
         self._plan = plan
         self._parameters = parameters
         self._describe = describe

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import Partial
 
 from weft.comm import collectives
 from weft.comm.groups import group_of
@@ -25,22 +25,16 @@ from weft.memory.pool import Pool, Transient
 
 
 class GradientStage:
-    """A buffer of gradients that are partial over the mesh axis `axis`. `placements`, `goal`: the placements before and
-    after the reduction. `describe()`: names the gradients in errors."""
+    """A buffer of gradients that are partial over the mesh axis `axis`, and those before it. `describe()`: names the
+    gradients in errors."""
 
-    def __init__(
-        self,
-        plan: GroupPlan,
-        placements: tuple[Placement, ...],
-        axis: int,
-        goal: tuple[Placement, ...],
-        describe: Callable[[], str],
-    ) -> None:
-        self._scatters = goal[axis].is_shard()
+    def __init__(self, plan: GroupPlan, axis: int, describe: Callable[[], str]) -> None:
+        optimizer = plan.placements.optimizer
+        self._placements = placements = (*(Partial(),) * (axis + 1), *optimizer[axis + 1 :])
+        self._scatters = optimizer[axis].is_shard()
         self._reduction = collectives.reduce_scatter if self._scatters else collectives.all_reduce
         self._group = group_of(plan.mesh, axis)
         self._plan = plan
-        self._placements = placements
         self._numel = plan.numel(placements)
         self._memory: dict[torch.dtype, Transient] = {}
         inbox = collectives.inbox_numel(self._reduction, self._numel, self._group, plan.device)
@@ -54,10 +48,8 @@ class GradientStage:
         self.buffer: FlatBuffer | None = None
         self._latest: FlatBuffer | None = None
         """The buffer that was open last: kept, because the pool returns the same memory in each step."""
-        self.views: list[torch.Tensor] = []
-        """The open buffer's view of each tensor."""
-        self.padding: list[torch.Tensor] = []
-        """Views of the open buffer's padding, if it is not cut."""
+        self.views: list[torch.Tensor] = []  # the open buffer's view of each tensor
+        self.padding: list[torch.Tensor] = []  # views of the open buffer's padding, if it is not cut
 
     def open(self, pool: Pool, *, accumulating: bool) -> FlatBuffer:
         """Take uninitialized memory for the buffer. `accumulating`: in the dtype of the main gradients, to add up

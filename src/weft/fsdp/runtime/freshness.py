@@ -33,8 +33,7 @@ class Freshness:
         self._checked = checked
         self._channel = channel
         self._certain = True  # whether the weights must be updated, which all ranks know without an exchange
-        self.ahead: dict[Unit, None] = {}
-        """The units that are still to be updated, in the same order on all ranks."""
+        self.ahead: dict[Unit, None] = {}  # the units that are still to be updated, in the same order on all ranks
         self._made: list[Unit] = []
 
     def begin_pass(self, units: Sequence[Unit], inside: Sequence[Unit], groups: Sequence[dist.ProcessGroup]) -> None:

@@ -1,12 +1,5 @@
-"""Checks the parameters under a root at the beginning of each pass, for those that no unit has.
-
-a parameter under the root             at the beginning of a pass
--------------------------------------  ------------------------------------------------------------------------
-in a unit, of this root or another     accepted
-registered in place of a unit's        RuntimeError, when that unit registers its parameter
-in `ignored_params`                    accepted
-frozen, in no unit                     accepted until it is unfrozen
-trainable, in no unit                  RuntimeError: no rank would reduce its gradient
+"""Checks the parameters under a root at the beginning of each pass, for trainable ones that no unit has: no rank would
+reduce their gradients. A parameter in place of a unit's raises when that unit registers its own.
 
 The first check walks through all modules. Each pass compares identities with those of the last walk, without a Python
 call per module, and walks again only if they differ.

@@ -1,11 +1,7 @@
 """Coordinates the models of a process in a backward, which may go through several models.
 
-event                                              detected by
--------------------------------------------------  -----------------------------------------------------------------
-a backward ends                                    a callback of autograd, which ends models in one order on all ranks
-a backward fails                                   autograd drops that callback without calling it
-a backward leaves gradients that no hook noticed   `finish_backwards`, after any backward of the process
-a wait could depend on another model               counters: which models have begun a pass since their last backward
+A callback of autograd ends the models in one order on all ranks. Autograd drops it, without a call, if the backward
+fails. Counters tell whether a wait could depend on another model, which has begun a pass since its last backward.
 """
 
 import itertools

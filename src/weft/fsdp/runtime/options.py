@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-BUCKET_BYTES: int | None = None
-"""The default of `RuntimeOptions.bucket_bytes`."""
+BUCKET_BYTES: int | None = None  # the default of `RuntimeOptions.bucket_bytes`
 
 
 class CaptureTable(Protocol):

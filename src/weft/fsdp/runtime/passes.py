@@ -5,12 +5,10 @@ the failure of a backward, which may go through several models.
 """
 
 import enum
-from typing import NoReturn
 
 import torch
 
 from weft.fsdp.driver import BackwardCall, in_backward
-from weft.fsdp.unit import Unit
 
 
 class Pass(enum.Enum):
@@ -83,19 +81,11 @@ class BackwardCalls:
     def __init__(self) -> None:
         self._calls: list[BackwardCall] = []
         self.append = self._calls.append
-        self.makes_graph = False
-        """Whether the backward runs with `create_graph=True`."""
+        self.makes_graph = False  # whether the backward runs with `create_graph=True`
 
     def open(self) -> None:
         """Note, at the beginning of a backward, whether it creates a graph."""
         self.makes_graph = in_backward() and torch.is_grad_enabled()
-
-    def refuse_graph(self, unit: Unit) -> NoReturn:
-        """Raise RuntimeError: gradients of `unit` are to be reduced in a backward with `create_graph=True`."""
-        raise RuntimeError(
-            f"backward(create_graph=True) through {unit}: gradients of parameters are reduced over the ranks and "
-            "cannot be differentiated; call torch.autograd.grad with respect to inputs"
-        )
 
     def end(self) -> None:
         """End the calls that are still open when autograd's backward is over, because no hook has ended them."""

@@ -92,6 +92,8 @@ class Shared:
         self.channels.separate = bool(self.options.separate_all_gather_group)
         self.reductions.most_alive = self.options.max_live_reduce_buffers
 
+    # --- calls of a driver (`weft.fsdp.driver.Engine`) ----------------------------------------------------------------
+
     def use(self, unit: Unit, holder: Any, named: Sequence[Unit] | None = None) -> None:
         """Gather `unit`, the next one of this pass, prefetch units after it, or those `named`, and hold it for
         `holder`."""
@@ -107,24 +109,23 @@ class Shared:
                 each.free()
 
     def keep(self, unit: Unit, holder: Any) -> None:
-        """Hold `unit` for `holder` after its use."""
         if holder not in unit.holders:
             self.gathers.events.append(("keep", unit.number, 0))
             unit.acquire(holder)
 
     def offer(self, unit: Unit) -> None:
-        """Set `main_grad` for the modules of `unit` that have declared to use it."""
         if unit.writes_gradients:
             self.reductions.offer_main_gradients(unit)
 
     def ready(self, unit: Unit) -> None:
-        """Pack the gradients of `unit`, and reduce them if it is their turn."""
         if self._calls.makes_graph and unit.awaits_reduction:
-            self._calls.refuse_graph(unit)
+            raise RuntimeError(
+                f"backward(create_graph=True) through {unit}: gradients of parameters are reduced over the ranks and "
+                "cannot be differentiated; call torch.autograd.grad with respect to inputs"
+            )
         self.reductions.reduce(unit)
 
     def expect_more(self, more: bool) -> None:
-        """Set whether a schedule has more microbatches to reduce."""
         self.reductions.more_to_come = more
 
     def _before_gather(self, unit: Unit) -> None:

@@ -1,12 +1,8 @@
 """Checks of initial values: every parameter must have values, and ranks with the same parameters the same values.
 
-when                           action
------------------------------  -----------------------------------------------------------------------------------
-a unit is made                 broadcast values from the first replica, so that ranks may have different seeds; quantize
-                               frozen weights of which only the payload is kept
-the first pass of a root       raise, on every rank, for parameters from the meta device that have no values; broadcast
-                               those that have been filled
-a root's runtime is made       broadcast parameters that tensor parallelism does not slice over its ranks
+Values are broadcast from the first replica when a unit is made, so that ranks may have different seeds, and those that
+were filled later at the first pass of the root. When the root's runtime is made, parameters that tensor parallelism
+does not slice are broadcast over its ranks.
 """
 
 from collections.abc import Sequence
