@@ -27,7 +27,7 @@ Three files have a table of states: `unit.py` of a unit's weights, `gradients/gr
 
 from weft.dtensor.uneven import UnevenDTensor
 from weft.fsdp.construction.arguments import DataParallelMeshDims
-from weft.fsdp.construction.atomic import BlockAtomic, TensorAtomic
+from weft.fsdp.construction.parameters import BlockAtomic, TensorAtomic
 from weft.fsdp.diagnostics import (
     Nonfinite,
     check_views,

@@ -14,15 +14,9 @@ lost.
 Autograd's errors name no parameters. It also finds no gradients of sharded parameters, which are in no graph. So
 torch's function that runs a backward is wrapped, once, to raise errors that name the weights.
 
-Other code may still hold the original parameters, which sharded ones have replaced (`Original`):
-
-    use of an original parameter                   after `fully_shard`
-    ---------------------------------------------  -----------------------------------------------------------------
-    it is in a module that is sharded later        it is tied: its unit registers the sharded parameter there, too
-    an optimizer from before reads its gradient,   RuntimeError: the optimizer would silently train nothing
-    in `step()` or `zero_grad()`
-    an in-place write                              RuntimeError: it would not reach the model
-    its values, shape, attributes are read         they are unchanged
+Other code may still hold the original parameters, which sharded ones have replaced (`Original`). Their values, shapes
+and attributes stay as they were. In-place writes raise, because they would not reach the model, and so does reading
+`.grad`: an optimizer from before would silently train nothing.
 """
 
 import functools
@@ -130,11 +124,7 @@ class FullParameters:
 
     def _written(self) -> list[nn.Parameter]:
         """Return the copies whose version counter other code has changed."""
-        if not self._copies:
-            return []
-        found = tuple(map(_version_of, self._parameters))
-        if found == self._versions:
-            return []
+        found = map(_version_of, self._parameters) if self._copies else ()
         return [each for each, here, told in zip(self._parameters, found, self._versions) if here != told]
 
     def was_written(self, shape: tuple[int, ...], expected: int, here: int) -> bool:

@@ -1,15 +1,8 @@
 """The interface between drivers and the engine: the calls that a driver may make.
 
-    hooks | a schedule | a pipeline | unshard()      drivers
-                    |
-                    v
-    Engine                                           this file
-                    |
-                    v
-    runtime, units, gradients                        no driver imports them
-
-A driver runs units through passes. It reports which weights it computes with, and when. The plan decides what is
-gathered, freed and reduced for it, and in which order.
+Drivers are hooks, schedules, pipelines and `unshard()`. A driver runs units through passes. It reports which weights it
+computes with, and when, and imports no other part of the engine. The plan decides what is gathered, freed and reduced
+for it, and in which order.
 
 call                                 meaning
 -----------------------------------  ------------------------------------------------------------------------------
@@ -121,12 +114,6 @@ class BackwardCall(Protocol):
     @property
     def begun(self) -> bool: ...
     def end(self) -> None: ...
-    def abandon(self) -> None: ...
-
-
-class Driver(Protocol):
-    """The code that runs around the calls of a unit's modules. `abandon`: end the unit's forward, if it is in one."""
-
     def abandon(self) -> None: ...
 
 

@@ -101,14 +101,8 @@ def fully_shard(
 
 
 class _ShardedState:
-    """The state of the model that a sharded module belongs to, as far as torch's code uses it.
-
-    used by torch.distributed.pipelining to reduce a stage's gradients weft
-    -----------------------------------------------------------------  -----------------------------------------------
-    state._state_ctx.all_states: of all units of the model             one state, with all units' groups
-    state._fsdp_param_groups: each with post_backward()                post_backward() does nothing: the next line does
-    state._root_post_backward_final_callback()                         reduces gradients of backwards without sync
-    """
+    """The state of the model that a sharded module belongs to, as far as torch.distributed.pipelining uses it to reduce
+    a stage's gradients: the last method reduces those of backwards without sync, and `post_backward` does nothing."""
 
     def __init__(self, module: FSDPModule) -> None:
         self._module = module

@@ -49,7 +49,6 @@ class ForwardCall:
 
     @property
     def name(self) -> str:
-        """The call's name as a holder of weights."""
         return f"a backward of {self.unit}"
 
     def begin(self, gradient: torch.Tensor | None = None) -> None:

@@ -96,7 +96,6 @@ class Narrow(Plain):
 
     @property
     def _stays(self) -> bool:
-        """Whether full weights stay quantized."""
         return self._recipe.is_scaled
 
     def _recipe_of(self, number: int, copy: int) -> Quantization:

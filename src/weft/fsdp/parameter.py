@@ -1,9 +1,5 @@
 """One record per parameter: its name, its position in the group, the registered tensors, and its owners.
 
-    before     `Unsharded`         the module's parameter, and the choices of `fully_shard` for it
-    after      `ShardedParameter`  its position in the group, its full and its sharded tensor, its gradient
-    both       `Slot`              the modules and attributes in which it is registered
-
 Functions that work on one parameter of a group take its record. A group keeps its records alive. Other code finds a
 record by any tensor of the parameter (`record_of`), and must not keep it alive.
 """
@@ -35,7 +31,6 @@ class Slot:
     owners: list[tuple["weakref.ref[nn.Module]", str]] = field(default_factory=list)
 
     def share(self, owners: Sequence[tuple["weakref.ref[nn.Module]", str]]) -> None:
-        """Register the parameter in more places."""
         known = [(module(), name) for module, name in self.owners]
         self.owners.extend(place for place in owners if (place[0](), place[1]) not in known)
         self.put(self.there)
@@ -133,12 +128,10 @@ def record_of(parameter: Any) -> ShardedParameter | None:
 
 
 def ignore(parameter: nn.Parameter) -> None:
-    """Mark a parameter as one of `ignored_params`."""
     vars(parameter)["_weft_ignored"] = True
 
 
 def is_ignored(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter was passed in `ignored_params`."""
     return "_weft_ignored" in vars(parameter)
 
 

@@ -59,5 +59,4 @@ class GroupPlan:
         return bool(sharded_axes(self.placements.parameter)) and self.layout.shards > 1
 
     def numel(self, placements: tuple[Placement, ...]) -> int:
-        """Return the number of elements on each rank under `placements`."""
         return self.layout.numel // ranks_over(self.mesh, sharded_axes(placements))

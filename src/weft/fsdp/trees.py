@@ -114,10 +114,9 @@ def _replaced(value: Any, fields: dict[str, Any]) -> Any:
 
 
 def _attributes(value: Any) -> list[Any]:
-    slots = [name for kind in type(value).__mro__ for name in _names(vars(kind).get("__slots__", ()))]
+    slots: list[str] = []
+    for kind in type(value).__mro__:
+        names = vars(kind).get("__slots__", ())
+        slots += [names] if isinstance(names, str) else names
     held = [getattr(value, name) for name in slots if hasattr(value, name)]
     return [*held, *getattr(value, "__dict__", {}).values()]
-
-
-def _names(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)

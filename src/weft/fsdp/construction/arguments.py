@@ -81,7 +81,6 @@ class Request:
 
     @property
     def device(self) -> torch.device:
-        """The device on which the unit computes."""
         kind = self.mesh.device_type
         return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 

@@ -15,10 +15,8 @@ from weft.dtensor.uneven import UnevenDTensor, local_of
 from weft.fsdp.autograd import retire
 from weft.fsdp.composition import refuse_foreign
 from weft.fsdp.construction.arguments import Request
-from weft.fsdp.construction.atomic import granularity_of
 from weft.fsdp.construction.first_values import bring_buffers, materialize
-from weft.fsdp.construction.parameters import checked_parameter
-from weft.fsdp.construction.quantized import dequantize_parameters, recipe_of, uncut
+from weft.fsdp.construction.parameters import checked_parameter, dequantize_parameters, granularity_of, recipe_of, uncut
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.module import FSDPModule, kind_of
 from weft.fsdp.parameter import Slot, Unsharded, record_of

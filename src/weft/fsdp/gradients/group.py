@@ -122,7 +122,6 @@ class GroupGradients:
         return self._stages[0].views[parameter.number], accumulate
 
     def facts(self) -> GradientFacts:
-        """Return the sizes and dtypes of these gradients that the plan of a step needs."""
         recipe = self._plan.recipe
         main = self._plan.numel(self._plan.placements.optimizer) * recipe.main_grad.itemsize
         return GradientFacts(
@@ -176,7 +175,6 @@ class GroupGradients:
         self.where = TRANSITIONS.get((self.where, "pack")) or self._refuse("pack")
 
     def _open(self, pool: Pool, *, defer: bool) -> None:
-        """Open the buffer of this rank's gradients, if it is not."""
         if self._stages[0].buffer is None:
             self._stages[0].open(pool, accumulating=defer or self._plan.recipe.narrows)
 

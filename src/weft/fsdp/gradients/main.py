@@ -149,7 +149,6 @@ class MainGradients:
                 hook(own)
 
     def drop(self) -> None:
-        """Set `.grad` of all parameters to None."""
         self._is_claimed = False
         for each in self._parameters:
             each.sharded.grad = None

@@ -66,7 +66,6 @@ class GradientStage:
         return self.buffer
 
     def facts(self) -> StageFacts:
-        """Return the sizes of the stage's buffers in bytes."""
         recipe = self._plan.recipe
         return StageFacts(
             accumulating=self._numel * recipe.main_grad.itemsize,

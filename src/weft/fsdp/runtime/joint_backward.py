@@ -38,7 +38,6 @@ class JointBackward:
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether a pass has begun since the last backward ended."""
         return self._began > self._settled
 
     def may_share_backward(self) -> bool:

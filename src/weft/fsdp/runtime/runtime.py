@@ -25,7 +25,7 @@ import torch
 from weft.comm import streams
 from weft.comm.groups import check_alive
 from weft.fsdp.autograd import first_backwards
-from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, BackwardCall, Driver, in_backward
+from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, BackwardCall, in_backward
 from weft.fsdp.runtime.inventory import Inventory
 from weft.fsdp.runtime.joint_backward import JointBackward, end_with_backward
 from weft.fsdp.runtime.options import RuntimeOptions
@@ -43,7 +43,7 @@ class Runtime(Shared):
     def __init__(
         self,
         units: Sequence[Unit],
-        drivers: Sequence[Driver],
+        drivers: Sequence[Any],
         inventory: Inventory,
         device: torch.device,
         options: RuntimeOptions,

@@ -1,12 +1,7 @@
 """The objects that the units of a model share, the operations of drivers on a unit, and operations on all units.
 
-    unit's event    rules                           memory and communication
-    ------------    ------------------------------  ----------------------------------------------------------------
-    use             `gathers`: the units to gather  `channels`: lanes and pools; `planner`: addresses
-    done            `gathers`: the units to keep    the same
-    ready           `reductions`: the order         the same
-
-In addition, ranks compare their actions (`_consensus`, `_steps`), join gathers that only others need (`_helper`), and
+`gathers` has the rules for gathers, `reductions` those for reductions; `channels` has lanes and pools, and `planner`
+addresses. Ranks compare their actions (`_consensus`, `_steps`), join gathers that only others need (`_helper`), and
 update model weights after the main weights have changed (`_freshness`).
 
 A unit whose module was replaced remains, because ranks may collect the module at different times, and all ranks must
@@ -22,7 +17,7 @@ import torch
 
 from weft.comm.agreement import Agreement
 from weft.fsdp.channels import Channels, check_separate, separate_gathers
-from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, Driver
+from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS
 from weft.fsdp.gradients.group import Where
 from weft.fsdp.runtime.buckets import bundle_bytes, fill_buckets
 from weft.fsdp.runtime.consensus import Consensus
@@ -41,7 +36,7 @@ class Shared:
     """The units under one root, in order of their numbers, the root first, and the objects that they share."""
 
     def __init__(
-        self, units: Sequence[Unit], drivers: Sequence[Driver], device: torch.device, options: RuntimeOptions
+        self, units: Sequence[Unit], drivers: Sequence[Any], device: torch.device, options: RuntimeOptions
     ) -> None:
         for number, unit in enumerate(units):
             unit.number = number
@@ -187,7 +182,6 @@ class Shared:
             group.finish_upload()
 
     def _publish(self) -> None:
-        """Set `.grad` to the reduced gradients."""
         try:
             for group in self.groups:
                 if group.gradients.where is Where.REDUCED:
@@ -197,7 +191,6 @@ class Shared:
             raise
 
     def _drop_gradients(self) -> None:
-        """Clear all gradients after a failed backward."""
         for group in self.groups:
             group.gradients.drop()
 
