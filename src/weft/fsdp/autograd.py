@@ -187,8 +187,7 @@ HARMLESS = frozenset(
 
 
 class Original:
-    """Mixin of the class of a parameter that a sharded one has replaced: writes and reading `.grad` raise
-    RuntimeError."""
+    """Mixin of the class of a replaced parameter: writes and reading `.grad` raise RuntimeError."""
 
     __slots__ = ()
 

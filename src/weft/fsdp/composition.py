@@ -17,8 +17,7 @@ from weft.fsdp.parameter import record_of
 
 
 def refuse_foreign(module: nn.Module, name: str) -> None:
-    """Raise ValueError if torch's `replicate` or `fully_shard` was called on `module`. `name`: its name inside of the
-    module that is sharded."""
+    """Raise ValueError if torch's `replicate` or `fully_shard` was called on the inner `module`, named `name`."""
     registered = [each for each in ("replicate", "fully_shard") if each in vars(module).get(REGISTRY_KEY, {})]
     if isinstance(module, TorchFSDPModule) or registered:
         what = registered[0] if registered else "fully_shard"
@@ -45,8 +44,7 @@ def refuse_wrappers(module: nn.Module, name: str, child: nn.Module | None) -> An
 
 
 def refusing_sharded(init: Callable[..., None], at: int, why: str) -> Callable[..., None]:
-    """Wrap `init`, a constructor of torch, to raise ValueError if its argument number `at` is a sharded parameter.
-    `why`: the message, with `{}` for the parameter."""
+    """Wrap a constructor of torch to raise ValueError `why` if its argument number `at` is a sharded parameter."""
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:

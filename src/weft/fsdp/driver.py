@@ -106,8 +106,7 @@ class DrivenUnit(Protocol):
 
 
 class BackwardCall(Protocol):
-    """A forward of a unit that waits for, or is in, its backward. `begun`: its backward is under way. `end` ends the
-    backward; `abandon` does so after a failure."""
+    """A forward of a unit that waits for, or is in (`begun`), its backward; `abandon` ends that after a failure."""
 
     unit: Any
 

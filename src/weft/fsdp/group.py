@@ -56,8 +56,7 @@ class ParameterGroup:
     """Flat buffers of parameters that are gathered, reduced and updated as one."""
 
     def __init__(self, plan: GroupPlan, members: Sequence[Unsharded]) -> None:
-        """`members`: the original parameters, whose values are moved into the buffers; those with tensor-parallel
-        slices first."""
+        """`members`: the original parameters, whose values are moved; those with tensor-parallel slices first."""
         self.owner: Callable[[], Any] = lambda: None
         self.plan = plan
         self.layout, self.mesh, self.placements, self.recipe = plan.layout, plan.mesh, plan.placements, plan.recipe
@@ -226,8 +225,7 @@ class ParameterGroup:
 
     @property
     def fits_buckets(self) -> bool:
-        """Whether the weights may be gathered in one message with those of adjacent units: they are gathered for each
-        use, from model weights that are on the device."""
+        """Whether neighbours may share a message: gathered for each use, from model weights on the device."""
         return (
             self.transient is not None
             and (not self.refreshes or (self.payload.refreshes and self.plan.moves and not self.refreshed_bytes))

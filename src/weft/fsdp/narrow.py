@@ -205,8 +205,7 @@ class Narrow(Plain):
         return Pending()
 
     def unpacked(self, come: torch.Tensor, copy: int = 0) -> Iterator[tuple[int, torch.Tensor, Any]]:
-        """Yield, for each piece of all shards of a copy, the offset of its elements in the full weights, and views of
-        its payload and scales, as `quantize` returns them."""
+        """Yield, for each piece of a copy's shards, its offset in the full weights, and its payload and scales."""
         shard_numel = self._plan.layout.shard_numel
         for shard, sent in enumerate(come.view(self.layout.shards, -1)):
             for piece in self._pieces(shard):

@@ -136,8 +136,7 @@ def is_ignored(parameter: nn.Parameter) -> bool:
 
 
 def parameters_of(group: Any, members: Sequence[Unsharded]) -> tuple[ShardedParameter, ...]:
-    """Return the records of the parameters of `group`, each with a full and a sharded parameter. These are views of the
-    group's full and main weights, and have the attributes of the original parameters `members`."""
+    """Return the records of the parameters of `group`: views of its buffers with the attributes of `members`."""
     views = FlatBuffer(group.layout, group.mesh, group.plan.whole, group.full.local).views()
     tensors = group.main_weight.dtensors([each.parallel for each in members])
     records = []
@@ -159,8 +158,7 @@ SHARDED = attrgetter("sharded")
 
 
 def register(parameters: Iterable[ShardedParameter], form: Callable[[ShardedParameter], nn.Parameter | None]) -> None:
-    """Register the tensor `form` of each parameter in all its places. Raises RuntimeError if another tensor was
-    registered there."""
+    """Register the tensor `form` of each parameter everywhere. Raises RuntimeError if code has replaced one."""
     # All are registered before the error is raised, so that the next call does not raise for the same reason.
     replaced = []
     for each in parameters:

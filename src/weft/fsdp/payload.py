@@ -1,12 +1,8 @@
 """The formats in which weights are gathered: main weights are converted to a payload, and payloads to full weights.
 
-    payload    each rank sends, per element    temporary memory
-    -------    -----------------------------   ------------------------------------------------------------------
-    `Plain`    an element of the compute dtype this rank's part in the main dtype, if it is uploaded and then cast
-    `Narrow`   a byte, or half of one          the bytes of all ranks (see `weft.fsdp.narrow`)
-
-All other code only moves bytes. A group gathers weights for use (`ParameterGroup.gather`), updates model weights after
-a step (`refresh`), takes part in gathers whose result it does not need (`serve`), and shares messages with other groups
+`Plain` payloads are elements of the compute dtype, those of `weft.fsdp.narrow` a byte or half of one. All other code
+only moves bytes. A group gathers weights for use (`ParameterGroup.gather`), updates model weights after a step
+(`refresh`), takes part in gathers whose result it does not need (`serve`), and shares messages with other groups
 (`Bucket`). In all four cases the group's payload converts weights before sending (`write`) and after receiving
 (`open`).
 """

@@ -126,8 +126,7 @@ class PayloadOnly(FlatBuffer):
 
 
 def payload_only_of(group: Any) -> PayloadOnly | None:
-    """Return a replacement for the main weights of `group` if they need not be kept: frozen, on the device, with one
-    copy of the payload; None otherwise."""
+    """Return a replacement for main weights that need not be kept: frozen, on the device, with one payload."""
     stays = group.trainable or group.offload is not None or not group.layout.data_numel
     if stays or not isinstance(group.payload, Narrow) or group.payload.copies > 1:
         return None

@@ -17,8 +17,7 @@ from weft.mesh import ranks_over
 
 @dataclass(frozen=True, eq=False)
 class GroupPlan:
-    """The fixed properties of a parameter group, which computes on `device`. `offload`: keeps sharded weights and
-    gradients in CPU memory, if set."""
+    """The fixed properties of a parameter group. `offload`: keeps sharded weights and gradients in CPU memory."""
 
     layout: Layout
     mesh: DeviceMesh

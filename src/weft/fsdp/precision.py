@@ -62,11 +62,9 @@ class MixedPrecisionPolicy:
     def resolve(
         self, dtype: torch.dtype, *, keep: bool = False, quantized: bool = False, frozen: bool = False
     ) -> "Recipe":
-        """Return the dtypes for a parameter of dtype `dtype`.
-
-        `keep`: whether it keeps its dtype. `quantized`: whether it is gathered in `param_quantization`. `frozen`:
-        whether no optimizer updates it. Raises ValueError if the format exceeds the range of the compute dtype.
-        """
+        """Return the dtypes for a parameter of dtype `dtype`. `keep`: it keeps its dtype. `quantized`: it is gathered
+        in `param_quantization`. `frozen`: no optimizer updates it. Raises ValueError if a format exceeds the compute
+        dtype's range."""
         if keep or not dtype.is_floating_point:
             return Recipe(dtype, dtype, dtype, dtype)
         compute = self.param_dtype or dtype
@@ -87,9 +85,7 @@ class MixedPrecisionPolicy:
 
     def cast_output(self, values: Any) -> Any:
         """Return `values`, a tree or dataclass, with floating-point tensors cast to `output_dtype`, if that is set.
-
-        Raises TypeError if all floating-point tensors are in an object that cannot be rebuilt with others.
-        """
+        Raises TypeError if all floating-point tensors are in an object that cannot be rebuilt with others."""
         if self.output_dtype is None:
             return values
         cast = map_tensors(_cast_to(self.output_dtype), values, in_dataclasses=True)

@@ -83,7 +83,7 @@ class UnitDriver(HookDriver):
                     f"runtime={driver._asked} of {driver.unit}, which is not the root: the root's options count for "
                     "all units; pass them to fully_shard of the root, the last call"
                 )
-        runtime = Runtime(units, drivers, inventory, self.unit.device, self.options)
+        runtime = Runtime(units, drivers, inventory, self.options)
         if self.options.graphs is not None:
             owns = lambda parameter: record_of(parameter) is not None  # noqa: E731
             runtime.graphs = self.options.graphs.table(modules[0], runtime, _unit_of, owns, self.unit.device)

@@ -74,12 +74,11 @@ class Unit:
         self.modules = [weakref.ref(module) for module in modules]
         self.kind = " + ".join(type(module).__name__ for module in modules)
         self.groups = list(groups)
-        self._list_groups()
+        self.agree([group.agreed for group in self.groups])
         self.device = device
         self._coming = [group for group in self.groups if group.transient is not None or group.refreshes]
         """The groups whose full weights must be gathered or updated: all but those that compute with main weights."""
         self.gathered = [group.transient for group in self.groups if group.transient is not None]
-        """The memory of the gathered weights."""
         self.gathered_bytes = sum(each.nbytes for each in self.gathered)
         self.turns = any(len(group.copies) > 1 for group in self.groups)
         """Whether backward uses another copy of some weights than forward."""
@@ -220,8 +219,7 @@ class Unit:
             group.gather_other(int(backward), self.channels)
 
     def sync_versions(self) -> None:
-        """Set the version counters of gathered weights to that of the main weights at the begin of a backward.
-        Autograd then raises for tensors saved at another version. Raises WeightsWritten as `release` does."""
+        """Let autograd raise for tensors saved at another version of the main weights. Raises as `release` does."""
         if self.state in (State.HERE, State.HELD):
             for group in self.groups:
                 group.fulls.check_unwritten()
@@ -348,9 +346,6 @@ class Unit:
         """Set, per group, whether its gradients are reduced from now on."""
         for group, agreed in zip(self.groups, trains):
             group.agreed = agreed
-        self._list_groups()
-
-    def _list_groups(self) -> None:
         self.trainable_groups = [group for group in self.groups if group.agreed]
         """The groups whose gradients are reduced: the same on all ranks, even if ranks froze different groups."""
         self.reduced = [number for number, group in enumerate(self.groups) if group.agreed]

@@ -45,9 +45,7 @@ class DataParallelMeshDims:
 
 
 class Request:
-    """The checked arguments of one call of `fully_shard`; raises its ValueErrors and TypeErrors. `given`: the
-    arguments, as attributes. `ignored`: ids of parameters. `replicas`: the names of the data-parallel axes, if
-    `dp_mesh_dims` is given."""
+    """The checked arguments of one call of `fully_shard`. `ignored`: ids; `replicas`: names of data-parallel axes."""
 
     def __init__(self, given: Any) -> None:
         mesh, strategy, runtime, choose = given.mesh, given.strategy, given.runtime, given.shard_placement_fn

@@ -34,8 +34,7 @@ class Members:
     """The modules in `request.modules` outside of nested units (`owners`, with names), and their parameters."""
 
     def __init__(self, request: Request) -> None:
-        """Collect and check the parameters; dequantize those that are quantized. Raises ValueError for one that cannot
-        be sharded."""
+        """Collect and check the parameters; dequantize those that are quantized."""
         self._request = request
         self.owners = _owners(request.modules)
         found = {p: slot for p, slot in _owned_parameters(self.owners).items() if id(p) not in request.ignored}

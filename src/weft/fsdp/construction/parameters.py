@@ -92,9 +92,8 @@ class BlockAtomic:
 
 
 def granularity_of(parameter: nn.Parameter, name: str, choice: Any) -> tuple[int, int]:
-    """Return how many elements of `parameter` cuts keep together, and the dimension that is cut, for `choice`.
-    `choice`: the placement from `shard_placement_fn`. For a tensor-parallel parameter, both are those of this rank's
-    slice. Raises ValueError for a placement that weft does not support, or that does not fit the parameter."""
+    """Return how many elements of `parameter`, or of this rank's tensor-parallel slice, cuts keep together, and the
+    dimension that is cut. Raises ValueError for a `choice` that is not supported, or does not fit."""
     if choice is None or choice == Shard(0):
         return 1, 0
     shape = tuple(local_of(parameter).shape)
@@ -132,8 +131,7 @@ def recipe_of(
     policy: MixedPrecisionPolicy,
     device: torch.device,
 ) -> Recipe:
-    """Return the dtypes of `parameter`, and its recipe if it is quantized. Raises ValueError if it cannot be. `owners`:
-    the modules that have it, with attribute names. `device`: the device on which it computes."""
+    """Return the dtypes of a parameter of the modules `owners`, and its recipe if it is quantized."""
     keep, recipe = keeps_dtype(parameter), policy.param_quantization
     if parameter.dtype.is_floating_point and parameter.dtype.itemsize == 1:
         raise ValueError(
@@ -164,8 +162,7 @@ def recipe_of(
 
 
 def dequantize_parameters(slots: dict[nn.Parameter, Slot], policy: MixedPrecisionPolicy) -> dict[nn.Parameter, Slot]:
-    """Replace parameters whose class has a method `dequantize` by plain ones, in `slots` and modules. Returns `slots`
-    by the new parameters. Does nothing if `policy` does not quantize."""
+    """Replace parameters whose class has `dequantize` by plain ones, if `policy` quantizes; return `slots` by these."""
     if policy.param_quantization is None:
         return slots
     found = {}

@@ -62,8 +62,7 @@ def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor, for local computation, or a plain parameter itself. `parameter_of` returns
-    the parameter of such a local tensor."""
+    """Return the local tensor of a DTensor, whose parameter `parameter_of` finds, or a plain parameter itself."""
     if not isinstance(parameter, DTensor):
         return parameter
     part = parameter.to_local()

@@ -57,8 +57,7 @@ TRANSITIONS = {  # caused by: what happens
 
 
 class GroupGradients:
-    """Packs, reduces and publishes the gradients of a group's parameters. Parameters are numbered as in their group.
-    `describe()`: the name of the gradients in errors."""
+    """Packs, reduces and publishes the gradients of a group's parameters. `describe()`: their name in errors."""
 
     def __init__(self, plan: GroupPlan, parameters: Sequence[ShardedParameter], describe: Callable[[], str]) -> None:
         self.where = Where.NOWHERE
@@ -239,8 +238,7 @@ class GroupGradients:
         return self._bucket_kind if self.hook is None else None
 
     def open_reduction(self) -> tuple[torch.Tensor, torch.Tensor, bool]:
-        """Enter the state of a reduction that shares its message with other units. Returns the local main gradients,
-        the packed gradients, and whether to add to the main gradients."""
+        """Enter a reduction in a shared message; return main and packed gradients, and whether to add to the former."""
         self.where = TRANSITIONS.get((self.where, "reduce")) or self._refuse("reduce")
         self._finishes = True
         output, adds = self.main.claim()
@@ -267,8 +265,7 @@ class GroupGradients:
         self.main.publish()
 
     def drop(self) -> None:
-        """Clear all gradients after a failed backward, so that partial ones are never used on any rank. Reductions in
-        flight may still write to the main gradients, until `discard`."""
+        """Clear all gradients after a failed backward. Reductions in flight may write to main ones until `discard`."""
         self._forget()
         self.main.drop()
 

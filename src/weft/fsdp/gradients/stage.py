@@ -42,8 +42,7 @@ class GradientStage:
             inbox, plan.recipe.reduce, plan.device, describe=lambda: f"{describe()} that other ranks send"
         )
         self._hooked: torch.Tensor | None = None
-        """The tensor that a hook on the reduction modifies. It is kept, because the lane still uses it after the call.
-        """
+        """The tensor that a hook on the reduction modifies: kept, because the lane still uses it after the call."""
         self._describe = describe
         self.buffer: FlatBuffer | None = None
         self._latest: FlatBuffer | None = None
@@ -52,8 +51,7 @@ class GradientStage:
         self.padding: list[torch.Tensor] = []  # views of the open buffer's padding, if it is not cut
 
     def open(self, pool: Pool, *, accumulating: bool) -> FlatBuffer:
-        """Take uninitialized memory for the buffer. `accumulating`: in the dtype of the main gradients, to add up
-        microbatches; otherwise in the reduce dtype."""
+        """Take memory for the buffer; `accumulating`: in the main gradients' dtype, otherwise in the reduce dtype."""
         dtype = self._plan.recipe.main_grad if accumulating else self._plan.recipe.reduce
         if dtype not in self._memory:
             self._memory[dtype] = Transient(self._numel, dtype, self._plan.device, describe=self._describe)

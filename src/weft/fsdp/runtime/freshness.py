@@ -32,7 +32,7 @@ class Freshness:
         self._channels = channels
         self._checked = checked
         self._channel = channel
-        self._certain = True  # whether the weights must be updated, which all ranks know without an exchange
+        self.certain = True  # whether the weights must be updated, which all ranks know without an exchange
         self.ahead: dict[Unit, None] = {}  # the units that are still to be updated, in the same order on all ranks
         self._made: list[Unit] = []
 
@@ -43,10 +43,10 @@ class Freshness:
             return
         ordinary = [group for group in following if group.payload_only is None]
         resting = [group for group in following if group.payload_only is not None]
-        words = [int(self._certain or any(group.is_stale for group in ordinary)), *map(_word_of, resting)]
-        if self._checked and (resting or not self._certain):
+        words = [int(self.certain or any(group.is_stale for group in ordinary)), *map(_word_of, resting)]
+        if self._checked and (resting or not self.certain):
             words, _ = agree(words, [], groups, "beginning of a pass", channel=self._channel)
-        self._certain = False
+        self.certain = False
         due = ordinary if words[0] else []
         for group, word in zip(resting, words[1:]):
             due = [*due, group] if word else due
@@ -57,10 +57,6 @@ class Freshness:
         if due:
             agree_on_maxima(due)  # before the first of them is quantized
         self.ahead.update(dict.fromkeys(inside))
-
-    def expect_change(self) -> None:
-        """Expect an optimizer step before the next pass."""
-        self._certain = True
 
     def is_due(self, unit: Unit) -> bool:
         """Return whether the weights of `unit` are still to be updated: in this pass, or in one of another rank."""
@@ -92,7 +88,7 @@ class Freshness:
         """Expect a change of all weights after an abandoned pass: ranks may have updated different units."""
         self.ahead.clear()
         self._made.clear()
-        self._certain = True
+        self.certain = True
 
     def _next(self) -> Unit:
         unit = next(iter(self.ahead))

@@ -26,12 +26,7 @@ class Captures(Protocol):
     of each sharded module. `owns`: whether a parameter is sharded."""
 
     def table(
-        self,
-        root: nn.Module,
-        engine: Any,
-        unit_of: Callable[[nn.Module], Any],
-        owns: Callable[[nn.Parameter], bool],
-        device: torch.device,
+        self, root: nn.Module, engine: Any, unit_of: Callable, owns: Callable, device: torch.device
     ) -> CaptureTable: ...
 
 
@@ -95,10 +90,8 @@ class RuntimeOptions:
             raise ValueError(f"prefetch_bytes={self.prefetch_bytes}: choose 0 or more, or None for the next unit")
 
     def joined(self, given: "RuntimeOptions", now: "RuntimeOptions") -> "RuntimeOptions":
-        """Return these options of a new root, with the changes that methods of an inner model made to its options.
-
-        `given`, `now`: the inner model's options before and after. Of the numbers of buffers, the larger one applies.
-        """
+        """Return these options of a new root, with the changes that methods of an inner model made to its options, from
+        `given` to `now`. Of the numbers of buffers, the larger one applies."""
         buffers, separate = self.max_live_reduce_buffers, self.separate_all_gather_group
         if now.max_live_reduce_buffers != given.max_live_reduce_buffers:
             buffers = max(buffers, now.max_live_reduce_buffers)

@@ -41,14 +41,9 @@ class Runtime(Shared):
     """The engine of one model, from the first pass of its root on."""
 
     def __init__(
-        self,
-        units: Sequence[Unit],
-        drivers: Sequence[Any],
-        inventory: Inventory,
-        device: torch.device,
-        options: RuntimeOptions,
+        self, units: Sequence[Unit], drivers: Sequence[Any], inventory: Inventory, options: RuntimeOptions
     ) -> None:
-        super().__init__(units, drivers, device, options)
+        super().__init__(units, drivers, options)
         self._inventory = inventory
         self._joint = JointBackward(self.units, weakly(self.finish_unnoticed))
         self._depth = 0  # the number of nested calls of sharded modules under way
@@ -248,7 +243,7 @@ class Runtime(Shared):
         self._end_holds(deferring)
         self._go_to_rest()
         if due and self.reductions.is_last:
-            self._freshness.expect_change()
+            self._freshness.certain = True  # an optimizer step follows
             self._steps.expect()
         self.passes.end()
         self._joint.settle()

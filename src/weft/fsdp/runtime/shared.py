@@ -13,8 +13,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from weft.comm.agreement import Agreement
 from weft.fsdp.channels import Channels, check_separate, separate_gathers
 from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS
@@ -35,12 +33,10 @@ from weft.layout.gathers import GatherOrder
 class Shared:
     """The units under one root, in order of their numbers, the root first, and the objects that they share."""
 
-    def __init__(
-        self, units: Sequence[Unit], drivers: Sequence[Any], device: torch.device, options: RuntimeOptions
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], drivers: Sequence[Any], options: RuntimeOptions) -> None:
         for number, unit in enumerate(units):
             unit.number = number
-        self.device = device
+        self.device = device = units[0].device
         self.options = options
         self.graphs: CaptureTable | None = None
         self.units = tuple(units)
