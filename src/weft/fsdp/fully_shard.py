@@ -93,7 +93,10 @@ def fully_shard(
         inner.come_under(driver)
     for one in modules:
         attach(one, unit, driver)
-    _name_units(modules)
+    for root in modules:
+        for name, inside in root.named_modules():
+            if isinstance(inside, FSDPModule):
+                inside._weft_unit.name = name
     if choice := driver.options.separate_all_gather_group:
         groups = [group for each in (unit, *(inner.unit for inner in below)) for group in each.groups]
         separate_gathers([each for group in groups for each in group.groups], choice)
@@ -139,11 +142,3 @@ def _refuse_in_use(driver: UnitDriver) -> None:
             f"fully_shard around {driver.unit}, which is in use by {what}: call it before the first pass, or after "
             "that, and after reshard()"
         )
-
-
-def _name_units(modules: list[nn.Module]) -> None:
-    """Name each unit inside of `modules` by its path."""
-    for root in modules:
-        for name, module in root.named_modules():
-            if isinstance(module, FSDPModule):
-                module._weft_unit.name = name

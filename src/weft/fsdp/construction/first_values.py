@@ -122,20 +122,16 @@ def _filled_in(parameter: nn.Parameter, slot: Slot, order: dict[nn.Module, int])
 
 def _children_first(modules: Iterable[nn.Module]) -> dict[nn.Module, int]:
     """Number `modules` in the order in which their constructors end."""
-    ahead = dict.fromkeys(modules)
-    ordered: dict[nn.Module, int] = {}
+    inside, ordered, seen = set(modules), dict[nn.Module, int](), set[nn.Module]()
+    ahead = [*reversed([*modules])]
     while ahead:
-        _end(next(iter(ahead)), ahead, ordered)
+        module = ahead[-1]
+        if module not in seen:
+            seen.add(module)
+            ahead += [each for each in reversed([*module.children()]) if each in inside and each not in seen]
+        else:  # its children have ended
+            ordered.setdefault(ahead.pop(), len(ordered))
     return ordered
-
-
-def _end(module: nn.Module, ahead: dict[nn.Module, None], ordered: dict[nn.Module, int]) -> None:
-    # A recursive closure would be a reference cycle, which keeps the model alive until garbage collection.
-    del ahead[module]
-    for child in module.children():
-        if child in ahead:
-            _end(child, ahead, ordered)
-    ordered[module] = len(ordered)
 
 
 def _memory_for(tensor: torch.Tensor, module: nn.Module, device: torch.device) -> torch.Tensor:

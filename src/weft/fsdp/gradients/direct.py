@@ -79,11 +79,6 @@ def parameter_of(weight: torch.Tensor) -> nn.Parameter | None:
     return whole if isinstance(whole, nn.Parameter) else None
 
 
-def declares_writing(parameter: nn.Parameter) -> bool:
-    """Return whether the parameter's module adds to `main_grad`, by Megatron's convention."""
-    return hasattr(parameter, "grad_added_to_main_grad")
-
-
 def says_it_wrote(parameter: nn.Parameter) -> bool:
     """Return whether the module added to `main_grad` in this backward."""
     return getattr(parameter, "grad_added_to_main_grad", False)

@@ -22,7 +22,7 @@ from weft.comm.groups import group_of
 from weft.comm.lanes import Ticket
 from weft.fsdp.autograd import behind_classes
 from weft.fsdp.channels import Channels
-from weft.fsdp.gradients.direct import declares_writing, leaves_a_dummy, says_it_wrote, withdraw_main_gradient
+from weft.fsdp.gradients.direct import leaves_a_dummy, says_it_wrote, withdraw_main_gradient
 from weft.fsdp.gradients.main import MainGradients
 from weft.fsdp.gradients.stage import GradientStage
 from weft.fsdp.parameter import ShardedParameter
@@ -74,7 +74,7 @@ class GroupGradients:
         self._stages = [GradientStage(plan, axis, describe) for axis in reversed(range(plan.mesh.ndim))]
         """The stages of reduction, one for each mesh axis, the shard axis first."""
         self._finishes = False  # whether the reductions in flight are the last of the step, of all stages
-        self._declared = [each for each in parameters if declares_writing(each.full)]
+        self._declared = [each for each in parameters if hasattr(each.full, "grad_added_to_main_grad")]
         self.declared = bool(self._declared)  # whether modules have declared that they add to `main_grad`
 
     def _refuse(self, event: str) -> Where:

@@ -108,18 +108,13 @@ def bundle_bytes(groups: Sequence[ParameterGroup]) -> int:
 
 def fill_buckets(units: Sequence[Unit], channels: Channels, most: int) -> dict[int, Bucket]:
     """Return the buckets by the numbers of their units. `most`: the largest size of a bucket in bytes."""
-    runs: list[list[Unit]] = []
+    runs: list[list[Unit]] = [[]]
     for unit in units:
         if not unit.groups or unit.gathered_bytes > most or not all(group.fits_buckets for group in unit.groups):
             runs.append([])
             continue
-        bytes_before = sum(other.gathered_bytes for other in runs[-1]) if runs else 0
-        if not runs or not runs[-1] or bytes_before + unit.gathered_bytes > most or not _alike(runs[-1][0], unit):
+        alike = {(each.groups[-1], each.recipe.compute) for other in (*runs[-1][:1], unit) for each in other.groups}
+        if len(alike) > 1 or sum(other.gathered_bytes for other in (*runs[-1], unit)) > most:
             runs.append([])
         runs[-1].append(unit)
     return {unit.number: bucket for run in runs if len(run) > 1 for bucket in [Bucket(run, channels)] for unit in run}
-
-
-def _alike(one: Unit, other: Unit) -> bool:
-    """Return whether the weights of both units are gathered over the same ranks and computed with in one dtype."""
-    return len({(group.groups[-1], group.recipe.compute) for unit in (one, other) for group in unit.groups}) == 1

@@ -25,15 +25,14 @@ from weft.fsdp.unit import State, Unit
 
 
 class Freshness:
-    """The units whose model weights are still to be updated in the current pass, in one order on all ranks."""
+    """`ahead`: the units whose model weights are still to be updated in this pass, in one order on all ranks."""
 
     def __init__(self, channels: Channels, *, checked: bool, channel: int) -> None:
-        """`checked`: whether the ranks agree on changes. `channel`: separates the messages of different models."""
         self._channels = channels
         self._checked = checked
         self._channel = channel
         self.certain = True  # whether the weights must be updated, which all ranks know without an exchange
-        self.ahead: dict[Unit, None] = {}  # the units that are still to be updated, in the same order on all ranks
+        self.ahead: dict[Unit, None] = {}
         self._made: list[Unit] = []
 
     def begin_pass(self, units: Sequence[Unit], inside: Sequence[Unit], groups: Sequence[dist.ProcessGroup]) -> None:

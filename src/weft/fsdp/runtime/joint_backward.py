@@ -36,10 +36,6 @@ class JointBackward:
         """Note that the model's backward has ended."""
         self._settled = next(_moments)
 
-    @property
-    def awaits_backward(self) -> bool:
-        return self._began > self._settled
-
     def may_share_backward(self) -> bool:
         """Return whether the backward that runs now may also be that of another model: one that has begun a pass after
         this one's last backward, and has calls without a backward."""
@@ -52,7 +48,7 @@ def finish_backwards() -> None:
     """Reduce gradients that a backward has left in models without triggering any of their hooks: it can enter a model
     by tensors that no forward returned, and need no gathered weights."""
     if not in_backward():
-        waiting = [model for model in list(_models) if model.awaits_backward]
+        waiting = [model for model in list(_models) if model._began > model._settled]  # since its last backward
         for model in sorted(waiting, key=lambda model: model.place):  # in the same order on all ranks
             model._finish()
 

@@ -6,9 +6,7 @@ the failure of a backward, which may go through several models.
 
 import enum
 
-import torch
-
-from weft.fsdp.driver import BackwardCall, in_backward
+from weft.fsdp.driver import BackwardCall
 
 
 class Pass(enum.Enum):
@@ -82,10 +80,6 @@ class BackwardCalls:
         self._calls: list[BackwardCall] = []
         self.append = self._calls.append
         self.makes_graph = False  # whether the backward runs with `create_graph=True`
-
-    def open(self) -> None:
-        """Note, at the beginning of a backward, whether it creates a graph."""
-        self.makes_graph = in_backward() and torch.is_grad_enabled()
 
     def end(self) -> None:
         """End the calls that are still open when autograd's backward is over, because no hook has ended them."""

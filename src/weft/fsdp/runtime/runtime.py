@@ -210,7 +210,7 @@ class Runtime(Shared):
     def _open_backward(self) -> None:
         inside = self.passes.current is not Pass.IDLE
         self.passes.begin(Pass.BACKWARD)
-        self._calls.open()
+        self._calls.makes_graph = in_backward() and torch.is_grad_enabled()
         for unit in self.units:
             unit.sync_versions()
         self.gathers.begin("backward", inside=inside)
