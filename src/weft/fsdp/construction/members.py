@@ -41,8 +41,7 @@ class Members:
         self._found = dequantize_parameters(found, request.policy)
         _refuse_sparse(self.owners, self._found)
         self._tied = [(p, slot, record) for p, slot in self._found.items() if (record := record_of(p)) is not None]
-        self._refuse_outside_in()
-        self._refuse_other_precision()
+        self._check_tied()
         self._own = [self._member(p, slot) for p, slot in self._found.items() if record_of(p) is None]
         self._members: list[list[Unsharded]] = []
 
@@ -56,20 +55,15 @@ class Members:
         cutting = uncut(parameter, name, granularity_of(parameter, name, choice), recipe.quantization)
         return Unsharded(parameter, parameter, slot, mesh, parallel, recipe, cutting)
 
-    def _refuse_outside_in(self) -> None:
-        """Raise ValueError for a parameter that an enclosing unit has already sharded."""
-        modules = self._request.modules
-        for _, slot, tied in self._tied:
+    def _check_tied(self) -> None:
+        """Raise ValueError for a parameter of a unit around this one, or that gathers it in another dtype or format."""
+        modules, policy, kind = self._request.modules, self._request.policy, kind_of(self._request.modules[0])
+        for parameter, slot, tied in self._tied:
             if any(one in other.modules() for other in alive(tied.unit.modules) for one in modules):
                 raise ValueError(
-                    f"parameter {slot.name!r} of {kind_of(modules[0])} is sharded already, by a module around it: "
+                    f"parameter {slot.name!r} of {kind} is sharded already, by a module around it: "
                     "call fully_shard bottom-up, children first"
                 )
-
-    def _refuse_other_precision(self) -> None:
-        """Raise ValueError for a parameter of another unit that is gathered in another dtype or quantization."""
-        policy, kind = self._request.policy, kind_of(self._request.modules[0])
-        for parameter, slot, tied in self._tied:
             asked = policy.resolve(parameter.dtype, keep=keeps_dtype(parameter)).compute
             narrow, computes = tied.group.recipe.quantization, tied.group.recipe.compute
             accepts = policy.quantize or (lambda name, parameter: False)
