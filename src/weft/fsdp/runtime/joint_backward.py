@@ -48,7 +48,7 @@ def finish_backwards() -> None:
     """Reduce gradients that a backward has left in models without triggering any of their hooks: it can enter a model
     by tensors that no forward returned, and need no gathered weights."""
     if not in_backward():
-        waiting = [model for model in list(_models) if model._began > model._settled]  # since its last backward
+        waiting = [model for model in list(_models) if model._began > model._settled]  # a pass, since their backward
         for model in sorted(waiting, key=lambda model: model.place):  # in the same order on all ranks
             model._finish()
 
