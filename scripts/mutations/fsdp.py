@@ -136,8 +136,8 @@ MUTATIONS = [
     Mutation(
         "uploads of weights that stay are in no list",
         "ParameterGroup.refresh",
-        "self._upload = uploaded or self._upload",
-        "",
+        "run = self._upload = lane.run(collectives.alone, fill, after=run)",
+        "run = lane.run(collectives.alone, fill, after=run)",
         STREAMS + "test_weights_in_memory_of_the_host_may_be_written_after_an_evaluation[2-no_shard]",
     ),
     # --- what the ranks agree on --------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ MUTATIONS = [
     Mutation(
         "parameters that are gone look like others",
         "FullParameters.leave",
-        "parameter.__class__ = _gone[here]",
+        "parameter.__class__ = _subclass(_Gone, here)",
         "",
         SEAMS
         + "test_users.py::test_a_parameter_that_was_taken_under_unshard_is_read_after_reshard[2-optim_grads_params]",
@@ -167,8 +167,8 @@ MUTATIONS = [
     Mutation(
         "a write to a copy is lost",
         "FullParameters._written",
-        "if not self._copies: ...",
-        "...",
+        "map(_version_of, self._parameters) if self._copies else ()",
+        "()",
         SEAMS + "test_users.py::test_weights_that_forward_itself_writes[2-optim_grads_params-clamp]",
     ),
     Mutation(
@@ -393,8 +393,8 @@ MUTATIONS = [
     Mutation(
         "an optimizer from before fully_shard trains nothing and says nothing",
         "Original.__torch_function__",
-        "attribute == 'grad' or _WRITES.fullmatch(func.__name__)",
-        "_WRITES.fullmatch(func.__name__)",
+        "attribute == 'grad' or _WRITES.fullmatch(name)",
+        "_WRITES.fullmatch(name)",
         "fsdp/test_originals.py::test_an_optimizer_that_was_built_before_sharding_says_so_at_its_first_use[2]",
     ),
     Mutation(
@@ -414,7 +414,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an output that was written to is not followed to its base",
-        "HookDriver._after",
+        "HookDriver._marked_output",
         "base.register_hook(self._call.begin_inside)",
         "",
         WAYS_IN + "test_a_backward_is_noticed_by_whatever_tensor_it_comes_in[2-True-optim_grads_params]",
@@ -422,7 +422,7 @@ MUTATIONS = [
     # --- in the place of torch's FSDP2 --------------------------------------------------------------------------------
     Mutation(
         "an assigned state dict takes the parameter's place",
-        "copy_assigned",
+        "_copy_assigned",
         "state_dict[prefix + name] = parameter",
         "",
         "fsdp/test_meta.py::test_state_dicts_that_are_assigned_are_copied_whatever_their_cuts[2]",
@@ -437,7 +437,7 @@ MUTATIONS = [
     Mutation(
         "a sharded child is in no registry",
         "attach",
-        "enter_registry(module)",
+        'vars(module).setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()',
         "",
         "fsdp/test_composition.py::test_what_replicates_the_rest_leaves_a_sharded_child_alone[2-replicate0]",
     ),

@@ -68,9 +68,9 @@ MUTATIONS = [
     # --- what travels together ----------------------------------------------------------------------------------------
     Mutation(
         "units that compute in different dtypes travel together",
-        "fsdp:_kind",
-        "(group.groups[-1], group.recipe.compute)",
-        "(group.groups[-1], torch.float32)",
+        "fill_buckets",
+        "(each.groups[-1], each.recipe.compute)",
+        "(each.groups[-1], torch.float32)",
         "fsdp/test_mixed_bundles.py::"
         "test_fp32_units_between_bf16_ones_compute_with_weights_that_nothing_has_rounded[2-optim_grads_params]",
     ),
@@ -84,15 +84,15 @@ MUTATIONS = [
     Mutation(
         "a bucket has no largest size",
         "fill_buckets",
-        "not runs or not runs[-1] or bytes_before + unit.gathered_bytes > most or not _alike(runs[-1][0], unit)",
-        "not runs or not runs[-1] or not _alike(runs[-1][0], unit)",
+        "len(alike) > 1 or sum(other.gathered_bytes for other in (*runs[-1], unit)) > most",
+        "len(alike) > 1",
         BUCKETS + "test_a_bucket_holds_as_many_bytes_as_asked_for_and_large_units_travel_by_themselves[2]",
     ),
     Mutation(
         "gradients of small units on one rank are added up one by one",
         "bundle_bytes",
-        "(each.bundle_bytes for each in said)",
-        "(each.bundle_bytes for each in said if groups[0].groups[-1].size() > 1)",
+        "(each.capabilities.bundle_bytes for each in transports)",
+        "(each.capabilities.bundle_bytes for each in transports if groups[0].groups[-1].size() > 1)",
         BUCKETS + "test_one_rank_adds_up_the_gradients_of_small_units_at_once[1]",
     ),
     Mutation(
@@ -149,7 +149,7 @@ MUTATIONS = [
     Mutation(
         "weights that stay are gathered in each microbatch",
         "Freshness.begin_pass",
-        "self._certain = False",
+        "self.certain = False",
         "",
         ORDER + "test_weights_that_stay_are_gathered_once_in_a_step_of_many_microbatches[2-optim]",
     ),
@@ -192,7 +192,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the host continues while a backward's uploads read frozen weights",
-        "UnitSet.come_to_rest",
+        "Shared._come_to_rest",
         "if self._offloaded: ...",
         "if False: ...",
         STREAMS + "test_frozen_weights_in_memory_of_the_host_may_be_written_after_a_backward[2]",
@@ -221,7 +221,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a user's hold is evicted by a pass",
-        "UnitSet.begin_pass",
+        "Shared._begin_units",
         "unit.end_holds(UNTIL_BACKWARD, RETURNED, *((UNTIL_NEXT_PASS,) if unit.reshard_after_backward else ()))",
         "unit.end_holds(USER, UNTIL_BACKWARD, RETURNED, *((UNTIL_NEXT_PASS,) if unit.reshard_after_backward else ()))",
         SEAMS + "test_holds.py::test_a_users_unshard_is_not_evicted_by_a_pass_of_others[2-0]",
@@ -266,14 +266,14 @@ MUTATIONS = [
     Mutation(
         "models end a backward in any order",
         "_Ending.__call__",
-        "self._parts.sort(key=lambda model: model[0])",
+        "self.parts.sort(key=lambda model: model[0])",
         "",
         SEAMS + "test_two_roots.py::"
         "test_models_end_a_backward_in_the_order_of_their_places_whichever_was_reached_first",
     ),
     Mutation(
         "a failed pass is not recovered from",
-        "UnitSet.reset",
+        "Shared._reset_units",
         "group.gradients.discard()",
         "",
         SEAMS + "test_failures.py::test_going_on_after_an_exception[2-in_backward-trains-optim_grads_params-0]",
@@ -289,7 +289,7 @@ MUTATIONS = [
     # --- by which way a backward comes in -----------------------------------------------------------------------------
     Mutation(
         "a forward that fails drops the gradients that wait",
-        "UnitSet.reset",
+        "Shared._reset_units",
         "not keeps_gradients",
         "True",
         WAYS_IN + "test_a_forward_that_fails_takes_nothing_from_the_microbatches_before_it[2-optim-evaluation]",

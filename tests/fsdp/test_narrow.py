@@ -271,7 +271,7 @@ def spy_on_messages(monkeypatch) -> tuple[list, list]:
         return reduce_now(tensor, op, group, what)
 
     monkeypatch.setattr(Lane, "run", gather)
-    monkeypatch.setattr("weft.fsdp.runtime.maxima.reduce_now", reduce)
+    monkeypatch.setattr("weft.fsdp.narrow.reduce_now", reduce)
     return gathers, maxima
 
 

@@ -4,7 +4,6 @@ In a pretended world: what is computed there is noise, what happens to units is 
 """
 
 import gc
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -75,32 +74,6 @@ def visits(units: list[Unit]) -> Trace:
     return Trace("schedule", tuple(Event(what, unit.number) for unit in units for what in ("use", "done")))
 
 
-def rows_of(table: str) -> dict[tuple[str, str], str]:
-    """The state to which each event leads from each state, as the docstring of a machine says."""
-    lines = table.splitlines()
-    rule = next(number for number, line in enumerate(lines) if re.fullmatch(r"\s+from\s+event\s+to .*", line)) + 1
-    spans = [found.span() for found in re.finditer("-+", lines[rule])][:3]
-    found: list[list[str]] = []
-    for line in lines[rule + 1 :]:
-        if not line.strip():
-            break
-        cells = [line[start : stop + 1].strip() for start, stop in spans]
-        if cells[1]:
-            found.append(cells)
-        else:  # the row goes on
-            found[-1] = [f"{one} {more}".strip() for one, more in zip(found[-1], cells)]
-    rows = {}
-    for states, event, to in found:
-        for state in states.split(", "):
-            assert (state, event) not in rows, f"{state}, {event} is in the table twice"
-            rows[state, event] = to
-    return rows
-
-
-def said(transitions: dict[tuple[Any, str], Any]) -> dict[tuple[str, str], str]:
-    return {(state.value, event): to.value for (state, event), to in transitions.items()}
-
-
 def illegal(transitions: dict[tuple[Any, str], Any], states: Any, more: tuple[str, ...] = ()) -> list[Any]:
     """Every pair of a state and an event that the table does not have."""
     events = dict.fromkeys([event for _, event in transitions])
@@ -113,10 +86,6 @@ def legal(causes: dict[tuple[Any, str], Callable]) -> list[Any]:
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_tables_of_a_units_weights_say_the_same():
-    assert rows_of(weights.__doc__) == said(weights.TRANSITIONS)
 
 
 @pytest.fixture
@@ -408,17 +377,6 @@ def test_a_leaked_hold_is_found_at_the_end_of_the_pass_with_its_name(cause, net)
 # --- gradients --------------------------------------------------------------------------------------------------------
 
 
-def test_the_tables_of_gradients_say_the_same():
-    rows = rows_of(gradients.__doc__)
-    assert rows.pop(("any", "discard")) == Where.NOWHERE.value
-    short = {Where.SUMMED.value: "summed"}
-    expected = {
-        (short.get(state, state), event): short.get(to, to)
-        for (state, event), to in said(gradients.TRANSITIONS).items()
-    }
-    assert rows == expected
-
-
 def one_axis(strategy: str = "optim_grads_params") -> nets.Net:
     return nets.shard(nets.make(), strategy=strategy)
 
@@ -535,15 +493,6 @@ def test_gradients_are_forgotten_from_anywhere(state, world):
 
 
 # --- passes -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_tables_of_passes_say_the_same():
-    rows = rows_of(passes.__doc__)
-    assert rows.pop(("any of them", "end")) == "what was around it"
-    assert rows.pop(("any", "fail")) == Pass.FAILED.value
-    ends = {pair: to for pair, to in passes.TRANSITIONS.items() if pair[1] == "end"}
-    assert ends == {(kind, "end"): Pass.IDLE for kind in (Pass.FORWARD, Pass.EVALUATION, Pass.SCHEDULE)}
-    assert {**rows, **said(ends)} == said(passes.TRANSITIONS)
 
 
 def in_state(state: Pass) -> Passes:

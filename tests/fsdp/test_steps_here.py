@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from weft.fsdp.runtime.steps import Steps
+from weft.fsdp.runtime.helper import Steps
 
 
 def test_a_rank_that_has_not_stepped_yet_sends_nothing_to_one_that_has():

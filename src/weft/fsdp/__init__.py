@@ -26,8 +26,8 @@ Three files have a table of states: `unit.py` of a unit's weights, `gradients/gr
 """
 
 from weft.dtensor.uneven import UnevenDTensor
-from weft.fsdp.construction.atomic import BlockAtomic, TensorAtomic
-from weft.fsdp.construction.mesh_dims import DataParallelMeshDims
+from weft.fsdp.construction.arguments import DataParallelMeshDims
+from weft.fsdp.construction.parameters import BlockAtomic, TensorAtomic
 from weft.fsdp.diagnostics import (
     Nonfinite,
     check_views,
@@ -35,6 +35,7 @@ from weft.fsdp.diagnostics import (
     find_nonfinite,
     memory_report,
     plan_of,
+    quantization_shares,
 )
 from weft.fsdp.fully_shard import fully_shard
 from weft.fsdp.gradients.direct import weight_gradient
@@ -43,7 +44,6 @@ from weft.fsdp.placement import Placements
 from weft.fsdp.precision import MixedPrecisionPolicy, keep_dtype
 from weft.fsdp.replacement import DropIn, drop_in
 from weft.fsdp.runtime.options import RuntimeOptions
-from weft.fsdp.shares import quantization_shares
 from weft.layout.layout import padding_of
 from weft.memory.offload import CPUOffloadPolicy, OffloadPolicy
 

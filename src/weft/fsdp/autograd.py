@@ -1,4 +1,4 @@
-"""Detection of reads of freed full weights, and of writes that would be lost.
+"""Detection of reads of freed full weights, of writes that would be lost, and of uses of original parameters.
 
     weights      version counter                  class              who may read them
     -----------  -------------------------------  -----------------  -------------------------------------------------
@@ -13,6 +13,10 @@ lost.
 
 Autograd's errors name no parameters. It also finds no gradients of sharded parameters, which are in no graph. So
 torch's function that runs a backward is wrapped, once, to raise errors that name the weights.
+
+Other code may still hold the original parameters, which sharded ones have replaced (`Original`). Their values, shapes
+and attributes stay as they were. In-place writes raise, because they would not reach the model, and so does reading
+`.grad`: an optimizer from before would silently train nothing.
 """
 
 import functools
@@ -38,18 +42,15 @@ _REFUSAL = re.compile(r"\[(?:torch\.)?\w+ \[([\d, ]*)\]\].* is at version (\d+);
 
 _version_of = attrgetter("_version")
 behind_classes = torch._C.DisableTorchFunctionSubclass
-"""A context in which code may use parameters of class `_Gone`."""
+"""A context in which code may use parameters of the classes `_Gone` and `Original`."""
 
 
-# --- freed weights ----------------------------------------------------------------------------------------------------
+# --- weights ----------------------------------------------------------------------------------------------------------
 
 
 class FullParameters:
-    """The full parameters of one group as autograd sees them.
-
-    `copies`: whether they are copies, so that writes to them do not reach the main weights. `version`: the version
-    counter of the main weights.
-    """
+    """The full parameters of one group as autograd sees them. `copies`: whether they are copies, so that writes to them
+    do not reach the main weights. `version`: the version counter of the main weights."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, copies: bool, version: int) -> None:
         self._parameters = tuple(parameters)
@@ -66,9 +67,7 @@ class FullParameters:
 
     def come(self, version: int) -> None:
         """Mark the weights as gathered from main weights at `version`, which tensors saved for backward must match.
-
-        Raises WeightsWritten if code wrote to their memory while they were freed.
-        """
+        Raises WeightsWritten if code wrote to their memory while they were freed."""
         if version == self._version and not self._copies:
             return
         from_gone = self._versions[0] == self._gone
@@ -105,9 +104,7 @@ class FullParameters:
         for parameter in self._parameters:
             here = type(parameter)
             if not issubclass(here, _Gone):
-                if here not in _gone:
-                    _gone[here] = type(f"Gone{here.__name__}", (_Gone, here), {"__slots__": ()})
-                parameter.__class__ = _gone[here]
+                parameter.__class__ = _subclass(_Gone, here)
 
     def check_unwritten(self) -> None:
         """Raise WeightsWritten if code wrote to copies."""
@@ -127,11 +124,7 @@ class FullParameters:
 
     def _written(self) -> list[nn.Parameter]:
         """Return the copies whose version counter other code has changed."""
-        if not self._copies:
-            return []
-        found = tuple(map(_version_of, self._parameters))
-        if found == self._versions:
-            return []
+        found = map(_version_of, self._parameters) if self._copies else ()
         return [each for each, here, told in zip(self._parameters, found, self._versions) if here != told]
 
     def was_written(self, shape: tuple[int, ...], expected: int, here: int) -> bool:
@@ -167,7 +160,7 @@ class _Gone:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with behind_classes():
-            name, attribute = func.__name__, getattr(getattr(func, "__self__", None), "__name__", None)
+            name, attribute = names_of(func)
             if name in HARMLESS or attribute in HARMLESS or (name, attribute) == ("__set__", "data"):
                 return func(*args, **(kwargs or {}))
             parameter = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, _Gone))
@@ -191,7 +184,48 @@ HARMLESS = frozenset(
     """.split()  # noqa: SIM905
 )
 """Functions and attributes that read no values."""
-_gone: dict[type, type] = {}
+
+
+class Original:
+    """Mixin of the class of a replaced parameter: writes and reading `.grad` raise RuntimeError."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        with behind_classes():
+            name, attribute = names_of(func)
+            if attribute == "grad" or _WRITES.fullmatch(name):
+                held = next((each for each in tree_leaves((args[:1], kwargs)) if isinstance(each, Original)), None)
+                if held is not None:
+                    record = record_of(held)
+                    raise RuntimeError(
+                        f"{'a parameter' if record is None else f'parameter {record}'} is held from before "
+                        "fully_shard, which has put a sharded one in its place: what an optimizer or a write does to "
+                        "the old one never reaches the model. Build the optimizer after fully_shard, from "
+                        "model.parameters(), and ask modules for their parameters again"
+                    )
+            return func(*args, **(kwargs or {}))
+
+
+_WRITES = re.compile(
+    r".*[^_]_|__set__|__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__"
+)
+
+
+def retire(original: nn.Parameter) -> None:
+    """Turn `original`, which a sharded parameter with the same record has replaced, into an `Original`."""
+    original.__class__ = _subclass(Original, type(original))
+
+
+@functools.cache
+def _subclass(mixin: type, kind: type) -> type:
+    return type(f"{mixin.__name__.strip('_')}{kind.__name__}", (mixin, kind), {"__slots__": ()})
+
+
+def names_of(func: Any) -> tuple[str, str | None]:
+    """Return the name of `func`, and of the attribute if it is a getter or setter."""
+    return func.__name__, getattr(getattr(func, "__self__", None), "__name__", None)
 
 
 def _names(parameters: Sequence[nn.Parameter]) -> str:
@@ -212,11 +246,9 @@ first_backwards: list[tuple[weakref.ref[Any], int]] = []
 def explaining(
     run: Callable[..., Any], look_around: Callable[..., list], settle: Callable[[], None]
 ) -> Callable[..., Any]:
-    """Wrap `run`, torch's function that runs a backward, so that its errors name weights.
-
-    `look_around(roots, outputs)`: called before a backward that may be the first of some roots; returns the roots whose
-    first backward is still to come. `settle()`: called after each backward.
-    """
+    """Wrap `run`, torch's function that runs a backward, so that its errors name weights. `look_around(roots,
+    outputs)`: called before a backward that may be the first of some roots; returns the roots whose first backward is
+    still to come. `settle()`: called after each backward."""
 
     @functools.wraps(run)
     def explained(outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -39,8 +39,7 @@ class Channels:
         self.reduce = Lane("reduce", device)
         self.reductions = Lane("reductions", device)
         self.download = Lane("download", device)
-        self.on_gather: Callable[[Any], None] = lambda unit: None
-        """Called with each unit before its gather starts."""
+        self.on_gather: Callable[[Any], None] = lambda unit: None  # called with each unit before its gather starts
 
     def share_lanes(self, other: "Channels") -> None:
         """Use the lanes of `other`, so that the communication of both is queued in one order."""
@@ -54,10 +53,7 @@ class Channels:
 
 def separate_gathers(groups: Iterable[dist.ProcessGroup], choice: bool | Sequence[dist.ProcessGroup]) -> None:
     """Set a second communicator for each of `groups`: one of `choice` with the same ranks in the same order, or a new
-    twin.
-
-    Collective over each group. Raises ValueError if a group already has another one.
-    """
+    twin. Collective over each group. Raises ValueError if a group already has another one."""
     given = {tuple(dist.get_process_group_ranks(each)): each for each in (() if isinstance(choice, bool) else choice)}
     for group in groups if choice else ():
         ranks = tuple(dist.get_process_group_ranks(group))

@@ -1,15 +1,8 @@
 """Combines sharded modules with torch's other data-parallel APIs, or raises if they cannot be combined.
 
-around a sharded child             what happens
----------------------------------  ---------------------------------------------------------------------------
-`replicate()`, both of torch's     skips the child, which the composable registry lists as sharded
-`DistributedDataParallel`,         TypeError at construction: they would broadcast and reduce parts that differ
-`DataParallel`                     between ranks, and deadlock. Sharded parameters that `DistributedDataParallel`
-                                   was told to ignore are allowed
-torch's `fully_shard` inside or    ValueError at the outer call: a model can use only one of them
-outside of weft's
-a parametrization of its           ValueError: it comes before `fully_shard`
-parameters
+Both of torch's `replicate()` skip sharded children, which the composable registry lists as sharded. The wrappers
+`DistributedDataParallel` and `DataParallel` would broadcast and reduce parts that differ between ranks, and deadlock,
+unless they ignore sharded parameters. Of torch's `fully_shard` and weft's a model can use only one.
 """
 
 import functools
@@ -17,23 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from weft.fsdp.parameter import record_of
 
 
-def enter_registry(module: nn.Module) -> None:
-    """Enter `module` as sharded in the registry of torch's composable functions."""
-    registry = vars(module).setdefault(REGISTRY_KEY, {})
-    registry["fully_shard"] = RegistryItem()
-
-
 def refuse_foreign(module: nn.Module, name: str) -> None:
-    """Raise ValueError if torch's `replicate` or `fully_shard` was called on `module`.
-
-    `name`: its name inside the module that is sharded.
-    """
+    """Raise ValueError if torch's `replicate` or `fully_shard` was called on the inner `module`, named `name`."""
     registered = [each for each in ("replicate", "fully_shard") if each in vars(module).get(REGISTRY_KEY, {})]
     if isinstance(module, TorchFSDPModule) or registered:
         what = registered[0] if registered else "fully_shard"
@@ -60,10 +44,7 @@ def refuse_wrappers(module: nn.Module, name: str, child: nn.Module | None) -> An
 
 
 def refusing_sharded(init: Callable[..., None], at: int, why: str) -> Callable[..., None]:
-    """Wrap `init`, a constructor of torch, to raise ValueError if its argument number `at` is a sharded parameter.
-
-    `why`: the message, with `{}` for the parameter.
-    """
+    """Wrap a constructor of torch to raise ValueError `why` if its argument number `at` is a sharded parameter."""
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Reports on a sharded model: its units and layout, its memory, and values that are not finite."""
+"""Reports on a sharded model: its units and layout, its memory, values that are not finite, and quantized weights."""
 
 import math
 from collections.abc import Iterator
@@ -9,16 +9,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft.comm.collectives import reduce_now
 from weft.comm.control import agree
 from weft.comm.groups import exchange_objects, group_of
 from weft.dtensor.uneven import local_of
 from weft.fsdp.group import ParameterGroup
-from weft.fsdp.module import FSDPModule, kept_units, units_of
+from weft.fsdp.module import FSDPModule, units_of
+from weft.fsdp.narrow import Narrow, agree_on_maxima
 from weft.fsdp.parameter import ShardedParameter, record_of
+from weft.fsdp.roots import drivers_under
 from weft.fsdp.unit import Unit
 from weft.layout.plan import Plan
 from weft.memory.pool import Pool
 from weft.mesh import parts_of
+from weft.quantize.shares import Shares
 
 
 def describe(model: nn.Module) -> str:
@@ -26,13 +30,9 @@ def describe(model: nn.Module) -> str:
 
     Raises ValueError for a model without sharded modules.
     """
-    rows: list[tuple[str, ...]] = [
-        ("unit", "module", "tensors", "parameters", "shards", "main", "compute", "travels as", "MiB/rank", "padding")
-    ]
-    for unit in units_of(model):
-        for group in unit.groups:
-            rows.append(_row(unit, group))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    head = ("unit", "module", "tensors", "parameters", "shards", "main", "compute", "travels as", "MiB/rank", "padding")
+    rows = [head, *(_row(unit, group) for unit in units_of(model) for group in unit.groups)]
+    widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for row in rows:
         cells = [cell.ljust(width) if i < 2 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))]
@@ -55,7 +55,9 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
         allocations   number of allocations: of a slab, or of one buffer outside of it
         fallbacks     number of buffers outside of the slab because the plan did not include them
     """
-    units = list(dict.fromkeys([*units_of(model), *kept_units(model)]))
+    roots = [driver for driver in drivers_under([model]) if driver.root is driver and driver.runtime is not None]
+    kept = [unit for root in roots for unit in root.engine.units]  # also of modules that were replaced
+    units = list(dict.fromkeys([*units_of(model), *kept]))
     persistent, offloaded = {"weights": 0, "gradients": 0}, {"weights": 0, "gradients": 0}
     for unit in units:
         for group in unit.groups:
@@ -145,7 +147,8 @@ def _nonfinite_here(model: nn.Module) -> list[Nonfinite]:
         record, unit = record_of(parameter), None
         if record is not None:  # the full parameter may be registered
             unit, parameter = record.unit.name, record.sharded
-        tensors += [(name, unit, what, each) for what, each in _both(parameter)]
+        both = ("weight", parameter), ("gradient", parameter.grad)
+        tensors += [(name, unit, what, local_of(each).detach()) for what, each in both if each is not None]
     whole = parts_of(model)
     stages = whole.stages_of(model) if whole is not None else {}
     parts: dict[torch.device, dict[int, torch.Tensor]] = {}
@@ -167,13 +170,6 @@ def _nonfinite_here(model: nn.Module) -> list[Nonfinite]:
     return found
 
 
-def _both(parameter: nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield this rank's part of a parameter and of its gradient."""
-    yield "weight", local_of(parameter).detach()
-    if parameter.grad is not None:
-        yield "gradient", local_of(parameter.grad).detach()
-
-
 def groups_to_all_ranks(model: nn.Module) -> list[dist.ProcessGroup]:
     """Return process groups that together reach all ranks of the model, if a value is reduced over each in turn."""
     groups = [group for unit in units_of(model) for group in unit.groups]
@@ -182,6 +178,35 @@ def groups_to_all_ranks(model: nn.Module) -> list[dist.ProcessGroup]:
     everyone = set(mesh.mesh.flatten().tolist())
     slices = dict.fromkeys(own for group in groups for own in group.slice_groups)
     return [*reached, *(own for own in slices if not everyone.issuperset(dist.get_process_group_ranks(own)))]
+
+
+def quantization_shares(model: nn.Module) -> dict[str, Shares]:
+    """Return, by the name of each unit with quantized weights ("" for the root), the shares of its weights that
+    saturate and that underflow. The result is the same on all ranks.
+
+    Quantizes this rank's main weights again, and reduces the counts once. Frozen weights that are kept as payload only
+    are not counted, because their original values are not known. Collective. Do not call it between a forward and its
+    backward. Raises ValueError for a model without sharded modules.
+    """
+    units = units_of(model)
+    groups = [(unit.name, group) for unit in units for group in unit.groups if group.payload_only is None]
+    narrow: list[tuple[str, Any]] = [(name, group) for name, group in groups if isinstance(group.payload, Narrow)]
+    if not narrow:
+        return {}
+    agree_on_maxima(group for _, group in narrow)
+    counts = torch.zeros(len(narrow), 3, dtype=torch.int64, device=narrow[0][1].device)
+    with torch.no_grad():
+        for row, (_, group) in zip(counts, narrow):
+            row.copy_(group.payload.losses(group.main_weight.local))
+    for ranks in groups_to_all_ranks(model):
+        reduce_now(counts, dist.ReduceOp.SUM, ranks, "the shares of saturated and underflowed weights")
+    sums: dict[str, list[int]] = {}
+    for (name, _), own in zip(narrow, counts.tolist()):
+        sums[name] = [one + other for one, other in zip(sums.get(name, [0, 0, 0]), own)]
+    return {
+        name: Shares(saturated / max(numel, 1), underflowed / max(numel, 1))
+        for name, (saturated, underflowed, numel) in sums.items()
+    }
 
 
 def check_views(model: nn.Module) -> None:
@@ -217,7 +242,6 @@ def check_views(model: nn.Module) -> None:
 
 
 def named_records(model: nn.Module) -> Iterator[tuple[str, ShardedParameter]]:
-    """Yield all sharded parameters with their names in the model."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for unit in units_of(model):
         for record in (each for group in unit.groups for each in group.parameters):

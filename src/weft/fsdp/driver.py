@@ -1,15 +1,8 @@
 """The interface between drivers and the engine: the calls that a driver may make.
 
-    hooks | a schedule | a pipeline | unshard()      drivers
-                    |
-                    v
-    Engine                                           this file
-                    |
-                    v
-    runtime, units, gradients                        no driver imports them
-
-A driver runs units through passes. It reports which weights it computes with, and when. The plan decides what is
-gathered, freed and reduced for it, and in which order.
+Drivers are hooks, schedules, pipelines and `unshard()`. A driver runs units through passes. It reports which weights it
+computes with, and when, and imports no other part of the engine. The plan decides what is gathered, freed and reduced
+for it, and in which order.
 
 call                                 meaning
 -----------------------------------  ------------------------------------------------------------------------------
@@ -39,6 +32,7 @@ from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch
+from torch import nn
 
 from weft.fsdp.precision import MixedPrecisionPolicy
 from weft.layout.trace import Trace
@@ -63,12 +57,10 @@ class TiedHold(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the holder, with that of its unit."""
         return f"{self.holder.name} of {self.unit}"
 
     @property
     def computes(self) -> bool:
-        """Whether the holder uses the weights now."""
         return self.holder.computes
 
 
@@ -89,15 +81,9 @@ def in_backward() -> bool:
 
 
 class DrivenUnit(Protocol):
-    """A unit as a driver sees it: its name, the user's options, and the holders of its weights.
+    """A `weft.fsdp.unit.Unit` as a driver sees it: its name, the user's options, and the holders of its weights."""
 
-    `calls`: forwards whose backward has not ended; a call is removed when its graph dies. `turns`: backward uses
-    another copy of some weights than forward. `moves`: how often the gathered weights have moved. `awaits_reduction`:
-    some gradients have no reduction yet. `lends`: whether a tensor is in the memory of gathered weights. `acquire`:
-    hold the gathered weights. `end_holds`: end the given holds, if they exist. `keep_post_forward`: keep post-forward
-    shards until backward when the memory is freed, if the user asked for them.
-    """
-
+    modules: list[ref[nn.Module]]
     name: str
     number: int
     kind: str
@@ -121,20 +107,13 @@ class DrivenUnit(Protocol):
 
 
 class BackwardCall(Protocol):
-    """A forward of a unit that waits for, or is in, its backward. `begun`: its backward is under way. `end` ends the
-    backward; `abandon` does so after a failure."""
+    """A forward of a unit that waits for, or is in (`begun`), its backward; `abandon` ends that after a failure."""
 
     unit: Any
 
     @property
     def begun(self) -> bool: ...
     def end(self) -> None: ...
-    def abandon(self) -> None: ...
-
-
-class Driver(Protocol):
-    """The code that runs around the calls of a unit's modules. `abandon`: end the unit's forward, if it is in one."""
-
     def abandon(self) -> None: ...
 
 

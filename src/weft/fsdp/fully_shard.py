@@ -10,17 +10,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.fsdp import patches
 from weft.fsdp.channels import separate_gathers
-from weft.fsdp.construction.arguments import DEFAULT_STRATEGY, Request
+from weft.fsdp.construction.arguments import DEFAULT_STRATEGY, DataParallelMeshDims, Request
 from weft.fsdp.construction.members import Members
-from weft.fsdp.construction.mesh_dims import DataParallelMeshDims
 from weft.fsdp.gradients.group import Where
-from weft.fsdp.module import FSDPModule, attach
+from weft.fsdp.module import FSDPModule, attach, runtime_of
 from weft.fsdp.placement import Placements
 from weft.fsdp.precision import MixedPrecisionPolicy
 from weft.fsdp.roots import UnitDriver, drivers_under
 from weft.fsdp.runtime.options import RuntimeOptions
 from weft.fsdp.runtime.passes import Pass
-from weft.fsdp.state import state_of
 from weft.fsdp.unit import Unit
 
 Sharded = TypeVar("Sharded", bound=nn.Module | list[nn.Module])
@@ -91,19 +89,44 @@ def fully_shard(
         divide_factor=request.divide_factor,
     )
     members.register(unit)
-    driver = UnitDriver(unit, modules, request.options)
+    driver = UnitDriver(unit, request.options)
     for inner in below:
         inner.come_under(driver)
     for one in modules:
         attach(one, unit, driver)
-    _name_units(modules)
+    for root in modules:
+        for name, inside in root.named_modules():
+            if isinstance(inside, FSDPModule):
+                inside._weft_unit.name = name
     if choice := driver.options.separate_all_gather_group:
         groups = [group for each in (unit, *(inner.unit for inner in below)) for group in each.groups]
         separate_gathers([each for group in groups for each in group.groups], choice)
     return module
 
 
-fully_shard.state = state_of  # type: ignore[attr-defined]
+class _ShardedState:
+    """The state of the model that a sharded module belongs to, as far as torch.distributed.pipelining uses it to reduce
+    a stage's gradients: the last method reduces those of backwards without sync, and `post_backward` does nothing."""
+
+    def __init__(self, module: FSDPModule) -> None:
+        self._module = module
+        self._state_ctx = SimpleNamespace(all_states=[self])
+
+    @property
+    def _fsdp_param_groups(self) -> list[Any]:
+        groups = [group for unit in runtime_of(self._module).units for group in unit.groups]
+        return [SimpleNamespace(post_backward=lambda: None, group=group) for group in groups]
+
+    def _root_post_backward_final_callback(self) -> None:
+        runtime_of(self._module).finish_deferred()
+
+
+def _state_of(module: nn.Module) -> _ShardedState | None:
+    """Return the state of a sharded module, as torch's `fully_shard.state` does; None for another module."""
+    return _ShardedState(module) if isinstance(module, FSDPModule) else None
+
+
+fully_shard.state = _state_of  # type: ignore[attr-defined]
 
 
 def _refuse_in_use(driver: UnitDriver) -> None:
@@ -120,11 +143,3 @@ def _refuse_in_use(driver: UnitDriver) -> None:
             f"fully_shard around {driver.unit}, which is in use by {what}: call it before the first pass, or after "
             f"{what} has ended and after reshard()"
         )
-
-
-def _name_units(modules: list[nn.Module]) -> None:
-    """Name each unit inside `modules` by its path."""
-    for root in modules:
-        for name, module in root.named_modules():
-            if isinstance(module, FSDPModule):
-                module._weft_unit.name = name

@@ -33,14 +33,13 @@ from weft.comm.lanes import Ticket
 from weft.dtensor.uneven import local_of
 from weft.fsdp.autograd import FullParameters, behind_classes
 from weft.fsdp.channels import Channels
-from weft.fsdp.forms import forms_of
 from weft.fsdp.gradients.group import GroupGradients
-from weft.fsdp.gradients.in_vain import IN_BACKWARD, never_runs
-from weft.fsdp.parameter import FULL, Unsharded
-from weft.fsdp.payload import payload_of, refresh_copies
+from weft.fsdp.gradients.products import mark_scaled
+from weft.fsdp.narrow import Narrow
+from weft.fsdp.parameter import FULL, IN_BACKWARD, Unsharded, never_runs, parameters_of
+from weft.fsdp.payload import Plain, PostForwardShard
 from weft.fsdp.payload_only import payload_only_of
 from weft.fsdp.plan import GroupPlan
-from weft.fsdp.post_forward import PostForwardShard
 from weft.fsdp.weak import weakly
 from weft.memory.buffer import FlatBuffer
 from weft.memory.pool import Transient
@@ -48,16 +47,16 @@ from weft.memory.pool import Transient
 _trains = attrgetter("sharded.requires_grad")
 
 
+def payload_of(plan: GroupPlan, describe: Callable[[], str]) -> Plain:
+    """Return the format in which a group's weights are gathered. `describe`: its staging memory in errors."""
+    return Plain(plan, describe) if plan.recipe.quantization is None else Narrow(plan, describe)
+
+
 class ParameterGroup:
     """Flat buffers of parameters that are gathered, reduced and updated as one."""
 
-    def __init__(
-        self,
-        plan: GroupPlan,
-        members: Sequence[Unsharded],
-    ) -> None:
-        """`members`: the original parameters, whose values are moved into the buffers; those with tensor-parallel
-        slices first."""
+    def __init__(self, plan: GroupPlan, members: Sequence[Unsharded]) -> None:
+        """`members`: the original parameters, whose values are moved; those with tensor-parallel slices first."""
         self.owner: Callable[[], Any] = lambda: None
         self.plan = plan
         self.layout, self.mesh, self.placements, self.recipe = plan.layout, plan.mesh, plan.placements, plan.recipe
@@ -72,10 +71,9 @@ class ParameterGroup:
         self.main_weight, self.model_weight = self._weights(slices)
         self.copies = [self.model_weight, *(self._model_bytes() for _ in range(self.payload.copies - 1))]
         """The buffers that gathers read: `model_weight`, and a second one if backward needs another copy."""
-        self.copy = 0
-        """The index in `copies` of the full weights, or of the next gather."""
+        self.copy = 0  # the index in `copies` of the full weights, or of the next gather
         for tensor, member in zip(slices, members):
-            if member.passes:  # before there is memory for gathered weights
+            if member.value is not member.original:  # freed before there is memory for gathered weights
                 tensor.untyped_storage().resize_(0)
         self.refreshes = self.model_weight is not self.main_weight
         """Whether model weights are kept separately and must be updated from the main weights."""
@@ -84,12 +82,13 @@ class ParameterGroup:
         self.full, self.transient = self._make_full()
         self.transients = [each for each in (self.transient, self.payload.staging) if each is not None]
         """The memory that is allocated and freed with the gathered weights."""
-        self.parameters = forms_of(self, members)
+        self.parameters = parameters_of(self, members)
+        fulls = [*map(FULL, self.parameters)]
+        mark_scaled(fulls, self.recipe)
         self.payload_only = payload_only_of(self)
         """The main weights, if they are freed while the payload is up to date; None if they are always kept."""
         self.main_weight = self.payload_only or self.main_weight
         apart = self.main_weight.storage._cdata != self.model_weight.storage._cdata
-        fulls = [*map(FULL, self.parameters)]
         self.fulls = FullParameters(fulls, copies=apart or self.transient is not None, version=self.version)
         if self.transient is not None:
             self.transient.empty()
@@ -101,8 +100,7 @@ class ParameterGroup:
         self._gathered_from: int | None = None
         """The version of the main weights from which the gathered, or else the model weights were made."""
         self._refreshing: Ticket | None = None
-        self._upload: Ticket | None = None
-        """The transfer that reads main weights in CPU memory."""
+        self._upload: Ticket | None = None  # the transfer that reads main weights in CPU memory
         self.unfilled = [each for each, tensor in zip(self.parameters, slices) if tensor.is_meta]
         """The parameters that were on the meta device, without values, when the group was made."""
 
@@ -168,11 +166,6 @@ class ParameterGroup:
         """The process groups of the mesh axes, the shard axis last."""
         return [group_of(self.mesh, axis) for axis in range(self.mesh.ndim)]
 
-    @cached_property
-    def reduced_bytes(self) -> int:
-        """The size of the gradients' messages in bytes."""
-        return self.layout.numel * self.recipe.reduce.itemsize
-
     def persistent_weights(self) -> dict[int, int]:
         """Return the bytes of the weights that are always kept on this rank, by address of the memory."""
         storages = [buffer.storage for buffer in (self.main_weight, *self.copies)]
@@ -232,8 +225,7 @@ class ParameterGroup:
 
     @property
     def fits_buckets(self) -> bool:
-        """Whether the weights may be gathered in one message with those of adjacent units: they are gathered for each
-        use, from model weights that are on the device."""
+        """Whether neighbours may share a message: gathered for each use, from model weights on the device."""
         return (
             self.transient is not None
             and (not self.refreshes or (self.payload.refreshes and self.plan.moves and not self.refreshed_bytes))
@@ -243,13 +235,12 @@ class ParameterGroup:
         )
 
     def bundled(self, channels: Channels, copy: int) -> torch.Tensor:
-        """Return the tensor that this rank sends in the unit's bucket. Call it under `torch.no_grad()`."""
+        """Return the tensor that this rank sends in the unit's bucket. Needs `torch.no_grad()`."""
         self.refresh(channels)
         return self.copies[min(copy, self.payload.copies - 1)].local
 
     def open_full(self, channels: Channels) -> torch.Tensor:
-        """Allocate the full weights; return the tensor that the bucket's gather fills. Call it under
-        `torch.no_grad()`."""
+        """Allocate the full weights; return the tensor that the bucket's gather fills. Needs `torch.no_grad()`."""
         assert self.transient is not None
         if not self.refreshes:
             self._gathered_from = self.version
@@ -276,12 +267,21 @@ class ParameterGroup:
         if not self.is_outdated:
             return
         self.await_refresh()
-        lane = channels.outer if self.model_weight.axes else channels.gather
+        lane, inner = channels.outer if self.model_weight.axes else channels.gather, self.placements.optimizer
+        main, run = self.main_weight.local, None
         with torch.no_grad():
-            what = self.payload, self.copies, self.main_weight.local, self.placements.optimizer, lane, channels
-            uploaded, self._refreshing = refresh_copies(*what, self.channels, uploads=self.offload is not None)
-            self._upload = uploaded or self._upload
-        self._gathered_from = self.version
+            for copy, (buffer, channel) in enumerate(zip(self.copies, self.channels)):
+                fill = self.payload.write(buffer.part(inner).local, main, channels.weights, copy)
+                if self.offload is not None:  # on the lane of the gather, so that the gather runs after it
+                    run = self._upload = lane.run(collectives.alone, fill, after=run)
+                    fill = None
+                gathers = buffer.gather_in_place(
+                    inner, lane, channels.of_gathers, channel=channel, prepare=fill, after=run
+                )
+                if gathers is None and fill is not None:
+                    fill()
+                run = gathers or run
+        self._refreshing, self._gathered_from = run, self.version
 
     def await_refresh(self) -> None:
         """Wait for the update of the model weights, before they change again."""
@@ -326,15 +326,12 @@ class ParameterGroup:
             upload.synchronize()
 
     def shard_after_forward(self, size: int | None) -> None:
-        """Keep 1/`size` of the gathered weights between forward and backward; None: keep nothing.
-
-        Collective over the shard axis if `size` is not None.
-        """
+        """Keep 1/`size` of the gathered weights between forward and backward; None: keep nothing. Collective over the
+        shard axis if `size` is not None."""
         self.post_forward = None
         if self.transient is not None and size is not None:
             group = neighbours(self.groups[-1], size)
-            describe = self._ours("the kept shard of the weights")
-            self.post_forward = PostForwardShard(self.layout.numel, self.recipe.gathered, self.device, group, describe)
+            self.post_forward = PostForwardShard(self.plan, group, self._ours("the kept shard of the weights"))
             self.transients.append(self.post_forward.transient)
 
     def keep_post_forward(self, channels: Channels) -> None:
@@ -361,22 +358,19 @@ class ParameterGroup:
         self.arrived()
 
     def free(self) -> None:
-        """Free the memory of the gathered weights."""
         if self.transient is not None:
             self.fulls.leave()
             self.transient.give()
 
     def sync_requires_grad(self) -> None:
-        """Set `requires_grad` of the full parameters to that of the sharded ones. Raises RuntimeError for hooks that
-        would not run."""
+        """Set `requires_grad` of the full parameters to that of the sharded ones; refuse hooks that would not run."""
         trains = [*map(_trains, self.parameters)]
         self.trains = any(trains)
         with behind_classes():
             for each, flag in zip(self.parameters, trains):
                 if each.full.requires_grad != flag:
                     each.full.requires_grad_(flag)
-        # Gradients that wait for their reduction, on any rank, are reduced even if their parameters are frozen
-        # meanwhile.
+        # Gradients that wait for their reduction, on any rank, are reduced even if their parameters were frozen.
         self.trainable = self.trains or self.gradients.is_owed or self.gradients.accumulates()
         for each in self.parameters:
             if each.sharded._backward_hooks or IN_BACKWARD in vars(each.sharded):

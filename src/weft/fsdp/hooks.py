@@ -16,7 +16,7 @@ nothing while a schedule drives the units.
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,17 +25,9 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import forward_ad
 
 from weft.comm.ranges import Stretch, observed
-from weft.fsdp.driver import (
-    RETURNED,
-    UNTIL_BACKWARD,
-    UNTIL_NEXT_PASS,
-    USER,
-    DrivenUnit,
-    Engine,
-    Hold,
-    in_backward,
-)
+from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, DrivenUnit, Engine, Hold, in_backward
 from weft.fsdp.trees import give_back, map_tensors, tensors_in
+from weft.fsdp.weak import alive
 
 
 class ForwardCall:
@@ -46,21 +38,17 @@ class ForwardCall:
     def __init__(self, driver: "HookDriver", engine: Engine) -> None:
         self.driver = driver
         self.unit = driver.unit
-        self.begun = False
-        """Whether its backward is under way."""
+        self.begun = False  # whether its backward is under way
         self._retained = False
-        self._ended_in = -1
-        """The id of autograd's graph task in which this call's backward has ended last."""
+        self._ended_in = -1  # the id of autograd's graph task in which this call's backward has ended last
         self._moves = self.unit.moves
-        self._engine = engine
-        """A strong reference: the root may be freed before the backward."""
+        self._engine = engine  # a strong reference: the root may be freed before the backward
         self._stretch: Stretch | None = None
         self._known = weakref.ref(self, self.unit.calls.discard)
         self.unit.calls.add(self._known)
 
     @property
     def name(self) -> str:
-        """The call's name as a holder of weights."""
         return f"a backward of {self.unit}"
 
     def begin(self, gradient: torch.Tensor | None = None) -> None:
@@ -83,7 +71,7 @@ class ForwardCall:
             self._stretch = Stretch(unit.name, "backward")
         driver.backwards += 1
         if unit.unshard_in_backward:
-            engine.use(unit, self, driver.backward_prefetch and _alive(driver.backward_prefetch))
+            engine.use(unit, self, driver.backward_prefetch and alive(driver.backward_prefetch))
         engine.offer(unit)
 
     def begin_inside(self, gradient: torch.Tensor) -> None:
@@ -103,8 +91,7 @@ class ForwardCall:
         self.end()
 
     def end(self) -> None:
-        """End the call's backward: after the inputs' gradients, or, without differentiable inputs, after the whole
-        backward."""
+        """End the call's backward."""
         self._ended_in = torch._C._current_graph_task_id()
         if not self.begun:
             return
@@ -152,13 +139,11 @@ _mark: Callable[..., Any] = super(torch.autograd.Function, _EndOfBackward).apply
 class HookDriver(ABC):
     """The code that runs around the calls of one unit's modules, outside of compiled regions."""
 
-    def __init__(self, unit: DrivenUnit, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, unit: DrivenUnit) -> None:
         self.unit = unit
         self.forward_prefetch: list[weakref.ref[Any]] | None = None
         self.backward_prefetch: list[weakref.ref[Any]] | None = None
-        self.backwards = 0
-        """The number of the unit's backwards under way. A forward during one is a recomputation."""
-        self._modules = [weakref.ref(module) for module in modules]
+        self.backwards = 0  # the number of the unit's backwards under way. A forward during one is a recomputation.
         self._entered: set[int] = set()
         self._call: ForwardCall | None = None
         self._hold = Hold(f"a forward of {unit.kind}")
@@ -167,7 +152,7 @@ class HookDriver(ABC):
     @property
     @abstractmethod
     def engine(self) -> Engine:
-        """The engine that the units of the model share, made at the model's first pass."""
+        """The engine of the model's units, made at its first pass."""
 
     @torch.compiler.disable(recursive=False)
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -191,8 +176,7 @@ class HookDriver(ABC):
 
     def _enter(self, engine: Engine, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """Prepare a forward. Return its inputs, cast and marked, and a function to call after it, or None if hooks do
-        nothing in this call.
-        """
+        nothing in this call."""
         if engine.recover() or self.backwards or id(module) in self._entered:
             return *self.unit.policy.cast_inputs((args, kwargs)), None
         if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
@@ -200,19 +184,32 @@ class HookDriver(ABC):
                 f"{self.unit} is called under torch.func or forward-mode differentiation: weights are gathered only "
                 f"around plain calls. Transform a plain copy of the module, or a part of it that is not sharded"
             )
-        engine.begin_forward(self.unit)
+        unit = self.unit
+        engine.begin_forward(unit)
         try:
-            return self._before(engine, module, args, kwargs)
+            if not self._entered:
+                if observed():
+                    self._stretch = Stretch(unit.name, "forward")
+                engine.use(unit, self._hold, self.forward_prefetch and alive(self.forward_prefetch))
+                self._call = ForwardCall(self, engine) if torch.is_grad_enabled() else None
+            args, kwargs = unit.policy.cast_inputs((args, kwargs))
+            finish = _nothing
+            if self._call is not None and not self._entered:  # backward ends where forward began
+                args, kwargs, finish = _marked(self._call, args, kwargs)
+            self._entered.add(id(module))
+            return args, kwargs, finish
         except BaseException as error:
             self._fail(engine, error)
             raise
 
     def _finish(self, engine: Engine, output: Any, finish: Callable[[], None]) -> Any:
-        """Complete a forward, and return its output, cast and marked."""
+        """Complete a forward: release or keep the weights after the last of the unit's modules. Return its output."""
         try:
             if finish is not _nothing:
                 finish()
-            output = self._after(engine, output)
+            output = self._marked_output(output)
+            if len(self._entered) == len(self.unit.modules):
+                self._leave(engine)
         except BaseException as error:
             self._fail(engine, error)
             raise
@@ -231,23 +228,8 @@ class HookDriver(ABC):
         finally:
             engine.end_forward(error)
 
-    def _before(self, engine: Engine, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """Acquire the weights. Return the inputs, cast and marked, and a function to call after the forward."""
-        unit = self.unit
-        if not self._entered:
-            if observed():
-                self._stretch = Stretch(unit.name, "forward")
-            engine.use(unit, self._hold, self.forward_prefetch and _alive(self.forward_prefetch))
-            self._call = ForwardCall(self, engine) if torch.is_grad_enabled() else None
-        args, kwargs = unit.policy.cast_inputs((args, kwargs))
-        finish = _nothing
-        if self._call is not None and not self._entered:  # backward ends where forward began
-            args, kwargs, finish = _marked(self._call, args, kwargs)
-        self._entered.add(id(module))
-        return args, kwargs, finish
-
-    def _after(self, engine: Engine, output: Any) -> Any:
-        """Release or keep the weights after the last of the unit's modules. Return the output, cast and marked."""
+    def _marked_output(self, output: Any) -> Any:
+        """Return the output, cast, with hooks on its gradients. Raise for views of weights, which are about to go."""
         if not isinstance(output, torch.Tensor) and isinstance(output, _LAZY):
             raise TypeError(
                 f"forward of {self.unit.kind} returned a {type(output).__name__}, which computes when it is read, "
@@ -268,8 +250,6 @@ class HookDriver(ABC):
                 base = tensor._base
                 if base is not None and base.requires_grad and not base.is_leaf:
                     base.register_hook(self._call.begin_inside)
-        if len(self._entered) == len(self._modules):
-            self._leave(engine)
         return output
 
     def abandon(self) -> None:
@@ -299,11 +279,8 @@ class HookDriver(ABC):
             engine.done(unit, self._hold, backward_follows=call is not None and not recomputing)
 
     def _reshards(self) -> bool:
-        """Return whether to free the weights after forward. The default for the root is not to free them, because its
-        backward follows immediately.
-        """
         choice = self.unit.reshard_after_forward
-        return self.unit.number > 0 if choice is None else choice
+        return self.unit.number > 0 if choice is None else choice  # the root's backward follows immediately
 
 
 def _marked(call: ForwardCall, args: tuple, kwargs: dict) -> tuple[tuple, dict, Callable[[], None]]:
@@ -328,13 +305,7 @@ def _marked(call: ForwardCall, args: tuple, kwargs: dict) -> tuple[tuple, dict, 
     return args, kwargs, lambda: give_back(rebuilt, original)
 
 
-def _nothing() -> None:
-    """Do nothing after a forward whose inputs were not rebuilt."""
-
-
-def _alive(units: "list[weakref.ref[Any]]") -> list[Any]:
-    """Return those of the weakly referenced units that still exist."""
-    return [unit for ref in units if (unit := ref()) is not None]
+def _nothing() -> None: ...
 
 
 _LAZY = (Iterator, Coroutine, AsyncIterator)

@@ -3,16 +3,16 @@
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 
 from weft.comm import streams
 from weft.comm.lanes import on_stream
-from weft.fsdp.accumulation import no_sync
-from weft.fsdp.composition import enter_registry
 from weft.fsdp.parameter import SHARDED, register
 from weft.fsdp.roots import UnitDriver, drivers_under
 from weft.fsdp.runtime.runtime import Runtime
@@ -24,7 +24,6 @@ class FSDPModule:
 
     _weft_unit: Unit
     _weft_driver: UnitDriver
-    no_sync = no_sync
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Create an instance of the module's original class: a slice of a sharded container is not sharded."""
@@ -92,6 +91,20 @@ class FSDPModule:
         """Register the sharded parameters and free the full ones, if nothing else holds them."""
         runtime_of(self).reshard(unit_of(self))
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients on this rank in this context, without reductions; the next backward outside reduces
+        them. Use it like `DistributedDataParallel.no_sync`: for all microbatches of a step but the last, around forward
+        and backward."""
+        units = units_under(self)
+        before = [unit.requires_gradient_sync for unit in units]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for unit, reduces in zip(units, before):
+                unit.requires_gradient_sync = reduces
+
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward is the last before the optimizer step, in which strategies with a partial
         gradient reduce; they do not reduce in others.
@@ -107,9 +120,7 @@ class FSDPModule:
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward reduces gradients over the outer axis of a 2-D mesh; False: it accumulates them before.
-
-        Raises ValueError for False if a unit's mesh is 1-D, which has no such axis.
-        """
+        Raises ValueError for False if a unit's mesh is 1-D, which has no such axis."""
         requires_all_reduce = _switch("set_requires_all_reduce", requires_all_reduce)
         for unit in units_under(self, recurse):
             if not requires_all_reduce and any(group.mesh.ndim == 1 for group in unit.groups):
@@ -144,10 +155,8 @@ class FSDPModule:
         self._weft_driver.backward_prefetch = _to_prefetch(self, "set_modules_to_backward_prefetch", modules)
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
-        """Divide summed gradients by `factor` in place of the number of ranks; None restores that number.
-
-        Raises TypeError if `factor` is not a number, ValueError if it is not positive and finite.
-        """
+        """Divide summed gradients by `factor` in place of the number of ranks; None restores that number. Raises
+        TypeError if `factor` is not a number, ValueError if it is not positive and finite."""
         unit_of(self).replaced_factor = None if factor is None else checked_factor("gradient divide factor ", factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float | None) -> None:
@@ -194,10 +203,7 @@ class FSDPModule:
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Set `RuntimeOptions.max_live_reduce_buffers` for all units of the model: how many units' partial gradients
-        may be live at once.
-
-        Raises TypeError if it is not an int, ValueError if it is less than 1.
-        """
+        may be live at once. Raises TypeError if it is not an int, ValueError if it is less than 1."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers={max_input_buffers!r}: pass an int of at least 1")
         for runtime in _runtimes(self, recurse):
@@ -237,9 +243,7 @@ class FSDPModule:
 
     def reset_iter_state(self) -> None:
         """Clean up all units after an exception in forward or backward. Without this call the next pass does it.
-
-        Gradients that wait for their reduction are dropped. A failed backward drops all gradients: `.grad` is None.
-        """
+        Gradients that wait for their reduction are dropped. A failed backward drops all gradients: `.grad` is None."""
         runtime_of(self).reset()
 
 
@@ -304,9 +308,9 @@ def attach(module: nn.Module, unit: Unit, driver: UnitDriver) -> None:
         _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
     module.__class__ = _classes[cls]
     vars(module).update(_weft_unit=unit, _weft_driver=driver)
-    enter_registry(module)
-    module.register_state_dict_pre_hook(_rest_before_state_dict)
-    module.register_load_state_dict_pre_hook(_rest_before_load)
+    vars(module).setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+    module.register_state_dict_pre_hook(_reshard)
+    module.register_load_state_dict_pre_hook(_reshard)
 
 
 def kind_of(module: nn.Module) -> str:
@@ -315,7 +319,6 @@ def kind_of(module: nn.Module) -> str:
 
 
 def unit_of(module: Any) -> Unit:
-    """Return the unit of a sharded module."""
     return module._weft_unit
 
 
@@ -382,18 +385,7 @@ def units_of(model: nn.Module) -> list[Unit]:
     raise ValueError(f"{type(model).__name__} has no sharded module: call weft.fully_shard first")
 
 
-def kept_units(model: nn.Module) -> list[Unit]:
-    """Return the units of all roots in `model`, including units whose modules were replaced."""
-    roots = [driver for driver in drivers_under([model]) if driver.root is driver]
-    return [unit for root in roots if root.runtime is not None for unit in root.runtime.units]
-
-
-def _rest_before_state_dict(module: Any, prefix: str, keep_vars: bool) -> None:
+def _reshard(module: Any, *given: Any) -> None:
+    """Reshard before a state dict is read or loaded."""
     if module._weft_driver.runtime is not None:
         module.reshard()
-
-
-def _rest_before_load(
-    module: Any, state_dict: Any, prefix: str, local_metadata: dict, strict: bool, *lists: list
-) -> None:
-    _rest_before_state_dict(module, prefix, False)

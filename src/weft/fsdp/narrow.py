@@ -4,9 +4,9 @@
     replicated, for recipes with one scale per matrix:   maxima of the matrices
 
 Shard borders are block borders, so each rank quantizes its shard without communication. Recipes with one scale per
-matrix need the maximum of the whole matrix. `local_maxima` computes the shard's; the runtime reduces them over the
-ranks once per step and writes the result to `maxima` (`weft.fsdp.runtime.maxima`). One message carries payload and
-scales. Each piece of a shard is dequantized directly from the received bytes into the full weights.
+matrix need the maximum of the whole matrix: `agree_on_maxima` reduces those of the shards over the ranks once per step.
+One message carries payload and scales. Each piece of a shard is dequantized directly from the received bytes into the
+full weights.
 
 With mx and `compute="scaled"` weights have two copies, which are made from the same main weights at the same time and
 gathered one at a time. Copy 0 has blocks along the dimension that forward products sum over, and copy 1 along that of
@@ -16,13 +16,16 @@ backward. Both have the same bytes per shard. Shard borders at multiples of 32 r
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
+from weft.comm.collectives import reduce_now
 from weft.comm.pending import Pending
+from weft.fsdp.payload import Plain
 from weft.fsdp.plan import GroupPlan
 from weft.layout.layout import Layout
 from weft.memory.buffer import sharded_axes
@@ -31,8 +34,7 @@ from weft.mesh import position_on
 from weft.quantize import Quantization, count_losses, dequantize, largest_of, quantize, wide_scales
 from weft.quantize.decode import packed_e2m1, unpacked_e2m1
 
-_ALIGNMENT = 16
-"""The size of a shard is a multiple of this many bytes."""
+_ALIGNMENT = 16  # the size of a shard is a multiple of this many bytes
 
 
 class _Piece(NamedTuple):
@@ -47,32 +49,29 @@ class _Piece(NamedTuple):
     scales_at: int
 
 
-class Narrow:
-    """The payload of quantized weights; implements `weft.fsdp.payload.Payload`."""
+class Narrow(Plain):
+    """The payload of quantized weights, which is kept besides the main weights, and is made from them once per step."""
 
     refreshes = True
-    """The payload is kept in addition to the main weights, and is made from them once per step."""
 
     def __init__(self, plan: GroupPlan, describe: Callable[[], str]) -> None:
         self._plan = plan
         self._shard = position_on(plan.mesh, sharded_axes(plan.placements.optimizer))
         self._extents = plan.layout.extents
-        cuts = [plan.layout.cuts(number) for number in range(len(self._extents))]
-        self._parts = [[(each[shard], each[shard + 1]) for each in cuts] for shard in range(plan.layout.shards)]
-        """By shard and tensor, the range of the tensor's elements that the shard has."""
+        self._cuts = [plan.layout.cuts(number) for number in range(len(self._extents))]
         self.copies = self._recipe.copies
         self._payload_bytes = plan.layout.shard_numel // self._recipe.values_per_byte
-        self._tails = [self._tail(parts) for parts in self._parts]
-        """By shard, the byte offsets of each tensor's scales and of the end of the last ones."""
-        numel = -(-max(tail[-1] for tail in self._tails) // _ALIGNMENT) * _ALIGNMENT
-        self.layout = Layout((), plan.layout.shards, numel)
-        self.dtype = torch.uint8
-        self.sent = numel * plan.layout.shards if plan.moves else 0
         self._matrices = [0, *accumulate(math.prod(each.shape[:-2]) for each in self._extents)]
         """The offset in `maxima` of each tensor's matrices."""
         self.maxima: torch.Tensor | None = None
         if self._recipe.shares_maximum:
             self.maxima = torch.zeros(self._matrices[-1], device=plan.device)
+        pieces = (each for shard in range(plan.layout.shards) for each in self._pieces(shard))
+        ends = (each.scales_at + self._most_scale_bytes(each.number, each.shape) for each in pieces)
+        numel = -(-max(ends, default=self._payload_bytes) // _ALIGNMENT) * _ALIGNMENT
+        self.layout = Layout((), plan.layout.shards, numel)
+        self.dtype = torch.uint8
+        self.sent = numel * plan.layout.shards if plan.moves else 0
         whole = [
             self._most_scale_bytes(number, each.shape) if all(each.shape) else 0
             for number, each in enumerate(self._extents)
@@ -83,13 +82,10 @@ class Narrow:
         """The offset of the transposed codes in full weights that stay quantized, if they are kept."""
         self.tail = self._transposed_at - plan.layout.numel if self._stays else 0
         self.tail += plan.layout.numel if self._recipe.keep_transpose else 0
-        self.staging: Transient | None = None
         if plan.moves:
             self.staging = Transient(self.layout.numel, self.dtype, plan.device, describe=describe)
-        self._come: torch.Tensor | None = None
-        """The gathered bytes of all shards, which `open` reads."""
-        self._copy = 0
-        """The index of the copy that the full weights are."""
+        self._come: torch.Tensor | None = None  # the gathered bytes of all shards, which `open` reads
+        self._copy = 0  # the index of the copy that the full weights are
 
     @property
     def _recipe(self) -> Quantization:
@@ -100,7 +96,6 @@ class Narrow:
 
     @property
     def _stays(self) -> bool:
-        """Whether full weights stay quantized."""
         return self._recipe.is_scaled
 
     def _recipe_of(self, number: int, copy: int) -> Quantization:
@@ -110,17 +105,17 @@ class Narrow:
         return self._recipe.along(-2 if (len(self._extents[number].shape) == 3) != bool(copy) else -1)
 
     def write(self, own: torch.Tensor, source: torch.Tensor, pool: Pool, copy: int = 0) -> Callable[[], Any] | None:
-        """Return a function that quantizes `source` to `own`, as `Payload.write`; None if `source` is a payload."""
+        """Return a function that quantizes `source` to `own`; None if `source` is a payload."""
         return None if source.dtype == self.dtype else functools.partial(self.fill, own, source, copy)
 
     def land(self, full: torch.Tensor, source: torch.Tensor, pool: Pool, copy: int = 0) -> torch.Tensor:
-        """Return the memory into which the payload is gathered, as `Payload.land`."""
+        """Return the memory into which the payload is gathered."""
         self._copy = copy
         self._come = pool.take(self.staging) if self.staging is not None else source
         return self._come
 
     def open(self, full: torch.Tensor) -> None:
-        """Fill the full weights from the gathered bytes, and free these, as `Payload.open`."""
+        """Fill the full weights from the gathered bytes, and free these."""
         come, self._come = self._come, None
         if come is None:
             return
@@ -137,20 +132,16 @@ class Narrow:
     def local_maxima(self, main: torch.Tensor) -> torch.Tensor:
         """Return the largest magnitude of each matrix in this rank's shard `main`; 0 for a matrix without elements."""
         found = torch.zeros(self._matrices[-1], device=self._plan.device)
-        begin = self._shard * self._plan.layout.shard_numel
-        for piece in self._pieces(self._shard):
-            values = main[piece.place - begin : piece.place - begin + piece.numel].to(found.device)
-            found[self._matrices[piece.number] + piece.matrix] = largest_of(values, self._recipe)
+        for piece, _, values in self._pieces_of(main):
+            found[self._matrices[piece.number] + piece.matrix] = largest_of(values.to(found.device), self._recipe)
         return found
 
     def losses(self, main: torch.Tensor) -> torch.Tensor:
         """Count the elements of this rank's shard `main`: [3] int64, those that saturate, those that underflow, all."""
         found = torch.zeros(3, dtype=torch.int64, device=self._plan.device)
-        begin = self._shard * self._plan.layout.shard_numel
-        for piece in self._pieces(self._shard):
-            values = main[piece.place - begin : piece.place - begin + piece.numel].to(found.device)
-            largest = None if self.maxima is None else self.maxima_of(piece.number)[piece.matrix]
-            lost = count_losses(values.view(piece.shape), self._recipe_of(piece.number, 0), largest=largest)
+        for piece, _, values in self._pieces_of(main):
+            recipe, largest = self._recipe_of(piece.number, 0), self._largest(piece)
+            lost = count_losses(values.to(found.device).view(piece.shape), recipe, largest=largest)
             found += torch.stack([*lost, lost[0].new_tensor(piece.numel)])
         return found
 
@@ -164,14 +155,6 @@ class Narrow:
         """Return the bytes that each copy reserves for the scales of such a piece."""
         return max(self._scale_bytes(number, shape, copy) for copy in range(self.copies))
 
-    def _tail(self, parts: list[tuple[int, int]]) -> list[int]:
-        """Return the offsets, in a shard's bytes, of the scales of each tensor's part, and of the end of the last."""
-        sizes = [
-            self._most_scale_bytes(number, self._shape(number, stop - start)) if stop > start else 0
-            for number, (start, stop) in enumerate(parts)
-        ]
-        return list(accumulate(sizes, initial=self._payload_bytes))
-
     def _shape(self, number: int, numel: int) -> tuple[int, ...]:
         """Return a shape for `numel` elements of tensor `number`, whose rows and matrices do not divide a block."""
         shape = self._extents[number].shape
@@ -183,40 +166,46 @@ class Narrow:
 
     def _pieces(self, shard: int) -> Iterator[_Piece]:
         """Yield the pieces of a shard; with one scale per matrix, each piece is of one matrix."""
-        for number, (start, stop) in enumerate(self._parts[shard]):
+        scales_at = self._payload_bytes
+        for number, (extent, cuts) in enumerate(zip(self._extents, self._cuts)):
+            start, stop = cuts[shard], cuts[shard + 1]
             if stop == start:
                 continue
-            offset, scales_at = self._extents[number].offset, self._tails[shard][number]
-            size = math.prod(self._extents[number].shape[-2:]) if self.maxima is not None else stop
+            size = math.prod(extent.shape[-2:]) if self.maxima is not None else stop
             for matrix in range(start // size, -(-stop // size)):
                 first, last = max(start, matrix * size), min(stop, (matrix + 1) * size)
                 shape = self._shape(number, last - first)
                 if self.maxima is not None and len(shape) == 3:
                     shape = shape[1:]
-                yield _Piece(number, matrix, offset + first, last - first, shape, scales_at)
+                yield _Piece(number, matrix, extent.offset + first, last - first, shape, scales_at)
                 scales_at += self._most_scale_bytes(number, shape)
 
-    def fill(self, own: torch.Tensor, main: torch.Tensor, copy: int = 0) -> Pending:
-        """Fill the bytes of this rank's shard of a copy from its main weights."""
+    def _pieces_of(self, main: torch.Tensor) -> Iterator[tuple[_Piece, int, torch.Tensor]]:
+        """Yield the pieces of this rank's shard, with the offsets in the shard and their parts of the tensor `main`."""
         begin = self._shard * self._plan.layout.shard_numel
         for piece in self._pieces(self._shard):
             at = piece.place - begin
-            values = main[at : at + piece.numel]
+            yield piece, at, main[at : at + piece.numel]
+
+    def _largest(self, piece: _Piece) -> torch.Tensor | None:
+        return None if self.maxima is None else self.maxima_of(piece.number)[piece.matrix]
+
+    def fill(self, own: torch.Tensor, main: torch.Tensor, copy: int = 0) -> Pending:
+        """Fill the bytes of this rank's shard of a copy from its main weights."""
+        for piece, at, values in self._pieces_of(main):
             if self._plan.offload is not None:  # quantize on the device
                 there = torch.empty(values.shape, dtype=values.dtype, device=own.device)
                 values = there.copy_(values, non_blocking=True)
             codes, steps = self._bytes_of(own, piece, at, copy)
-            largest = None if self.maxima is None else self.maxima_of(piece.number)[piece.matrix]
             recipe = self._recipe_of(piece.number, copy)
-            _, scales = quantize(values.view(piece.shape), recipe, largest=largest, out=codes)
+            _, scales = quantize(values.view(piece.shape), recipe, largest=self._largest(piece), out=codes)
             if steps.numel():
                 found = scales[0] if isinstance(scales, tuple) else scales
                 steps.copy_(found.reshape(-1).view(torch.uint8))
         return Pending()
 
     def unpacked(self, come: torch.Tensor, copy: int = 0) -> Iterator[tuple[int, torch.Tensor, Any]]:
-        """Yield, for each piece of all shards of a copy, the offset of its elements in the full weights, and views of
-        its payload and scales, as `quantize` returns them."""
+        """Yield, for each piece of a copy's shards, its offset in the full weights, and its payload and scales."""
         shard_numel = self._plan.layout.shard_numel
         for shard, sent in enumerate(come.view(self.layout.shards, -1)):
             for piece in self._pieces(shard):
@@ -224,16 +213,14 @@ class Narrow:
                 yield piece.place, codes, self._scales(piece, steps, copy)
 
     def _dequantize(self, come: torch.Tensor, full: torch.Tensor) -> None:
-        """Fill the full weights from the bytes of all shards."""
         for place, codes, scales in self.unpacked(come):
             self._widen(codes, scales, full, place)
 
     def restore(self, own: torch.Tensor, main: torch.Tensor) -> None:
         """Fill this rank's main weights with the values of `own`, its bytes."""
-        begin = self._shard * self._plan.layout.shard_numel
-        for piece in self._pieces(self._shard):
-            codes, steps = self._bytes_of(own, piece, piece.place - begin, 0)
-            self._widen(codes, self._scales(piece, steps, 0), main, piece.place - begin)
+        for piece, at, _ in self._pieces_of(main):
+            codes, steps = self._bytes_of(own, piece, at, 0)
+            self._widen(codes, self._scales(piece, steps, 0), main, at)
 
     def _widen(self, codes: torch.Tensor, scales: Any, target: torch.Tensor, place: int) -> None:
         numel = codes.numel() * self._recipe.values_per_byte
@@ -266,10 +253,8 @@ class Narrow:
         self, codes: torch.Tensor, full: torch.Tensor, number: int, *, backward: bool = False
     ) -> tuple[torch.Tensor, Any, Quantization]:
         """Return payload, scales and recipe of tensor `number` for a matrix product of forward or of `backward`.
-
         `codes`: the tensor's payload in full weights that stay quantized. A product that sums over rows gets transposed
-        codes, if they are kept.
-        """
+        codes, if they are kept."""
         recipe, shape, begin = self._recipe_of(number, self._copy), tuple(codes.shape), self._scales_at[number]
         if recipe.keep_transpose and (codes.dim() == 3) != backward:
             codes = self._transposed(full.view(torch.uint8), self._extents[number].offset, shape).mT
@@ -295,3 +280,31 @@ class Narrow:
             return typed.view(self._recipe_of(piece.number, copy).scale_shape(piece.shape))
         whole = wide_scales(self.maxima_of(piece.number)[piece.matrix], self._recipe)
         return whole if self._recipe.kind == "tensorwise" else (steps.view(piece.shape[0], -1), whole)
+
+
+def agree_on_maxima(groups: Iterable[Any]) -> None:
+    """All-reduce the largest magnitude of each matrix of parameter `groups` that is quantized with one scale: one
+    message per mesh axis. Collective if a group has such matrices. Call it after weights have changed, before they are
+    quantized."""
+    found: list[tuple[torch.Tensor, dist.ProcessGroup]] = []
+    with torch.no_grad():
+        for group in groups:
+            payload = group.payload
+            if not isinstance(payload, Narrow) or payload.maxima is None:
+                continue
+            payload.maxima.copy_(payload.local_maxima(group.main_weight.local))
+            found += [(payload.maxima, group.groups[axis]) for axis in group.main_weight.axes]
+            for each in group.parameters:
+                if each.slices is not None and _divides_matrices(each):
+                    found.append((payload.maxima_of(each.number), each.slices))
+        for ranks in dict.fromkeys(each for _, each in found):
+            parts = [part for part, own in found if own is ranks]
+            packed = reduce_now(torch.cat(parts), dist.ReduceOp.MAX, ranks, "the maxima of quantized weights")
+            for part, whole in zip(parts, packed.split([part.numel() for part in parts])):
+                part.copy_(whole)
+
+
+def _divides_matrices(parameter: Any) -> bool:
+    """Return whether tensor-parallel slices are parts of the same matrices; otherwise they are different matrices."""
+    parallel, dims = parameter.parallel, len(parameter.extent.shape)
+    return any(each.is_shard() and each.dim % dims >= dims - 2 for each in parallel.beyond)

@@ -1,9 +1,5 @@
 """One record per parameter: its name, its position in the group, the registered tensors, and its owners.
 
-    before     `Unsharded`         the module's parameter, and the choices of `fully_shard` for it
-    after      `ShardedParameter`  its position in the group, its full and its sharded tensor, its gradient
-    both       `Slot`              the modules and attributes in which it is registered
-
 Functions that work on one parameter of a group take its record. A group keeps its records alive. Other code finds a
 record by any tensor of the parameter (`record_of`), and must not keep it alive.
 """
@@ -23,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from weft.dtensor.tensor_parallel import TensorParallel
 from weft.fsdp.precision import Recipe
 from weft.layout.layout import Extent
+from weft.memory.buffer import FlatBuffer
 
 
 @dataclass
@@ -34,7 +31,6 @@ class Slot:
     owners: list[tuple["weakref.ref[nn.Module]", str]] = field(default_factory=list)
 
     def share(self, owners: Sequence[tuple["weakref.ref[nn.Module]", str]]) -> None:
-        """Register the parameter in more places."""
         known = [(module(), name) for module, name in self.owners]
         self.owners.extend(place for place in owners if (place[0](), place[1]) not in known)
         self.put(self.there)
@@ -49,11 +45,8 @@ class Slot:
 
 @dataclass(eq=False)
 class Unsharded:
-    """A parameter that is about to be sharded, over `mesh`.
-
-    `value`: the tensor with its values; `original` itself, unless that was on the meta device. `cutting`: the
-    granularity and the dimension of its cuts.
-    """
+    """A parameter that is about to be sharded, over `mesh`. `value`: the tensor with its values; `original` itself,
+    unless that was on the meta device. `cutting`: the granularity and the dimension of its cuts."""
 
     original: nn.Parameter
     value: nn.Parameter
@@ -63,35 +56,23 @@ class Unsharded:
     recipe: Recipe
     cutting: tuple[int, int]
 
-    @property
-    def passes(self) -> bool:
-        """Whether `value` is a temporary tensor, whose memory can be freed once it is copied."""
-        return self.value is not self.original
-
 
 @dataclass(eq=False, slots=True)
 class GradientState:
     """The state of a parameter's gradient between autograd and `.grad`."""
 
-    present: bool = False
-    """Whether a gradient was packed since the last publishing: on this rank, and after ranks have agreed on any."""
-    filled: bool = False
-    """Whether its part of the packed gradients has values, to which a further gradient is added."""
-    written: bool = False
-    """Whether a module wrote it directly into the packed gradients since the last packing."""
-    handed: Any = None
-    """The DTensor that is published as `.grad`."""
-    withdrawn: bool = False
-    """Whether the engine has taken the published gradient back, to add to it."""
+    present: bool = False  # whether one was packed since the last publishing; once the ranks agree: on any of them
+    filled: bool = False  # whether its part of the packed gradients has values, to which a further gradient is added
+    written: bool = False  # whether a module wrote it directly into the packed gradients since the last packing
+    handed: Any = None  # the DTensor that is published as `.grad`
+    withdrawn: bool = False  # whether the engine has taken the published gradient back, to add to it
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedParameter:
-    """A parameter of a group, the `number`-th there.
-
-    `extent`: its position in the group's layout. `parallel`: its tensor-parallel placement. `full`: the parameter that
-    is registered while the weights are gathered. `sharded`: the one that is registered otherwise.
-    """
+    """A parameter of a group, the `number`-th there. `extent`: its position in the group's layout. `parallel`: its
+    tensor-parallel placement. `full`: the parameter that is registered while the weights are gathered. `sharded`: the
+    one that is registered otherwise."""
 
     number: int
     slot: Slot
@@ -99,8 +80,7 @@ class ShardedParameter:
     parallel: TensorParallel | None
     full: nn.Parameter
     sharded: nn.Parameter
-    owner: "weakref.ref[Any]"
-    """The group of the parameter, which keeps this record alive."""
+    owner: "weakref.ref[Any]"  # the group of the parameter, which keeps this record alive
     gradient: GradientState = field(default_factory=GradientState)
 
     def __post_init__(self) -> None:
@@ -116,7 +96,6 @@ class ShardedParameter:
 
     @property
     def name(self) -> str:
-        """The name of the parameter in its unit."""
         return self.slot.name
 
     @property
@@ -149,13 +128,29 @@ def record_of(parameter: Any) -> ShardedParameter | None:
 
 
 def ignore(parameter: nn.Parameter) -> None:
-    """Mark a parameter as one of `ignored_params`."""
     vars(parameter)["_weft_ignored"] = True
 
 
 def is_ignored(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter was passed in `ignored_params`."""
     return "_weft_ignored" in vars(parameter)
+
+
+def parameters_of(group: Any, members: Sequence[Unsharded]) -> tuple[ShardedParameter, ...]:
+    """Return the records of the parameters of `group`: views of its buffers with the attributes of `members`."""
+    views = FlatBuffer(group.layout, group.mesh, group.plan.whole, group.full.local).views()
+    tensors = group.main_weight.dtensors([each.parallel for each in members])
+    records = []
+    for number, (each, view, tensor, extent) in enumerate(zip(members, views, tensors, group.layout.extents)):
+        view = view.data  # with a separate version counter, so that autograd does not see a refill as a change
+        full = nn.Parameter(each.parallel.full(view) if each.parallel else view, requires_grad=group.trainable)
+        sharded: Any = nn.Parameter(tensor, requires_grad=group.trainable)
+        for form in (full, sharded):
+            vars(form).update(vars(each.value))
+        sharded._post_accumulate_grad_hooks = each.value._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        if group.recipe.main_grad != group.recipe.main:
+            sharded.grad_dtype = group.recipe.main_grad
+        records.append(ShardedParameter(number, each.slot, extent, each.parallel, full, sharded, weakref.ref(group)))
+    return tuple(records)
 
 
 FULL = attrgetter("full")
@@ -163,10 +158,7 @@ SHARDED = attrgetter("sharded")
 
 
 def register(parameters: Iterable[ShardedParameter], form: Callable[[ShardedParameter], nn.Parameter | None]) -> None:
-    """Register the tensor `form` of each parameter in all its places.
-
-    Raises RuntimeError if another tensor was registered there.
-    """
+    """Register the tensor `form` of each parameter everywhere. Raises RuntimeError if code has replaced one."""
     # All are registered before the error is raised, so that the next call does not raise for the same reason.
     replaced = []
     for each in parameters:
@@ -189,3 +181,29 @@ def register(parameters: Iterable[ShardedParameter], form: Callable[[ShardedPara
             "write values with parameter.copy_(values) under torch.no_grad(), or replace it before "
             "fully_shard"
         )
+
+
+_HOOK_NEVER_RUNS = (
+    "a hook on its gradient (register_hook, register_multi_grad_hook) would never run, since autograd computes the "
+    "gradient of the gathered weights. Use register_post_accumulate_grad_hook after fully_shard: it finds the "
+    "reduced gradient in parameter.grad, and may change it"
+)
+
+IN_BACKWARD = "_in_backward_optimizers"
+"""The attribute in which torch's `_apply_optimizer_in_backward` stores the optimizers of a parameter."""
+_OPTIMIZER_NEVER_RUNS = (
+    "_apply_optimizer_in_backward would train nothing: it waits for a gradient of this parameter, but autograd "
+    "computes the gradient of the gathered weights. Step in a register_post_accumulate_grad_hook after fully_shard, "
+    "where "
+    "parameter.grad is the reduced gradient: parameter.register_post_accumulate_grad_hook(lambda p: (optimizer.step(), "
+    "optimizer.zero_grad()))"
+)
+
+
+def never_runs(parameter: nn.Parameter) -> str:
+    """Return why a hook or an optimizer on the gradient of `parameter` would never run; "" if there is none. Autograd
+    computes the gradient of the gathered parameter, a different tensor. Only hooks of
+    `register_post_accumulate_grad_hook` run, with the reduced gradient."""
+    if parameter._backward_hooks:
+        return _HOOK_NEVER_RUNS
+    return _OPTIMIZER_NEVER_RUNS if IN_BACKWARD in vars(parameter) else ""

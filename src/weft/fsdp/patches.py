@@ -1,25 +1,4 @@
-"""The functions of torch that weft replaces, at the first `fully_shard`, until the process ends.
-
-    attribute of torch                               addition of weft                                              why
-    -----------------------------------------------  ------------------------------------------------------------  ---
-    autograd._engine_run_backward                    names weights in autograd's errors; ends a backward            1
-    optim.adam.adam, optim.sgd.sgd,                  steps over local parts, and over lists of small ones           2
-      optim.adagrad.adagrad
-    nn.utils.clip_grad._get_total_norm,              computes norms and multiplies with one operation for all       2
-      ._clip_grads_with_norm_; nn.utils.             sharded tensors
-      get_total_norm, .clip_grads_with_norm_
-    distributed.tensor.DTensor.from_local,           accepts placements that store their cuts                       3
-      .redistribute
-    distributed.checkpoint.state_dict.               cuts full tensors as parameters are cut                        3
-      _broadcast_state_dict, _distribute_state_dict
-    distributed.fsdp...FSDPParam.__init__,           raises for a sharded parameter                                 4
-      nn.utils.parametrize.ParametrizationList
-      .__init__
-
-1. Autograd's errors contain no names of weights, and no hook runs at the end of every backward.
-2. torch calls into Python, or sends a message, for each tensor.
-3. torch computes even cuts from placements, and has no hook for others.
-4. They would treat a sharded parameter as a plain one.
+"""The functions of torch that weft replaces, at the first `fully_shard`, until the process ends: the table `PATCHES`.
 
 All exist in torch 2.11 to 2.13. In addition, a global hook raises for other libraries' wrappers around sharded modules.
 """
@@ -47,9 +26,7 @@ from weft.fsdp.runtime.joint_backward import finish_backwards
 @dataclass(frozen=True)
 class Patch:
     """The replacement of attribute `name` of `torch.<of>`, a module or "module:Class", by `replacing(original)`.
-
-    `parameters`: the names of the parameters that torch's function must have, if the replacement depends on them.
-    """
+    `parameters`: the names of the parameters that torch's function must have, if the replacement depends on them."""
 
     of: str
     name: str
@@ -78,16 +55,18 @@ class Patch:
         return f"torch.{self.of.replace(':', '.')}.{self.name}{listed}"
 
 
-_FSDP_PARAM = "distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
 _STATE_DICT = "distributed.checkpoint.state_dict"
+_WHY = "torch's fully_shard around {}: call weft.fully_shard there too, or weft.drop_in() before anything is sharded"
+_WHY_MADE = (
+    "a parametrization of {}: what it makes of the weight would be lost in the flat buffer; register it before "
+    "fully_shard, which then shards what it is computed from"
+)
 _FULL = ("full_state_dict", "local_state_dict", "device", "pg")
 
 PATCHES = (
-    Patch(
-        "autograd",
-        "_engine_run_backward",
-        partial(explaining, look_around=look_around, settle=finish_backwards),
-    ),
+    # Autograd's errors contain no names of weights, and no hook runs at the end of every backward.
+    Patch("autograd", "_engine_run_backward", partial(explaining, look_around=look_around, settle=finish_backwards)),
+    # torch calls into Python, or sends a message, for each tensor: step over local parts, and compute norms over lists.
     Patch("optim.adam", "adam", over_parts),
     Patch("optim.sgd", "sgd", over_parts),
     Patch("optim.adagrad", "adagrad", over_parts),
@@ -95,30 +74,14 @@ PATCHES = (
     Patch("nn.utils", "get_total_norm", norm_at_once),
     Patch("nn.utils.clip_grad", "_clip_grads_with_norm_", clipping_at_once),
     Patch("nn.utils", "clip_grads_with_norm_", clipping_at_once),
+    # torch computes even cuts from placements, and has no hook for placements that store their cuts.
     Patch("distributed.tensor:DTensor", "from_local", lambda theirs: staticmethod(taking_parts(theirs))),
     Patch("distributed.tensor:DTensor", "redistribute", taking_even),
     Patch(_STATE_DICT, "_broadcast_state_dict", slicing, (*_FULL, "strict", "cpu_offload")),
     Patch(_STATE_DICT, "_distribute_state_dict", slicing, _FULL),
-    Patch(
-        _FSDP_PARAM,
-        "__init__",
-        partial(
-            refusing_sharded,
-            at=0,
-            why="torch's fully_shard around {}: call weft.fully_shard there too, or weft.drop_in() before anything is "
-            "sharded",
-        ),
-    ),
-    Patch(
-        "nn.utils.parametrize:ParametrizationList",
-        "__init__",
-        partial(
-            refusing_sharded,
-            at=1,
-            why="a parametrization of {}: the parametrized weight would be lost in the flat buffer; register it "
-            "before fully_shard, which then shards the original parameter",
-        ),
-    ),
+    # They would treat a sharded parameter as a plain one.
+    Patch("distributed.fsdp._fully_shard._fsdp_param:FSDPParam", "__init__", partial(refusing_sharded, at=0, why=_WHY)),
+    Patch("nn.utils.parametrize:ParametrizationList", "__init__", partial(refusing_sharded, at=1, why=_WHY_MADE)),
 )
 
 _undo: list[Callable[[], None]] = []

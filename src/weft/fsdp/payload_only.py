@@ -26,14 +26,14 @@ import torch
 from weft.dtensor.deferred import arrive, defer
 from weft.dtensor.uneven import UnevenDTensor
 from weft.fsdp.narrow import Narrow
+from weft.fsdp.weak import alive
 from weft.memory.buffer import FlatBuffer
 
 
 class PayloadOnly(FlatBuffer):
     """Main weights that are restored from `payload` when `local` is read."""
 
-    WRITTEN, NEEDED = 1, 2
-    """The messages of one rank to the others: the weights were written to; they must be kept."""
+    WRITTEN, NEEDED = 1, 2  # the messages of one rank to the others: the weights were written to; they must be kept
 
     def __init__(
         self, main: FlatBuffer, model: FlatBuffer, payload: Narrow, parameters: Sequence[UnevenDTensor]
@@ -48,8 +48,7 @@ class PayloadOnly(FlatBuffer):
         # Weak references: parameters must not be kept alive. One that outlives its model still finds its values.
         self._parameters = [weakref.ref(each) for each in parameters]
         self._parts = [each._local_tensor for each in parameters]
-        self.has_passed = False
-        """Whether a pass has begun. Writes before the first pass are initial values."""
+        self.has_passed = False  # whether a pass has begun. Writes before the first pass are initial values.
         self._own_holders = self._holders()
 
     @property
@@ -64,18 +63,17 @@ class PayloadOnly(FlatBuffer):
 
     @property
     def version(self) -> int:
-        """The version counter of the main weights, as `FlatBuffer.version`. Freeing and restoring do not change it."""
+        """The version counter of the main weights. Freeing and restoring do not change it."""
         return self._local._version
 
     @property
     def storage(self) -> torch.UntypedStorage:
-        """The storage of the main weights, as `FlatBuffer.storage`; empty while they are freed."""
         return self._local.untyped_storage()
 
     @property
     def is_unfrozen(self) -> bool:
         """Whether the user has unfrozen any of the parameters."""
-        return any((parameter := ref()) is not None and parameter.requires_grad for ref in self._parameters)
+        return any(parameter.requires_grad for parameter in alive(self._parameters))
 
     def quantize(self) -> None:
         """Make this rank's payload from the main weights."""
@@ -90,9 +88,8 @@ class PayloadOnly(FlatBuffer):
         if not self.storage.resizable():
             self._move()
         self.storage.resize_(0)
-        for ref in self._parameters:
-            if (parameter := ref()) is not None:
-                defer(parameter, self.bring)
+        for parameter in alive(self._parameters):
+            defer(parameter, self.bring)
 
     def bring(self) -> None:
         """Restore the main weights from the payload, if they were freed."""
@@ -102,9 +99,8 @@ class PayloadOnly(FlatBuffer):
         with self._unwritten():
             self.storage.resize_(self._local.nbytes)
             self._payload.restore(self._own.local, self._local.zero_())
-        for ref in self._parameters:
-            if (parameter := ref()) is not None:
-                arrive(parameter)
+        for parameter in alive(self._parameters):
+            arrive(parameter)
 
     def _move(self) -> None:
         """Replace the storage, without its values, because one that was a NumPy array cannot be resized."""
@@ -131,8 +127,7 @@ class PayloadOnly(FlatBuffer):
 
 
 def payload_only_of(group: Any) -> PayloadOnly | None:
-    """Return a replacement for the main weights of `group`, if they need not be kept: frozen weights, on the device,
-    with one copy of the payload. Otherwise return None."""
+    """Return a replacement for main weights that need not be kept: frozen, on the device, with one payload."""
     stays = group.trainable or group.offload is not None or not group.layout.data_numel
     if stays or not isinstance(group.payload, Narrow) or group.payload.copies > 1:
         return None

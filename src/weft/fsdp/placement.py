@@ -76,10 +76,7 @@ class Placements:
 
 
 def placements_of(strategy: "str | Placements", outer_strategy: str, axes: int) -> Placements:
-    """Return the placements of the named strategies on a mesh of `axes` axes.
-
-    Raises ValueError for unknown names, and for strategies that cannot be combined with each other or the mesh.
-    """
+    """Return the placements of the named strategies on a mesh of `axes` axes. Raises ValueError for wrong ones."""
     if isinstance(strategy, Placements):
         if outer_strategy != "no_shard":
             raise ValueError(

@@ -1,6 +1,5 @@
 """The fixed properties of a parameter group: layout, mesh, placements, dtypes and devices."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,11 +7,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate
 
 from weft.comm import streams
-from weft.dtensor.uneven import local_of
-from weft.fsdp.parameter import Unsharded
 from weft.fsdp.placement import Placements
 from weft.fsdp.precision import Recipe
-from weft.layout.layout import Layout, plan_layout
+from weft.layout.layout import Layout
 from weft.memory.buffer import FlatBuffer, sharded_axes
 from weft.memory.offload import CPUOffloadPolicy
 from weft.mesh import ranks_over
@@ -20,10 +17,7 @@ from weft.mesh import ranks_over
 
 @dataclass(frozen=True, eq=False)
 class GroupPlan:
-    """The fixed properties of a parameter group.
-
-    `device`: the device on which it computes. `offload`: keeps sharded weights and gradients in CPU memory, if set.
-    """
+    """The fixed properties of a parameter group. `offload`: keeps sharded weights and gradients in CPU memory."""
 
     layout: Layout
     mesh: DeviceMesh
@@ -31,26 +25,6 @@ class GroupPlan:
     recipe: Recipe
     device: torch.device
     offload: CPUOffloadPolicy | None
-
-    @classmethod
-    def of(
-        cls,
-        members: Sequence[Unsharded],
-        mesh: DeviceMesh,
-        placements: Placements,
-        recipe: Recipe,
-        device: torch.device,
-        offload: CPUOffloadPolicy | None,
-    ) -> "GroupPlan":
-        """Plan the layout of `members`; for DTensors, of their local parts."""
-        layout = plan_layout(
-            [tuple(local_of(each.value).shape) for each in members],
-            ranks_over(mesh, sharded_axes(placements.optimizer)),
-            itemsize=recipe.smallest_itemsize,
-            granularities=[each.cutting[0] for each in members],
-            dims=[each.cutting[1] for each in members],
-        )
-        return cls(layout, mesh, placements, recipe, device, offload)
 
     @property
     def home(self) -> torch.device:
@@ -83,11 +57,5 @@ class GroupPlan:
         """Whether full weights are gathered from other ranks for use."""
         return bool(sharded_axes(self.placements.parameter)) and self.layout.shards > 1
 
-    @property
-    def home_numel(self) -> int:
-        """The number of elements of main weights, and of main gradients, on each rank."""
-        return self.numel(self.placements.optimizer)
-
     def numel(self, placements: tuple[Placement, ...]) -> int:
-        """Return the number of elements on each rank under `placements`."""
         return self.layout.numel // ranks_over(self.mesh, sharded_axes(placements))

@@ -62,11 +62,9 @@ class MixedPrecisionPolicy:
     def resolve(
         self, dtype: torch.dtype, *, keep: bool = False, quantized: bool = False, frozen: bool = False
     ) -> "Recipe":
-        """Return the dtypes for a parameter of dtype `dtype`.
-
-        `keep`: whether it keeps its dtype. `quantized`: whether it is gathered in `param_quantization`. `frozen`:
-        whether no optimizer updates it. Raises ValueError if the format exceeds the range of the compute dtype.
-        """
+        """Return the dtypes for a parameter of dtype `dtype`. `keep`: it keeps its dtype. `quantized`: it is gathered
+        in `param_quantization`. `frozen`: no optimizer updates it. Raises ValueError if a format exceeds the compute
+        dtype's range."""
         if keep or not dtype.is_floating_point:
             return Recipe(dtype, dtype, dtype, dtype)
         compute = self.param_dtype or dtype
@@ -87,9 +85,7 @@ class MixedPrecisionPolicy:
 
     def cast_output(self, values: Any) -> Any:
         """Return `values`, a tree or dataclass, with floating-point tensors cast to `output_dtype`, if that is set.
-
-        Raises TypeError if all floating-point tensors are in an object that cannot be rebuilt with others.
-        """
+        Raises TypeError if all floating-point tensors are in an object that cannot be rebuilt with others."""
         if self.output_dtype is None:
             return values
         cast = map_tensors(_cast_to(self.output_dtype), values, in_dataclasses=True)
@@ -112,7 +108,6 @@ def keep_dtype(parameter: torch.nn.Parameter) -> None:
 
 
 def keeps_dtype(parameter: torch.nn.Parameter) -> bool:
-    """Return whether `parameter` was passed to `keep_dtype`."""
     return getattr(parameter, "keeps_dtype", False)
 
 
@@ -138,9 +133,8 @@ class Recipe:
     @property
     def smallest_itemsize(self) -> int:
         """The number of bytes of the smallest element in any buffer of the group."""
-        if self.quantization is not None:
-            return 1
-        return min(dtype.itemsize for dtype in (self.main, self.compute, self.reduce))
+        dtypes = self.main, self.compute, self.reduce
+        return 1 if self.quantization is not None else min(dtype.itemsize for dtype in dtypes)
 
     @cached_property
     def narrows(self) -> bool:

@@ -1,18 +1,13 @@
 """`drop_in()`: replaces torch's FSDP2 by weft in programs whose imports cannot be changed.
 
-    lookup of a name                                       before drop_in()    after
-    -----------------------------------------------------  ------------------  ------
-    torch.distributed.fsdp.fully_shard, by any caller      torch's             weft's
-    a library that has imported it: accelerate, ...        torch's             weft's
-    a library that is imported later                                           weft's
-    torch's own private modules, which define it           torch's             torch's
-
-Functions and classes are replaced; policies are not, because weft accepts torch's. Checkpoints, optimizers, clipping
-and Distributed State Dicts need no replacement.
+Any caller that looks up `torch.distributed.fsdp.fully_shard` finds weft's, and so do libraries that have imported it or
+import it later; torch's private modules, which define it, keep torch's. Functions and classes are replaced; policies
+are not, because weft accepts torch's. Checkpoints, optimizers, clipping and Distributed State Dicts need no
+replacement.
 """
 
 import sys
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 import torch.distributed.fsdp as torch_fsdp
@@ -47,9 +42,7 @@ class DropIn:
     def __enter__(self) -> "DropIn":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.undo()
 
     def __str__(self) -> str:

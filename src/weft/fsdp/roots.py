@@ -6,7 +6,7 @@ the first pass           the root creates the runtime for all units, and alone k
 """
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -16,6 +16,7 @@ from weft.fsdp.runtime.inventory import Inventory
 from weft.fsdp.runtime.options import RuntimeOptions
 from weft.fsdp.runtime.runtime import Runtime
 from weft.fsdp.unit import Unit
+from weft.fsdp.weak import alive
 
 
 class UnitDriver(HookDriver):
@@ -23,14 +24,12 @@ class UnitDriver(HookDriver):
 
     unit: Unit
 
-    def __init__(self, unit: Unit, modules: Sequence[nn.Module], options: RuntimeOptions | None) -> None:
+    def __init__(self, unit: Unit, options: RuntimeOptions | None) -> None:
         """`options`: the `runtime` argument of `fully_shard`, if given."""
-        super().__init__(unit, modules)
-        self._own: Runtime | None = None
-        """The runtime, if this is a root, which alone keeps it alive."""
+        super().__init__(unit)
+        self._own: Runtime | None = None  # the runtime, if this is a root, which alone keeps it alive
         self._known: weakref.ref[Runtime] | None = None
-        self.above: weakref.ref[UnitDriver] | None = None
-        """The driver of a unit around this one."""
+        self.above: weakref.ref[UnitDriver] | None = None  # the driver of a unit around this one
         self._asked = options
         self.options = self._given = options or RuntimeOptions()
 
@@ -67,7 +66,7 @@ class UnitDriver(HookDriver):
         self._own = self._known = None
 
     def _start(self) -> Runtime:
-        modules = [module for ref in self._modules if (module := ref()) is not None]
+        modules = alive(self.unit.modules)
         drivers = drivers_under(modules)
         units = [driver.unit for driver in drivers]
         for unit in units:
@@ -85,7 +84,7 @@ class UnitDriver(HookDriver):
                     f"runtime={driver._asked} of {driver.unit}, which is not the root: the root's options count for "
                     "all units; pass them to fully_shard of the root, the last call"
                 )
-        runtime = Runtime(units, drivers, inventory, self.unit.device, self.options)
+        runtime = Runtime(units, drivers, inventory, self.options)
         if self.options.graphs is not None:
             owns = lambda parameter: record_of(parameter) is not None  # noqa: E731
             runtime.graphs = self.options.graphs.table(modules[0], runtime, _unit_of, owns, self.unit.device)
@@ -102,11 +101,5 @@ def _unit_of(module: nn.Module) -> Unit | None:
 
 def drivers_under(modules: Iterable[nn.Module]) -> list[UnitDriver]:
     """Return the drivers of `modules` and of the sharded modules inside them, outermost first."""
-    return list(
-        dict.fromkeys(
-            vars(child)["_weft_driver"]
-            for module in modules
-            for child in module.modules()
-            if "_weft_driver" in vars(child)
-        )
-    )
+    inside = (vars(child).get("_weft_driver") for module in modules for child in module.modules())
+    return [driver for driver in dict.fromkeys(inside) if driver is not None]

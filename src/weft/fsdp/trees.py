@@ -36,10 +36,8 @@ _OPAQUE = (
 def map_tensors(
     change: Change, value: Any, *, in_dataclasses: bool = False, rebuilt: list[tuple[Any, Any]] | None = None
 ) -> Any:
-    """Return `value` with `change` applied to its tensors, or `value` itself if no tensor changes.
-
-    `rebuilt`: a list to which pairs of an old and a new list or dict are appended.
-    """
+    """Return `value` with `change` applied to its tensors, or `value` itself if no tensor changes. `rebuilt`: a list to
+    which pairs of an old and a new list or dict are appended."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if value is None or isinstance(value, _OPAQUE):
@@ -59,10 +57,8 @@ def map_tensors(
 
 
 def give_back(rebuilt: list[tuple[Any, Any]], original: dict[int, Any]) -> None:
-    """Copy changes of rebuilt lists and dicts back to the old ones.
-
-    `rebuilt`: pairs from `map_tensors`. `original`: the original value of each replaced one, by the id of the latter.
-    """
+    """Copy changes of rebuilt lists and dicts back to the old ones. `rebuilt`: pairs from `map_tensors`. `original`:
+    the original value of each replaced one, by the id of the latter."""
     for old, new in rebuilt:
         if type(new) is list:
             old[:] = [original.get(id(each), each) for each in new]
@@ -118,10 +114,9 @@ def _replaced(value: Any, fields: dict[str, Any]) -> Any:
 
 
 def _attributes(value: Any) -> list[Any]:
-    slots = [name for kind in type(value).__mro__ for name in _names(vars(kind).get("__slots__", ()))]
+    slots: list[str] = []
+    for kind in type(value).__mro__:
+        names = vars(kind).get("__slots__", ())
+        slots += [names] if isinstance(names, str) else names
     held = [getattr(value, name) for name in slots if hasattr(value, name)]
     return [*held, *getattr(value, "__dict__", {}).values()]
-
-
-def _names(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)

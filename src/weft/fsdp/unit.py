@@ -1,17 +1,4 @@
-"""A sharded unit: the life of its weights.
-
-    from         event        to           caused by                      action
-    -----------  -----------  -----------  -----------------------------  ----------------------------------------------
-    at rest      gather       on the way   the first use, or a prefetch   start the gather, parallel to the computation
-    on the way   arrive       here         the first use                  make subsequent computation see the weights
-    here         hold         held         a holder, by name
-    held         hold         held         another holder
-    held         let go       held         a holder, not the last one
-    held         let go last  here         the last holder
-    held         renew        held         a pass that finds them stale   gather them again, into the same memory
-                                           or needs their other copy
-    here         free         at rest      a driver that expects no       free the memory
-                                           use of the unit soon
+"""A sharded unit: the life of its weights, by the table `TRANSITIONS`.
 
 Every other transition raises an error that names the unit, its state and its holders. A holder needs the weights: a
 forward or backward call, a step of a schedule, the user's `unshard()`, or a hold for a later use, such as a backward.
@@ -55,15 +42,15 @@ class State(enum.Enum):
     __hash__ = object.__hash__  # looked up at each transition; enum's own is slow
 
 
-TRANSITIONS = {
-    (State.AT_REST, "gather"): State.ON_THE_WAY,
-    (State.ON_THE_WAY, "arrive"): State.HERE,
-    (State.HERE, "hold"): State.HELD,
-    (State.HELD, "hold"): State.HELD,
-    (State.HELD, "let go"): State.HELD,
-    (State.HELD, "let go last"): State.HERE,
-    (State.HELD, "renew"): State.HELD,
-    (State.HERE, "free"): State.AT_REST,
+TRANSITIONS = {  # caused by: what happens
+    (State.AT_REST, "gather"): State.ON_THE_WAY,  # the first use, or a prefetch: it starts, parallel to the computation
+    (State.ON_THE_WAY, "arrive"): State.HERE,  # the first use: subsequent computation sees the weights
+    (State.HERE, "hold"): State.HELD,  # a holder, by name
+    (State.HELD, "hold"): State.HELD,  # another holder
+    (State.HELD, "let go"): State.HELD,  # a holder, not the last one
+    (State.HELD, "let go last"): State.HERE,  # the last holder
+    (State.HELD, "renew"): State.HELD,  # a pass that finds them stale or needs their other copy: gathers them again
+    (State.HERE, "free"): State.AT_REST,  # a driver that expects no use of the unit soon: frees the memory
 }
 
 
@@ -87,17 +74,15 @@ class Unit:
         self.modules = [weakref.ref(module) for module in modules]
         self.kind = " + ".join(type(module).__name__ for module in modules)
         self.groups = list(groups)
-        self._list_groups()
+        self.agree([group.agreed for group in self.groups])
         self.device = device
         self._coming = [group for group in self.groups if group.transient is not None or group.refreshes]
         """The groups whose full weights must be gathered or updated: all but those that compute with main weights."""
         self.gathered = [group.transient for group in self.groups if group.transient is not None]
-        """The memory of the gathered weights."""
         self.gathered_bytes = sum(each.nbytes for each in self.gathered)
         self.turns = any(len(group.copies) > 1 for group in self.groups)
         """Whether backward uses another copy of some weights than forward."""
-        self.backward = False
-        """Whether the current or next gather is of the copy for backward, if `turns`."""
+        self.backward = False  # whether the current or next gather is of the copy for backward, if `turns`
         self.policy = policy
         self.name = ""
         self.number = 0
@@ -113,8 +98,7 @@ class Unit:
         self.resident = False
         """Whether the full weights are here or on the way: `state is not AT_REST`, which is checked very often."""
         self.holders: dict[Any, None] = {}
-        self._shows_full = False
-        """Whether the full parameters are registered."""
+        self._shows_full = False  # whether the full parameters are registered
         self.tied: dict[Unit, str] = {}
         """The units that own parameters which modules of this one share, each with the name of one such parameter."""
         self.resharded = False
@@ -127,8 +111,7 @@ class Unit:
         self.calls: set[weakref.ref[Any]] = set()
         """Forwards whose graph exists and whose backward has not ended: autograd has views of the weights."""
         self._divide_factor = divide_factor
-        self.replaced_factor: float | None = None
-        """The divisor of summed gradients; None: the number of ranks."""
+        self.replaced_factor: float | None = None  # the divisor of summed gradients; None: the number of ranks
         self._tickets: list[Ticket] = []
         self._keeps_post_forward = False
         self.reshard_after(reshard_after_forward)
@@ -148,7 +131,6 @@ class Unit:
 
     @property
     def computes(self) -> bool:
-        """Whether any holder computes with the full weights."""
         return any(holder.computes for holder in self.holders)
 
     @property
@@ -157,7 +139,6 @@ class Unit:
         return any(group.is_stale for group in self.groups)
 
     def prefetch(self) -> None:
-        """Start the gather, if the weights are at rest."""
         for unit in self.tied:
             unit.prefetch()
         if self.state is State.AT_REST:
@@ -206,7 +187,6 @@ class Unit:
             group.fulls.check_unwritten()
 
     def end_holds(self, *holders: Hold) -> None:
-        """End the given holds, if they exist."""
         for holder in holders:
             if holder in self.holders:
                 self.release(holder)
@@ -239,9 +219,7 @@ class Unit:
             group.gather_other(int(backward), self.channels)
 
     def sync_versions(self) -> None:
-        """Set the version counters of gathered weights to that of the main weights at the beginning of a backward.
-        Autograd then raises for tensors saved at another version. Raises WeightsWritten as `release` does.
-        """
+        """Let autograd raise for tensors saved at another version of the main weights. Raises as `release` does."""
         if self.state in (State.HERE, State.HELD):
             for group in self.groups:
                 group.fulls.check_unwritten()
@@ -368,9 +346,6 @@ class Unit:
         """Set, per group, whether its gradients are reduced."""
         for group, agreed in zip(self.groups, trains):
             group.agreed = agreed
-        self._list_groups()
-
-    def _list_groups(self) -> None:
         self.trainable_groups = [group for group in self.groups if group.agreed]
         """The groups whose gradients are reduced: the same on all ranks, even if ranks froze different groups."""
         self.reduced = [number for number, group in enumerate(self.groups) if group.agreed]

@@ -1,15 +1,20 @@
-"""Callbacks that keep no object alive, so that units, runtimes and buffers are freed without garbage collection."""
+"""Weak references, so that units, runtimes and buffers are freed without garbage collection."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
-def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls the bound `method` while its object is alive, and afterwards returns None."""
-    known = weakref.WeakMethod(method)
+def alive(refs: "Iterable[weakref.ref[Any]]") -> list[Any]:
+    """Return the objects of `refs` that still exist."""
+    return [each for ref in refs if (each := ref()) is not None]
+
+
+def weakly(bound: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls the method `bound` while its object is alive, and afterwards returns None."""
+    known = weakref.WeakMethod(bound)
 
     def call(*args: Any) -> Any:
-        return alive(*args) if (alive := known()) is not None else None
+        return method(*args) if (method := known()) is not None else None
 
     return call

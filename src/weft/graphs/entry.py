@@ -31,5 +31,5 @@ class Graphs(Settings):
         owns: Callable[[nn.Parameter], bool],
         device: torch.device,
     ) -> GraphTable:
-        """See `weft.fsdp.runtime.captures.Captures`."""
+        """See `weft.fsdp.runtime.options.Captures`."""
         return GraphTable(self, root, engine, unit_of, owns, device)

@@ -24,8 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from weft.comm.timeline import span
 from weft.fsdp.gradients.direct import parameter_of
-from weft.fsdp.gradients.products import KINDS, SCALED, Product
-from weft.fsdp.scaled import is_scaled
+from weft.fsdp.gradients.products import KINDS, SCALED, Product, is_scaled
 from weft.overlap.order import COMPUTE
 
 

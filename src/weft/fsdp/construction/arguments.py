@@ -1,6 +1,15 @@
-"""Checks the arguments of `fully_shard`, as far as that is possible without looking at parameters."""
+"""Checks the arguments of `fully_shard`, as far as that is possible without looking at parameters.
+
+mesh                         dp_mesh_dims                              fully_shard uses
+---------------------------  ----------------------------------------  ---------------------------
+(dp, tp)                     shard="dp"                                (dp,)
+(replicate, shard, tp)       shard="shard", replicate="replicate"      (replicate, shard)
+(dp, cp, tp)                 shard=("dp", "cp")                        (dp and cp as one axis,)
+(dp, tp)                     replicate="dp"                            (dp,), with strategy "no_shard"
+"""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +18,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.comm.backends import reaches_devices
-from weft.fsdp.construction.mesh_dims import axes_of, data_parallel_mesh
 from weft.fsdp.module import FSDPModule, checked_factor, kind_of
 from weft.fsdp.parameter import ignore
 from weft.fsdp.placement import Placements, placements_of
@@ -21,12 +29,23 @@ from weft.mesh import whole_world
 DEFAULT_STRATEGY = "optim_grads_params"
 
 
-class Request:
-    """The checked arguments of one call of `fully_shard`; raises its ValueErrors and TypeErrors.
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """The names of the mesh axes to shard over and to replicate over; several are flattened to one axis.
 
-    `given`: the arguments, as attributes. `ignored`: ids of parameters. `replicas`: the names of the data-parallel
-    axes, if `dp_mesh_dims` is given.
+    Raises ValueError if neither is given.
     """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard is None and self.replicate is None:
+            raise ValueError("DataParallelMeshDims(): name at least one axis, as shard or as replicate")
+
+
+class Request:
+    """The checked arguments of one call of `fully_shard`. `ignored`: ids; `replicas`: names of data-parallel axes."""
 
     def __init__(self, given: Any) -> None:
         mesh, strategy, runtime, choose = given.mesh, given.strategy, given.runtime, given.shard_placement_fn
@@ -47,34 +66,37 @@ class Request:
         self.offload = offload_of(given.offload_policy if given.offload_policy is not None else OffloadPolicy())
         self.replicas: tuple[str, ...] = ()
         if (dims := given.dp_mesh_dims) is not None:
-            self.replicas = axes_of(dims)
+            self.replicas = _axes_of(dims)
             if mesh is None:
                 raise ValueError(f"dp_mesh_dims={dims} names axes of a mesh: pass the mesh too")
-            mesh = data_parallel_mesh(mesh, dims)
+            mesh = _data_parallel_mesh(mesh, dims)
             if dims.shard is None and strategy == DEFAULT_STRATEGY:
                 strategy = "no_shard"
-        self.mesh: DeviceMesh = _default_mesh(self.modules) if mesh is None else checked_mesh(mesh)
+        self.mesh: DeviceMesh = _default_mesh(self.modules) if mesh is None else _checked_mesh(mesh)
         self._strategies = strategy, given.outer_strategy
         placements, shards = self.placements_on(self.mesh), self.mesh.size(self.mesh.ndim - 1)
         self.reshard_after_forward = _checked_reshard(given.reshard_after_forward, placements, shards)
 
     @property
     def device(self) -> torch.device:
-        """The device on which the unit computes."""
         kind = self.mesh.device_type
         return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
     def placements_on(self, mesh: DeviceMesh) -> Placements:
-        """Return the placements of the strategies on `mesh`."""
         return placements_of(*self._strategies, mesh.ndim)
 
-    def checked_own_mesh(self, own: DeviceMesh) -> DeviceMesh:
-        """Return `own`, the mesh that `shard_placement_fn` gave a parameter in place of `mesh`.
-
-        Raises ValueError if it cannot be combined with the other arguments.
-        """
+    def choice_of(self, parameter: nn.Parameter) -> tuple[Any, DeviceMesh, tuple[str, ...]]:
+        """Return the placement that `shard_placement_fn` chooses for `parameter`, its mesh and the names of its
+        data-parallel axes: its own, if torch's `ShardPlacementResult` gives it a mesh."""
+        choice: Any = self.choose(parameter) if self.choose is not None else None
+        if choice is None or not (hasattr(choice, "mesh_info") and hasattr(choice, "placement")):
+            return choice, self.mesh, self.replicas
+        if choice.mesh_info is None:
+            return choice.placement, self.mesh, self.replicas
+        own, dims = choice.mesh_info.mesh, choice.mesh_info.dp_mesh_dims
+        replicas = _axes_of(dims) if dims is not None else ()
         if own is self.mesh or own == self.mesh:
-            return self.mesh
+            return choice.placement, self.mesh, replicas
         reshard = self.reshard_after_forward
         if isinstance(reshard, int) and not isinstance(reshard, bool):
             raise ValueError(
@@ -86,10 +108,10 @@ class Request:
                 f"shard_placement_fn returned a mesh on {own.device_type}, but the module's mesh is on "
                 f"{self.mesh.device_type}"
             )
-        return checked_mesh(own)
+        return choice.placement, _checked_mesh(own), replicas
 
 
-def checked_mesh(mesh: DeviceMesh) -> DeviceMesh:
+def _checked_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return `mesh`. Raises ValueError if it does not have 1 or 2 axes, or does not contain this rank."""
     if mesh.ndim not in (1, 2):
         raise ValueError(
@@ -129,8 +151,8 @@ def _checked_reshard(choice: Any, placements: Placements, shards: int) -> bool |
     if choice < 1 or shards % choice:
         sizes = ", ".join(str(size) for size in range(1, shards + 1) if not shards % size)
         raise ValueError(
-            f"reshard_after_forward={choice}: it must divide the {shards} ranks of the shard axis; choose one of "
-            f"{sizes}"
+            f"reshard_after_forward={choice}: it must divide the {shards} ranks of the shard axis; "
+            f"choose one of {sizes}"
         )
     if not placements.parameter[-1].is_shard():
         raise ValueError(
@@ -160,16 +182,35 @@ def _checked_ignored(parameters: Any) -> set[int]:
 
 
 def _default_mesh(modules: list[nn.Module]) -> DeviceMesh:
+    """Return a mesh of all ranks, on the parameters' device; for CPU and meta ones on "cuda" if the process group
+    supports it."""
     if not dist.is_initialized():
         raise ValueError(
             "fully_shard needs a process group: call torch.distributed.init_process_group, or use torchrun"
         )
-    return whole_world(_default_device_type(modules))
-
-
-def _default_device_type(modules: list[nn.Module]) -> str:
-    """Return the device type of the parameters; for CPU and meta ones "cuda" if the process group supports it."""
     first = next((parameter for module in modules for parameter in module.parameters()), None)
     if first is not None and first.device.type not in ("cpu", "meta"):
-        return first.device.type
-    return "cuda" if torch.cuda.is_available() and reaches_devices() else "cpu"
+        return whole_world(first.device.type)
+    return whole_world("cuda" if torch.cuda.is_available() and reaches_devices() else "cpu")
+
+
+def _data_parallel_mesh(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
+    """Return the 1-D or 2-D (outer, shard) mesh of the axes that `dims`, weft's or torch's, names."""
+    axes = _names(dims)
+    known = mesh.mesh_dim_names or ()
+    for name in (name for names in axes for name in names):
+        if name not in known:
+            raise ValueError(f"dp_mesh_dims names the axis {name!r}: choose of the mesh's axes {known}")
+    parts = [mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names)) for names in axes]
+    return parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
+
+
+def _axes_of(dims: Any) -> tuple[str, ...]:
+    """Return all axes that `dims` names."""
+    return tuple(name for names in _names(dims) for name in names)
+
+
+def _names(dims: Any) -> list[tuple[str, ...]]:
+    """Return the names of the axes to replicate over, if any, and of those to shard over."""
+    both = [names for names in (dims.replicate, dims.shard) if names is not None]
+    return [(names,) if isinstance(names, str) else tuple(names) for names in both]

@@ -1,10 +1,5 @@
-"""Allocates and initialises modules that were built on the meta device, one unit at a time.
-
-    with torch.device("meta"):
-        model = Model()                   # shapes only
-    for block in model.blocks:
-        weft.fully_shard(block)           # this block's full weights exist for a moment, then only its shard
-    weft.fully_shard(model)
+"""Allocates and initialises modules that were built on the meta device, one unit at a time: a block's full weights
+exist while it is sharded, then only its shard.
 
 Each module with parameters or buffers on the meta device gets memory, and fills it by `reset_parameters()`. Children
 precede parents, as in constructors. So units that are sharded in the order of the model's construction draw the same
@@ -15,14 +10,8 @@ sees copies of them. Memory that it does not fill raises an error: new memory ho
 (`weft.memory.blank`).
 
 Parameters of modules without `reset_parameters()` are sharded unfilled, and their buffers stay on the meta device. The
-model's `init_weights()` or a state dict fills them later. The first pass raises an error if any is still unfilled.
-
-    torch.distributed.fsdp                weft
-    ------------------------------------  -------------------------------------------------------------------------
-    fully_shard on the meta device        fills modules with reset_parameters(), allocates shards for the rest
-    model.to_empty(device=...)            changes no parameter; buffers get memory
-    model.init_weights()                  writes to the shards
-    load_state_dict(..., assign=True)     copies into the shards, assigns buffers
+model's `init_weights()` or a state dict fills the shards later; `model.to_empty(device=...)` gives memory to buffers
+alone. The first pass raises an error if any is still unfilled.
 
 A tied parameter is filled once, by the first module that can. A tensor-parallel parameter is filled as a whole, as in a
 single process, and each rank keeps its slice. A module that can fill slices, such as experts, sets
@@ -52,27 +41,22 @@ def materialize(
     groups: Iterable[dist.ProcessGroup],
 ) -> dict[nn.Parameter, Any]:
     """Allocate parameters and buffers of `modules` that are on the meta device, on `device`, with rank 0's values.
-
     `modules`: with the prefix of their parameters' names. `slots`: the parameters to fill, each with its owners.
     `groups`: the process groups of the mesh axes. Returns a dictionary from the parameters on the meta device to those
-    that replace them, without parameters that no owner can fill. Raises ValueError if a module leaves some unfilled.
-    """
-    empty = {parameter: slot for parameter, slot in slots.items() if parameter.is_meta}
-    buffers = [
-        (module, name, buffer)
-        for module in modules
-        for name, buffer in module._buffers.items()
-        if buffer is not None and buffer.is_meta and _filler(module) is not None
-    ]
+    that replace them, without parameters that no owner can fill. Raises ValueError if a module leaves some unfilled."""
     order = _children_first(modules)
-    filled_in = {
-        parameter: place
-        for parameter, slot in empty.items()
-        if _filler((place := _filled_in(slot, order))[0]) is not None
-    }
-    asked = {module for module, *_ in (*filled_in.values(), *buffers)}
-    fillers = {module: filler for module in order if module in asked and (filler := _filler(module)) is not None}
-
+    places: list[tuple[nn.Module, dict[str, Any], str, torch.Tensor]] = [
+        *(_filled_in(parameter, slot, order) for parameter, slot in slots.items() if parameter.is_meta),
+        *(
+            (module, cast(dict, module._buffers), name, buffer)
+            for module in modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None and buffer.is_meta
+        ),
+    ]
+    places = [each for each in places if _filler(each[0]) is not None]
+    asked = {module for module, *_ in places}
+    fillers = [(module, fill) for module in order if module in asked and (fill := _filler(module)) is not None]
     kept = {
         id(each)
         for module in modules
@@ -80,21 +64,14 @@ def materialize(
         if each is not None and (not each.is_meta or record_of(each))
     }
     real: dict[torch.Tensor, Any] = {}
-    for parameter, (module, name) in filled_in.items():  # other owners keep the meta tensor, and do not fill it again
-        memory = _memory_for(parameter, module, device)
-        module._parameters[name] = real[parameter] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
-    for module, name, buffer in buffers:
-        if buffer not in real:
-            real[buffer] = _memory_for(buffer, module, device)
-        module._buffers[name] = real[buffer]
-    places: list[tuple[dict[str, Any], str, torch.Tensor]] = [
-        *((cast(dict[str, Any], module._parameters), name, each) for each, (module, name) in filled_in.items()),
-        *((cast(dict[str, Any], module._buffers), name, each) for module, name, each in buffers),
-    ]
-    for module, fill in fillers.items():
+    for module, where, name, tensor in places:  # other owners keep the meta tensor, and do not fill it again
+        if tensor not in real:
+            real[tensor] = _memory_for(tensor, module, device)
+        where[name] = real[tensor]
+    for module, fill in fillers:
         with _shielded([each for each in module.modules() if each in order], kept):
             fill()
-        for where, name, tensor in places:
+        for _, where, name, tensor in places:
             _take_over(where, name, real[tensor])
 
     to_slice = [tensor for tensor in real if isinstance(tensor, DTensor) and not isinstance(real[tensor], DTensor)]
@@ -103,18 +80,17 @@ def materialize(
     for filled in real.values():
         for group in groups if isinstance(filled, DTensor) else everyone:
             broadcast(local_of(filled).detach(), group, "first weights")
-    for parameter, (module, name) in filled_in.items():  # after the broadcast, so that all ranks raise
-        _check_filled(real[parameter], module, name, slots[parameter].name)
-    for module, name, buffer in buffers:
-        _check_filled(real[buffer], module, name, modules[module] + name)
+    for module, _, name, tensor in places:  # after the broadcast, so that all ranks raise
+        called = slots[tensor].name if isinstance(tensor, nn.Parameter) else modules[module] + name
+        _check_filled(real[tensor], module, name, called)
     for tensor in to_slice:
         real[tensor] = _placed(real[tensor], tensor)
-    for module, name, buffer in buffers:
-        module._buffers[name] = real[buffer]
-    for parameter in filled_in:
-        vars(real[parameter]).update(vars(parameter))
-        empty[parameter].put(real[parameter])
-    return {parameter: real[parameter] for parameter in filled_in}
+    for _, where, name, tensor in places:
+        where[name] = real[tensor]
+        if isinstance(tensor, nn.Parameter):
+            vars(real[tensor]).update(vars(tensor))
+            slots[tensor].put(real[tensor])
+    return {parameter: real[parameter] for parameter in slots if parameter in real}
 
 
 def bring_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
@@ -137,28 +113,25 @@ def _filler(module: nn.Module) -> Callable[[], Any] | None:
     return None
 
 
-def _filled_in(slot: Slot, order: dict[nn.Module, int]) -> tuple[nn.Module, str]:
-    """Return the module and the attribute name by which a parameter is filled: the first owner that can fill it."""
+def _filled_in(parameter: nn.Parameter, slot: Slot, order: dict[nn.Module, int]) -> tuple[nn.Module, dict, str, Any]:
+    """Return the place in which a parameter is filled: in the first owner that can fill it, if any can."""
     owners = [(module, name) for owner, name in slot.owners if (module := owner()) is not None]
-    return min(owners, key=lambda place: (_filler(place[0]) is None, order[place[0]]))
+    module, name = min(owners, key=lambda place: (_filler(place[0]) is None, order[place[0]]))
+    return module, cast(dict, module._parameters), name, parameter
 
 
 def _children_first(modules: Iterable[nn.Module]) -> dict[nn.Module, int]:
     """Number `modules` in the order in which their constructors end."""
-    ahead = dict.fromkeys(modules)
-    ordered: dict[nn.Module, int] = {}
+    inside, ordered, seen = set(modules), dict[nn.Module, int](), set[nn.Module]()
+    ahead = [*reversed([*modules])]
     while ahead:
-        _end(next(iter(ahead)), ahead, ordered)
+        module = ahead[-1]
+        if module not in seen:
+            seen.add(module)
+            ahead += [each for each in reversed([*module.children()]) if each in inside and each not in seen]
+        else:  # its children have ended
+            ordered.setdefault(ahead.pop(), len(ordered))
     return ordered
-
-
-def _end(module: nn.Module, ahead: dict[nn.Module, None], ordered: dict[nn.Module, int]) -> None:
-    # A recursive closure would be a reference cycle, which keeps the model alive until garbage collection.
-    del ahead[module]
-    for child in module.children():
-        if child in ahead:
-            _end(child, ahead, ordered)
-    ordered[module] = len(ordered)
 
 
 def _memory_for(tensor: torch.Tensor, module: nn.Module, device: torch.device) -> torch.Tensor:
@@ -168,7 +141,7 @@ def _memory_for(tensor: torch.Tensor, module: nn.Module, device: torch.device) -
     else:
         memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     blank_storage(local_of(memory))
-    return memory
+    return nn.Parameter(memory, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else memory
 
 
 @contextmanager
@@ -177,7 +150,7 @@ def _shielded(modules: Iterable[nn.Module], kept: set[int]) -> Iterator[None]:
     copies: dict[int, torch.Tensor] = {}
     places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     for module in modules:
-        for where in (cast(dict[str, Any], module._parameters), cast(dict[str, Any], module._buffers)):
+        for where in (cast(dict, module._parameters), cast(dict, module._buffers)):
             places += [(where, name, tensor) for name, tensor in where.items() if id(tensor) in kept]
     for where, name, tensor in places:
         if id(tensor) not in copies:

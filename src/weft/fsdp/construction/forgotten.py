@@ -1,14 +1,8 @@
 """Detects a forgotten `fully_shard` of the root: children are sharded, and other parameters would not be reduced.
 
-weft does not see modules around sharded ones. Therefore the first backward of each root inspects its graph once.
-
-a leaf of the graph                                what happens
--------------------------------------------------  ---------------------------------------------------------------
-a parameter of a unit, or a DTensor                nothing
-with gradient hooks, or in `ignored_params`        nothing: the user handles it
-in a module around the root, in DDP or FSDP        nothing
-in a module around the root                        RuntimeError, before the backward begins
-in no module around the root                       nothing: it is not a parameter of the model
+weft does not see modules around sharded ones. Therefore the first backward of each root inspects its graph once. It
+raises, before the backward begins, for a parameter of a module around the root, unless the user handles its gradient,
+by hooks or `ignored_params`, or DDP or FSDP does.
 """
 
 import gc
@@ -24,9 +18,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from weft.fsdp.parameter import is_ignored, record_of
+from weft.fsdp.weak import alive
 
-Root = tuple["weakref.ref[Any]", int]
-"""A root unit, and the number of backwards whose graphs were inspected for it."""
+Root = tuple["weakref.ref[Any]", int]  # a root unit, and the number of backwards whose graphs were inspected for it
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
 
 
@@ -36,12 +30,10 @@ _LOOKS = 3
 
 def look_around(roots: "Sequence[Root]", outputs: Iterable[torch.Tensor | GradientEdge]) -> "list[Root]":
     """Raise RuntimeError if a backward of `outputs` reaches a parameter in no unit, of a module around one of `roots`.
-
-    `roots`: root units. Returns those that the backward does not reach, to check in the next one.
-    """
+    `roots`: root units. Returns those that the backward does not reach, to check in the next one."""
     leaves = set(_leaves(outputs))
     if suspects := set(filter(_is_suspect, leaves)):
-        _refuse(suspects, [unit for ref, _ in roots if (unit := ref()) is not None])
+        _refuse(suspects, alive(ref for ref, _ in roots))
     reached = {id(record.unit.channels) for leaf in leaves if (record := record_of(leaf)) is not None}
     return [
         (ref, looks + 1)
@@ -53,7 +45,7 @@ def look_around(roots: "Sequence[Root]", outputs: Iterable[torch.Tensor | Gradie
 def _refuse(suspects: set[Any], roots: Iterable[Any]) -> None:
     parents = _parents()
     for unit in roots:
-        for around in _above([module for ref in unit.modules if (module := ref()) is not None], parents):
+        for around in _above(alive(unit.modules), parents):
             for name, parameter in around.named_parameters():
                 if parameter in suspects and not _is_managed(parameter, around, parents):
                     inside = next((path for path, each in around.named_modules() if each is unit.modules[0]()), "")
@@ -91,13 +83,10 @@ def _is_suspect(leaf: torch.Tensor) -> bool:
 
 
 def _parents() -> dict[nn.Module, list[nn.Module]]:
-    """Return the parents of each module that is alive.
-
-    It checks types, not `isinstance`, because a proxy may run code when its `__class__` is read.
-    """
+    """Return the parents of each module that is alive."""
     parents: dict[nn.Module, list[nn.Module]] = {}
     for each in gc.get_objects():
-        if issubclass(type(each), nn.Module):
+        if issubclass(type(each), nn.Module):  # not `isinstance`: a proxy may run code when its `__class__` is read
             for child in vars(each).get("_modules", {}).values():
                 parents.setdefault(child, []).append(each)
     return parents

@@ -1,11 +1,7 @@
 """The parameters that one `fully_shard` call shards: all in its modules that belong to no nested unit.
 
-parameter                                     treatment
---------------------------------------------  ------------------------------------------------------------------
-in a nested unit, or in `ignored_params`      unchanged
-shared with another unit                      tied: it remains that unit's, and is registered here as well
-on the meta device                            materialized before it is sharded, if its module can initialize it
-with equal mesh, dtypes and `requires_grad`   members of one group
+Those with equal mesh, dtypes and `requires_grad` are members of one group. A parameter of another unit is tied: it
+remains that unit's, and is registered here as well.
 """
 
 import weakref
@@ -15,95 +11,98 @@ import torch
 from torch import nn
 
 from weft.comm.groups import group_of
+from weft.dtensor.uneven import UnevenDTensor, local_of
+from weft.fsdp.autograd import retire
 from weft.fsdp.composition import refuse_foreign
 from weft.fsdp.construction.arguments import Request
-from weft.fsdp.construction.assignment import copy_assigned
-from weft.fsdp.construction.atomic import choice_of, granularity_of
 from weft.fsdp.construction.first_values import bring_buffers, materialize
-from weft.fsdp.construction.parameters import checked_parameter
-from weft.fsdp.construction.quantized import demands, dequantize_parameters, recipe_of, uncut
+from weft.fsdp.construction.parameters import checked_parameter, dequantize_parameters, granularity_of, recipe_of, uncut
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.module import FSDPModule, kind_of
-from weft.fsdp.originals import retire
 from weft.fsdp.parameter import Slot, Unsharded, record_of
 from weft.fsdp.plan import GroupPlan
 from weft.fsdp.precision import keeps_dtype
 from weft.fsdp.runtime.start import equalize, rest
 from weft.fsdp.unit import Unit
+from weft.fsdp.weak import alive
+from weft.layout.layout import plan_layout
+from weft.memory.buffer import sharded_axes
+from weft.mesh import ranks_over
 
 
 class Members:
     """The modules in `request.modules` outside of nested units (`owners`, with names), and their parameters."""
 
     def __init__(self, request: Request) -> None:
-        """Collect and check the parameters; dequantize those that are quantized. Raises ValueError for one that cannot
-        be sharded."""
+        """Collect and check the parameters; dequantize those that are quantized."""
         self._request = request
         self.owners = _owners(request.modules)
         found = {p: slot for p, slot in _owned_parameters(self.owners).items() if id(p) not in request.ignored}
         self._found = dequantize_parameters(found, request.policy)
         _refuse_sparse(self.owners, self._found)
         self._tied = [(p, slot, record) for p, slot in self._found.items() if (record := record_of(p)) is not None]
-        self._refuse_outside_in()
-        self._refuse_other_precision()
+        self._check_tied()
         self._own = [self._member(p, slot) for p, slot in self._found.items() if record_of(p) is None]
         self._members: list[list[Unsharded]] = []
 
     def _member(self, parameter: nn.Parameter, slot: Slot) -> Unsharded:
         """Return how to shard a parameter that belongs to no other unit. Raises ValueError if it cannot be sharded."""
         request, name = self._request, slot.name
-        choice, own_mesh, replicas = choice_of(parameter, request.choose, request.mesh, request.replicas)
-        mesh = request.checked_own_mesh(own_mesh)
+        choice, mesh, replicas = request.choice_of(parameter)
         where = f"parameter {name!r} of {kind_of(request.modules[0])}"
         parallel = checked_parameter(parameter, mesh, request.device, where, replicas)
         recipe = recipe_of(parameter, name, slot.owners, parallel, request.policy, request.device)
         cutting = uncut(parameter, name, granularity_of(parameter, name, choice), recipe.quantization)
         return Unsharded(parameter, parameter, slot, mesh, parallel, recipe, cutting)
 
-    def _refuse_outside_in(self) -> None:
-        """Raise ValueError for a parameter that an enclosing unit has already sharded."""
-        modules = self._request.modules
-        for _, slot, tied in self._tied:
-            around = [one for ref in tied.unit.modules if (one := ref()) is not None]
-            if any(one in other.modules() for other in around for one in modules):
-                raise ValueError(
-                    f"parameter {slot.name!r} of {kind_of(modules[0])} is already sharded, by a module around it: "
-                    f"call fully_shard bottom-up, children first"
-                )
-
-    def _refuse_other_precision(self) -> None:
-        """Raise ValueError for a parameter of another unit that is gathered in another dtype or quantization."""
-        policy, kind = self._request.policy, kind_of(self._request.modules[0])
+    def _check_tied(self) -> None:
+        """Raise ValueError for a parameter of a unit around this one, or that gathers it in another dtype or format."""
+        modules, policy, kind = self._request.modules, self._request.policy, kind_of(self._request.modules[0])
         for parameter, slot, tied in self._tied:
+            if any(one in other.modules() for other in alive(tied.unit.modules) for one in modules):
+                raise ValueError(
+                    f"parameter {slot.name!r} of {kind} is already sharded, by a module around it: "
+                    "call fully_shard bottom-up, children first"
+                )
             asked = policy.resolve(parameter.dtype, keep=keeps_dtype(parameter)).compute
             narrow, computes = tied.group.recipe.quantization, tied.group.recipe.compute
-            if narrow != policy.param_quantization and (narrow is not None or demands(policy, slot.name, parameter)):
-                raise ValueError(
-                    f"parameter {slot.name!r} of {kind} is shared with {tied.name!r} of {tied.unit.kind}, a unit with "
-                    f"param_quantization={narrow}, but this unit's is {policy.param_quantization}: a shared parameter "
-                    f"is gathered once. Use the same mp_policy for both units, or exclude it from both with `quantize`"
-                )
-            if asked != computes:
-                raise ValueError(
-                    f"parameter {slot.name!r} of {kind} is shared with {tied.name!r} of {tied.unit.kind}, a unit that "
-                    f"computes in {computes}, but this unit computes in {asked}: a shared parameter is gathered once. "
-                    f"Use the same mp_policy for both units, or shard both modules in one call, fully_shard([...])"
-                )
+            accepts = policy.quantize or (lambda name, parameter: False)
+            if narrow != policy.param_quantization and (narrow is not None or accepts(slot.name, parameter)):
+                differ = f"with param_quantization={narrow}, but this unit's is {policy.param_quantization}"
+                fix = "exclude it from both with `quantize`"
+            elif asked != computes:
+                differ = f"that computes in {computes}, but this unit computes in {asked}"
+                fix = "shard both modules in one call, fully_shard([...])"
+            else:
+                continue
+            raise ValueError(
+                f"parameter {slot.name!r} of {kind} is shared with {tied.name!r} of {tied.unit.kind}, a unit {differ}: "
+                f"a shared parameter is gathered once. Use the same mp_policy for both units, or {fix}"
+            )
 
     def groups(self) -> list[ParameterGroup]:
         """Materialize parameters on the meta device, and return the parameter groups."""
-        self._materialize()
-        self._members = self._by_kind()
-        return [self._group(members) for members in self._members]
-
-    def _materialize(self) -> None:
-        device = self._request.device
-        for mesh in dict.fromkeys([self._request.mesh, *(each.mesh for each in self._own)]):
+        request, device = self._request, self._request.device
+        for mesh in dict.fromkeys([request.mesh, *(each.mesh for each in self._own)]):
             here = {each.original: each.slot for each in self._own if each.mesh == mesh}
             real = materialize(self.owners, here, device, [group_of(mesh, axis) for axis in range(mesh.ndim)])
             for each in self._own:
                 each.value = real.get(each.original, each.value)
         bring_buffers(self.owners, device)
+        self._members, groups = self._by_kind(), []
+        for members in self._members:
+            mesh, recipe = members[0].mesh, members[0].recipe
+            placements = request.placements_on(mesh)
+            layout = plan_layout(
+                [tuple(local_of(each.value).shape) for each in members],
+                ranks_over(mesh, sharded_axes(placements.optimizer)),
+                itemsize=recipe.smallest_itemsize,
+                granularities=[each.cutting[0] for each in members],
+                dims=[each.cutting[1] for each in members],
+            )
+            plan = GroupPlan(layout, mesh, placements, recipe, device, request.offload)
+            groups.append(ParameterGroup(plan, members))
+        return groups
 
     def _by_kind(self) -> list[list[Unsharded]]:
         """Return the members of each group; groups with tensor-parallel slices come first."""
@@ -112,11 +111,6 @@ class Members:
             key = (each.mesh, each.original.dtype, each.recipe, each.original.requires_grad)
             kinds.setdefault(key, []).append(each)
         return list(kinds.values())
-
-    def _group(self, members: list[Unsharded]) -> ParameterGroup:
-        request, mesh, recipe = self._request, members[0].mesh, members[0].recipe
-        plan = GroupPlan.of(members, mesh, request.placements_on(mesh), recipe, request.device, request.offload)
-        return ParameterGroup(plan, members)
 
     def register(self, unit: Unit) -> None:
         """Replace the original parameters with the sharded ones of `unit`, which was made from `groups()`."""
@@ -132,7 +126,7 @@ class Members:
             unit.tied.setdefault(record.unit, mine.name)
         for owner in self.owners:
             if any(parameter is not None for parameter in owner._parameters.values()):
-                owner.register_load_state_dict_pre_hook(copy_assigned)
+                owner.register_load_state_dict_pre_hook(_copy_assigned)
 
 
 def _owners(modules: list[nn.Module]) -> dict[nn.Module, str]:
@@ -177,3 +171,27 @@ def _refuse_sparse(owners: dict[nn.Module, str], found: dict[nn.Parameter, Slot]
                     f"{type(module).__name__}(sparse=True), {where}: gradients of sharded parameters are dense; build "
                     "it with sparse=False, or name its weight in ignored_params"
                 )
+
+
+def _copy_assigned(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict, *given: Any) -> None:
+    """Let `load_state_dict(assign=True)` copy plain tensors and DTensors into sharded parameters, each rank its part,
+    before `module` assigns the rest, such as buffers. For a DTensor of any placements it is collective. Raises
+    ValueError for values of another dtype: a flat buffer keeps its dtype, which an assignment would change."""
+    if not local_metadata.get("assign_to_params_buffers"):
+        return
+    for name, parameter in module._parameters.items():
+        value = state_dict.get(prefix + name)
+        if not isinstance(parameter, UnevenDTensor) or not isinstance(value, torch.Tensor):
+            continue
+        if value.shape != parameter.shape:  # torch reports these
+            continue
+        if value.dtype != parameter.dtype:
+            raise ValueError(
+                f"load_state_dict(assign=True): {prefix + name!r} is {value.dtype}, but the sharded parameter is "
+                f"{parameter.dtype} and cannot change: leave out assign, so that the values are cast, or cast the "
+                f"state dict, or convert the module before fully_shard"
+            )
+        if value is not parameter:
+            with torch.no_grad():
+                parameter.copy_(value)
+        state_dict[prefix + name] = parameter

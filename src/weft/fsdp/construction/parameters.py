@@ -1,43 +1,38 @@
-"""Checks whether parameters can be sharded.
+"""How one parameter is sharded: whether it can be, where it is cut, and whether it is quantized.
 
-a parameter                                       at fully_shard
-------------------------------------------------  ---------------------------------------------------------------
-plain, or of a subclass without own operators     sharded
-a DTensor of a tensor-parallel plan               sharded: this rank's slice is cut further
-of a lazy module, without a shape                 ValueError
-of a subclass that implements operators           ValueError: a flat buffer would lose the class
-annotated by the package spmd_types               ValueError: the annotation says how its gradient is reduced
-with hooks on its gradient, or an optimizer that  ValueError: they would never run
-runs in backward
-on another device                                 ValueError
+Plain parameters can be sharded, those of subclasses without own operators, and DTensors of a tensor-parallel plan, of
+which this rank's slice is cut further. `shard_placement_fn` chooses the cuts. With `param_quantization`, parameters of
+a class with a method `dequantize` are dequantized first: plain ones replace them.
 """
 
-from collections.abc import Collection
+import math
+import weakref
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import is_lazy
 
 from weft.dtensor.tensor_parallel import TensorParallel, tensor_parallel_of
-from weft.dtensor.uneven import UnevenDTensor
-from weft.fsdp.gradients.in_vain import never_runs
-from weft.fsdp.originals import Original
+from weft.dtensor.uneven import UnevenDTensor, local_of
+from weft.fsdp.autograd import Original
+from weft.fsdp.parameter import Slot, never_runs
+from weft.fsdp.precision import MixedPrecisionPolicy, Recipe, keeps_dtype
+from weft.quantize import Quantization
+from weft.quantize.products import missing_product
 
-_ANNOTATION = "_local_type"
-"""The attribute in which spmd_types stores the type of a plain tensor on each mesh axis."""
+_ANNOTATION = "_local_type"  # the attribute in which spmd_types stores the type of a plain tensor on each mesh axis
 
 
 def checked_parameter(
     parameter: nn.Parameter, mesh: DeviceMesh, device: torch.device, where: str, replicas: Collection[str] = ()
 ) -> TensorParallel | None:
-    """Return the tensor-parallel placement of a parameter, None for a plain one; raise ValueError if it cannot be
-    sharded.
-
-    `where`: its name in errors. `replicas`: the names of the data-parallel axes, for DTensors over a whole mesh.
-    """
+    """Return the tensor-parallel placement of a parameter, named `where` in errors; None for a plain one. Raises
+    ValueError if it cannot be sharded. `replicas`: the data-parallel axes, for DTensors over a whole mesh."""
     if isinstance(parameter, (UnevenDTensor, Original)):
         raise ValueError(f"{where} is already sharded, by a unit that no longer exists: build the module again")
     if is_lazy(parameter):
@@ -78,3 +73,143 @@ def _function_of(kind: Any) -> Any:
 
 
 _PLAIN_FUNCTIONS = [_function_of(kind) for kind in (torch.Tensor, nn.Parameter)]
+
+
+@dataclass(frozen=True)
+class TensorAtomic:
+    """The tensor is never cut: one rank has all of it. For optimizers that need whole matrices, such as Muon."""
+
+
+@dataclass(frozen=True)
+class BlockAtomic:
+    """The tensor is cut only between blocks of `rows` rows (dim 0). For block formats, such as MXFP8 with 32."""
+
+    rows: int
+
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise ValueError(f"BlockAtomic({self.rows}): a block needs at least one row")
+
+
+def granularity_of(parameter: nn.Parameter, name: str, choice: Any) -> tuple[int, int]:
+    """Return how many elements of `parameter`, or of this rank's tensor-parallel slice, cuts keep together, and the
+    dimension that is cut. Raises ValueError for a `choice` that is not supported, or does not fit."""
+    if choice is None or choice == Shard(0):
+        return 1, 0
+    shape = tuple(local_of(parameter).shape)
+    if isinstance(choice, Shard):
+        dims = len(shape)
+        if not -dims <= choice.dim < dims:
+            raise ValueError(
+                f"shard_placement_fn returned {choice!r} for parameter {name!r} of shape {shape}: "
+                f"choose a dimension from 0 to {max(dims - 1, 0)}, or None"
+            )
+        dim = choice.dim % dims
+        slices = shape[dim]
+        return (math.prod(shape) // slices or 1, dim) if dim and slices else (1, dim)
+    if isinstance(choice, TensorAtomic):
+        return max(math.prod(shape), 1), 0
+    if isinstance(choice, BlockAtomic):
+        rows = shape[0] if shape else 0
+        if not rows or rows % choice.rows:
+            raise ValueError(
+                f"{choice} for parameter {name!r} of shape {shape}: its dim 0 must be a multiple of "
+                f"{choice.rows}; choose a divisor of {rows} or weft.TensorAtomic()"
+            )
+        return choice.rows * math.prod(shape[1:]), 0
+    raise ValueError(
+        f"shard_placement_fn returned {choice!r} for parameter {name!r}: choose None or Shard(dim), "
+        "weft.TensorAtomic() or weft.BlockAtomic(rows), or torch's ShardPlacementResult for a mesh of its own"
+    )
+
+
+def recipe_of(
+    parameter: nn.Parameter,
+    name: str,
+    owners: Sequence[tuple["weakref.ref[nn.Module]", str]],
+    parallel: TensorParallel | None,
+    policy: MixedPrecisionPolicy,
+    device: torch.device,
+) -> Recipe:
+    """Return the dtypes of a parameter of the modules `owners`, and its recipe if it is quantized."""
+    keep, recipe = keeps_dtype(parameter), policy.param_quantization
+    if parameter.dtype.is_floating_point and parameter.dtype.itemsize == 1:
+        raise ValueError(
+            f"parameter {name!r} is of {parameter.dtype}, whose scales are unknown: replace it by its values, "
+            f"module.weight = nn.Parameter(weft.quantize.dequantize(payload, scales, recipe)), and let "
+            "param_quantization= quantize them, or name it in ignored_params"
+        )
+    quantized = False
+    if recipe is not None and not keep and parameter.dtype.is_floating_point:
+        if policy.quantize is not None:
+            quantized = bool(policy.quantize(name, parameter))
+        else:
+            quantized = parameter.ndim in (2, 3) and not any(isinstance(ref(), nn.Embedding) for ref, _ in owners)
+            quantized &= not recipe.is_scaled or all(_multiplies(ref(), attribute) for ref, attribute in owners)
+    if quantized and recipe is not None:
+        shape = tuple(local_of(parameter).shape)
+        recipe.check(shape, f"parameter {name!r}")
+        if parallel is not None and parallel.slices > 1:
+            _refuse_divided_blocks(recipe, shape, parallel, name)
+        if recipe.is_scaled:
+            why = missing_product(recipe, shape, policy.param_dtype or parameter.dtype, device)
+            beyond = parallel.beyond if parallel is not None else ()
+            if parallel is not None and (len(shape) == 2 or any(isinstance(p, Shard) and p.dim for p in beyond)):
+                why = "products of tensor-parallel weights are computed by DTensor"
+            if why is not None:
+                raise ValueError(f'{recipe} for parameter {name!r} of shape {shape}: {why}, or compute="dequantize"')
+    return policy.resolve(parameter.dtype, keep=keep, quantized=quantized, frozen=not parameter.requires_grad)
+
+
+def dequantize_parameters(slots: dict[nn.Parameter, Slot], policy: MixedPrecisionPolicy) -> dict[nn.Parameter, Slot]:
+    """Replace parameters whose class has `dequantize` by plain ones, if `policy` quantizes; return `slots` by these."""
+    if policy.param_quantization is None:
+        return slots
+    found = {}
+    for parameter, slot in slots.items():
+        if type(parameter).dequantize is not torch.Tensor.dequantize:
+            with torch.no_grad():
+                parameter = nn.Parameter(parameter.dequantize(), requires_grad=parameter.requires_grad)
+            slot.put(parameter)
+        found[parameter] = slot
+    return found
+
+
+def _multiplies(module: nn.Module | None, attribute: str) -> bool:
+    """Return whether a module uses its parameter in products that support quantized weights."""
+    return (isinstance(module, nn.Linear) and attribute == "weight") or getattr(module, "multiplies_quantized", False)
+
+
+def uncut(parameter: nn.Parameter, name: str, cutting: tuple[int, int], recipe: Quantization | None) -> tuple[int, int]:
+    """Return `cutting`, the granularity and dimension of a parameter's cuts, adapted so that no cut divides a block."""
+    step, dim = cutting
+    if recipe is None:
+        return cutting
+    shape = tuple(local_of(parameter).shape)
+    if dim and not (recipe.kind == "tensorwise" and len(shape) == 2):
+        raise ValueError(
+            f"shard_placement_fn returned Shard({dim}) for parameter {name!r} of shape {shape}, which is gathered as "
+            f"{recipe}: its blocks lie along rows; choose None, or exclude it with `quantize`"
+        )
+    if step >= math.prod(shape):
+        return cutting
+    return math.lcm(step, recipe.cut_between(shape)), dim
+
+
+def _refuse_divided_blocks(recipe: Quantization, shape: tuple[int, ...], parallel: TensorParallel, name: str) -> None:
+    """Raise ValueError if a border between tensor-parallel slices, `shape` each, divides a block."""
+    for placement in parallel.beyond:
+        if not isinstance(placement, Shard) or recipe.kind == "tensorwise":
+            continue
+        from_last = len(shape) - 1 - placement.dim % len(shape)
+        if from_last > 1:
+            continue
+        side = recipe.block[1 - from_last] if recipe.copies == 1 else max(recipe.block)
+        here = shape[placement.dim]
+        if not side or here % side:
+            fits = f"a multiple of {side * parallel.slices}" if side else "whole on each rank"
+            raise ValueError(
+                f"{recipe} for parameter {name!r}: tensor parallelism gives each of {parallel.slices} ranks {here} "
+                f"along dimension {placement.dim % len(shape)}, which divides blocks; that dimension must be {fits}, "
+                "or choose tensorwise()"
+            )

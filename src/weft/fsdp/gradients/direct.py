@@ -1,22 +1,9 @@
 """Gradients that modules write directly into the buffer that is reduced.
 
 A custom backward that can write its product to a given tensor (`torch.addmm(out=)`, a fused kernel) avoids a copy of
-the gradient and, with a wider `reduce_dtype`, rounding it to the compute dtype:
-
-    class Linear(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight):
-            ctx.save_for_backward(x)
-            ctx.weight = weight                   # not saved: an activation checkpoint would return a copy
-            return x @ weight.t()
-
-        @staticmethod
-        def backward(ctx, dy):
-            (x,) = ctx.saved_tensors
-            buffer, accumulate = weft.fsdp.weight_gradient(ctx.weight)
-            if accumulate: buffer.addmm_(dy.t().to(buffer.dtype), x.to(buffer.dtype))
-            else:          torch.mm(dy.t().to(buffer.dtype), x.to(buffer.dtype), out=buffer)
-            return dy @ ctx.weight, None          # autograd has nothing to add
+the gradient and, with a wider `reduce_dtype`, rounding it to the compute dtype. It calls `weight_gradient` with the
+weight that its forward kept as an attribute of `ctx`, because a saved one is a copy under an activation checkpoint, and
+returns None for its gradient.
 
 Megatron's convention works too: a module sets `weight.grad_added_to_main_grad = False` on its parameter before
 `fully_shard`. In backward it adds to `weight.main_grad` and sets `weight.grad_added_to_main_grad = True`. The gradient
@@ -32,8 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.fsdp.parameter import known, record_of
 
-PART_CLASS = "_weft_part_class"
-"""The attribute of a DTensor with the class of its local part."""
+PART_CLASS = "_weft_part_class"  # the attribute of a DTensor with the class of its local part
 _answer: Callable[[nn.Parameter], tuple[torch.Tensor, bool]] | None = None
 
 
@@ -76,10 +62,7 @@ def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor, for local computation, or a plain parameter itself.
-
-    `parameter_of` returns the parameter of such a local tensor.
-    """
+    """Return the local tensor of a DTensor, whose parameter `parameter_of` finds, or a plain parameter itself."""
     if not isinstance(parameter, DTensor):
         return parameter
     part = parameter.to_local()
@@ -94,11 +77,6 @@ def parameter_of(weight: torch.Tensor) -> nn.Parameter | None:
     """Return `weight` if it is a parameter, or the parameter whose local part it is; None otherwise."""
     whole = getattr(weight, "part_of", weight)
     return whole if isinstance(whole, nn.Parameter) else None
-
-
-def declares_writing(parameter: nn.Parameter) -> bool:
-    """Return whether the parameter's module adds to `main_grad`, by Megatron's convention."""
-    return hasattr(parameter, "grad_added_to_main_grad")
 
 
 def says_it_wrote(parameter: nn.Parameter) -> bool:

@@ -6,21 +6,7 @@
 
     *   from the first reduction on
 
-The states of a group's gradients, and the transitions between them:
-
-    from         event      to           caused by               what happens
-    -----------  ---------  -----------  ----------------------  ------------------------------------------------------
-    nowhere      pack       packed       the end of a backward   autograd's gradients are copied into the packed buffer
-    packed       pack       packed       a further microbatch    autograd's gradients are added
-    packed       reduce     on the way   its turn                the reductions start; `main` belongs to the engine
-    on the way   arrive     reduced      a need for room         the transient memory is freed
-    on the way   wait       summed       a need for room         the same; the outer axis waits for the last microbatch
-    summed       pack       packed       a further microbatch
-    reduced      pack       packed       a unit that is reduced twice in one backward
-    reduced      publish    nowhere      the end of a backward   `main` becomes `.grad` and belongs to the user
-    any          discard    nowhere      an exception
-
-The owner of `main` is described in `weft.fsdp.gradients.main`.
+`TRANSITIONS` has the states of a group's gradients. The owner of `main` is described in `weft.fsdp.gradients.main`.
 """
 
 import enum
@@ -30,20 +16,18 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Partial
 
 from weft.comm.backends import transport_of
 from weft.comm.groups import group_of
 from weft.comm.lanes import Ticket
 from weft.fsdp.autograd import behind_classes
 from weft.fsdp.channels import Channels
-from weft.fsdp.gradients.direct import declares_writing, leaves_a_dummy, says_it_wrote, withdraw_main_gradient
+from weft.fsdp.gradients.direct import leaves_a_dummy, says_it_wrote, withdraw_main_gradient
 from weft.fsdp.gradients.main import MainGradients
 from weft.fsdp.gradients.stage import GradientStage
 from weft.fsdp.parameter import ShardedParameter
 from weft.fsdp.plan import GroupPlan
 from weft.layout.facts import GradientFacts
-from weft.memory.buffer import FlatBuffer
 from weft.memory.pool import Pool
 
 
@@ -59,50 +43,39 @@ class Where(enum.Enum):
     __hash__ = object.__hash__  # used at each transition; Enum's is slow
 
 
-TRANSITIONS = {
-    (Where.NOWHERE, "pack"): Where.PACKED,
-    (Where.PACKED, "pack"): Where.PACKED,
-    (Where.SUMMED, "pack"): Where.PACKED,
-    (Where.REDUCED, "pack"): Where.PACKED,
-    (Where.PACKED, "reduce"): Where.ON_THE_WAY,
-    (Where.ON_THE_WAY, "arrive"): Where.REDUCED,
-    (Where.ON_THE_WAY, "wait"): Where.SUMMED,
-    (Where.REDUCED, "publish"): Where.NOWHERE,
+TRANSITIONS = {  # caused by: what happens
+    (Where.NOWHERE, "pack"): Where.PACKED,  # the end of a backward: autograd's gradients are copied into it
+    (Where.PACKED, "pack"): Where.PACKED,  # a further microbatch: autograd's gradients are added
+    (Where.SUMMED, "pack"): Where.PACKED,  # a further microbatch
+    (Where.REDUCED, "pack"): Where.PACKED,  # a unit that is reduced twice in one backward
+    (Where.PACKED, "reduce"): Where.ON_THE_WAY,  # its turn: the reductions start; `main` belongs to the engine
+    (Where.ON_THE_WAY, "arrive"): Where.REDUCED,  # a need for room: the transient memory is freed
+    (Where.ON_THE_WAY, "wait"): Where.SUMMED,  # the same, if the outer axis waits for the last microbatch
+    (Where.REDUCED, "publish"): Where.NOWHERE,  # the end of a backward: `main` becomes `.grad`, and the user's
 }
-"""All transitions but `discard`, which leads from any state to `NOWHERE`."""
+"""All transitions but `discard`, after an exception, which leads from any state to `NOWHERE`."""
 
 
 class GroupGradients:
-    """Packs, reduces and publishes the gradients of a group's parameters.
+    """Packs, reduces and publishes the gradients of a group's parameters. `describe()`: their name in errors."""
 
-    Parameters are numbered as in their group. `describe()`: the name of the gradients in errors.
-    """
-
-    def __init__(
-        self,
-        plan: GroupPlan,
-        parameters: Sequence[ShardedParameter],
-        describe: Callable[[], str],
-    ) -> None:
+    def __init__(self, plan: GroupPlan, parameters: Sequence[ShardedParameter], describe: Callable[[], str]) -> None:
         self.where = Where.NOWHERE
         self.main = MainGradients(plan, parameters, describe)
-        self.is_owed = False
-        """Whether some rank may have packed gradients of an earlier backward; equal on all ranks."""
-        self.gives_all = False
-        """Whether parameters that no rank used get a gradient of zeros; False: they get none."""
-        self.sums_only = False
-        """Whether reductions are sums that weft scales, never averages by the backend."""
+        self.is_owed = False  # whether some rank may have packed gradients of an earlier backward; equal on all ranks
+        self.gives_all = False  # whether parameters that no rank used get a gradient of zeros; False: they get none
+        self.sums_only = False  # whether reductions are sums that weft scales, never averages by the backend
         self._describe = describe
         self.hook: Callable[[torch.Tensor], None] | None = None
         """Called with the reduced gradients of a backward, 1-D, before they are added to the main gradients."""
+        self.sent = plan.layout.numel * plan.recipe.reduce.itemsize  # the bytes of a reduction's messages
         self._plan = plan
         self._parameters = parameters
-        self._stages = _stages(plan, describe)
-        self._finishes = False
-        """Whether the reductions in flight are the last of the step, of all stages."""
-        self._declared = [each for each in parameters if declares_writing(each.full)]
-        self.declared = bool(self._declared)
-        """Whether modules have declared that they add to `main_grad`."""
+        self._stages = [GradientStage(plan, axis, describe) for axis in reversed(range(plan.mesh.ndim))]
+        """The stages of reduction, one for each mesh axis, the shard axis first."""
+        self._finishes = False  # whether the reductions in flight are the last of the step, of all stages
+        self._declared = [each for each in parameters if hasattr(each.full, "grad_added_to_main_grad")]
+        self.declared = bool(self._declared)  # whether modules have declared that they add to `main_grad`
 
     def _refuse(self, event: str) -> Where:
         raise RuntimeError(f"{self._describe()}: '{event}' while they are {self.where.value}")
@@ -142,32 +115,29 @@ class GroupGradients:
 
     def place_of(self, parameter: ShardedParameter, pool: Pool, *, defer: bool) -> tuple[torch.Tensor, bool]:
         """Return the buffer into which a module writes the gradient of `parameter`, and whether to add to it."""
-        self._packed(pool, defer=defer)
+        self._open(pool, defer=defer)
         gradient = parameter.gradient
         accumulate, gradient.filled, gradient.written = gradient.filled, True, True
         return self._stages[0].views[parameter.number], accumulate
 
     def facts(self) -> GradientFacts:
-        """Return the sizes and dtypes of these gradients that the plan of a step needs."""
         recipe = self._plan.recipe
-        strip = self._plan.home_numel * recipe.main_grad.itemsize if self._plan.offload is not None else 0
+        main = self._plan.numel(self._plan.placements.optimizer) * recipe.main_grad.itemsize
         return GradientFacts(
             kind=self.bucket_kind,
-            sent=self._plan.layout.numel * recipe.reduce.itemsize,
+            sent=self.sent,
             narrows=recipe.narrows,
             declared=self.declared,
             stages=tuple(stage.facts() for stage in self._stages),
-            download=strip,
+            download=main if self._plan.offload is not None else 0,
         )
 
     # --- packing ------------------------------------------------------------------------------------------------------
 
     def pack(self, pool: Pool, *, defer: bool) -> None:
-        """Move autograd's gradients of the full parameters into a flat buffer, adding to packed ones.
-
-        `defer`: another backward adds more before the reduction, so accumulate in the main gradients' dtype.
-        """
-        self._packed(pool, defer=defer)
+        """Move autograd's gradients of the full parameters into a flat buffer, adding to packed ones. `defer`: another
+        backward adds more before the reduction, so accumulate in the main gradients' dtype."""
+        self._open(pool, defer=defer)
         if not all(map(_is_filled, self._parameters)) and (padding := self._stages[0].padding):
             torch._foreach_zero_(padding)
         new: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
@@ -203,10 +173,9 @@ class GroupGradients:
         self._forget()
         self.where = TRANSITIONS.get((self.where, "pack")) or self._refuse("pack")
 
-    def _packed(self, pool: Pool, *, defer: bool) -> FlatBuffer:
-        """Return the buffer of this rank's gradients, opened if necessary."""
-        first = self._stages[0]
-        return first.buffer or first.open(pool, accumulating=defer or self._plan.recipe.narrows)
+    def _open(self, pool: Pool, *, defer: bool) -> None:
+        if self._stages[0].buffer is None:
+            self._stages[0].open(pool, accumulating=defer or self._plan.recipe.narrows)
 
     def _forget(self) -> None:
         """Clear the gradients of the full parameters."""
@@ -220,11 +189,9 @@ class GroupGradients:
     # --- reducing -----------------------------------------------------------------------------------------------------
 
     def reduce(self, channels: Channels, scale: float, *, channel: int, finishes: bool) -> Ticket:
-        """Start the reductions of packed gradients, one stage after another, into the main gradients.
-
-        `channel`: the channel number of the messages. `finishes`: whether to reduce over all axes; False: only over the
-        shard axis, because more microbatches follow. Returns the ticket of the last stage.
-        """
+        """Start the reductions of packed gradients, one stage after another, into the main gradients. `channel`: the
+        channel number of the messages. `finishes`: whether to reduce over all axes; False: only over the shard axis,
+        because more microbatches follow. Returns the ticket of the last stage."""
         self.where = TRANSITIONS.get((self.where, "reduce")) or self._refuse("reduce")
         self._finishes = finishes or len(self._stages) == 1
         ticket: Ticket | None = None
@@ -271,10 +238,7 @@ class GroupGradients:
         return self._bucket_kind if self.hook is None else None
 
     def open_reduction(self) -> tuple[torch.Tensor, torch.Tensor, bool]:
-        """Enter the state of a reduction that shares its message with other units.
-
-        Returns the local main gradients, the packed gradients, and whether to add to the main gradients.
-        """
+        """Enter a reduction in a shared message; return main and packed gradients, and whether to add to the former."""
         self.where = TRANSITIONS.get((self.where, "reduce")) or self._refuse("reduce")
         self._finishes = True
         output, adds = self.main.claim()
@@ -301,10 +265,7 @@ class GroupGradients:
         self.main.publish()
 
     def drop(self) -> None:
-        """Clear all gradients after a failed backward, so that partial ones are never used on any rank.
-
-        Reductions in flight may still write to the main gradients, until `discard`.
-        """
+        """Clear all gradients after a failed backward. Reductions in flight may write to main ones until `discard`."""
         self._forget()
         self.main.drop()
 
@@ -323,14 +284,3 @@ class GroupGradients:
 
 _grad_of = attrgetter("full.grad")
 _is_filled = attrgetter("gradient.filled")
-
-
-def _stages(plan: GroupPlan, describe: Callable[[], str]) -> list[GradientStage]:
-    """Return one stage of reduction for each mesh axis, the shard axis first."""
-    stages = []
-    placements: tuple[Any, ...] = (Partial(),) * plan.mesh.ndim
-    for axis in reversed(range(plan.mesh.ndim)):
-        goal = (*placements[:axis], plan.placements.optimizer[axis], *placements[axis + 1 :])
-        stages.append(GradientStage(plan, placements, axis, goal, describe))
-        placements = goal
-    return stages

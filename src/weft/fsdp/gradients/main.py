@@ -23,17 +23,14 @@ class MainGradients:
 
     def __init__(self, plan: GroupPlan, parameters: Sequence[ShardedParameter], describe: Callable[[], str]) -> None:
         self.buffer: FlatBuffer | None = None
-        self.download: GradientDownload | None = None
-        """The transfer of gradients to CPU memory, with CPU offload."""
+        self.download: GradientDownload | None = None  # the transfer of gradients to CPU memory, with CPU offload
         self._plan = plan
         self._parameters = parameters
         self._describe = describe
         self._windows: dict[tuple[int, int], torch.Tensor] = {}
         self._storage: Any = None
-        self._uses = 0
-        """The use count of the storage without tensors of other code."""
-        self._is_claimed = False
-        """Whether the gradients belong to the engine."""
+        self._uses = 0  # the use count of the storage without tensors of other code
+        self._is_claimed = False  # whether the gradients belong to the engine
 
     def claim(self) -> tuple[FlatBuffer, bool]:
         """Take the gradients until `publish`; return the buffer, and whether reductions add to it."""
@@ -59,11 +56,9 @@ class MainGradients:
         ]
 
     def _exclusive(self, kept: Sequence[ShardedParameter], *, renewed: bool) -> FlatBuffer:
-        """Return the buffer, in new memory if other code holds published tensors that are no longer `.grad`.
-
-        If any parameters are `kept`, their values stay, and those of the others become zeros. `renewed`: another
-        backward will overwrite the buffer, so that views of all gradients must keep the old memory too.
-        """
+        """Return the buffer, in new memory if other code holds published tensors that are no longer `.grad`. If any
+        parameters are `kept`, their values stay, and those of the others become zeros. `renewed`: another backward will
+        overwrite the buffer, so that views of all gradients must keep the old memory too."""
         old = self.buffer
         stays = set(kept)  # usually all or none
         dropped = [each for each in self._parameters if each not in stays] if kept else self._parameters
@@ -154,7 +149,6 @@ class MainGradients:
                 hook(own)
 
     def drop(self) -> None:
-        """Set `.grad` of all parameters to None."""
         self._is_claimed = False
         for each in self._parameters:
             each.sharded.grad = None

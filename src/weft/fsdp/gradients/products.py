@@ -4,50 +4,55 @@ product          operands                                                `beside
 ---------------  ------------------------------------------------------  --------------  -------------------------------
 `Linear`         [..., in] by a parameter [out, in] a bias          in the compute dtype
 `Grouped`        [rows, in] by a parameter [groups, in, out]             ends of groups  in the compute dtype
-`ScaledLinear`   as `Linear`                                             a bias          quantized (`weft.fsdp.scaled`)
+`ScaledLinear`   as `Linear`                                             a bias          quantized (`Scaled`)
 `ScaledGrouped`  as `Grouped`                                            ends of groups  quantized
 
-Weight gradients of all four are products of operands that are not quantized.
+Weight gradients of all four are products of operands that are not quantized. With `compute="scaled"` modules see
+quantized full weights: float8 parameters, views of the codes in `full` of a group, with one byte per element:
+
+    | e4m3 codes of all weights, in the order of the layout | scales |
+
+Their gradients have the compute dtype. `F.linear` and `F.grouped_mm` look up their scales by the parameter. All other
+operators raise TypeError, because codes have no meaning without scales.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
-from weft.fsdp.gradients.direct import parameter_of, weight_gradient
+from weft.fsdp.autograd import HARMLESS, behind_classes, names_of
+from weft.fsdp.gradients.direct import PART_CLASS, parameter_of, weight_gradient
 from weft.fsdp.parameter import record_of
+from weft.fsdp.precision import Recipe
 from weft.quantize import Quantization, scaled_product
 
 
 class Linear:
-    """`x @ weight.T + bias` on the last dimension."""
+    """`x @ weight.T + bias` on the last dimension. `fits`: whether operands have dimensions that are supported."""
 
     arguments = ("input", "weight", "bias")
 
     @staticmethod
     def fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """Return whether the operands have the dimensions that this kind supports."""
         return x.dim() > 1 and weight.dim() == 2 and (bias is None or bias.dim() == 1)
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the product."""
         return F.linear(x, weight, bias)
 
     @staticmethod
     def input_gradient(gradient: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the gradient of `x`."""
         return gradient.flatten(0, -2).mm(weight.detach()).view(*gradient.shape[:-1], weight.shape[1])
 
     @staticmethod
     def weight_gradient(gradient: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the gradient of the weight."""
         return gradient.flatten(0, -2).t().mm(x.flatten(0, -2))
 
 
@@ -58,22 +63,18 @@ class Grouped:
 
     @staticmethod
     def fits(x: Tensor, weight: Tensor, offs: Tensor | None) -> bool:
-        """Return whether the operands have the dimensions that this kind supports."""
         return x.dim() == 2 and weight.dim() == 3 and offs is not None
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-        """Return the product."""
         return torch._grouped_mm(x, weight, offs)
 
     @staticmethod
     def input_gradient(gradient: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-        """Return the gradient of `x`."""
         return torch._grouped_mm(gradient, weight.detach().transpose(-2, -1), offs)
 
     @staticmethod
     def weight_gradient(gradient: Tensor, x: Tensor, offs: Tensor) -> Tensor:
-        """Return the gradient of the weight."""
         return torch._grouped_mm(x.t(), gradient, offs)
 
 
@@ -82,14 +83,12 @@ class ScaledLinear(Linear):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the product."""
         product = scaled_product(x.flatten(0, -2), *_operand(weight, backward=False))
         product = product.view(*x.shape[:-1], weight.shape[0])
         return product if bias is None else product + bias
 
     @staticmethod
     def input_gradient(gradient: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the gradient of `x`."""
         product = scaled_product(gradient.flatten(0, -2), *_operand(weight, backward=True), dim=-2)
         return product.view(*gradient.shape[:-1], weight.shape[1])
 
@@ -99,12 +98,10 @@ class ScaledGrouped(Grouped):
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-        """Return the product."""
         return scaled_product(x, *_operand(weight, backward=False), dim=-2, offsets=offs)
 
     @staticmethod
     def input_gradient(gradient: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-        """Return the gradient of `x`."""
         return scaled_product(gradient, *_operand(weight, backward=True), offsets=offs)
 
 
@@ -113,10 +110,8 @@ SCALED: dict[Any, Any] = {Linear: ScaledLinear, Grouped: ScaledGrouped}
 
 
 class Product(torch.autograd.Function):
-    """A product of one of the `KINDS`.
-
-    `queue`: a list to which backward appends the computation of the weight's gradient; None: it computes immediately.
-    """
+    """A product of one of the `KINDS`. `queue`: a list to which backward appends the computation of the weight's
+    gradient; None: it computes immediately."""
 
     @staticmethod
     def forward(
@@ -155,11 +150,9 @@ def _compute(parameter: Any, kind: Any, gradient: Tensor, x: Tensor, beside: Ten
 
 
 def _operand(weight: Tensor, *, backward: bool) -> tuple[Tensor, Any, Quantization]:
-    """Return payload, scales and recipe of a full weight, of the copy for forward or for `backward`.
-
-    Gathers this copy if the other one is in memory, for example when a module is recomputed inside its unit's backward.
-    Raises WeightsGone if the memory of the weight was freed.
-    """
+    """Return payload, scales and recipe of a full weight, of the copy for forward or for `backward`. Gathers this copy
+    if the other one is in memory, for example when a module is recomputed inside its unit's backward. Raises
+    WeightsGone if the memory of the weight was freed."""
     codes = weight.detach()
     record = record_of(parameter_of(weight))
     assert record is not None, "a quantized weight outlived its model"
@@ -167,7 +160,58 @@ def _operand(weight: Tensor, *, backward: bool) -> tuple[Tensor, Any, Quantizati
     with torch._C.DisableTorchFunctionSubclass():
         if len(group.copies) > 1 and group.copy != backward:
             record.unit.turn(backward)
-        payload, scales, recipe = group.payload.operand(
-            codes.view(torch.uint8), group.full.local, record.number, backward=backward
-        )
-        return payload, scales, recipe
+        return group.payload.operand(codes.view(torch.uint8), group.full.local, record.number, backward=backward)
+
+
+_MATMUL = {torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__}
+"""The functions with which a module's custom backward computes an input's gradient, `gradient @ weight`."""
+_READS_NO_VALUES = HARMLESS | {"detach", "__repr__", "untyped_storage", "data_ptr"}
+
+
+class Scaled(torch.Tensor):
+    """A quantized weight, or this rank's part of one."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if (kind := KINDS.get(func)) is not None:
+            given = [*args, *(kwargs.get(name) for name in kind.arguments[len(args) :])]
+            x, weight, beside = given[:3]
+            if is_scaled(weight) and not is_scaled(x) and not any(each is not None for each in given[3:]):
+                if kind is KINDS[F.linear] and x.dim() == 1:
+                    return cls.__torch_function__(func, types, (x[None], weight, beside))[0]
+                return Product.apply(None, SCALED[kind], x, weight, beside)
+        if func in _MATMUL and not kwargs and is_scaled(args[1]) and args[1].dim() == 2 and not torch.is_grad_enabled():
+            return ScaledLinear.input_gradient(args[0], args[1], None)
+        name, attribute = names_of(func)
+        if name in _READS_NO_VALUES or attribute in _READS_NO_VALUES:
+            with behind_classes():
+                return func(*args, **kwargs)
+        weight = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, Scaled))
+        with behind_classes():
+            named = str(record_of(parameter_of(weight)) or "a quantized weight")
+            raise TypeError(
+                f'{attribute or name} of {named}, which is quantized with compute="scaled": only linear and grouped '
+                'products use its scales; choose compute="dequantize", or exclude it with `quantize`'
+            )
+
+
+class ScaledParameter(Scaled, nn.Parameter):
+    """A quantized weight."""
+
+
+def mark_scaled(parameters: Sequence[nn.Parameter], recipe: Recipe) -> None:
+    """Set the class and `grad_dtype` of a group's full parameters, if products multiply them quantized."""
+    if recipe.quantization is None or not recipe.quantization.is_scaled:
+        return
+    for parameter in parameters:
+        parameter.grad_dtype = recipe.compute
+        if isinstance(parameter, DTensor):
+            setattr(parameter, PART_CLASS, Scaled)
+        else:
+            parameter.__class__ = ScaledParameter
+
+
+def is_scaled(weight: Any) -> bool:
+    """Return whether products multiply the payload of `weight`."""
+    return issubclass(type(weight), Scaled)

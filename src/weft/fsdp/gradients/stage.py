@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import Partial
 
 from weft.comm import collectives
 from weft.comm.groups import group_of
@@ -25,24 +25,16 @@ from weft.memory.pool import Pool, Transient
 
 
 class GradientStage:
-    """A buffer of gradients that are partial over the mesh axis `axis`.
+    """A buffer of gradients that are partial over the mesh axis `axis`, and those before it. `describe()`: names the
+    gradients in errors."""
 
-    `placements`, `goal`: the placements before and after the reduction. `describe()`: names the gradients in errors.
-    """
-
-    def __init__(
-        self,
-        plan: GroupPlan,
-        placements: tuple[Placement, ...],
-        axis: int,
-        goal: tuple[Placement, ...],
-        describe: Callable[[], str],
-    ) -> None:
-        self._scatters = goal[axis].is_shard()
+    def __init__(self, plan: GroupPlan, axis: int, describe: Callable[[], str]) -> None:
+        optimizer = plan.placements.optimizer
+        self._placements = placements = (*(Partial(),) * (axis + 1), *optimizer[axis + 1 :])
+        self._scatters = optimizer[axis].is_shard()
         self._reduction = collectives.reduce_scatter if self._scatters else collectives.all_reduce
         self._group = group_of(plan.mesh, axis)
         self._plan = plan
-        self._placements = placements
         self._numel = plan.numel(placements)
         self._memory: dict[torch.dtype, Transient] = {}
         inbox = collectives.inbox_numel(self._reduction, self._numel, self._group, plan.device)
@@ -50,20 +42,16 @@ class GradientStage:
             inbox, plan.recipe.reduce, plan.device, describe=lambda: f"{describe()} that other ranks send"
         )
         self._hooked: torch.Tensor | None = None
-        """The tensor that a hook on the reduction modifies. It is kept, because the lane still uses it after the call.
-        """
+        """The tensor that a hook on the reduction modifies: kept, because the lane still uses it after the call."""
         self._describe = describe
         self.buffer: FlatBuffer | None = None
         self._latest: FlatBuffer | None = None
         """The buffer that was open last: kept, because the pool returns the same memory in each step."""
-        self.views: list[torch.Tensor] = []
-        """The open buffer's view of each tensor."""
-        self.padding: list[torch.Tensor] = []
-        """Views of the open buffer's padding, if it is not cut."""
+        self.views: list[torch.Tensor] = []  # the open buffer's view of each tensor
+        self.padding: list[torch.Tensor] = []  # views of the open buffer's padding, if it is not cut
 
     def open(self, pool: Pool, *, accumulating: bool) -> FlatBuffer:
-        """Take uninitialized memory for the buffer. `accumulating`: in the dtype of the main gradients, to add up
-        microbatches; otherwise in the reduce dtype."""
+        """Take memory for the buffer; `accumulating`: in the main gradients' dtype, otherwise in the reduce dtype."""
         dtype = self._plan.recipe.main_grad if accumulating else self._plan.recipe.reduce
         if dtype not in self._memory:
             self._memory[dtype] = Transient(self._numel, dtype, self._plan.device, describe=self._describe)
@@ -76,7 +64,6 @@ class GradientStage:
         return self.buffer
 
     def facts(self) -> StageFacts:
-        """Return the sizes of the stage's buffers in bytes."""
         recipe = self._plan.recipe
         return StageFacts(
             accumulating=self._numel * recipe.main_grad.itemsize,
@@ -92,18 +79,14 @@ class GradientStage:
         pool: Pool,
         *,
         scale: float,
-        accumulate: bool,
         sum_only: bool,
         hook: Callable[[torch.Tensor], None] | None,
-        channel: int,
-        after: Ticket | None,
+        **options: Any,
     ) -> Ticket:
         """Start to reduce the buffer over the ranks of the stage's axis; write the sum times `scale` to `output`, or
-        add it. Call `close` after the returned ticket.
-
-        `sum_only`: do not let the backend average. `hook`: called with the reduced tensor, in the reduce dtype, which
-        it may modify before `output` takes it. `after`: a ticket to start after.
-        """
+        add it. Call `close` after the returned ticket. `sum_only`: do not let the backend average. `hook`: called with
+        the reduced tensor, in the reduce dtype, which it may modify before `output` takes it. `options`: those of the
+        collective and the lane."""
         assert self.buffer is not None, "open first"
         prepare, wide = None, self.buffer.local
         if wide.dtype != self._plan.recipe.reduce:
@@ -114,8 +97,7 @@ class GradientStage:
             def prepare() -> None:
                 narrow.copy_(wide.mul_(first) if first != 1.0 else wide)
 
-        options: dict[str, Any] = {"channel": channel, "prepare": prepare, "after": after}
-        options |= {"scale": scale, "accumulate": accumulate}
+        options |= {"scale": scale, "prepare": prepare}
         options["inbox"] = pool.take(self._inbox) if self._inbox.nbytes else self._inbox.own
         if self._scatters:
             options["sum_only"] = sum_only
@@ -127,7 +109,6 @@ class GradientStage:
         return lane.run(collectives.reduce_through, hook, self._hooked, self._reduction, *tensors, **options)
 
     def close(self) -> None:
-        """Free the memory."""
         if self._inbox.nbytes:
             self._inbox.give()
         for memory in self._memory.values():

@@ -46,7 +46,6 @@ class Bucket:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group of the bucket's gathers."""
         return self._channels.of_gathers(self._lead.groups[-1])
 
     @property
@@ -66,7 +65,6 @@ class Bucket:
             comes = not unit.resident and unit.has_room()  # in addition to the units before it
             if comes:
                 unit.turn(backward)
-            if comes:
                 self._channels.on_gather(unit)
                 coming.append(unit)
             for group in unit.groups:
@@ -76,10 +74,8 @@ class Bucket:
             unit.gather_started(ticket)
 
     def serve(self, copy: int) -> Ticket:
-        """Take part in a gather of a copy that other ranks need, and discard the result.
-
-        This includes units that are gathered here: the other ranks may be in another pass.
-        """
+        """Take part in a gather of a copy that other ranks need, and discard the result. This includes units that are
+        gathered here: the other ranks may be in another pass."""
         with torch.no_grad():
             sources = self._sources(copy)
         return self._start([None] * len(sources), sources, copy)
@@ -105,30 +101,20 @@ class Bucket:
 
 
 def bundle_bytes(groups: Sequence[ParameterGroup]) -> int:
-    """Return the default size of a bucket in bytes: the smallest `Capabilities.bundle_bytes` of the transports of
-    `groups`."""
-    said = [transport_of(group.groups[-1], group.device).capabilities for group in groups]
-    return min((each.bundle_bytes for each in said), default=0)
+    """Return the default size of a bucket in bytes, by the transports of `groups`."""
+    transports = [transport_of(group.groups[-1], group.device) for group in groups]
+    return min((each.capabilities.bundle_bytes for each in transports), default=0)
 
 
 def fill_buckets(units: Sequence[Unit], channels: Channels, most: int) -> dict[int, Bucket]:
     """Return the buckets by the numbers of their units. `most`: the largest size of a bucket in bytes."""
-    runs: list[list[Unit]] = []
+    runs: list[list[Unit]] = [[]]
     for unit in units:
         if not unit.groups or unit.gathered_bytes > most or not all(group.fits_buckets for group in unit.groups):
             runs.append([])
             continue
-        bytes_before = sum(other.gathered_bytes for other in runs[-1]) if runs else 0
-        if not runs or not runs[-1] or bytes_before + unit.gathered_bytes > most or not _alike(runs[-1][0], unit):
+        alike = {(each.groups[-1], each.recipe.compute) for other in (*runs[-1][:1], unit) for each in other.groups}
+        if len(alike) > 1 or sum(other.gathered_bytes for other in (*runs[-1], unit)) > most:
             runs.append([])
         runs[-1].append(unit)
     return {unit.number: bucket for run in runs if len(run) > 1 for bucket in [Bucket(run, channels)] for unit in run}
-
-
-def _alike(one: Unit, other: Unit) -> bool:
-    """Return whether the weights of both units are gathered over the same ranks and computed with in one dtype."""
-    return len({_kind(group) for unit in (one, other) for group in unit.groups}) == 1
-
-
-def _kind(group: ParameterGroup) -> tuple[dist.ProcessGroup, torch.dtype]:
-    return group.groups[-1], group.recipe.compute

@@ -14,32 +14,41 @@ With `check_collectives=False` the ranks exchange nothing. Each rank then assume
 from collections.abc import Sequence
 from operator import attrgetter
 
+import torch.distributed as dist
+
 from weft.comm.agreement import Agreement
 from weft.fsdp.driver import USER
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.parameter import SHARDED
-from weft.fsdp.runtime.captures import CaptureTable
 from weft.fsdp.runtime.helper import GatherHelper
+from weft.fsdp.runtime.options import CaptureTable
 from weft.fsdp.runtime.reductions import Reductions
-from weft.fsdp.runtime.unit_set import UnitSet
 from weft.fsdp.unit import Unit
 
 _others, _present, _resharded = map(attrgetter, ("others", "gradient.present", "resharded"))
 
 
 class Consensus:
-    """Exchanges the state of one model with the other ranks. `agreement`: the log of collectives, and the exchange.
-    `checked`: the option `check_collectives`.
-    """
+    """Exchanges the state of one model with the other ranks. `checked`: `check_collectives`."""
 
-    def __init__(self, every: UnitSet, reductions: Reductions, agreement: Agreement, *, checked: bool) -> None:
-        self._every = every
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        process_groups: Sequence[dist.ProcessGroup],
+        reductions: Reductions,
+        agreement: Agreement,
+        checked: bool,
+    ) -> None:
+        self._units = units
+        self._groups = [group for unit in units for group in unit.groups]
+        self._parameters = [each for group in self._groups for each in group.parameters]
+        self._process_groups = process_groups
         self._reductions = reductions
         self._agreement = agreement
         self._checked = checked
-        self._names = [unit.name for unit in every.units]
-        self.is_alone = all(group.size() == 1 for group in every.process_groups)
-        self._reduced: Sequence[bool] = [group.agreed for group in every.groups]
+        self._names = [unit.name for unit in units]
+        self.is_alone = all(group.size() == 1 for group in process_groups)
+        self._reduced: Sequence[bool] = [group.agreed for group in self._groups]
 
     def ask(self, helper: GatherHelper) -> list[bool] | None:
         """Begin a pass of `helper`. Before the first pass, check that all ranks have the same units, and return, per
@@ -47,28 +56,25 @@ class Consensus:
         if self.is_alone or not self._checked or not helper.begin_pass():
             return None
         said = []
-        for unit in self._every.units:
-            sizes = ", ".join(
-                f"{group.layout.data_numel}{' frozen and quantized' if group.payload_only else ''}"
-                for group in unit.groups
-            )
-            said.append(f"{unit.name or 'the root'} ({unit.kind}, {sizes} elements)")
-        trains = [any(p.requires_grad for p in map(SHARDED, group.parameters)) for group in self._every.groups]
-        trains = self._agreement.same_structure(said, self._every.process_groups, trains)
-        helper.offer(self._every.units)
+        for unit in self._units:
+            frozen = [" frozen and quantized" if group.payload_only else "" for group in unit.groups]
+            sizes = [f"{group.layout.data_numel}{what}" for group, what in zip(unit.groups, frozen)]
+            said.append(f"{unit.name or 'the root'} ({unit.kind}, {', '.join(sizes)} elements)")
+        trains = [any(p.requires_grad for p in map(SHARDED, group.parameters)) for group in self._groups]
+        trains = self._agreement.same_structure(said, self._process_groups, trains)
+        helper.offer(self._units)
         return trains
 
     def take(self, trains: Sequence[bool] | None) -> None:
         """Reduce the groups that `ask` has returned. Without an exchange, reduce those that train here."""
         if self.is_alone or not self._checked:
-            self._reduce([group.trainable for group in self._every.groups])
+            self._reduce([group.trainable for group in self._groups])
         elif trains is not None:
             self._reduce(trains)
 
     def pack_unheard(self) -> list[Unit]:
-        """Pack the gradients of groups that this rank has unfrozen and that the ranks do not reduce yet. Return the
-        units that have such groups."""
-        units = [*filter(_others, self._every.units)]
+        """Pack gradients of groups that this rank has unfrozen and the ranks do not reduce yet; return the units."""
+        units = [*filter(_others, self._units)]
         late = [unit for unit in units if any(unit.groups[n].trainable for n in unit.others)] if units else units
         for unit in late:
             arrived = [number for number in unit.others if unit.groups[number].gradients.arrived]
@@ -76,9 +82,8 @@ class Consensus:
         return late
 
     def reach(self, graphs: CaptureTable | None) -> None:
-        """Exchange state with the other ranks at the end of a backward, and start the reductions that this rank has not
-        started."""
-        reductions, units, groups = self._reductions, self._every.units, self._every.groups
+        """Exchange state at the end of a backward, and start the reductions that this rank has not started."""
+        reductions, units, groups = self._reductions, self._units, self._groups
         reductions.complete()
         if not self._checked:
             if graphs is not None:
@@ -88,18 +93,18 @@ class Consensus:
                     each.gradient.present |= each.sharded.requires_grad
             return
         agreed = self._agreement.reach(
-            [*map(_present, self._every.parameters)],
+            [*map(_present, self._parameters)],
             reductions.arrived,
             reductions.waiting,
             self._names,
-            self._every.process_groups,
+            self._process_groups,
             trains=[group.trains or self._keeps(unit, group) for unit in units for group in unit.groups],
             resharded=[*map(_resharded, units)],
             uncaptured=graphs.failed if graphs is not None else (),
         )
         if graphs is not None:
             graphs.agree(agreed.uncaptured)
-        for each, present in zip(self._every.parameters, agreed.present):
+        for each, present in zip(self._parameters, agreed.present):
             each.gradient.present = present
         reductions.add(agreed.waiting)
         others = [(unit, unit.others) for unit in reversed(units) if unit.others]
@@ -125,5 +130,5 @@ class Consensus:
         if trains != self._reduced:
             self._reduced = trains
             numbered = iter(trains)
-            for unit in self._every.units:
+            for unit in self._units:
                 unit.agree([next(numbered) for _ in unit.groups])

@@ -19,37 +19,33 @@ import torch.distributed as dist
 from weft.comm.control import agree
 from weft.fsdp.channels import Channels
 from weft.fsdp.group import ParameterGroup
+from weft.fsdp.narrow import agree_on_maxima
 from weft.fsdp.payload_only import PayloadOnly
-from weft.fsdp.runtime.maxima import agree_on_maxima
 from weft.fsdp.unit import State, Unit
 
 
 class Freshness:
-    """The units whose model weights are still to be updated in the current pass, in one order on all ranks."""
+    """`ahead`: the units whose model weights are still to be updated in this pass, in one order on all ranks."""
 
     def __init__(self, channels: Channels, *, checked: bool, channel: int) -> None:
-        """`checked`: whether the ranks agree on changes. `channel`: separates the messages of different models."""
         self._channels = channels
         self._checked = checked
         self._channel = channel
-        self._certain = True
-        """Whether the weights must be updated, which all ranks know without an exchange."""
+        self.certain = True  # whether the weights must be updated, which all ranks know without an exchange
         self.ahead: dict[Unit, None] = {}
-        """The units that are still to be updated, in the same order on all ranks."""
         self._made: list[Unit] = []
 
     def begin_pass(self, units: Sequence[Unit], inside: Sequence[Unit], groups: Sequence[dist.ProcessGroup]) -> None:
-        """Begin a pass over the units `inside`, a part of `units`: agree with the other ranks on which main weights
-        have changed."""
+        """Begin a pass over the units `inside`: agree with the other ranks on which main weights have changed."""
         following = [group for unit in units for group in unit.groups if group.refreshes]
         if not following:
             return
         ordinary = [group for group in following if group.payload_only is None]
         resting = [group for group in following if group.payload_only is not None]
-        words = [int(self._certain or any(group.is_stale for group in ordinary)), *map(_word_of, resting)]
-        if self._checked and (resting or not self._certain):
+        words = [int(self.certain or any(group.is_stale for group in ordinary)), *map(_word_of, resting)]
+        if self._checked and (resting or not self.certain):
             words, _ = agree(words, [], groups, "beginning of a pass", channel=self._channel)
-        self._certain = False
+        self.certain = False
         due = ordinary if words[0] else []
         for group, word in zip(resting, words[1:]):
             due = [*due, group] if word else due
@@ -61,17 +57,13 @@ class Freshness:
             agree_on_maxima(due)  # before the first of them is quantized
         self.ahead.update(dict.fromkeys(inside))
 
-    def expect_change(self) -> None:
-        """Expect an optimizer step before the next pass."""
-        self._certain = True
-
     def is_due(self, unit: Unit) -> bool:
         """Return whether the weights of `unit` are still to be updated: in this pass, or in one of another rank."""
         return unit in self.ahead or any(group.is_outdated for group in unit.groups)
 
     def reach(self, unit: Unit) -> None:
-        """Update the weights of all units up to `unit`, and of the next one, whose transfer then overlaps with
-        computation. A unit that only another rank's pass uses is updated alone."""
+        """Update all units up to `unit`, and the next one, whose transfer then overlaps with computation. A unit that
+        only another rank's pass uses is updated alone."""
         if unit in self.ahead:
             while self._next() is not unit:
                 pass
@@ -95,7 +87,7 @@ class Freshness:
         """Expect a change of all weights after an abandoned pass: ranks may have updated different units."""
         self.ahead.clear()
         self._made.clear()
-        self._certain = True
+        self.certain = True
 
     def _next(self) -> Unit:
         unit = next(iter(self.ahead))

@@ -14,11 +14,58 @@ from weft.comm.lanes import Lane, Ticket
 from weft.comm.watch.hang_detector import HangDetector, start_hang_detector
 from weft.comm.watch.rules import Join
 from weft.fsdp.channels import Channels
+from weft.fsdp.group import ParameterGroup
 from weft.fsdp.runtime.buckets import Bucket
 from weft.fsdp.runtime.freshness import Freshness
-from weft.fsdp.runtime.steps import Steps
 from weft.fsdp.unit import Unit
 from weft.fsdp.weak import weakly
+
+
+class Steps:
+    """Counts the optimizer steps of this rank's main weights: the last backwards after which these were written.
+
+        rank 0   ... the last backward ends | step | forward: waits for a part of rank 1
+        rank 1   ... the last backward ends, and waits for others in it, or clips
+
+    Rank 1 may join the gather of rank 0 only after its optimizer has stepped. Otherwise rank 0 would compute with
+    weights from before the step.
+    """
+
+    def __init__(self, groups: Sequence[ParameterGroup], channel: int) -> None:
+        """`channel`: the model's channel number, by which its counts are published."""
+        self._groups = groups
+        self._key = f"weft/steps/{channel}"
+        self._ended = self._here = self._said = 0
+        self._versions: list[int] = []
+        self._counts = True
+
+    def expect(self) -> None:
+        """Count a last backward, after which an optimizer step follows."""
+        self._ended += 1
+        self._versions = self._now()
+
+    def begin_pass(self, watch: HangDetector) -> None:
+        """Publish, at the beginning of a pass, the number of steps of the current main weights."""
+        if self._here < self._ended:
+            if self._counts and self._now() != self._versions:
+                self._said = self._ended
+            self._here = self._ended
+        watch.note(self._key, self._said)
+
+    def reached(self, issued: Mapping[str, int]) -> bool:
+        """Return whether this rank's weights have as many steps as those of the rank that published `issued`."""
+        here = self._here
+        if here < self._ended and self._now() != self._versions:
+            here = self._ended
+        return not self._counts or issued.get(self._key, 0) <= here
+
+    def forget(self) -> None:
+        """Stop counting after an abandoned pass: the counts of ranks may differ."""
+        self._counts = False
+        self._said = 0
+
+    def _now(self) -> list[int]:
+        return [group.version for group in self._groups if group.trainable]
 
 
 class GatherHelper:
@@ -83,10 +130,8 @@ class GatherHelper:
         return self._steps.reached(issued) and self.serve_bucket(number, copy)
 
     def serve(self, unit: Unit, number: int | None, copy: int = 0) -> bool:
-        """Join a gather of a copy of group `number` of `unit`; for None, update its model weights.
-
-        Returns whether there was anything to do. The hang detector calls it while this rank waits for another message.
-        """
+        """Join a gather of a copy of group `number` of `unit`; for None, update its model weights. Return whether there
+        was anything to do. The hang detector calls it while this rank waits for another message."""
         if self._watched_by is not None:
             self._watched_by.subject = unit.name or "the root"
         was_due = self._freshness.is_due(unit)

@@ -1,12 +1,5 @@
-"""Checks the parameters under a root at the beginning of each pass, for those that no unit has.
-
-a parameter under the root             at the beginning of a pass
--------------------------------------  ------------------------------------------------------------------------
-in a unit, of this root or another     accepted
-registered in place of a unit's        RuntimeError, when that unit registers its parameter
-in `ignored_params`                    accepted
-frozen, in no unit                     accepted until it is unfrozen
-trainable, in no unit                  RuntimeError: no rank would reduce its gradient
+"""Checks the parameters under a root at the beginning of each pass, for trainable ones that no unit has: no rank would
+reduce their gradients. A parameter in place of a unit's raises when that unit registers its own.
 
 The first check walks through all modules. Each pass compares identities with those of the last walk, without a Python
 call per module, and walks again only if they differ.
@@ -20,9 +13,10 @@ from typing import Any
 
 from torch import nn
 
-from weft.fsdp.originals import Original
+from weft.fsdp.autograd import Original
 from weft.fsdp.parameter import is_ignored, record_of
 from weft.fsdp.unit import Unit
+from weft.fsdp.weak import alive
 
 _registries = itemgetter("_modules", "_parameters")
 _trains = attrgetter("requires_grad")
@@ -40,8 +34,7 @@ class Inventory:
         self._seen: list[int] = []
         self._outside: list[weakref.ref[nn.Parameter]] = []
         """Parameters in no unit. Weak references, because the id of a freed parameter may be reused."""
-        self._frozen: list[weakref.ref[nn.Parameter]] = []
-        """The parameters among them that must stay frozen."""
+        self._frozen: list[weakref.ref[nn.Parameter]] = []  # the parameters among them that must stay frozen
         self._walk()
 
     def check(self) -> None:
@@ -56,7 +49,7 @@ class Inventory:
             self._walk()
 
     def _walk(self) -> None:
-        roots = [root for ref in self._roots if (root := ref()) is not None]
+        roots = alive(self._roots)
         modules = [*dict.fromkeys(chain.from_iterable(root.modules() for root in roots))]
         # A parameter in place of a unit's raises when the unit registers its parameter.
         places = {(owner(), name) for slot in self._slots for owner, name in slot.owners}

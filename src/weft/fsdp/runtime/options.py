@@ -1,14 +1,33 @@
-"""The user's options for the runtime of a model."""
+"""The user's options for the runtime of a model, and the interface of captured graphs, which are one of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
 
+import torch
+from torch import nn
 from torch.distributed import ProcessGroup
 
-from weft.fsdp.runtime.captures import Captures
+BUCKET_BYTES: int | None = None  # the default of `RuntimeOptions.bucket_bytes`
 
-BUCKET_BYTES: int | None = None
-"""The default of `RuntimeOptions.bucket_bytes`."""
+
+class CaptureTable(Protocol):
+    """The captures of one model. `failed`: which parts had one that failed here since the ranks agreed last. `agree`:
+    the pass is over; `failed`: which parts had one that failed on any rank."""
+
+    @property
+    def failed(self) -> list[bool]: ...
+    def agree(self, failed: Sequence[bool]) -> None: ...
+
+
+@runtime_checkable
+class Captures(Protocol):
+    """A choice of parts, as `weft.graphs` implements it. `table`: the captures of the model `root`. `unit_of`: the unit
+    of each sharded module. `owns`: whether a parameter is sharded."""
+
+    def table(
+        self, root: nn.Module, engine: Any, unit_of: Callable, owns: Callable, device: torch.device
+    ) -> CaptureTable: ...
 
 
 @dataclass(frozen=True)
@@ -71,10 +90,8 @@ class RuntimeOptions:
             raise ValueError(f"prefetch_bytes={self.prefetch_bytes}: choose 0 or more, or None for the next unit")
 
     def joined(self, given: "RuntimeOptions", now: "RuntimeOptions") -> "RuntimeOptions":
-        """Return these options of a new root, with the changes that methods of an inner model made to its options.
-
-        `given`, `now`: the inner model's options before and after. Of the numbers of buffers, the larger one applies.
-        """
+        """Return these options of a new root, with the changes that methods of an inner model made to its options, from
+        `given` to `now`. Of the numbers of buffers, the larger one applies."""
         buffers, separate = self.max_live_reduce_buffers, self.separate_all_gather_group
         if now.max_live_reduce_buffers != given.max_live_reduce_buffers:
             buffers = max(buffers, now.max_live_reduce_buffers)

@@ -1,24 +1,12 @@
-"""The states of a model: which pass is running.
-
-    from          event             to            caused by
-    ------------  ----------------  ------------  ---------------------------------------------------------------------
-    idle          begin forward     forward       the outermost forward with gradients
-    idle          begin evaluation  evaluation    the outermost forward without
-    idle          begin schedule    schedule      `weft.overlap.forward_backward`
-    idle          begin backward    backward      the first unit that a backward reaches
-    forward,      begin backward    backward      a gradient that is taken inside a forward; its end leads back
-    evaluation
-    any of them   end               what was      its end
-                                    around it
-    any           fail              failed        an exception that leaves the pass
-    failed        recover           idle          the next call: a forward, a backward, a schedule, `unshard()`, a
-                                                  state dict that is read or loaded
+"""The states of a model: which pass is running, and the calls of the current backward.
 
 A forward inside a backward is a recomputation, not a pass. `weft.fsdp.runtime.joint_backward` detects the end and the
 failure of a backward, which may go through several models.
 """
 
 import enum
+
+from weft.fsdp.driver import BackwardCall
 
 
 class Pass(enum.Enum):
@@ -34,19 +22,20 @@ class Pass(enum.Enum):
     __hash__ = object.__hash__  # used at each transition; Enum's is slow
 
 
-TRANSITIONS = {
-    (Pass.IDLE, "begin forward"): Pass.FORWARD,
-    (Pass.IDLE, "begin evaluation"): Pass.EVALUATION,
-    (Pass.IDLE, "begin schedule"): Pass.SCHEDULE,
-    (Pass.IDLE, "begin backward"): Pass.BACKWARD,
-    (Pass.FORWARD, "begin backward"): Pass.BACKWARD,
+TRANSITIONS = {  # caused by
+    (Pass.IDLE, "begin forward"): Pass.FORWARD,  # the outermost forward with gradients
+    (Pass.IDLE, "begin evaluation"): Pass.EVALUATION,  # the outermost forward without
+    (Pass.IDLE, "begin schedule"): Pass.SCHEDULE,  # `weft.overlap.forward_backward`
+    (Pass.IDLE, "begin backward"): Pass.BACKWARD,  # the first unit that a backward reaches
+    (Pass.FORWARD, "begin backward"): Pass.BACKWARD,  # a gradient that is taken inside of a forward
     (Pass.EVALUATION, "begin backward"): Pass.BACKWARD,
     (Pass.FORWARD, "end"): Pass.IDLE,
     (Pass.EVALUATION, "end"): Pass.IDLE,
     (Pass.SCHEDULE, "end"): Pass.IDLE,
-    (Pass.FAILED, "recover"): Pass.IDLE,
+    (Pass.FAILED, "recover"): Pass.IDLE,  # the next call: a forward, a backward, `unshard()`, a state dict, ...
 }
-"""In addition, every pass can fail, and the end of a backward leads back to the state before it."""
+"""In addition, every pass fails with an exception that leaves it, and the end of a backward leads back to the state
+before it."""
 
 
 class Passes:
@@ -55,8 +44,7 @@ class Passes:
     def __init__(self, model: str) -> None:
         self.current = Pass.IDLE
         self._model = model
-        self._around = Pass.IDLE
-        """The state that a backward interrupts."""
+        self._around = Pass.IDLE  # the state that a backward interrupts
 
     def begin(self, kind: Pass) -> None:
         """Begin a pass. Raises RuntimeError if the current state does not allow it."""
@@ -66,7 +54,6 @@ class Passes:
             self._around = around
 
     def end(self) -> None:
-        """End the running pass."""
         if self.current is Pass.BACKWARD:
             self.current, self._around = self._around, Pass.IDLE
         else:
@@ -77,7 +64,6 @@ class Passes:
         self.current, self._around = Pass.FAILED, Pass.IDLE
 
     def recover(self) -> None:
-        """Leave the failed state, after cleaning up."""
         self._to("recover")
 
     def _to(self, event: str) -> None:
@@ -85,3 +71,31 @@ class Passes:
         if following is None:
             raise RuntimeError(f"{self._model}: '{event}' while its pass is '{self.current.value}'")
         self.current = following
+
+
+class BackwardCalls:
+    """The calls whose backward autograd has entered and not left. `append` adds one when its backward begins."""
+
+    def __init__(self) -> None:
+        self._calls: list[BackwardCall] = []
+        self.append = self._calls.append
+        self.makes_graph = False  # whether the backward runs with `create_graph=True`
+
+    def end(self) -> None:
+        """End the calls that are still open when autograd's backward is over, because no hook has ended them."""
+        unended = [call.unit for call in self._calls if call.begun]
+        if self.makes_graph and unended:
+            raise RuntimeError(
+                f"create_graph=True: a gradient was taken inside {unended[0]}, and a backward through that gradient "
+                f"could not tell when the unit needs its weights: take gradients with respect to inputs of sharded "
+                f"modules"
+            )
+        for call in reversed(self._calls):
+            if call.begun:
+                call.end()
+        self._calls.clear()
+
+    def abandon(self) -> None:
+        for call in self._calls:
+            call.abandon()
+        self._calls.clear()

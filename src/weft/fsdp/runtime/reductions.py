@@ -21,11 +21,9 @@ from weft.layout.turns import Due, ReductionOrder, turns_of
 
 class Reductions(ReductionOrder):
     """Packs gradients and starts their reductions in turn. A turn is one unit, or several units in one message.
-
     `units`: by number. `most_alive`: the number of turns whose buffers may exist at once. `bucket_bytes`: the largest
     size of a turn of several units. `checked`: whether to start reductions in the order that the ranks agreed on.
-    `note`: called for each reduction that did not wait for its turn. `gathers`: records the events of the pass.
-    """
+    `note`: called for each reduction that did not wait for its turn. `gathers`: records the events of the pass."""
 
     def __init__(
         self,
@@ -41,8 +39,7 @@ class Reductions(ReductionOrder):
         super().__init__(most_alive)
         self.last_backward = True
         """The user's `set_is_last_backward`: whether this backward is the last before the optimizer."""
-        self.more_to_come = False
-        """Whether a schedule has further microbatches to reduce."""
+        self.more_to_come = False  # whether a schedule has further microbatches to reduce
         self.agreed: tuple[int, ...] = tuple(range(len(units) - 1, -1, -1))
         """The order of the units in which all ranks start reductions."""
         self._units = units
@@ -61,20 +58,18 @@ class Reductions(ReductionOrder):
 
     def defers(self, unit: Unit) -> bool:
         """Return whether the gradients of `unit` wait for another backward before they are reduced."""
-        if unit.requires_gradient_sync and self.last_backward and not self.more_to_come:
+        if not unit.requires_gradient_sync:
+            return True
+        if self.last_backward and not self.more_to_come:
             return False
-        return not unit.requires_gradient_sync or not any(
-            group.placements.reduces_each_microbatch for group in unit.groups
-        )
+        return not any(group.placements.reduces_each_microbatch for group in unit.groups)
 
     def _finishes(self, unit: Unit) -> bool:
         """Return whether reductions of `unit` started now include all stages."""
         return unit.requires_all_reduce and self.last_backward and not self.more_to_come
 
     def begin(self, *, taking_turns: bool = True) -> None:
-        """Plan the turns at the beginning of a backward, or reset them after an abandoned one. `taking_turns`: False
-        for a schedule, which determines the order.
-        """
+        """Plan the turns at the beginning of a backward. Not `taking_turns`: a schedule has its own order."""
         if not taking_turns:
             self.take_turns(None)
             return
@@ -91,9 +86,9 @@ class Reductions(ReductionOrder):
     def _due(self, unit: Unit) -> Due:
         first, *others = unit.trainable_groups
         kind = first.gradients.bucket_kind if self._bucket_bytes else None
-        nbytes = first.reduced_bytes
+        nbytes = first.gradients.sent
         for group in others:
-            nbytes += group.reduced_bytes
+            nbytes += group.gradients.sent
             if group.gradients.bucket_kind != kind:
                 kind = None
         return Due(unit.number, kind, nbytes)
@@ -113,11 +108,10 @@ class Reductions(ReductionOrder):
         self._gathers.events.append(("ready", unit.number, int(self._finishes(unit))))
         if not self.ready(unit.number, in_order=self._checked and unit.is_addressed):
             for group in unit.trainable_groups:
-                self._note(unit.number, "reduction", group.reduced_bytes)
+                self._note(unit.number, "reduction", group.gradients.sent)
 
     def left_over(self, unit: Unit) -> bool:
-        """Return whether `unit` has gradients that no call's end has taken: of this backward, or of earlier ones if
-        their reduction is due."""
+        """Return whether `unit` has gradients that no call's end has taken, of this backward or due ones of earlier."""
         for group in unit.trainable_groups:
             gradients = group.gradients
             if gradients.arrived:
@@ -153,25 +147,21 @@ class Reductions(ReductionOrder):
                     self.make_room(unit.number, index, defer=defer)
                 group.gradients.offer(self._channels.gradients, defer=defer)
 
-    # --- methods that `ReductionOrder` calls --------------------------------------------------------------------------
+    # --- what `ReductionOrder` calls, and describes -------------------------------------------------------------------
 
     def groups_of(self, unit: int) -> Sequence[int]:
-        """Return the indices of the unit's groups that all ranks reduce."""
         return self._units[unit].reduced
 
     def has_buffer(self, unit: int, group: int) -> bool:
-        """Return whether the group's gradients are packed, or modules have declared to write them."""
         gradients = self._units[unit].groups[group].gradients
         return gradients.where is Where.PACKED or gradients.declared
 
     def pack_group(self, unit: int, group: int, *, defer: bool) -> None:
-        """Copy autograd's gradients into the packed buffer."""
         each = self._units[unit]
         with profiled(each.name, "reduce"):
             each.groups[group].gradients.pack(self._channels.gradients, defer=defer)
 
     def reduce_group(self, unit: int, group: int) -> Ticket:
-        """Pack autograd's gradients, and start the reduction of the packed buffer."""
         each = self._units[unit]
         one = each.groups[group]
         finishes = self._finishes(each)
@@ -180,7 +170,6 @@ class Reductions(ReductionOrder):
             return one.gradients.reduce(self._channels, each.scale_of(one), channel=one.channel, finishes=finishes)
 
     def reduce_turn(self, turn: Sequence[int]) -> Ticket:
-        """Start the reductions of the units of one turn, in one message."""
         units = [self._units[number] for number in turn]
         groups = [group for unit in units for group in unit.trainable_groups]
         scales = [unit.scale_of(group) for unit in units for group in unit.trainable_groups]
@@ -192,6 +181,5 @@ class Reductions(ReductionOrder):
             )
 
     def finish_group(self, unit: int, group: int, under_way: Ticket) -> None:
-        """Wait for the group's reductions, and free their memory."""
         under_way.wait()
         self._units[unit].groups[group].gradients.reduced()

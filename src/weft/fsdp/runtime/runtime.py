@@ -11,7 +11,7 @@
                                  reductions; free the units' memory; plan memory; set `.grad`
     fail, recover                drop holders and gradients immediately, everything else at the next call
 
-`passes` knows the current pass, `unit_set` acts on all units, `consensus` exchanges state with the other ranks, and
+`passes` knows the current pass, `shared` acts on all units, `consensus` exchanges state with the other ranks, and
 `joint_backward` handles backwards that run through several models of the process.
 """
 
@@ -25,7 +25,7 @@ import torch
 from weft.comm import streams
 from weft.comm.groups import check_alive
 from weft.fsdp.autograd import first_backwards
-from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, BackwardCall, Driver, in_backward
+from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, BackwardCall, in_backward
 from weft.fsdp.runtime.inventory import Inventory
 from weft.fsdp.runtime.joint_backward import JointBackward, end_with_backward
 from weft.fsdp.runtime.options import RuntimeOptions
@@ -41,37 +41,27 @@ class Runtime(Shared):
     """The engine of one model, created at the first pass of its root."""
 
     def __init__(
-        self,
-        units: Sequence[Unit],
-        drivers: Sequence[Driver],
-        inventory: Inventory,
-        device: torch.device,
-        options: RuntimeOptions,
+        self, units: Sequence[Unit], drivers: Sequence[Any], inventory: Inventory, options: RuntimeOptions
     ) -> None:
-        super().__init__(units, drivers, device, options)
+        super().__init__(units, drivers, options)
         self._inventory = inventory
         self._joint = JointBackward(self.units, weakly(self.finish_unnoticed))
-        self._depth = 0
-        """The number of nested calls of sharded modules under way."""
+        self._depth = 0  # the number of nested calls of sharded modules under way
         self._failure: tuple[BaseException, str] | None = None
-        self._evaluates = False
-        """Whether the current or latest schedule has no backward."""
-        self._keeps_gradients = False
-        """Whether the failed pass left the gradients of earlier backwards unchanged."""
+        self._evaluates = False  # whether the current or latest schedule has no backward
+        self._keeps_gradients = False  # whether the failed pass left the gradients of earlier backwards unchanged
         self._filled = False
         """Whether all parameters and buffers that were on the meta device are known to have values."""
         self._is_new = not self._consensus.is_alone
         """Whether no backward has checked yet for parameters outside of the root."""
         self.post_optimizer_event: Any = None
-        """An event that the next pass waits for before it reads the weights, for an optimizer that runs on another
-        stream."""
-        equalize_slices(self.every.groups)
+        """An event of an optimizer on another stream, which the next pass waits for before it reads the weights."""
+        equalize_slices(self.groups)
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
     def begin_forward(self, outermost: Unit) -> None:
-        """Enter a call of a module of `outermost`. If no other call is under way, begin a pass, and clean up after the
-        earlier one."""
+        """Enter a call of a module of `outermost`; the outermost call begins a pass."""
         self._depth += 1
         if self._depth > 1 or self._recomputes:
             return
@@ -85,12 +75,12 @@ class Runtime(Shared):
         self._inventory.check()  # before anything is sent: the other ranks may find nothing wrong
         self._enter()
         trains = self._consensus.ask(self._helper)
-        self.every.begin_pass()
+        self._begin_units()
         self._consensus.take(trains)  # after the units have seen what their user froze
         within = f"{outermost.name}." if outermost.number else ""
         inside = [unit for unit in self.units if unit is outermost or unit.name.startswith(within)]
-        self._freshness.begin_pass(self.units, inside, self.every.process_groups)
-        self.every.renew()  # after the ranks have agreed whether weights changed
+        self._freshness.begin_pass(self.units, inside, self.process_groups)
+        self._renew_units()  # after the ranks have agreed whether weights changed
         if self._is_new and kind is Pass.FORWARD:
             self._is_new = False
             first_backwards.append((weakref.ref(self.units[0]), 0))
@@ -100,9 +90,8 @@ class Runtime(Shared):
             self.gathers.begin(kind.value)
 
     def _enter(self) -> None:
-        """Prepare for a call from outside of passes: recover from a failed pass, check that weights have values, and
-        wait for the optimizer."""
-        check_alive(self.every.process_groups)
+        """Prepare for a call from outside of passes."""
+        check_alive(self.process_groups)
         self.recover()
         if not self._filled:
             check_filled(self.units)
@@ -113,13 +102,11 @@ class Runtime(Shared):
 
     @property
     def _recomputes(self) -> bool:
-        """Whether a forward is a recomputation in backward, by activation checkpointing. An evaluation that a hook of
-        another model's backward runs is not: it is a pass."""
+        """Whether a forward is a recomputation in backward. An evaluation inside of another model's backward is not."""
         return in_backward() and (torch.is_grad_enabled() or self.passes.current is Pass.BACKWARD)
 
     def end_forward(self, error: BaseException | None = None) -> None:
-        """Leave a call of a sharded module. With the outermost call, end the forwards of units of which not all modules
-        ran, and free weights that were gathered ahead and not used."""
+        """Leave a call of a sharded module; the outermost call ends the pass."""
         self._depth = max(self._depth - 1, 0)
         if self._depth or (self._recomputes and self.passes.current is not Pass.EVALUATION):
             return
@@ -127,12 +114,12 @@ class Runtime(Shared):
             self._leave_by(error)
             return
         self._failure = None
-        self.every.abandon_forwards()
+        self._abandon_forwards()
         self.gathers.end_forward()
         self._freshness.finish()
         try:
             self._helper.collect()
-            self.every.come_to_rest(self.gathers.stays, complete=True)
+            self._come_to_rest(self.gathers.stays, complete=True)
         except BaseException:
             self.reset()
             raise
@@ -147,7 +134,7 @@ class Runtime(Shared):
         """Start to gather `unit` for the user, from the current main weights."""
         self._enter()
         if self.passes.current is Pass.IDLE:
-            self._freshness.begin_pass(self.units, [unit, *unit.tied], self.every.process_groups)
+            self._freshness.begin_pass(self.units, [unit, *unit.tied], self.process_groups)
         if unit.is_stale and unit.holders:
             unit.renew()
         elif unit.is_stale:
@@ -161,7 +148,7 @@ class Runtime(Shared):
         if USER not in unit.holders:
             unit.acquire(USER)
             unit.resharded = False
-        self.every.finish_uploads()
+        self._finish_uploads()
 
     def reshard(self, unit: Unit) -> None:
         """Free the weights of `unit`, also if they were kept for a backward."""
@@ -181,9 +168,8 @@ class Runtime(Shared):
 
     @contextmanager
     def scheduled(self, trace: Trace, depth: int, *, backward: bool = True) -> Iterator[None]:
-        """A context for a schedule that drives the units itself, with the events of `trace`. Hooks do nothing, and the
-        end of the context acts as the end of a backward. `depth`: the number of units to gather ahead. `backward`:
-        False for an evaluation, which does not touch gradients."""
+        """A context for a schedule that drives the units itself, with the events of `trace`, and gathers `depth` units
+        ahead. Hooks do nothing in it, and its end acts as the end of a backward, unless it is an evaluation."""
         if self._depth or in_backward():
             raise RuntimeError("a schedule cannot run inside a forward or backward of the same model: call it outside")
         self._evaluates = not backward
@@ -224,7 +210,7 @@ class Runtime(Shared):
     def _open_backward(self) -> None:
         inside = self.passes.current is not Pass.IDLE
         self.passes.begin(Pass.BACKWARD)
-        self._calls.open()
+        self._calls.makes_graph = in_backward() and torch.is_grad_enabled()
         for unit in self.units:
             unit.sync_versions()
         self.gathers.begin("backward", inside=inside)
@@ -242,8 +228,6 @@ class Runtime(Shared):
 
     @torch.no_grad()
     def _end_backward(self) -> None:
-        """Complete the calls whose end has no hook, agree with the other ranks, collect the reductions, free the units'
-        memory, and set `.grad`."""
         for unit in reversed(self.units):
             if self.reductions.left_over(unit):
                 self.ready(unit)
@@ -256,24 +240,23 @@ class Runtime(Shared):
             self._consensus.reach(self.graphs)
         self.reductions.drain()
         self.gathers.end_backward()
-        self.every.end_backward(deferring)
+        self._end_holds(deferring)
         self._go_to_rest()
         if due and self.reductions.is_last:
-            self._freshness.expect_change()
+            self._freshness.certain = True  # an optimizer step follows
             self._steps.expect()
         self.passes.end()
         self._joint.settle()
-        self.every.publish()  # runs the user's hooks, which must find all units at rest
+        self._publish()  # runs the user's hooks, which must find all units at rest
 
     def _go_to_rest(self) -> None:
         """Free the memory of all units, and plan it again if the pass deviated from the plan."""
         self._helper.collect()
-        self.every.come_to_rest(None, complete=self._depth == 0)
+        self._come_to_rest(None, complete=self._depth == 0)
         self.planner.end_pass()
 
     def finish_unnoticed(self) -> None:
-        """End this model's backward after an autograd backward in which no hook of the model ran, if that left
-        gradients."""
+        """End this model's backward after one of autograd in which no hook of the model ran, if that left gradients."""
         if self.passes.current is Pass.IDLE and any(unit.awaits_reduction for unit in self.units):
             self._open_backward()
             self.end_backward()
@@ -300,22 +283,21 @@ class Runtime(Shared):
             self._failure = (error, what)
 
     def _leave_by(self, error: BaseException) -> None:
-        """End the pass with `error`: report the error's source to the other ranks, and clean up."""
+        """End the pass with `error`, and report its source to the other ranks."""
         if self._failure is not None and self._failure[0] is error:
             self._helper.failed(self._failure[1], error)
         self._failure = None
         self.reset()
 
     def fail(self) -> None:
-        """Mark the pass as failed, and register the sharded parameters. After a failed backward drop all gradients:
-        some units, on some ranks, have added theirs already, and others have not."""
+        """Mark the pass as failed, and register the sharded parameters."""
         left = self.passes.current
         evaluates = left in (Pass.FORWARD, Pass.EVALUATION) or (left is Pass.SCHEDULE and self._evaluates)
         if left is not Pass.FAILED:
             self._keeps_gradients = evaluates
         self.passes.fail()
         if left in (Pass.BACKWARD, Pass.SCHEDULE) and not evaluates:
-            self.every.drop_gradients()
+            self._drop_gradients()  # some units, on some ranks, have added theirs already, and others have not
         for unit in self.units:
             unit.drop_holders()
 
@@ -332,7 +314,7 @@ class Runtime(Shared):
         return False
 
     def reset(self) -> None:
-        """Return every unit to rest, and discard gradients that were not reduced."""
+        """Fail and recover at once."""
         self.fail()
         self._recover()
 
@@ -346,5 +328,5 @@ class Runtime(Shared):
         self._calls.abandon()
         self._agreement.forget()
         self.gathers.forget()
-        self.every.reset(keeps_gradients=self._keeps_gradients)
+        self._reset_units(keeps_gradients=self._keeps_gradients)
         self.passes.recover()

@@ -1,58 +1,53 @@
-"""The objects that the units of a model share, and the operations of drivers on a unit in any pass.
+"""The objects that the units of a model share, the operations of drivers on a unit, and operations on all units.
 
-    unit's event    rules                           memory and communication
-    ------------    ------------------------------  ----------------------------------------------------------------
-    use             `gathers`: the units to gather  `channels`: lanes and pools; `planner`: addresses
-    done            `gathers`: the units to keep    the same
-    ready           `reductions`: the order         the same
-
-In addition, ranks compare their actions (`_consensus`, `_steps`), join gathers that only others need (`_helper`), and
+`gathers` has the rules for gathers, `reductions` those for reductions; `channels` has lanes and pools, and `planner`
+addresses. Ranks compare their actions (`_consensus`, `_steps`), join gathers that only others need (`_helper`), and
 update model weights after the main weights have changed (`_freshness`).
+
+A unit whose module was replaced remains, because ranks may collect the module at different times, and all ranks must
+send the same messages.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
-
-import torch
 
 from weft.comm.agreement import Agreement
 from weft.fsdp.channels import Channels, check_separate, separate_gathers
-from weft.fsdp.driver import Driver
-from weft.fsdp.runtime.backward_calls import BackwardCalls
+from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS
+from weft.fsdp.gradients.group import Where
 from weft.fsdp.runtime.buckets import bundle_bytes, fill_buckets
-from weft.fsdp.runtime.captures import CaptureTable
 from weft.fsdp.runtime.consensus import Consensus
 from weft.fsdp.runtime.freshness import Freshness
-from weft.fsdp.runtime.helper import GatherHelper
-from weft.fsdp.runtime.options import RuntimeOptions
-from weft.fsdp.runtime.passes import Pass, Passes
+from weft.fsdp.runtime.helper import GatherHelper, Steps
+from weft.fsdp.runtime.options import CaptureTable, RuntimeOptions
+from weft.fsdp.runtime.passes import BackwardCalls, Pass, Passes
 from weft.fsdp.runtime.planner import Planner
 from weft.fsdp.runtime.reductions import Reductions
-from weft.fsdp.runtime.steps import Steps
-from weft.fsdp.runtime.unit_set import UnitSet
 from weft.fsdp.unit import Unit
-from weft.fsdp.weak import weakly
+from weft.fsdp.weak import alive, weakly
 from weft.layout.gathers import GatherOrder
 
 
 class Shared:
-    """The objects that the units under one root share."""
+    """The units under one root, in order of their numbers, the root first, and the objects that they share."""
 
-    def __init__(
-        self, units: Sequence[Unit], drivers: Sequence[Driver], device: torch.device, options: RuntimeOptions
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], drivers: Sequence[Any], options: RuntimeOptions) -> None:
         for number, unit in enumerate(units):
             unit.number = number
-        self.device = device
+        self.device = device = units[0].device
         self.options = options
         self.graphs: CaptureTable | None = None
-        self.every = UnitSet(units, drivers)
-        self.units = self.every.units
-        self.channels = Channels(
-            device, planned=options.allocator == "trace", separate=bool(options.separate_all_gather_group)
-        )
-        groups, checked, budget = self.every.groups, options.check_collectives, options.prefetch_bytes
+        self.units = tuple(units)
+        self.groups = groups = [group for unit in units for group in unit.groups]
+        self.process_groups = [*dict.fromkeys(each for group in groups for each in group.groups)]
+        """The process groups of the mesh axes of all units, which together connect all ranks of the model."""
+        self._drivers = [weakref.ref(driver) for driver in drivers]
+        self._offloaded = [group for group in groups if group.offload is not None]
+        separate = options.separate_all_gather_group
+        self.channels = Channels(device, planned=options.allocator == "trace", separate=bool(separate))
+        checked, budget = options.check_collectives, options.prefetch_bytes
         together = bundle_bytes(groups) if options.bucket_bytes is None else options.bucket_bytes
         buckets = fill_buckets(units, self.channels, together if budget is None else min(budget, together))
         channel = min((group.channel for group in groups), default=0)
@@ -69,14 +64,14 @@ class Shared:
             gathers=self.gathers,
         )
         self._calls = BackwardCalls()
-        self._consensus = Consensus(self.every, self.reductions, self._agreement, checked=checked)
+        self._consensus = Consensus(self.units, self.process_groups, self.reductions, self._agreement, checked)
         self._freshness = Freshness(self.channels, checked=checked, channel=channel)
         self._steps = Steps(groups, channel)
         self._helper = GatherHelper(self.channels, self._freshness, list(dict.fromkeys(buckets.values())), self._steps)
         self.planner = Planner(self.units, self.channels, buckets, self.gathers, self.reductions, options, together)
         if not checked or any(group.refreshes for group in groups) or not all(unit.is_addressed for unit in units):
             self.channels.on_gather = weakly(self._before_gather)
-        check_separate(self.every.process_groups, options.separate_all_gather_group)
+        check_separate(self.process_groups, separate)
         for unit in units:
             unit.channels = self.channels
             unit.gradient_to_write = weakly(self.reductions.gradient_to_write)
@@ -84,15 +79,15 @@ class Shared:
     def change(self, **options: Any) -> None:
         """Replace these fields of `RuntimeOptions`. Collective for `separate_all_gather_group`."""
         self.options = dataclasses.replace(self.options, **options)
-        separate_gathers(self.every.process_groups, self.options.separate_all_gather_group)
+        separate_gathers(self.process_groups, self.options.separate_all_gather_group)
         self.channels.separate = bool(self.options.separate_all_gather_group)
         self.reductions.most_alive = self.options.max_live_reduce_buffers
 
-    def use(self, unit: Unit, holder: Any, named: Sequence[Unit] | None = None) -> None:
-        """Gather `unit`, the next one of this pass, prefetch units after it, and hold it for `holder`.
+    # --- calls of a driver (`weft.fsdp.driver.Engine`) ----------------------------------------------------------------
 
-        `named`: units to prefetch in place of those of the recorded order.
-        """
+    def use(self, unit: Unit, holder: Any, named: Sequence[Unit] | None = None) -> None:
+        """Gather `unit`, the next one of this pass, prefetch units after it, or those `named`, and hold it for
+        `holder`."""
         self.gathers.use(unit, named, backward=holder.backward)
         unit.acquire(holder)
 
@@ -105,24 +100,23 @@ class Shared:
                 each.free()
 
     def keep(self, unit: Unit, holder: Any) -> None:
-        """Hold `unit` for `holder` after its use: after a forward until its backward, after a backward permanently."""
         if holder not in unit.holders:
             self.gathers.events.append(("keep", unit.number, 0))
             unit.acquire(holder)
 
     def offer(self, unit: Unit) -> None:
-        """Set `main_grad` for the modules of `unit` that have declared to use it."""
         if unit.writes_gradients:
             self.reductions.offer_main_gradients(unit)
 
     def ready(self, unit: Unit) -> None:
-        """Pack the gradients of `unit`, and reduce them if it is their turn."""
         if self._calls.makes_graph and unit.awaits_reduction:
-            self._calls.refuse_graph(unit)
+            raise RuntimeError(
+                f"backward(create_graph=True) through {unit}: gradients of parameters are reduced over the ranks and "
+                "cannot be differentiated; call torch.autograd.grad with respect to inputs"
+            )
         self.reductions.reduce(unit)
 
     def expect_more(self, more: bool) -> None:
-        """Set whether a schedule has more microbatches to reduce."""
         self.reductions.more_to_come = more
 
     def _before_gather(self, unit: Unit) -> None:
@@ -137,3 +131,76 @@ class Shared:
     def steady_passes(self) -> int:
         """The number of passes since the plan of gathered weights changed; 0 in a pass that differs from its record."""
         return self.channels.weights.steady if self.gathers.on_plan else 0
+
+    # --- all units --------------------------------------------------------------------------------------------------
+
+    def _begin_units(self) -> None:
+        """End the holds of an earlier pass on all units."""
+        for unit in self.units:  # holds of all units first: a holder of a unit also holds units tied to it
+            if unit.holders:
+                unit.end_holds(UNTIL_BACKWARD, RETURNED, *((UNTIL_NEXT_PASS,) if unit.reshard_after_backward else ()))
+        for unit in self.units:
+            unit.begin_pass()
+
+    def _renew_units(self) -> None:
+        """Gather held weights again that are older than the main weights, at the beginning of a pass."""
+        for unit in self.units:
+            if unit.holders and unit.is_stale:
+                unit.renew()
+            elif unit.holders:
+                unit.sync_versions()
+
+    def _end_holds(self, deferring: Sequence[bool]) -> None:
+        """End the holds for backward. `deferring`: for each unit, whether its gradients wait for another backward."""
+        for unit, defers in zip(self.units, deferring):
+            for group in unit.groups:
+                group.gradients.is_owed = group.agreed and defers
+            if unit.holders:
+                unit.end_holds(UNTIL_BACKWARD)
+            unit.forget()
+
+    def _come_to_rest(self, stays: Callable[[Unit], bool] | None, *, complete: bool) -> None:
+        """Free the weights of all units but those that `stays` names. `complete`: no call is running; then raises
+        RuntimeError if a computation still holds weights."""
+        if self._offloaded:
+            self._finish_uploads()
+        for unit in self.units if complete else ():
+            if unit.holders and unit.computes:
+                leaked = ", ".join(holder.name for holder in unit.holders if holder.computes)
+                raise RuntimeError(f"{unit}: its weights are still held by {leaked} at the end of the pass")
+        for unit in self.units:
+            if unit.resident and (stays is None or not stays(unit)):
+                unit.free()
+
+    def _finish_uploads(self) -> None:
+        """Wait on the host for uploads that read weights in CPU memory, because the caller may write them next."""
+        for group in self._offloaded:
+            group.finish_upload()
+
+    def _publish(self) -> None:
+        try:
+            for group in self.groups:
+                if group.gradients.where is Where.REDUCED:
+                    group.gradients.publish()
+        except BaseException:  # raised by a user's hook
+            self._drop_gradients()
+            raise
+
+    def _drop_gradients(self) -> None:
+        for group in self.groups:
+            group.gradients.drop()
+
+    def _abandon_forwards(self) -> None:
+        """Abandon forwards of units with several modules, of which only some have run."""
+        for driver in alive(self._drivers):
+            driver.abandon()
+
+    def _reset_units(self, *, keeps_gradients: bool) -> None:
+        """Clean up after a failed pass. The user's holds stay, and if `keeps_gradients`, those gradients of earlier
+        backwards that wait for their reduction."""
+        self._abandon_forwards()
+        if not keeps_gradients:
+            for group in self.groups:
+                group.gradients.discard()
+        for unit in self.units:
+            unit.reset()

@@ -1,12 +1,8 @@
 """Checks of initial values: every parameter must have values, and ranks with the same parameters the same values.
 
-when                           action
------------------------------  -----------------------------------------------------------------------------------
-a unit is made                 broadcast values from the first replica, so that ranks may have different seeds; quantize
-                               frozen weights of which only the payload is kept
-the first pass of a root       raise, on every rank, for parameters from the meta device that have no values; broadcast
-                               those that have been filled
-a root's runtime is made       broadcast parameters that tensor parallelism does not slice over its ranks
+Values are broadcast from the first replica when a unit is made, so that ranks may have different seeds, and those that
+were filled later at the first pass of the root. When the root's runtime is made, parameters that tensor parallelism
+does not slice are broadcast over its ranks.
 """
 
 from collections.abc import Sequence
@@ -16,8 +12,9 @@ import torch.distributed as dist
 
 from weft.comm import collectives
 from weft.fsdp.group import ParameterGroup
-from weft.fsdp.runtime.maxima import agree_on_maxima
+from weft.fsdp.narrow import agree_on_maxima
 from weft.fsdp.unit import Unit
+from weft.fsdp.weak import alive
 from weft.memory.blank import has_blank
 
 
@@ -29,11 +26,8 @@ def equalize(group: ParameterGroup) -> None:
 
 
 def rest(group: ParameterGroup) -> None:
-    """Quantize weights of which only the payload is kept, and free their main weights.
-
-    The first pass does it instead if they have no values yet, or if payloads are gathered once per step. Collective for
-    recipes with one scale per matrix.
-    """
+    """Quantize weights of which only the payload is kept, and free their main weights. The first pass does it instead
+    if they have no values yet, or if payloads are gathered once per step. Collective for one scale per matrix."""
     if group.payload_only is not None and not group.unfilled and not group.refreshed_bytes:
         agree_on_maxima([group])
         group.rest(quantize=True)
@@ -43,13 +37,13 @@ def equalize_slices(groups: Sequence[ParameterGroup]) -> None:
     """Broadcast parameters that are not sliced over the tensor-parallel ranks, unless they are sharded over these.
     Collective."""
     for slices in dict.fromkeys(own for group in groups for own in group.slice_groups):
+        ranks = set(dist.get_process_group_ranks(slices))
         for group in groups:
-            _equalize_over(group, slices)
+            if len(ranks.intersection(group.mesh.mesh.flatten().tolist())) <= 1:
+                _equalize_over(group, slices)
 
 
 def _equalize_over(group: ParameterGroup, slices: dist.ProcessGroup) -> None:
-    if len(set(dist.get_process_group_ranks(slices)).intersection(group.mesh.mesh.flatten().tolist())) > 1:
-        return  # the group is sharded over these ranks
     if not group.slice_groups:
         collectives.broadcast(group.main_weight.local, slices)
         torch.autograd.graph.increment_version(group.main_weight.local)  # a kept payload is outdated now
@@ -63,8 +57,7 @@ def _equalize_over(group: ParameterGroup, slices: dist.ProcessGroup) -> None:
 
 
 def check_filled(units: Sequence[Unit]) -> None:
-    """Raise ValueError, on every rank, for parameters and buffers without values. Collective if any parameter was on
-    the meta device."""
+    """Raise ValueError, on every rank, for parameters and buffers without values. Collective if any was on meta."""
     for unit in units:
         for group in unit.groups:
             if group.unfilled:
@@ -72,7 +65,7 @@ def check_filled(units: Sequence[Unit]) -> None:
                 group.unfilled = []
                 equalize(group)
     for unit in units:
-        for module in (each for ref in unit.modules if (each := ref()) is not None):
+        for module in alive(unit.modules):
             for name, buffer in module.named_buffers():
                 if buffer.is_meta:
                     raise ValueError(
