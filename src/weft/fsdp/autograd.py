@@ -200,10 +200,10 @@ class Original:
                 if held is not None:
                     record = record_of(held)
                     raise RuntimeError(
-                        f"{'a parameter' if record is None else f'parameter {record}'} is held from before "
-                        "fully_shard, which has put a sharded one in its place: what an optimizer or a write does to "
-                        "the old one never reaches the model. Build the optimizer after fully_shard, from "
-                        "model.parameters(), and ask modules for their parameters again"
+                        f"{'a parameter' if record is None else f'parameter {record}'} is a parameter from before "
+                        "fully_shard, which replaced it by a sharded one: an optimizer step or a write on the old one "
+                        "never reaches the model. Build the optimizer after fully_shard, from model.parameters(), and "
+                        "get the parameters from their modules again"
                     )
             return func(*args, **(kwargs or {}))
 
