@@ -54,8 +54,8 @@ class FSDPModule:
             probe = fn(torch.empty(0, dtype=group.recipe.main, device=group.home))
             if (probe.dtype, probe.device) != (group.recipe.main, group.home):
                 raise ValueError(
-                    f"the sharded {kind_of(self)} would change from {group.recipe.main} on "
-                    f"{group.home} to "  # type: ignore[arg-type]
+                    f"the sharded {kind_of(self)} would change from "  # type: ignore[arg-type]
+                    f"{group.recipe.main} on {group.home} to "
                     f"{probe.dtype} on {probe.device}: convert it before fully_shard, or use weft.MixedPrecisionPolicy"
                 )
         try:

@@ -55,9 +55,9 @@ class Gloo:
         if small:
             torch.cat([source for _, source in small], out=table[rank])
         works = swap_all([*swaps, (table, [table[rank]] * size)], group, tag)
-        for slices, leaving in swaps:
-            if leaving[rank].data_ptr() != slices[rank].data_ptr():
-                slices[rank].copy_(leaving[rank])
+        for arriving, leaving in swaps:
+            if leaving[rank].data_ptr() != arriving[rank].data_ptr():
+                arriving[rank].copy_(leaving[rank])
 
         def spread() -> None:
             columns = table.split(widths, dim=1)
