@@ -27,7 +27,7 @@ from tests.fsdp.seams.truth import (
     step,
     tokens_loss,
 )
-from tests.pairs import all_pairs
+from tests.pairs import pairwise
 from tests.pool import distributed
 from weft.comm.watch.hang_detector import start_hang_detector
 
@@ -155,8 +155,17 @@ def steps_alone(plain: nets.Net, sharded: nets.Net, optimizers: list) -> None:
 THEN: list[Callable[[nets.Net, nets.Net, list], None]] = [trains, evaluates, unshards, loads, reads, steps_alone]
 
 
+GOING_ON = [
+    (fails, THEN[number % len(THEN)], strategy, known)
+    for number, (fails, strategy, known) in enumerate(
+        pairwise(fails=FAILURES, strategy=["optim_grads_params", "optim_grads", "optim"], known=[0, 2])
+    )
+]
+"""What fails and what comes then meet in one state, which test_states.py compares: half of their pairs are enough."""
+
+
 @pytest.mark.slow
-@all_pairs(fails=FAILURES, then=THEN, strategy=["optim_grads_params", "optim_grads", "optim"], known=[0, 2])
+@pytest.mark.parametrize(("fails", "then", "strategy", "known"), GOING_ON)
 @distributed(2, timeout=40)
 def test_going_on_after_an_exception(fails, then, strategy, known):
     """With `known` steps before it."""
