@@ -156,7 +156,7 @@ THEN: list[Callable[[nets.Net, nets.Net, list], None]] = [trains, evaluates, uns
 
 
 GOING_ON = [
-    (fails, THEN[number % len(THEN)], strategy, known)
+    (fails, THEN[(number + number // len(THEN)) % len(THEN)], strategy, known)
     for number, (fails, strategy, known) in enumerate(
         pairwise(fails=FAILURES, strategy=["optim_grads_params", "optim_grads", "optim"], known=[0, 2])
     )

@@ -46,7 +46,7 @@ def pair(**options) -> tuple[nets.Net, nets.Net]:
     return plain, sharded
 
 
-@all_pairs(strategy=STRATEGIES, microbatches=[1, 2], when=["before", "after"])
+@all_pairs(strategy=[*STRATEGIES[1:], "no_shard"], microbatches=[1, 2], when=["before", "after"])
 @distributed(2)
 def test_a_penalty_on_sharded_parameters_computed_beside_the_forward(strategy, microbatches, when):
     def loss(net: nets.Net, rows: torch.Tensor, rank: int) -> torch.Tensor:
