@@ -184,7 +184,7 @@ def test_every_element_wise_optimizer_steps_as_over_parameters(name):
     runs = [(net, optimizer(net.parameters(), lr=1e-2)) for net in (plain, sharded)]
     if name != "LBFGS":  # which looks at all parameters at once
         runs.append((model, weft.optim.flat(optimizer, model, lr=1e-2)))
-    for seed in range(3):
+    for seed in range(4):
         batch = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
         for net, stepping in runs:
             rows = batch if net is plain else here(batch)
