@@ -47,9 +47,9 @@ CASES = [
     case(test_behaviour.test_options_for_speed_give_bit_equal_results, slow=True),
     case(test_behaviour.test_gradients_accumulate_with_and_without_synchronisation, strategy="optim_grads", slow=True),
     case(test_behaviour.test_a_block_may_run_twice_in_one_forward),
-    case(test_behaviour.test_several_forwards_then_their_backwards_in_any_order, slow=True),
+    case(test_behaviour.test_several_forwards_then_their_backwards_in_any_order),
     case(test_behaviour.test_parameters_tied_across_units_stay_tied, **Z3),
-    case(test_behaviour.test_validation_in_the_middle_of_training_changes_nothing, allocator="trace", slow=True),
+    case(test_behaviour.test_validation_in_the_middle_of_training_changes_nothing, allocator="trace"),
     case(test_behaviour.test_evaluation_between_forward_and_backward_changes_nothing),
     case(test_double_backward.test_what_cannot_be_differentiated_twice_says_so),
     case(test_narrow.test_a_step_equals_one_process_that_quantizes_in_the_same_places, slow=True),
@@ -62,12 +62,10 @@ CASES = [
     case(
         test_freshness.test_weights_that_are_written_between_microbatches, strategy="optim", flagged=True, way="copy_"
     ),
-    case(
-        test_holds.test_a_root_that_returns_its_heads_weight_for_a_fused_loss, **Z3, microbatches=2, tie=True, slow=True
-    ),
+    case(test_holds.test_a_root_that_returns_its_heads_weight_for_a_fused_loss, **Z3, microbatches=2, tie=True),
     case(test_transients.test_what_memory_held_before_is_in_no_gradient_and_no_norm, strategy="optim"),
     # two roots, exceptions
-    case(test_two_roots.test_two_roots_that_step_between_each_others_passes, **Z3, slow=True),
+    case(test_two_roots.test_two_roots_that_step_between_each_others_passes, **Z3),
     case(test_two_roots.test_backwards_of_two_roots_in_the_order_of_their_forwards_and_the_other, slow=True),
     *(
         case(

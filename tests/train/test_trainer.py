@@ -264,7 +264,6 @@ print("there is one:", dist.is_initialized())
     assert done.returncode == (end != "trainer.run()"), done.stderr
 
 
-@pytest.mark.long
 def test_a_process_group_that_somebody_else_ended_is_gone_and_a_later_one_is_left_alone():
     program = """
 import atexit, gc, weakref
