@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.comm.test_hang_detector import patience
 from tests.pool import distributed
 from weft.comm.backends import backend_of, transport_of
 from weft.comm.control import agree
@@ -34,5 +35,5 @@ def test_words_of_another_moment_or_model_are_never_taken_for_these(apart):
     start_hang_detector()
     rank, group = dist.get_rank(), dist.new_group([0, 1])  # which does not survive
     moment, channel = (f"moment {rank}", 0) if apart == "moment" else ("moment", rank)
-    with pytest.raises(CollectiveMismatch, match="wait for different things"):
+    with patience(CERTAIN_S=0.3), pytest.raises(CollectiveMismatch, match="wait for different things"):
         agree([rank], [], [group], moment, channel=channel)

@@ -122,8 +122,8 @@ def assert_same(script: Callable[..., tuple[Any, Any]], *args: Any, **tolerance:
     torch.testing.assert_close(numbers, expected, **tolerance)
 
 
-def steps(net, *, before=lambda number, last: None, micro=3, clip=None, seen=None, parameters=None):
-    """Two steps of three microbatches; returns the numbers on the way."""
+def steps(net, *, before=lambda number, last: None, micro=2, clip=None, seen=None, parameters=None):
+    """Two steps of `micro` microbatches; returns the numbers on the way."""
     optimizer = torch.optim.AdamW(parameters or net.parameters(), lr=1e-2)
     numbers = []
     for batch in batches(2, 4 * micro):

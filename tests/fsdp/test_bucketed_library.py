@@ -31,10 +31,8 @@ CASES = [
     case(test_behaviour.test_a_parameter_used_on_one_rank_has_the_gradient_of_the_whole_batch),
     case(test_behaviour.test_several_forwards_then_their_backwards_in_any_order),
     case(test_behaviour.test_a_block_may_run_twice_in_one_forward),
-    *(
-        case(test_behaviour.test_gradients_accumulate_with_and_without_synchronisation, strategy=strategy)
-        for strategy in ("optim", "optim_grads", "optim_grads_params")
-    ),
+    case(test_behaviour.test_gradients_accumulate_with_and_without_synchronisation, strategy="optim"),
+    case(test_behaviour.test_gradients_accumulate_with_and_without_synchronisation, **Z3),
     case(test_behaviour.test_validation_in_the_middle_of_training_changes_nothing, allocator="trace"),
     case(test_behaviour.test_evaluation_between_forward_and_backward_changes_nothing),
     case(test_behaviour.test_training_goes_on_after_an_exception_in_forward, **Z3),
@@ -54,15 +52,12 @@ CASES = [
         microbatches=2,
     ),
     case(test_freshness.test_an_optimizer_that_steps_between_microbatches, strategy="optim_grads"),
-    *(
-        case(
-            test_failures.test_going_on_after_an_exception,
-            fails=test_failures.FAILURES[0],
-            then=test_failures.trains,
-            strategy=strategy,
-            known=2,
-        )
-        for strategy in ("optim_grads", "optim_grads_params")
+    case(
+        test_failures.test_going_on_after_an_exception,
+        fails=test_failures.FAILURES[0],
+        then=test_failures.trains,
+        strategy="optim_grads",
+        known=2,
     ),
     case(test_ways_in.test_a_backward_is_noticed_by_whatever_tensor_it_comes_in, nested=True, **Z3),
     case(test_two_roots.test_a_parameter_tied_across_two_roots, runs="in turn", **Z3),

@@ -99,24 +99,23 @@ BF16 = weft.MixedPrecisionPolicy(
 @pytest.mark.parametrize(
     ("options", "microbatches"),
     [
-        ({"strategy": "optim"}, 3),
+        ({"strategy": "optim", "mp_policy": BF16}, 3),
         ({"strategy": "optim_grads"}, 1),
-        ({"strategy": "optim_grads_params", "mp_policy": BF16}, 3),
-        ({"strategy": "optim", "mp_policy": BF16}, 1),
+        ({"strategy": "optim_grads_params", "mp_policy": BF16}, 1),
         ({"strategy": "optim_grads_params", "reshard_after_forward": False}, 3),
     ],
 )
 @distributed(2)
 def test_every_strategy_and_precision_has_the_numbers_of_eager_calls(options, microbatches):
-    report = compare(8, microbatches, **options)
+    report = compare(6, microbatches, **options)
     assert report["captures"] == 3 and report["replays"] >= 9 * microbatches, report
 
 
 @pytest.mark.slow
 @distributed(4)
 def test_replicated_shards_have_the_numbers_of_eager_calls():
-    report = compare(8, 3, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner")))
-    assert report["captures"] == 3 and report["replays"] > 40, report
+    report = compare(6, 2, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner")))
+    assert report["captures"] == 3 and report["replays"] >= 18, report
 
 
 class Twice(nn.Module):
@@ -221,7 +220,7 @@ def test_what_a_graph_cannot_hold_stays_eager_and_says_why():
     for what, reason in REASONS.items():
         plain = small(functools.partial(Noisy, what), None)
         net = small(functools.partial(Noisy, what), tape("1"))
-        assert_equal(steps(net, 5), steps(plain, 5))
+        assert_equal(steps(net, 4), steps(plain, 4))
         report = weft.graph_report(net)
         assert report["captures"] == report["replays"] == 0
         assert any(reason in each for each in report["eager"]), (what, report)

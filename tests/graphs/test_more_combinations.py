@@ -27,8 +27,8 @@ BOTH = ("attend", "experts")
 @pytest.mark.parametrize(
     ("pattern", "schedule", "microbatches", "more"),
     [
-        ("[*E]", OVERLAPPED, 3, PADDED),
-        pytest.param("M[*-]G", None, 3, {}, marks=pytest.mark.slow),
+        ("[*E]", OVERLAPPED, 2, PADDED),
+        pytest.param("M[*-]G", None, 2, {}, marks=pytest.mark.slow),
         pytest.param("M[*-]G", {"overlap": False, "delay_wgrad": True}, 1, {}, marks=pytest.mark.slow),
     ],
 )

@@ -41,7 +41,7 @@ def train(cfg, meshes, scopes, *, schedule, steps, microbatches, strategy="optim
     return seen + [local(each) for each in model.parameters()], scopes and weft.graph_report(model)
 
 
-def compare(cfg, scopes, *, schedule=None, steps=6, microbatches=2, ep=1, dp_replicate=1, without=(), **options):
+def compare(cfg, scopes, *, schedule=None, steps=5, microbatches=2, ep=1, dp_replicate=1, without=(), **options):
     meshes = weft.init_meshes("cpu", ep=ep, dp_replicate=dp_replicate)
     how = {"schedule": schedule, "steps": steps, "microbatches": microbatches, **options}
     plain, _ = train(cfg, meshes, None, **how)
@@ -57,7 +57,7 @@ def compare(cfg, scopes, *, schedule=None, steps=6, microbatches=2, ep=1, dp_rep
 def test_each_kind_of_mixer_replays_under_the_name_of_what_it_mixes():
     sizes = {"kda_num_heads": 2, "kda_head_dim": 8, "kv_lora_rank": 8}
     cfg = config("[*]M[G]K[P-]", **sizes)
-    report = compare(cfg, ALL, steps=5, microbatches=1)
+    report = compare(cfg, ALL, microbatches=1)
     assert {scope: each["captures"] for scope, each in report["scopes"].items()} == {
         "attn": 2,
         "mamba": 4,
@@ -72,7 +72,7 @@ OVERLAPPED = {"overlap": True}
 
 @distributed(2)
 def test_the_scopes_of_the_seed_with_two_microbatches_in_flight():
-    report = compare(config("[*-][*E]", moe_rows_per="expert"), THREE, schedule=OVERLAPPED, ep=2, steps=20)
+    report = compare(config("[*-][*E]", moe_rows_per="expert"), THREE, schedule=OVERLAPPED, ep=2, steps=7)
     assert report["scopes"]["attn"]["captures"] > 2  # of two layers
     assert set(report["scopes"]) == set(THREE)
 
@@ -96,19 +96,17 @@ def test_delayed_weight_gradients_are_replayed_after_the_backward_that_queues_th
 @distributed(2)
 def test_a_pipeline_has_as_many_captures_as_microbatches_in_flight():
     cfg, meshes = config("[*-]|[*-]"), weft.init_meshes("cpu", pp=2)
-    how = {"schedule": {"schedule": "1f1b"}, "steps": 8, "microbatches": 4}
+    how = {"schedule": {"schedule": "1f1b"}, "steps": 6, "microbatches": 4}
     plain, _ = train(cfg, meshes, None, **how)
     with poisoned():
         found, report = train(cfg, meshes, ALL, **how)
     assert_equal(found, plain)
     in_flight = 2 - meshes.pp.get_local_rank()
     assert report["scopes"]["attn"]["captures"] == in_flight
-    assert report["scopes"]["attn"]["replays"] >= 4 * 3
+    assert report["scopes"]["attn"]["replays"] >= 4
 
 
-@pytest.mark.parametrize(
-    ("ep", "schedule"), [(1, None), (2, None), (2, OVERLAPPED), (2, {**OVERLAPPED, "delay_wgrad": True})]
-)
+@pytest.mark.parametrize(("ep", "schedule"), [(1, None), (2, None), (2, {**OVERLAPPED, "delay_wgrad": True})])
 @distributed(2)
 def test_experts_with_a_fixed_capacity_replay(ep, schedule):
     cfg = config("[*E]", moe_rows_per="expert", capacity_factor=1.0, pad_to_capacity=True)
@@ -136,7 +134,7 @@ def test_scopes_whose_shapes_depend_on_values_are_refused_by_name():
 @distributed(4)
 def test_experts_over_two_ranks_and_copies_over_two():
     cfg = config("[*E]", moe_rows_per="expert")
-    compare(cfg, ALL, schedule=OVERLAPPED, ep=2, dp_replicate=2, steps=5)
+    compare(cfg, ALL, schedule=OVERLAPPED, ep=2, dp_replicate=2)
 
 
 @pytest.mark.slow
@@ -146,9 +144,9 @@ def test_tensor_parallel_ranks_sum_gradients_of_the_router_behind_its_replay():
     losses = {"aux_loss_coef": 0.1, "z_loss_coef": 0.01, "router_bias": True, "qk_norm": "head"}
     cfg = config("[*-][*E]", moe_rows_per="expert", **losses)
     cfg = dataclasses.replace(cfg, num_key_value_heads=2)
-    meshes, how = weft.init_meshes("cpu", tp=2), {"schedule": None, "steps": 6, "microbatches": 1}
+    meshes, how = weft.init_meshes("cpu", tp=2), {"schedule": None, "steps": 5, "microbatches": 1}
     plain, _ = train(cfg, meshes, None, **how)
-    for scopes in (ROUTER, THREE, ALL):
+    for scopes in (ROUTER, ALL):
         with poisoned():
             found, report = train(cfg, meshes, scopes, **how)
         assert_equal(found, plain)

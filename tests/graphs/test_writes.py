@@ -8,6 +8,7 @@ from torch import nn
 import weft
 from tests.fsdp.test_direct_gradient import WIDTH, Writing, by_helper, make, nothing, rows
 from tests.graphs.test_hooks import assert_equal, local, poisoned, tape
+from tests.pairs import all_pairs
 from tests.pool import distributed
 from weft.graphs import writes
 
@@ -50,12 +51,10 @@ def test_both_conventions_are_replayed_in_the_first_microbatch_and_in_later_ones
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [WIDE, HALF])
+@all_pairs(strategy=["optim", "optim_grads", "optim_grads_params"], policy=[WIDE, HALF], microbatches=[1, 3])
 @distributed(2)
-def test_every_strategy_replays_written_gradients(policy):
-    for strategy in ("optim", "optim_grads", "optim_grads_params"):
-        for microbatches in (1, 3):
-            compare(strategy=strategy, policy=policy, microbatches=microbatches)
+def test_every_strategy_replays_written_gradients(strategy, policy, microbatches):
+    compare(strategy=strategy, policy=policy, microbatches=microbatches)
 
 
 @distributed(2)

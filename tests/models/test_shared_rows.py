@@ -72,11 +72,11 @@ def test_kernels_of_other_packages_are_refused_by_name_and_left_alone_by_auto():
 @pytest.mark.slow
 @distributed(2)
 @torch.no_grad()
-def test_recurrences_send_as_much_for_64k_tokens_as_for_2k():
+def test_recurrences_send_as_much_for_8k_tokens_as_for_2k():
     meshes = weft.init_meshes("cpu", cp=2)
     for kind in "MG":
         model, sent = build(config(kind), meshes, dtype=torch.float32), []
-        for seq in (2048, 65536):
+        for seq in (2048, 8192):
             tokens = torch.arange(seq)[None] % 37
             with mock.patch.object(Gathering, "send", autospec=True, side_effect=Gathering.send) as send:
                 model(**context_part({"tokens": tokens, "labels": tokens}, meshes))

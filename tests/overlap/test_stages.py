@@ -172,12 +172,13 @@ def test_every_schedule_delays_releases_early_and_recomputes(schedule):
     cfg = dataclasses.replace(CFG, pattern="[*E]*[*-][*E]")
     expected = one_piece(cfg, 5)
     chunks = 1 if schedule == "1f1b" else 2
-    for switches in ({"delay_wgrad": True}, {"early_release": True}, {"delay_wgrad": True, "early_release": True}):
-        for recompute in ((), ("attend", "experts")):
-            cfg = dataclasses.replace(cfg, recompute=recompute)
-            _, trace = in_stages(cfg, meshes, schedule, 5, expected, switches=switches, chunks=chunks, **how)
-            apart = {step.microbatch for step in trace if step.slot.endswith(".weights")}
-            assert schedule in ("dualpipev", "zbv") or apart == (set(range(5)) if "delay_wgrad" in switches else set())
+    both = ("attend", "experts")
+    for delays, releases, recompute in ((True, False, both), (False, True, both), (True, True, ())):
+        cfg = dataclasses.replace(cfg, recompute=recompute)
+        switches = {"delay_wgrad": delays, "early_release": releases}
+        _, trace = in_stages(cfg, meshes, schedule, 5, expected, switches=switches, chunks=chunks, **how)
+        apart = {step.microbatch for step in trace if step.slot.endswith(".weights")}
+        assert schedule in ("dualpipev", "zbv") or apart == (set(range(5)) if delays else set())
 
 
 @pytest.mark.long

@@ -1,13 +1,16 @@
 """`weft train` as a person uses it, for tests: real processes on a tiny model and text."""
 
+import io
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.utils._pytree import tree_flatten
 
+from tests.pool import Pool
 from weft.checkpoint import committed_steps, verify
 from weft.checkpoint.loading import LoadPlanner
+from weft.cli import main
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "model": {
@@ -86,6 +91,20 @@ def weft(
     )
     print(done.stdout, done.stderr, sep="")  # what pytest shows of a test that fails
     return done
+
+
+def forked(pool: Pool, *arguments: Any, folder: Path, **environment: str) -> tuple[int, str]:
+    """The exit code of `weft` and what it says to stderr, run in `folder` by a process that has imported it before."""
+    return pool.template.fork(partial(_main, [*map(str, arguments)], str(folder), environment)).recv()
+
+
+def _main(arguments: list[str], folder: str, environment: Mapping[str, str], pipe: Any) -> None:
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    os.environ.update(environment)
+    with redirect_stderr(io.StringIO()) as said:
+        code = main(arguments)
+    pipe.send((code, said.getvalue()))
 
 
 @contextmanager
@@ -199,3 +218,10 @@ def _same(one: Any, other: Any) -> bool:
 def committed(run: Path) -> list[int]:
     """Steps of the run's checkpoints."""
     return committed_steps(run / "checkpoints")
+
+
+def rewind(run: Path, step: int) -> None:
+    """Take away what a run saved after `step`: it goes on from there as if it had been stopped."""
+    for later in committed(run):
+        if later > step:
+            shutil.rmtree(run / "checkpoints" / f"step-{later:08d}")

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tests.train.command import metrics, write_config
+from tests.train.command import metrics, rewind, write_config
 from tests.train.test_loop import StopAt, full
 from weft.models import HybridModel, hf
 from weft.train.config import load_config
@@ -72,10 +72,10 @@ def test_the_average_on_any_ranks_is_that_of_one_process(pool, tmp_path, ranks):
 
 @pytest.mark.slow
 def test_a_run_with_an_average_goes_on_bit_for_bit(pool, tmp_path):
-    path = write_config(tmp_path, train__ema_decay=DECAY, train__validate_every=3)
-    whole = pool.run(2, averaged, path, tmp_path / "whole", 6)[0]
-    pool.run(2, averaged, path, tmp_path / "parts", 3)
-    parts = pool.run(2, averaged, path, tmp_path / "parts", 6, 3)[0]
+    path = write_config(tmp_path, train__ema_decay=DECAY, train__validate_every=3, checkpoint__every=3)
+    whole = pool.run(2, averaged, path, tmp_path / "run", 6)[0]
+    rewind(tmp_path / "run", 3)
+    parts = pool.run(2, averaged, path, tmp_path / "run", 6, 3)[0]
     assert parts[2] == whole[2]
     assert all(torch.equal(parts[0][name], value) for name, value in whole[0].items())
 

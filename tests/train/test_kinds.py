@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.train.command import metrics, write_config
+from tests.train.command import metrics, rewind, write_config
 from tests.train.test_loop import train_on
 from weft.train.config import load_config, parse_config
 from weft.train.data import Batches, Validation, load_corpora, load_corpus
@@ -443,11 +443,11 @@ def settings_for(folder, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*WRITERS, "tokens"])
 def test_a_run_on_any_kind_goes_on_bit_for_bit(pool, tmp_path, kind):
-    path = write_config(tmp_path, train__validate_every=2, data__validation_fraction=0.1)
+    path = write_config(tmp_path, train__validate_every=2, data__validation_fraction=0.1, checkpoint__every=3)
     changes = settings_for(tmp_path, kind)
     whole = pool.run(2, train_on, path, tmp_path / "run", changes, stop_at=6)[0]
-    pool.run(2, train_on, path, tmp_path / "parts", changes, stop_at=3)
-    parts = pool.run(2, train_on, path, tmp_path / "parts", changes, stop_at=6, resume_from=3)[0]
+    rewind(tmp_path / "run", 3)
+    parts = pool.run(2, train_on, path, tmp_path / "run", changes, stop_at=6, resume_from=3)[0]
     assert parts[:2] == whole[:2]
     assert all(torch.equal(parts[2][name], value) for name, value in whole[2].items())
     assert ("nats_per_byte" in metrics(tmp_path / "run", "validation")[0]) == (kind != "tokens")

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import weft
 from tests.fsdp import nets
-from tests.train.command import metrics
+from tests.train.command import metrics, rewind
 from tests.train.test_loop import StopAt
 from weft.checkpoint import verify
 from weft.train import Trainer
@@ -167,12 +167,12 @@ def go_on_shuffled(folder, steps, resume):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [go_on, go_on_stateful, go_on_shuffled])
 def test_a_run_of_one_s_own_goes_on_bit_for_bit(pool, tmp_path, how):
-    whole = pool.run(2, how, tmp_path / "whole", 9, False)[0]
-    pool.run(2, how, tmp_path / "parts", 7, "or-start")
-    parts = pool.run(2, how, tmp_path / "parts", 9, "or-start")[0]
+    whole = pool.run(2, how, tmp_path, 9, False)[0]
+    rewind(tmp_path / "default", 6)
+    parts = pool.run(2, how, tmp_path, 9, "or-start")[0]
     assert parts[0] == whole[0]
     assert all(torch.equal(parts[2][name], value) for name, value in whole[2].items())
-    verify(tmp_path / "parts" / "default" / "checkpoints" / "step-00000009")
+    verify(tmp_path / "default" / "checkpoints" / "step-00000009")
 
 
 class KeepsSettings:

@@ -1,10 +1,11 @@
 """Code that a run directory names is imported where this user made it, or says so."""
 
+import os
 import shutil
 
 import pytest
 
-from tests.train.command import weft, write_config
+from tests.train.command import forked, write_config
 from weft.train.config import ConfigError, load_config
 from weft.train.run.runs import CONFIG
 from weft.train.run.trust import mark_as_own, named_code, require_trust
@@ -60,11 +61,11 @@ def test_a_configuration_without_code_needs_no_trust(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [["train", "--resume"], ["eval"]])
-def test_neither_resume_nor_eval_imports_what_a_directory_from_elsewhere_names(own, tmp_path, monkeypatch, command):
+def test_neither_resume_nor_eval_imports_what_a_directory_from_elsewhere_names(own, pool, tmp_path, command):
     (tmp_path / "bad.py").write_text(f"open({str(tmp_path / IMPORTED)!r}, 'w')\n")
-    monkeypatch.chdir(tmp_path)
     (own / "checkpoints" / "step-00000001").mkdir()
     shutil.move(own, tmp_path / "from-elsewhere")
-    done = weft(*command, "from-elsewhere")
-    assert done.returncode == 2 and "add --trust" in done.stderr
+    state = os.environ["XDG_STATE_HOME"]
+    code, said = forked(pool, *command, "from-elsewhere", folder=tmp_path, XDG_STATE_HOME=state)
+    assert code == 2 and "add --trust" in said
     assert not (tmp_path / IMPORTED).exists()

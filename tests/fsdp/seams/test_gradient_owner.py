@@ -21,6 +21,7 @@ from tests.fsdp.seams.truth import (
     step,
     tokens_loss,
 )
+from tests.pairs import all_pairs
 from tests.pool import distributed
 
 
@@ -45,9 +46,7 @@ def pair(**options) -> tuple[nets.Net, nets.Net]:
     return plain, sharded
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@all_pairs(strategy=[*STRATEGIES[1:], "no_shard"], microbatches=[1, 2], when=["before", "after"])
 @distributed(2)
 def test_a_penalty_on_sharded_parameters_computed_beside_the_forward(strategy, microbatches, when):
     def loss(net: nets.Net, rows: torch.Tensor, rank: int) -> torch.Tensor:

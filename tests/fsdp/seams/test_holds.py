@@ -23,6 +23,7 @@ from tests.fsdp.seams.truth import (
     step,
     tokens_loss,
 )
+from tests.pairs import all_pairs
 from tests.pool import distributed
 
 
@@ -44,9 +45,11 @@ def mine(batch: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backward_finds", ["all resharded", "all unsharded", "some unsharded"])
-@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
-@pytest.mark.parametrize("known", [0, 3])
+@all_pairs(
+    known=[0, 3],
+    strategy=["optim_grads", "optim_grads_params"],
+    backward_finds=["all resharded", "all unsharded", "some unsharded"],
+)
 @distributed(2)
 def test_all_blocks_may_be_unsharded_between_forward_and_backward(known, strategy, backward_finds):
     """`known`: steps before, from which the pool has a plan."""
@@ -252,9 +255,7 @@ PATHS: dict[str, Callable[[int], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("child_is_a_unit", [False, True])
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+@all_pairs(strategy=["optim_grads", "optim_grads_params"], path=list(PATHS), child_is_a_unit=[False, True])
 @distributed(2)
 def test_a_module_in_two_units(strategy, path, child_is_a_unit):
     def make() -> Family:

@@ -120,8 +120,10 @@ def test_images_on_some_ranks_only(strategy, who, frozen, microbatches):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", WHO)
-@pytest.mark.parametrize("frozen", ["the vision tower", "nothing"])
+@pytest.mark.parametrize(
+    ("frozen", "who"),
+    [*(("the vision tower", who) for who in WHO), *(("nothing", who) for who in ("the last rank", "ranks in turn"))],
+)
 @distributed(2)
 def test_images_on_some_ranks_only_where_weights_are_sharded(frozen, who):
     """The ranks without images take part in the tower's gathers when others wait for them."""

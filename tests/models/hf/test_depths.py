@@ -76,8 +76,8 @@ def test_depths_are_made_exactly_when_their_weights_are_there_and_come_back_bit_
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
         assert hf.config_of(directory) == cfg
-        loaded = AutoModelForCausalLM.from_pretrained(directory).state_dict()
-        assert all(torch.equal(loaded[name], tensor) for name, tensor in main.state_dict().items())
+    loaded = AutoModelForCausalLM.from_pretrained(again).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in main.state_dict().items())
     main.save_pretrained(tmp_path / "without")
     assert hf.config_of(tmp_path / "without").pattern == cfg.pattern.partition("/")[0]
 

@@ -1,5 +1,6 @@
 """The fields of a config.json: which do not affect the result, and which values each may have."""
 
+import functools
 import math
 from collections.abc import Collection, Mapping
 from typing import Any, get_args, get_type_hints
@@ -114,7 +115,7 @@ def check_values(raw: Raw, fields: Mapping[str, tuple[str, Any]]) -> None:
             kinds = _kinds_of(fields[name][0])
         else:
             named = ((WHOLE, int), (NUMBERS, float), (TRUTHS, bool), (LISTS, list), (TABLES, dict), (TEXTS, str))
-            kinds = {kind for names, kind in named if name in names}
+            kinds = frozenset(kind for names, kind in named if name in names)
             kinds |= {type(None)} if kinds else set()
         if kinds and not any(_is(value, kind) for kind in kinds):
             raise ConversionError(f"{name}={_shown(value)}: must be {' or '.join(sorted(map(_named, kinds)))}")
@@ -124,9 +125,10 @@ def check_values(raw: Raw, fields: Mapping[str, tuple[str, Any]]) -> None:
             raise ConversionError(f"{name}={value}: must be from 0 to {MOST_LAYERS}")
 
 
-def _kinds_of(ours: str) -> set[Any]:
+@functools.cache
+def _kinds_of(ours: str) -> frozenset[Any]:
     hint = get_type_hints(HybridConfig)[ours]
-    return set(get_args(hint)) or {hint}
+    return frozenset(get_args(hint)) or frozenset((hint,))
 
 
 def _is(value: Any, kind: Any) -> bool:
