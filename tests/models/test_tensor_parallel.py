@@ -10,7 +10,7 @@ import torch.distributed as dist
 import weft
 from tests.models.test_context import CLOSE, ROWS, averaged, batch, build, cut, same, trained, whole
 from tests.models.test_documents import config
-from tests.pool import distributed
+from tests.pool import distributed, each_on_one_rank
 from weft.models import HybridConfig, HybridModel, hf, shard
 from weft.models.tensor_parallel import cuts_of
 from weft.overlap import evaluate, forward_backward
@@ -70,15 +70,17 @@ def weft_like(values, parameter):
 @distributed(2, 4)
 @mock.patch("weft.models.layers.delta_net.CHUNK", 4)
 def test_every_kind_of_layer_equals_one_process():
-    ranks = dist.get_world_size()
+    """Sharded on two ranks, where four keep the whole gradients of what is not cut."""
+    ranks, given = dist.get_world_size(), [batch(ROWS["a document over three slices"])]
     meshes = weft.init_meshes("cpu", tp=ranks)
-    for kind, options in KINDS.items():
-        cfg = config(f"{kind[0]}{kind[0]}/[{kind[0]}-]" if kind != "E" else "[*E]E", num_attention_heads=4, **options)
-        given = [batch(ROWS["a document over three slices"])]
-        expected = trained(perturb(build(cfg)), given)
-        same(trained(perturb(build(cfg, meshes)), given), expected)
-        if ranks == 2:
-            same(trained(shard(perturb(build(cfg, meshes)), meshes), given), expected)
+    models = [
+        config(f"{kind[0]}{kind[0]}/[{kind[0]}-]" if kind != "E" else "[*E]E", num_attention_heads=4, **options)
+        for kind, options in KINDS.items()
+    ]
+    expected = each_on_one_rank(models, lambda cfg: trained(perturb(build(cfg)), given))
+    for cfg, alone in zip(models, expected, strict=True):
+        model = perturb(build(cfg, meshes))
+        same(trained(shard(model, meshes) if ranks == 2 else model, given), alone)
 
 
 @pytest.mark.long

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_flatten
 
 from weft.checkpoint import committed_steps, verify
 from weft.checkpoint.loading import LoadPlanner
+from weft.train.config import load_config
+from weft.train.loop import train
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "model": {
@@ -86,6 +88,11 @@ def weft(
     )
     print(done.stdout, done.stderr, sep="")  # what pytest shows of a test that fails
     return done
+
+
+def train_here(config: Path, overrides: Sequence[str] = ()) -> None:
+    """What `weft train` does, on these ranks: of a test's `pool`, which has imported everything."""
+    train(load_config(config, overrides))
 
 
 @contextmanager
