@@ -6,10 +6,11 @@ tests.
         assert dist.get_world_size() in (2, 4)
 
 Each job gets a fresh process group and loses it at its end, so that no test sees another's state. A rank that
-raises or hangs fails the test with its traceback, and the workers are replaced.
+raises or hangs fails the test with its traceback (of all threads, if it hangs), and the workers are replaced.
 """
 
 import contextlib
+import faulthandler
 import functools
 import importlib
 import inspect
@@ -20,11 +21,13 @@ import pickle
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,7 +128,8 @@ class Pool:
                     answers[rank] = (False, "the process died")
         failed = any(not good for good, _ in answers.values())
         for rank in waiting.values():
-            answers[rank] = (False, "still running when another failed" if failed else f"silent for {timeout} s")
+            said = "still running when another failed" if failed else f"silent for {timeout} s"
+            answers[rank] = (False, f"{said}\n{self._stacks_of(rank)}")
         if any(not good for good, _ in answers.values()):
             self.stop()
             failures = [
@@ -134,11 +138,22 @@ class Pool:
             raise RankFailed("\n".join(failures))
         return [answers[rank][1] for rank in range(ranks)]
 
+    def _stacks_of(self, rank: int) -> str:
+        """The stacks of the threads of a worker that does not answer."""
+        pid = self.workers[rank][0]
+        stacks = Path(_stacks_file(pid))
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGUSR1)
+            time.sleep(0.2)
+            return stacks.read_text()
+        return "the process is gone"
+
     def stop(self) -> None:
         """End the workers; the next `run` starts new ones."""
         for pid, pipe in self.workers:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+            Path(_stacks_file(pid)).unlink(missing_ok=True)
             pipe.close()
         self.workers = []
 
@@ -208,6 +223,7 @@ def _serve(pipe: Any, port: int) -> None:
     With a store of files, which are polled, ranks would meet three times as slowly.
     """
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1, open(_stacks_file(os.getpid()), "w"))  # noqa: SIM115  # until it ends
     store = dist.TCPStore("127.0.0.1", port, is_master=not port, wait_for_workers=False)
     pipe.send((os.getpid(), store.port))
     while True:
@@ -220,6 +236,11 @@ def _serve(pipe: Any, port: int) -> None:
         except BaseException:  # every failure of a rank, pytest's own exceptions too, belongs in the report
             answer = (False, traceback.format_exc())
         pipe.send(answer)
+
+
+def _stacks_file(pid: int) -> str:
+    """Where the worker `pid` writes the stacks of its threads when it gets SIGUSR1."""
+    return f"{tempfile.gettempdir()}/weft-stacks-of-{pid}"
 
 
 def _run_job(

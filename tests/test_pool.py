@@ -1,6 +1,7 @@
 """The test pool itself: every other multi-process test stands on it."""
 
 import os
+import time
 
 import pytest
 import torch
@@ -28,8 +29,20 @@ def die_on_rank_1():
     dist.barrier()
 
 
-@pytest.mark.parametrize("body, message", [(fail_on_rank_1, "broken on purpose"), (die_on_rank_1, "the process died")])
-def test_a_failing_rank_fails_the_job_and_the_pool_serves_the_next(pool, body, message):
+def sleep_on_rank_1():
+    if dist.get_rank() == 1:
+        time.sleep(60)
+
+
+FAILURES = [
+    (fail_on_rank_1, 120, "broken on purpose"),
+    (die_on_rank_1, 120, "the process died"),
+    (sleep_on_rank_1, 3, "in sleep_on_rank_1"),
+]
+
+
+@pytest.mark.parametrize("body, timeout, message", FAILURES)
+def test_a_failing_rank_fails_the_job_and_the_pool_serves_the_next(pool, body, timeout, message):
     with pytest.raises(RankFailed, match=message):
-        pool.run(2, body)
+        pool.run(2, body, timeout=timeout)
     assert pool.run(2, dist.get_rank) == [0, 1]

@@ -75,7 +75,7 @@ def test_no_room_above_comm_names_a_backend_or_asks_how_a_group_sends():
     assert all(name.startswith("comm/") for name in asked), asked
 
 
-def test_every_mutation_quotes_what_is_in_its_file_once():
+def test_every_mutation_quotes_what_is_once_in_its_class_or_function():
     script = Path(__file__).parents[1] / "scripts" / "mutate.py"
     listed = subprocess.run([sys.executable, script, "--list"], capture_output=True, text=True, check=False)
     assert listed.returncode == 0, listed.stdout[-2000:] + listed.stderr

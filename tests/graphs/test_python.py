@@ -537,7 +537,7 @@ def test_a_copy_of_a_module_computes_with_its_own_weights():
     with torch.no_grad():
         other.linear.weight.zero_()
     x = torch.ones(2, 4)
-    assert torch.equal(other(x), other.act(other.linear.bias.expand(2, 4)) * 2)
+    assert torch.equal(other(x), other.act(other.linear.bias.repeat(2, 1)) * 2)
     assert not torch.equal(other(x), module(x))
 
 

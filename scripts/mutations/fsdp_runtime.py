@@ -1,0 +1,319 @@
+"""Mutations of src/weft/fsdp/runtime."""
+
+from mutation import Mutation
+from mutations.tests import (
+    BETWEEN,
+    BUCKETS,
+    COPIES,
+    MEMBERSHIP,
+    NARROW,
+    NARROW_BYTES,
+    ORDER,
+    REDUCED_BESIDE,
+    SEAMS,
+    STREAMS,
+    WAYS_IN,
+)
+
+DIFFERENTLY_FROZEN = (
+    "fsdp/test_differently_frozen.py::"
+    "test_ranks_that_freeze_different_blocks_have_true_gradients_by_themselves_and_in_bundles[2-0]"
+)
+GIVEN_UP = "test_reductions_of_a_backward_that_fails_are_given_up_and_gradients_dropped[2]"
+
+MUTATIONS = [
+    # --- what changes between passes ----------------------------------------------------------------------------------
+    Mutation(
+        "what comes into a model after its first pass is not looked at",
+        "Inventory.check",
+        "_contents(modules) != self._seen",
+        "False",
+        MEMBERSHIP + "test_what_comes_after_the_first_pass_is_refused_by_name_until_a_unit_has_it[2]",
+    ),
+    Mutation(
+        "a frozen parameter in no unit is not looked at again",
+        "Inventory.check",
+        "any(map(_trains, map(call, self._frozen)))",
+        "False",
+        MEMBERSHIP + "test_what_comes_after_the_first_pass_is_refused_by_name_until_a_unit_has_it[2]",
+    ),
+    Mutation(
+        "the order of reductions stays that of the units",
+        "Consensus.reach",
+        "reductions.agreed = tuple(reductions.arrived)",
+        "",
+        "fsdp/test_order.py::test_reductions_that_wait_for_the_turn_of_another_all_start_with_it[2]",
+    ),
+    Mutation(
+        "what is reduced is what this rank trains",
+        "Consensus.reach",
+        "self._reduce(agreed.trains)",
+        "self._reduce([group.trainable for group in groups])",
+        DIFFERENTLY_FROZEN,
+    ),
+    Mutation(
+        "gradients that only some ranks have unfrozen are left where they are",
+        "Consensus.reach",
+        "[number for number in numbers if unit.groups[number].agreed]",
+        "[]",
+        DIFFERENTLY_FROZEN,
+    ),
+    Mutation(
+        "an evaluation inside of another model's backward is taken for a recomputation",
+        "Runtime._recomputes",
+        "in_backward() and (torch.is_grad_enabled() or self.passes.current is Pass.BACKWARD)",
+        "in_backward()",
+        BETWEEN + "test_a_model_evaluated_in_a_hook_of_another_s_backward_has_the_weights_of_now[2-optim]",
+    ),
+    # --- what travels together ----------------------------------------------------------------------------------------
+    Mutation(
+        "units that compute in different dtypes travel together",
+        "fsdp:_kind",
+        "(group.groups[-1], group.recipe.compute)",
+        "(group.groups[-1], torch.float32)",
+        "fsdp/test_mixed_bundles.py::"
+        "test_fp32_units_between_bf16_ones_compute_with_weights_that_nothing_has_rounded[2-optim_grads_params]",
+    ),
+    Mutation(
+        "small units never travel together",
+        "fill_buckets",
+        "len(run) > 1",
+        "len(run) > 99",
+        BUCKETS + "test_a_step_of_small_units_is_a_message_for_each_pass_and_one_for_the_gradients[2]",
+    ),
+    Mutation(
+        "a bucket has no largest size",
+        "fill_buckets",
+        "not runs or not runs[-1] or bytes_before + unit.gathered_bytes > most or not _alike(runs[-1][0], unit)",
+        "not runs or not runs[-1] or not _alike(runs[-1][0], unit)",
+        BUCKETS + "test_a_bucket_holds_as_many_bytes_as_asked_for_and_large_units_travel_by_themselves[2]",
+    ),
+    Mutation(
+        "gradients of small units on one rank are added up one by one",
+        "bundle_bytes",
+        "(each.bundle_bytes for each in said)",
+        "(each.bundle_bytes for each in said if groups[0].groups[-1].size() > 1)",
+        BUCKETS + "test_one_rank_adds_up_the_gradients_of_small_units_at_once[1]",
+    ),
+    Mutation(
+        "a rank that needs nothing of a bucket leaves others waiting",
+        "GatherHelper._parts",
+        "enumerate(self._buckets)",
+        "()",
+        BUCKETS + "test_a_rank_that_needs_no_unit_of_a_bucket_takes_part_for_those_that_do[2]",
+    ),
+    Mutation(
+        "a rank that has not stepped yet sends its weights to one that has",
+        "Steps.reached",
+        "not self._counts or issued.get(self._key, 0) <= here",
+        "True",
+        "fsdp/test_steps_here.py::test_a_rank_that_has_not_stepped_yet_sends_nothing_to_one_that_has",
+    ),
+    Mutation(
+        "a rank takes part in a bucket only while it has not gathered it itself",
+        "Bucket.serve",
+        "self._start([None] * len(sources), sources, copy)",
+        "None if self.gathered else self._start([None] * len(sources), sources, copy)",
+        BUCKETS + "test_a_rank_takes_part_for_a_forward_that_it_is_past_and_for_a_backward_too[2]",
+    ),
+    Mutation(
+        "gradients of earlier microbatches stay where a backward failed",
+        "Runtime.fail",
+        "left in (Pass.BACKWARD, Pass.SCHEDULE) and not evaluates",
+        "False",
+        "fsdp/seams/test_failures.py::test_a_backward_that_fails_takes_the_gradients_of_the_microbatches_before_it"
+        "[2-optim_grads-0]",
+    ),
+    Mutation(
+        "an evaluation that fails in a schedule takes gradients that wait",
+        "Runtime.fail",
+        "left in (Pass.FORWARD, Pass.EVALUATION) or (left is Pass.SCHEDULE and self._evaluates)",
+        "left in (Pass.FORWARD, Pass.EVALUATION)",
+        "overlap/test_schedule.py::test_a_schedule_that_fails_takes_all_gradients_and_an_evaluation_takes_none[2-optim]",
+    ),
+    # --- when things run ----------------------------------------------------------------------------------------------
+    Mutation(
+        "reductions wait for the turn of a frozen unit",
+        "Reductions.begin",
+        "unit.trainable_groups and not self.defers(unit) and self._checked and unit.is_addressed",
+        "not self.defers(unit) and self._checked and unit.is_addressed",
+        ORDER + "test_nothing_waits_for_the_turn_of_a_unit_that_is_frozen[2]",
+    ),
+    Mutation(
+        "weights do not go after forward",
+        "Shared.done",
+        "not self.gathers.stays(each)",
+        "False",
+        ORDER + "test_weights_go_when_the_next_unit_has_computed[2-trace]",
+    ),
+    Mutation(
+        "weights that stay are gathered in each microbatch",
+        "Freshness.begin_pass",
+        "self._certain = False",
+        "",
+        ORDER + "test_weights_that_stay_are_gathered_once_in_a_step_of_many_microbatches[2-optim]",
+    ),
+    Mutation(
+        "each reduction is waited for at once",
+        "Reductions.reduce_group",
+        "one.gradients.reduce(self._channels, each.scale_of(one), channel=one.channel, finishes=finishes)",
+        "[(ticket := one.gradients.reduce(self._channels, 1.0, channel=one.channel, finishes=finishes)), "
+        "ticket.wait()][0]",
+        REDUCED_BESIDE + "[2-optim_grads_params]",
+    ),
+    Mutation(
+        "partial gradients are reduced in each microbatch",
+        "Reductions.defers",
+        "(group.placements.reduces_each_microbatch for group in unit.groups)",
+        "(True for group in unit.groups)",
+        ORDER + "test_partial_gradients_are_reduced_once_in_a_step_and_sharded_ones_after_each_microbatch[2-optim]",
+    ),
+    Mutation(
+        "weights that stay are made anew one at a time",
+        "Freshness.reach",
+        "self.ahead and self._made and self._made[-1] is unit",
+        "False",
+        ORDER + "test_a_unit_is_gathered_while_the_one_before_it_computes[2-optim]",
+    ),
+    # --- the order of streams, where there are some -------------------------------------------------------------------
+    Mutation(
+        "gradients are used before they are reduced",
+        "Reductions.finish_group",
+        "under_way.wait()",
+        "",
+        STREAMS + "test_a_steady_step_has_no_wait_of_the_host[2-optim_grads_params-False]",
+    ),
+    Mutation(
+        "reductions of a failed backward are forgotten, not given up",
+        "Reductions.abandon",
+        "ticket.abandon()",
+        "",
+        STREAMS + GIVEN_UP,
+    ),
+    Mutation(
+        "the host continues while a backward's uploads read frozen weights",
+        "UnitSet.come_to_rest",
+        "if self._offloaded: ...",
+        "if False: ...",
+        STREAMS + "test_frozen_weights_in_memory_of_the_host_may_be_written_after_a_backward[2]",
+    ),
+    # --- weights ------------------------------------------------------------------------------------------------------
+    Mutation(
+        "weights that stay are never made anew",
+        "Freshness.begin_pass",
+        "ordinary if words[0] else []",
+        "[]",
+        SEAMS + "test_freshness.py::test_weights_that_are_written_between_microbatches[2-optim-True-copy_]",
+    ),
+    Mutation(
+        "small writes to weights that rest as payload are lost",
+        "_word_of",
+        "rewritten and resting.has_passed",
+        "False",
+        "fsdp/test_payload_only.py::test_small_writes_add_up_as_those_to_main_weights[2]",
+    ),
+    Mutation(
+        "a write on one rank is not told to the others",
+        "Freshness.begin_pass",
+        "words, _ = agree(words, [], groups, 'beginning of a pass', channel=self._channel)",
+        "agree(words, [], groups, 'beginning of a pass', channel=self._channel)",
+        SEAMS + "test_freshness.py::test_a_write_on_one_rank_is_a_write_on_all[2-optim]",
+    ),
+    Mutation(
+        "a user's hold is evicted by a pass",
+        "UnitSet.begin_pass",
+        "unit.end_holds(UNTIL_BACKWARD, RETURNED, *((UNTIL_NEXT_PASS,) if unit.reshard_after_backward else ()))",
+        "unit.end_holds(USER, UNTIL_BACKWARD, RETURNED, *((UNTIL_NEXT_PASS,) if unit.reshard_after_backward else ()))",
+        SEAMS + "test_holds.py::test_a_users_unshard_is_not_evicted_by_a_pass_of_others[2-0]",
+    ),
+    Mutation(
+        "who takes part in a gather sends stale weights",
+        "GatherHelper.serve",
+        "self._freshness.reach(unit)",
+        "",
+        "fsdp/test_conditional.py::test_a_rank_that_takes_part_in_a_gather_sends_the_weights_of_now[4]",
+    ),
+    # --- narrow weights -----------------------------------------------------------------------------------------------
+    Mutation(
+        "a rank quantizes with the maxima of its own shard",
+        "agree_on_maxima",
+        "part.copy_(whole)",
+        "(part, whole)",
+        NARROW + "test_bytes_are_those_of_the_whole_weight[2]",
+    ),
+    Mutation(
+        "a plan takes gathers of quantized weights for wide ones",
+        "fsdp:_facts",
+        "sent=sum(group.payload.sent for group in unit.groups)",
+        "sent=None",
+        NARROW_BYTES,
+    ),
+    Mutation(
+        "a rank sends the quantized weights of the last step of a unit that its pass is without",
+        "Freshness.reach",
+        "self.is_due(unit)",
+        "False",
+        "fsdp/test_mixed_bundles.py::test_a_rank_whose_pass_is_one_without_some_quantized_units_sends_those_of_after_its_last_step[2-0]",
+    ),
+    Mutation(
+        "a plan knows nothing of weights that are gathered again while they are held",
+        "fsdp:_facts",
+        "sum(group.payload.sent for group in turning)",
+        "0",
+        COPIES + "test_a_backward_gathers_its_copy_instead_of_the_other_and_as_the_plan_says[2]",
+    ),
+    # --- passes and calls ---------------------------------------------------------------------------------------------
+    Mutation(
+        "models end a backward in any order",
+        "_Ending.__call__",
+        "self._parts.sort(key=lambda model: model[0])",
+        "",
+        SEAMS + "test_two_roots.py::"
+        "test_models_end_a_backward_in_the_order_of_their_places_whichever_was_reached_first",
+    ),
+    Mutation(
+        "a failed pass is not recovered from",
+        "UnitSet.reset",
+        "group.gradients.discard()",
+        "",
+        SEAMS + "test_failures.py::test_going_on_after_an_exception[2-in_backward-trains-optim_grads_params-0]",
+    ),
+    # --- schedules of pipelines ---------------------------------------------------------------------------------------
+    Mutation(
+        "gradients of units that do not run in the last microbatch are left over",
+        "Reductions.left_over",
+        "gradients.where in (Where.PACKED, Where.SUMMED)",
+        "False",
+        "fsdp/test_conditional.py::test_units_that_do_not_run_in_the_last_microbatch_are_reduced_with_what_they_have[2]",
+    ),
+    # --- by which way a backward comes in -----------------------------------------------------------------------------
+    Mutation(
+        "a forward that fails drops the gradients that wait",
+        "UnitSet.reset",
+        "not keeps_gradients",
+        "True",
+        WAYS_IN + "test_a_forward_that_fails_takes_nothing_from_the_microbatches_before_it[2-optim-evaluation]",
+    ),
+    Mutation(
+        "what is added after sharding trains on each rank for itself",
+        "Inventory._walk",
+        "if parameter.requires_grad: ...",
+        "if False: ...",
+        WAYS_IN + "test_what_is_added_after_sharding_is_refused_unless_it_is_sharded_or_ignored[2]",
+    ),
+    # --- in the place of torch's FSDP2 --------------------------------------------------------------------------------
+    Mutation(
+        "weights without values are used",
+        "Runtime._enter",
+        "not self._filled",
+        "False",
+        "fsdp/test_meta.py::test_what_has_no_values_is_refused_by_name_on_all_ranks_and_may_be_filled_then[2]",
+    ),
+    Mutation(
+        "replicas that were filled by themselves stay different",
+        "check_filled",
+        "equalize(group)",
+        "",
+        "fsdp/test_meta.py::test_replicas_that_drew_other_numbers_start_alike[2]",
+    ),
+]

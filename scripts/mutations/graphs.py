@@ -1,0 +1,218 @@
+"""Mutations of src/weft/graphs."""
+
+from mutation import Mutation
+
+GRAPHS = "graphs/test_hooks.py::"
+KEYS = "graphs/test_keys.py::"
+BACKWARDS = "graphs/test_backward.py::"
+WRITES = "graphs/test_writes.py::test_both_conventions_are_replayed_in_the_first_microbatch_and_in_later_ones[2]"
+PYTHON = "graphs/test_python.py::"
+REPLAYS = "graphs/test_settings.py::test_a_replay_reads_nothing_of_the_one_before"
+
+MUTATIONS = [
+    # --- graphs -------------------------------------------------------------------------------------------------------
+    Mutation(
+        "graphs are never replayed",
+        "GraphedCall.enable",
+        "captured.ready = True",
+        "captured.ready = False",
+        GRAPHS + "test_twenty_steps_with_graphs_are_those_without[2]",
+    ),
+    Mutation(
+        "hooks on gathered weights are left out of replays",
+        "Places.addresses",
+        "(tensor.requires_grad, hooked(tensor))",
+        "(tensor.requires_grad,)",
+        "graphs/test_hooks.py::test_a_hook_on_a_gathered_weight_ends_the_replays_of_its_module[2]",
+    ),
+    Mutation(
+        "a replay has the inputs of its capture",
+        "Captured.forward",
+        "static.fill(given)",
+        "",
+        REPLAYS,
+    ),
+    Mutation(
+        "a replay skips the last operator",
+        "Tape.replay",
+        "for function, args, kwargs, results, differentiable in self.calls: ...",
+        "for function, args, kwargs, results, differentiable in self.calls[:-1]: ...",
+        REPLAYS,
+    ),
+    Mutation(
+        "static outputs change behind autograd's back",
+        "Captured.forward",
+        "self._changed if copies else [*self._changed, *self._outputs]",
+        "self._changed",
+        "graphs/test_settings.py::test_an_output_that_the_next_replay_overwrites_is_refused_by_autograd",
+    ),
+    Mutation(
+        "a backward does not ask whether weights moved",
+        "Captured.backward",
+        "self._places.addresses() != self.addresses",
+        "False",
+        "graphs/test_settings.py::test_weights_that_moved_are_no_address_of_a_replay",
+    ),
+    Mutation(
+        "buffers keep what a capture has done",
+        "Places.restored",
+        "each.copy_(values)",
+        "",
+        GRAPHS + "test_buffers_that_a_forward_changes_are_counted_once_per_call[2]",
+    ),
+    Mutation(
+        "a replay does not say that it wrote to main_grad",
+        "Targets.written",
+        "each.grad_added_to_main_grad = True",
+        "",
+        WRITES,
+    ),
+    Mutation(
+        "a replay that adds is taken for one that writes",
+        "Targets.__init__",
+        "(*((each.data_ptr(), each.stride(), each.dtype) for each in buffers), *(accumulate for _, "
+        "accumulate in self._answers))",
+        "(*((each.data_ptr(), each.stride(), each.dtype) for each in buffers),)",
+        WRITES,
+    ),
+    Mutation(
+        "a recording of a backward leaves its own gradients behind",
+        "Targets.restored",
+        "buffer.copy_(values)",
+        "",
+        WRITES,
+    ),
+    Mutation(
+        "a rank replays what failed elsewhere",
+        "GraphTable.agree",
+        "anywhere and call.refused is None",
+        "False",
+        GRAPHS + "test_a_capture_that_fails_on_one_rank_is_used_on_none[2]",
+    ),
+    Mutation(
+        "an output without a gradient has one of zeros in a replay",
+        "_Replayed.forward",
+        "ctx.set_materialize_grads(False)",
+        "ctx.set_materialize_grads(True)",
+        BACKWARDS + "test_an_output_without_a_gradient_leaves_its_weights_without_one",
+    ),
+    Mutation(
+        "gradients in any layout are copied into that of the first one",
+        "Backward.run",
+        "None if each is None else each.stride()",
+        "None if each is None else ()",
+        BACKWARDS + "test_gradients_that_arrive_in_other_layouts_are_those_of_eager_calls",
+    ),
+    Mutation(
+        "uses of a leaf come in the order of the forward",
+        "Uses.__init__",
+        "-node._sequence_nr()",
+        "node._sequence_nr()",
+        BACKWARDS + "test_uses_inside_are_added_to_those_outside_in_the_order_of_an_eager_backward[True]",
+    ),
+    Mutation(
+        "a replay's backward reads buffers that were written to since its forward",
+        "Captured.forward",
+        "[*self._read, *(inputs[number] for number in self._shown)]",
+        "[*(inputs[number] for number in self._shown)]",
+        BACKWARDS + "test_writes_between_forward_and_backward_are_refused_as_by_an_eager_backward[a buffer]",
+    ),
+    Mutation(
+        "a retained graph gives its capture away",
+        "_Replayed.backward",
+        "not torch._C._autograd._get_current_graph_task_keep_graph()",
+        "True",
+        KEYS + "test_a_retained_graph_keeps_its_capture_until_it_is_gone",
+    ),
+    Mutation(
+        "gradients of inputs are those of the next replay",
+        "Form.handed",
+        "copied(each) if copies else each.detach()",
+        "each.detach()",
+        "graphs/test_scopes.py::test_delayed_weight_gradients_are_replayed_after_the_backward_that_queues_them[2]",
+    ),
+    Mutation(
+        "attributes of captured modules are those of the capture",
+        "GraphedCall._keyed",
+        "not captured.python.same()",
+        "False",
+        PYTHON + "test_attributes_that_change_between_calls_lead_to_a_new_capture[a number]",
+    ),
+    Mutation(
+        "a changed attribute is met by a value that is equal and no longer the same",
+        "Walk._token",
+        "(kind, repr(value))",
+        "(0, value)",
+        PYTHON + "test_what_changes_deep_inside_leads_to_a_new_capture[a sign]",
+    ),
+    Mutation(
+        "a gradient of a weight lies in memory of the next forward",
+        "Form.__init__",
+        "keep or not touches(each, made) or touches(each, [*ranges[:number], *ranges[number + 1:]])",
+        "keep or touches(each, [*ranges[:number], *ranges[number + 1:]])",
+        BACKWARDS + "test_gradients_of_weights_that_are_views_of_others_outlast_the_backward",
+    ),
+    Mutation(
+        "a function of other code is taken for the one before",
+        "Walk._reach",
+        "self.tokens.append((f'{name}.__code__', value.__code__))",
+        "",
+        PYTHON + "test_what_functions_and_references_hold_leads_to_a_new_capture[the code of a function]",
+    ),
+    Mutation(
+        "a buffer of another layout is taken for the one before",
+        "graphs:_place",
+        "(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)",
+        "(tensor.data_ptr(),)",
+        PYTHON + "test_a_buffer_that_gets_another_layout_at_its_address_leads_to_a_new_capture[transposed]",
+    ),
+    Mutation(
+        "what cannot be compared is taken to stay as it is",
+        "Walk._object",
+        "not known and _hides(kind, len(slots))",
+        "False",
+        PYTHON + "test_state_that_cannot_be_compared_keeps_a_module_eager[ndarray]",
+    ),
+    Mutation(
+        "a capture leaves behind what its own run changed",
+        "Captured.__init__",
+        "self.python.restore()",
+        "",
+        PYTHON + "test_a_forward_with_side_effects_stays_eager_and_has_each_once[Counts]",
+    ),
+    Mutation(
+        "what a forward leaves in a list of its caller is lost in replays",
+        "Captured._capture.forward",
+        "form != spec or any(each is not given for each, given in zip(left, arguments))",
+        "False and any(each is not given for each, given in zip(left, arguments))",
+        PYTHON + "test_a_list_or_dict_that_a_forward_fills_keeps_it_eager[list]",
+    ),
+    Mutation(
+        "a copy of a captured module computes with the weights of the other",
+        "GraphedCall.__deepcopy__",
+        "memo.get(id(module), module)",
+        "module",
+        PYTHON + "test_a_copy_of_a_module_computes_with_its_own_weights",
+    ),
+    Mutation(
+        "static outputs that a backward reads may be written to",
+        "Captured.forward",
+        "shared or (read and not copies)",
+        "shared",
+        "graphs/test_settings.py::test_an_output_that_its_backward_reads_must_not_be_written_to",
+    ),
+    Mutation(
+        "tensors of another device are constants of a capture",
+        "Watch.__torch_dispatch__",
+        "len({each.device for each in (*used, *(it for _, it in results)) if isinstance(each, Tensor)}) > 1",
+        "len({each.device for each in (*used, *(it for _, it in results)) if isinstance(each, Tensor)}) > 2",
+        "graphs/test_settings.py::test_what_a_graph_cannot_hold_is_found_at_capture[a copy to another device]",
+    ),
+    Mutation(
+        "calls under autocast are captured",
+        "GraphedCall._key",
+        "torch.is_autocast_enabled(device.type)",
+        "False",
+        KEYS + "test_training_is_part_of_what_differs_and_calls_under_autocast_stay_eager",
+    ),
+]

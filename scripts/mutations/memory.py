@@ -1,0 +1,45 @@
+"""Mutations of src/weft/memory."""
+
+from mutation import Mutation
+
+CHECKED = "debug/test_checked_library.py::test_every_operator_comes_behind_what_it_needs"
+
+MUTATIONS = [
+    Mutation(
+        "two units lie in one place of the slab",
+        "Pool._share",
+        "begin < start + one.nbytes and start < begin + other.nbytes",
+        "False",
+        "memory/test_pool.py::test_buffers_alive_together_never_share_memory_even_when_no_plan_foresaw_it",
+    ),
+    Mutation(
+        "who moved out comes back without its values",
+        "Pool.come_back",
+        "place.copy_(transient.own)",
+        "",
+        "memory/test_pool.py::"
+        "test_a_buffer_that_nobody_computes_with_moves_out_for_one_that_must_not_move_and_comes_back",
+    ),
+    Mutation(
+        "gradients in memory of the host are read before they are here",
+        "GradientDownload.finish",
+        "self._arriving.synchronize()",
+        "",
+        CHECKED + "[accumulation_evaluation_and_flat_optimizers_work_alike]",
+    ),
+    Mutation(
+        "a plan is made on the stream where a backward ends",
+        "Pool._adopt",
+        "streams.on(self._home)",
+        "streams.on(None)",
+        "debug/test_checker.py::"
+        "test_the_slab_of_a_plan_belongs_to_the_stream_that_takes_from_it_wherever_the_plan_is_made",
+    ),
+    Mutation(
+        "memory under guard keeps what it had",
+        "Pool.give",
+        "blank(transient.tensor)",
+        "",
+        "debug/test_guard.py::test_a_kept_view_of_gathered_weights_reads_nan_and_the_numbers_are_the_same[2-trace]",
+    ),
+]

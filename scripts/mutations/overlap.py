@@ -1,0 +1,124 @@
+"""Mutations of src/weft/overlap."""
+
+from mutation import Mutation
+from mutations.tests import AGREED, HALVES, PAIRED, ROWS, STREAMS
+
+MICROBATCHES = "overlap/test_microbatches.py::"
+
+MUTATIONS = [
+    Mutation(
+        "a schedule leaves out what stands beside tokens and labels of layers",
+        "ChunkPass._begin",
+        "self._microbatch.given(self._layers[layer].attend)",
+        "{}",
+        MICROBATCHES + "test_documents_reach_layers_depths_and_loss_of_a_schedule",
+    ),
+    Mutation(
+        "experts compute when both halves are here",
+        "LayerPass._experts",
+        "part.arrived = Value(part.arrive(), self._rows.needs_grad)",
+        "[each.moving.wait() for each in self._parts if each.moving]\n"
+        "part.arrived = Value(part.arrive(), self._rows.needs_grad)",
+        HALVES,
+    ),
+    Mutation(
+        "what stands alone goes in one piece",
+        "ScheduledRun._pass",
+        "place in self._halves",
+        "False",
+        HALVES,
+    ),
+    Mutation(
+        "weight gradients that a backward leaves run beside nothing",
+        "table_order",
+        "_last_weights(steps)",
+        "[]",
+        "overlap/test_order.py::test_weight_gradients_that_a_backward_leaves_are_computed_under_the_first_exchange_of_"
+        "the_next[combined]",
+    ),
+    Mutation(
+        "the second of two forwards ends a layer before the first sends",
+        "FORWARDS",
+        "(FIRST, 'attend'), (FIRST, 'dispatch'), (LATE, 'finish')",
+        "(FIRST, 'attend'), (LATE, 'finish'), (FIRST, 'dispatch')",
+        PAIRED + "test_two_of_a_kind_run_in_the_order_of_the_table[forward]",
+    ),
+    Mutation(
+        "each of two backwards of a pair reduces what it finds",
+        "ModelUnits.program",
+        "for pair in together: ...",
+        "for pair in (): ...",
+        PAIRED + "test_gradients_of_two_backwards_of_a_pair_are_reduced_as_one[2]",
+    ),
+    Mutation(
+        "delayed weight gradients of attention wait behind the last exchange",
+        "COMBINED",
+        "(BEFORE, 'attend.weights')",
+        "(BACKWARD, 'attend.weights')",
+        "overlap/test_order.py::"
+        "test_the_last_backward_computes_the_weight_gradients_of_the_layer_before_under_its_exchange",
+    ),
+    Mutation(
+        "a schedule gathers nothing ahead",
+        "AHEAD",
+        "AHEAD = 2",
+        "AHEAD = 0",
+        "overlap/test_events.py::test_units_of_a_schedule_are_gathered_and_reduced_while_others_compute[2]",
+    ),
+    Mutation(
+        "the projection of a prediction depth is not delayed",
+        "DepthPass.__init__",
+        "ComputeNode(f'{name}.enter', self._delayed)",
+        "ComputeNode(f'{name}.enter')",
+        "overlap/test_events.py::test_each_delayed_product_of_a_sharded_model_runs_in_its_slot[2]",
+    ),
+    Mutation(
+        "weight gradients of the head are not computed apart",
+        "weights_order",
+        "yield behind.behind(BACKWARD)._replace(slot='head.weights')",
+        "",
+        "overlap/test_stages.py::test_two_chunks_on_a_rank_in_a_loop_and_in_a_v[2]",
+    ),
+    Mutation(
+        "gradients of what two stages share are added again by a second call",
+        "SharedEnds.__init__",
+        "self._parameters if cut.has_copies else ()",
+        "()",
+        "overlap/test_stages.py::test_tied_weights_on_two_ranks_and_prediction_depths[2]",
+    ),
+    Mutation(
+        "a pair of a table runs one after the other",
+        "table_order",
+        "(entry,) if overlap else ((action,) for action in entry)",
+        "((action,) for action in entry) if overlap else ((action,) for action in entry)",
+        "overlap/test_order.py::test_a_pair_of_a_table_runs_as_one_and_without_overlap_one_after_the_other",
+    ),
+    Mutation(
+        "no weight gradient is delayed",
+        "_operands",
+        "(x, weight, beside) if can_wait else None",
+        "None",
+        "overlap/test_events.py::test_each_delayed_product_runs_in_its_slot[recompute0]",
+    ),
+    Mutation(
+        "the host asks for sizes before the device has something to do",
+        "ScheduledRun.forward_backward",
+        "streams.has_streams(self._device)",
+        "False",
+        STREAMS + ROWS,
+    ),
+    Mutation(
+        "rows leave before they are there",
+        "LayerPass._attended",
+        "streams.moment(crossing.rows.device)",
+        "streams.new('none', crossing.rows.device).record_event()",
+        STREAMS + ROWS,
+    ),
+    Mutation(
+        "stages do not compare their tokens",
+        "agree_on_schedule",
+        "f'{shapes} {checksum}'",
+        "f'{shapes}'",
+        AGREED + "test_stages_that_read_different_data_say_so_before_anything_runs[2-tokens]",
+    ),
+]
