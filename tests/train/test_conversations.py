@@ -262,7 +262,7 @@ def test_the_small_model_that_is_made_answers_after_its_fine_tuning(pool, tmp_pa
     known = [name for name in example["CAPITALS"] if name not in ("France", "Japan")]
     for name in known:
         del example["CAPITALS"][name]
-    example["main"](tmp_path, steps=40)
+    example["main"](tmp_path, steps=100)
     pool.run(1, train_here, tmp_path / "chat.toml")
     (run,) = (tmp_path / "runs").iterdir()
     asked = "What is the capital of France?\nTell me the capital of Japan.\n"
