@@ -84,7 +84,7 @@ def check(
 @distributed(2, timeout=400)
 def test_every_two_settings_together_have_the_numbers_of_eager_calls(part):
     for scopes, *case in cases()[part::3]:
-        check([scopes], *case, steps=4)
+        check([scopes], *case, steps=5)
 
 
 @pytest.mark.long
@@ -107,4 +107,4 @@ def test_each_way_of_driving_with_each_strategy_and_number_of_microbatches():
     """
     for driven, strategy, microbatches in itertools.product(DRIVEN, STRATEGIES, (1, 3)):
         usual = strategy == "optim_grads_params" and microbatches == 3
-        check([ALL], driven, strategy, microbatches=microbatches, steps=10 if usual else 4)
+        check([ALL], driven, strategy, microbatches=microbatches, steps=10 if usual else 5)
