@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,13 @@ def distributed(*ranks: int, timeout: float = TIMEOUT_S, long: int | None = None
         return pytest.mark.parametrize("ranks", cases)(test)
 
     return decorate
+
+
+def each_on_one_rank(cases: Sequence[Any], compute: Callable[[Any], Any]) -> list[Any]:
+    """What `compute` makes of each of `cases`, on every rank: one rank computes it, and sends it to the others."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, [compute(case) for case in cases[dist.get_rank() :: len(parts)]])
+    return [parts[number % len(parts)][number // len(parts)] for number in range(len(cases))]
 
 
 class Pool:

@@ -17,20 +17,35 @@ import transformers
 
 import weft
 from tests.pool import distributed
-from tests.train.command import assert_same_contents, contents, metrics
+from tests.programs import run_programs
+from tests.train.command import assert_same_contents, contents, free_port, metrics
 from weft.train import Trainer
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 
 
-def run(example, *arguments, ranks=2):
-    """What `torchrun --nproc-per-node RANKS examples/EXAMPLE ARGUMENTS` prints on the CPU."""
+IMPORTS = "import transformers, weft.fsdp, weft.models.hf, weft.optim, weft.overlap, weft.train.loop"
+
+
+def run(example, *arguments):
+    """What the first of two ranks of `examples/EXAMPLE ARGUMENTS` prints on the CPU; they share one import."""
+    program = (
+        f"import runpy, sys; sys.argv = {[example, *map(str, arguments)]}\n"
+        f"runpy.run_path({str(EXAMPLES / example)!r}, run_name='__main__')"
+    )
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    places = [{**place, "RANK": str(rank), "LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""} for rank in range(2)]
+    first, second = run_programs([program] * 2, IMPORTS, places, timeout=180, together=True)
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    return first.stdout
+
+
+def launched(example):
+    """What `torchrun --nproc-per-node 2 examples/EXAMPLE` prints on the CPU."""
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(ranks), str(EXAMPLES / example), *map(str, arguments)),
-        ],
+        [*torchrun, str(EXAMPLES / example)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
@@ -176,7 +191,7 @@ def test_own_models_and_data_train_resume_bit_for_bit_and_load_into_plain_torch(
 @pytest.mark.long
 def test_an_example_runs_under_its_launcher(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "step 60/60" in run("hf_lora.py")
+    assert "step 60/60" in launched("hf_lora.py")
     assert "nothing to do: the run is at step 60 of 60" in run("hf_lora.py", "--resume")
 
 

@@ -6,7 +6,7 @@ from mutations.tests import OF_KINDS, TENSOR
 ALONE = "models/test_documents.py::test_a_packed_row_equals_its_documents_alone"
 BITS = "models/test_documents.py::test_a_changed_token_changes_no_bit_of_another_document"
 CONTEXT = "models/test_context.py::"
-OF_MIXERS = CONTEXT + "test_every_mixer_equals_one_process[2]"
+OF_MIXERS = CONTEXT + "test_every_mixer_equals_one_process"
 EXCHANGED = "models/test_exchanged.py::"
 
 MUTATIONS = [
@@ -24,21 +24,21 @@ MUTATIONS = [
         "_Shared.backward",
         "gradient / ctx.size",
         "gradient",
-        OF_KINDS,
+        OF_KINDS + "[2-E]",
     ),
     Mutation(
         "a norm over all heads is one over this rank's",
         "Attention.share",
         "norm.mean_over_ranks = partial(ranks.mean, first=0, count=ranks.size)",
         "",
-        OF_KINDS,
+        OF_KINDS + "[2-*]",
     ),
     Mutation(
         "a group of Mamba that ranks share is normed by each for itself",
         "Mamba2.share",
         "groups < size and self.gated_norm is not None",
         "False",
-        OF_KINDS,
+        OF_KINDS + "[2-M]",
     ),
     Mutation(
         "the loss leaves out the tokens of other ranks",
@@ -67,42 +67,42 @@ MUTATIONS = [
         "Slices.position_ids",
         "self.kept(device, 'position_ids', lambda: self.cut(self.whole.position_ids()))",
         "torch.arange(2 * self.width, device=device).expand(self.whole.batch, -1)",
-        OF_MIXERS,
+        OF_MIXERS + "[2-*]",
     ),
     Mutation(
         "a convolution sees nothing of the slice before",
         "Slices._ahead",
         "by_slice[number - 1] if number else torch.zeros_like(by_slice[0])",
         "torch.zeros_like(by_slice[0])",
-        OF_MIXERS,
+        OF_MIXERS + "[2-M]",
     ),
     Mutation(
         "a convolution reaches into another document in the slice before",
         "Slices.halo",
         "self.kept(x.device, f'halo/{size}', make) == first",
         "self.kept(x.device, f'halo/{size}', make) >= 0",
-        OF_MIXERS,
+        OF_MIXERS + "[2-M]",
     ),
     Mutation(
         "a state does not fade in the slices that it passes",
         "_carried",
         "decay_BH[..., None, None] * state_BHPN",
         "state_BHPN",
-        OF_MIXERS,
+        OF_MIXERS + "[2-M]",
     ),
     Mutation(
         "what a slice writes forgets the state before it",
         "delta_chunked",
         "written_BHRKLC - w @ more_BHRKCC",
         "written_BHRKLC",
-        OF_MIXERS,
+        OF_MIXERS + "[2-G]",
     ),
     Mutation(
         "the loss of context ranks is scaled as of one",
         "_Sum.backward",
         "gradient * ctx.ranks",
         "gradient",
-        OF_MIXERS,
+        OF_MIXERS + "[2-*]",
     ),
     Mutation(
         "queries wait for the keys and values of other ranks",
@@ -125,7 +125,7 @@ MUTATIONS = [
         "Slices.pieces",
         "end - max(first, begin - before)",
         "end - begin + before",
-        OF_MIXERS,
+        OF_MIXERS + "[2-* in windows with sinks]",
     ),
     Mutation(
         "keys of whole rows are gathered for a window",

@@ -12,7 +12,7 @@ MUTATIONS = [
         "Part.of",
         "full / self.mesh.size() if self.share else full",
         "full",
-        OF_KINDS,
+        OF_KINDS + "[2-E]",
     ),
     Mutation(
         "a router's loss is one about this rank's positions",

@@ -9,7 +9,7 @@ MUTATIONS = [
         "ModelRanks.beyond",
         "self._slices or slices",
         "slices",
-        TENSOR + "test_with_sharding_replicas_context_ranks_and_stages[4]",
+        TENSOR + "test_with_sharding_replicas_context_ranks_and_stages[4-replicas, whole experts]",
     ),
     Mutation(
         "copies of what two stages share count twice in a norm",

@@ -14,6 +14,6 @@ NARROW = "fsdp/test_narrow.py::"
 NARROW_BYTES = NARROW + ("test_a_gather_brings_the_bytes_of_the_format_and_maxima_are_exchanged_once_in_a_step[2]")
 COPIES = "fsdp/test_two_copies.py::"
 TENSOR = "models/test_tensor_parallel.py::"
-OF_KINDS = TENSOR + "test_every_kind_of_layer_equals_one_process[2]"
+OF_KINDS = TENSOR + "test_every_kind_of_layer_equals_one_process"
 HALVES = "overlap/test_halves.py::test_a_half_leaves_behind_its_counts_and_the_other_while_experts_compute[2]"
 PAIRED = "overlap/test_paired.py::"

@@ -170,17 +170,11 @@ def test_what_lies_in_a_run_may_be_a_run_or_a_folder_of_runs(tmp_path, capsys, m
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("setting", "said"),
-    [('data.paths=["{empty}"]', "no text found"), ("data.sequence_length=100000", "fewer than one")],
-)
-def test_what_only_the_ranks_can_find_wrong_is_one_line_too(tmp_path, setting, said):
-    (tmp_path / "empty").mkdir()
-    setting = setting.format(empty=tmp_path / "empty")
-    done = weft("train", write_config(tmp_path), "--ranks", 2, "--set", setting)
+def test_what_only_the_ranks_can_find_wrong_is_one_line_too(tmp_path):
+    done = weft("train", write_config(tmp_path), "--ranks", 2, "--set", "data.sequence_length=100000")
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert said in done.stderr
+    assert "fewer than one" in done.stderr
     assert not list((tmp_path / "runs").iterdir())
 
 

@@ -627,7 +627,7 @@ def prefetch_by_hand(net: nets.Net) -> None:
 
 
 @pytest.mark.long
-@distributed(2, 4, long=4)
+@distributed(2)
 def test_options_for_speed_give_bit_equal_results():
     reference = run()
     torch.testing.assert_close(run(prepare=prefetch_by_hand), reference, rtol=0, atol=0)

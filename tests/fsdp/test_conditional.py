@@ -157,8 +157,13 @@ def test_gathers_of_units_that_run_on_some_ranks_only_are_joined_by_the_others()
 @pytest.mark.parametrize("outer_strategy", ["no_shard", "optim"])
 @distributed(4)
 def test_units_that_run_on_some_ranks_only_have_true_gradients_on_two_axes(outer_strategy):
+    """Each way with one of the strategies; those that only forward or only a microbatch leaves out, with both."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
+    both = ("only in forward", "none in the last microbatch")
+    mine = list(WAYS)[outer_strategy == "optim" :: 2]
     for name, way in WAYS.items():
+        if name not in (*mine, *both):
+            continue
         for flagged in (True, False) if name == "none in the last microbatch" else (True,):
             options = {"strategy": "optim_grads", "outer_strategy": outer_strategy, "mesh": mesh}
             try:

@@ -40,8 +40,8 @@ def assert_close(run, plain, **tolerance):
     torch.testing.assert_close({**run, "losses": list(mean / dist.get_world_size())}, plain, **tolerance)
 
 
-def check_steps(cases, recompute):
-    """Clipped AdamW steps (traced, planned, steady) equal one process, and two more begin bit for bit as they did."""
+def check_steps(cases, recompute, again=True):
+    """Clipped AdamW steps (traced, planned, steady) equal one process; `again`: two more begin as they did, exactly."""
     plain = {}
     for microbatches, flagged, options in cases:
         with naming(microbatches, flagged, options):
@@ -50,9 +50,10 @@ def check_steps(cases, recompute):
                 plain[microbatches] = nets.train(nets.make(), batches, microbatches=microbatches)
             run = train(nets.shard(nets.make(recompute), **options), batches, microbatches, flagged)
             assert_close(run, plain[microbatches])
-            again = train(nets.shard(nets.make(recompute), **options), batches[:2], microbatches, flagged)
-            for what in ("losses", "norms"):
-                torch.testing.assert_close(again[what], run[what][: len(again[what])], rtol=0, atol=0)
+            if again:
+                other = train(nets.shard(nets.make(recompute), **options), batches[:2], microbatches, flagged)
+                for what in ("losses", "norms"):
+                    torch.testing.assert_close(other[what], run[what][: len(other[what])], rtol=0, atol=0)
 
 
 @pytest.mark.slow
@@ -68,7 +69,7 @@ def test_one_axis_equals_one_process(recompute):
 @pytest.mark.long
 @distributed(4)
 def test_one_axis_of_four_ranks_equals_one_process():
-    check_steps([(3, True, {"strategy": strategy}) for strategy in STRATEGIES], None)
+    check_steps([(3, True, {"strategy": strategy}) for strategy in STRATEGIES], None, again=False)
 
 
 @pytest.mark.long
@@ -88,7 +89,7 @@ def test_two_axes_equal_one_process(microbatches, flagged, recompute, some):
     """Every pair of strategies in the usual step; what differs from it meets `some` of them."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
     options = [{"mesh": mesh, "strategy": strategy, "outer_strategy": outer} for strategy, outer in BOTH_AXES[some]]
-    check_steps([(microbatches, flagged, each) for each in options], recompute)
+    check_steps([(microbatches, flagged, each) for each in options], recompute, again=some == slice(None))
 
 
 def sgd(net):
@@ -101,7 +102,7 @@ def sgd(net):
 def test_bf16_with_fp32_main_weights_equals_one_process_that_casts_at_the_same_places(recompute):
     """SGD: AdamW would make a whole step of the sign of a gradient that is nothing but rounding.
 
-    All strategies without recomputation, half of them with either kind; one microbatch and three in turn.
+    All strategies without recomputation, a third of them with either kind; one microbatch and three in turn.
     """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
     loss_of = partial(nets.loss_as_cast, ranks=dist.get_world_size())
@@ -113,7 +114,7 @@ def test_bf16_with_fp32_main_weights_equals_one_process_that_casts_at_the_same_p
     policy = weft.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     axes = [{"strategy": strategy} for strategy in STRATEGIES]
     axes += [{"mesh": mesh, "strategy": strategy, "outer_strategy": outer} for strategy, outer in BOTH_AXES]
-    some = {None: slice(None), "reentrant": slice(0, None, 2), "non-reentrant": slice(1, None, 2)}[recompute]
+    some = {None: slice(None), "reentrant": slice(0, None, 3), "non-reentrant": slice(1, None, 3)}[recompute]
     for number, options in enumerate(axes[some]):
         count = (3, 1)[number % 2]
         with naming(options, count):

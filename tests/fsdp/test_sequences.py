@@ -728,7 +728,7 @@ def test_any_sequence_of_calls_computes_what_the_plain_models_do(pool, random):
 
 
 @pytest.mark.long
-@settings_of(25)
+@settings_of(10)
 @given(random=RANDOM)
 def test_any_long_sequence_of_calls_computes_what_the_plain_models_do(pool, random):
     check(pool, random, parts=6)

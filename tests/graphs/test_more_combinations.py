@@ -65,7 +65,7 @@ def test_stages_of_a_pipeline_with_recurrences(driven, recompute):
 def test_experts_over_two_ranks_and_each_of_them_cut_over_two():
     cfg = config("[*E]", moe_rows_per="expert", capacity_factor=1.0, pad_to_capacity=True)
     cfg = dataclasses.replace(cfg, num_key_value_heads=2)
-    how = {"schedule": None, "steps": 20, "microbatches": 1}
+    how = {"schedule": None, "steps": 5, "microbatches": 1}
     meshes = lambda: weft.init_meshes("cpu", tp=2, ep=2, etp=2)  # noqa: E731
     plain, _ = train(cfg, meshes(), None, **how)
     for chosen in (ATTENTION, THREE, ROUTER, (*THREE, "experts")):

@@ -1,6 +1,7 @@
 """Context ranks that exchange heads in place of gathering keys and values."""
 
 import dataclasses
+import itertools
 from unittest import mock
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 import weft
 from tests.models.test_context import CLOSE, ROWS, averaged, batch, build, cut, same, trained, whole
 from tests.models.test_documents import config
-from tests.pool import distributed
+from tests.pool import distributed, each_on_one_rank
 from weft.models import Documents, HybridModel, context_part
 from weft.models.context import Slices
 from weft.models.gathering import Exchanging, Gathering
@@ -42,16 +43,16 @@ def test_exchanged_heads_equal_one_process():
 @distributed(2, 4)
 def test_exchanged_heads_of_every_kind_equal_one_process():
     meshes = weft.init_meshes("cpu", cp=dist.get_world_size())
-    for kind, options in KINDS.items():
-        cfg = exchanging(f"{kind[0]}/[{kind[0]}-]", **options)
-        for rows in (None, ROWS["a document over three slices"]):
-            given = [batch(rows)]
-            same(trained(build(cfg, meshes, {}), cut(given, meshes)), trained(build(cfg), given))
     padded = batch(None, 27)
     mask = torch.ones_like(padded["tokens"])
     mask[0, :9], mask[1, 2:] = 0, 0
     padded["documents"] = Documents.from_mask(mask)
-    same(trained(build(cfg, meshes, {}), cut([padded], meshes)), trained(build(cfg), [padded]))
+    models = [exchanging(f"{kind[0]}/[{kind[0]}-]", **options) for kind, options in KINDS.items()]
+    cases = list(itertools.product(models, (batch(None), batch(ROWS["a document over three slices"]))))
+    cases.append((models[-1], padded))
+    expected = each_on_one_rank(cases, lambda case: trained(build(case[0]), [case[1]]))
+    for (cfg, given), alone in zip(cases, expected, strict=True):
+        same(trained(build(cfg, meshes, {}), cut([given], meshes)), alone)
 
 
 @pytest.mark.slow

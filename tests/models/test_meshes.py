@@ -12,7 +12,7 @@ import weft
 from tests.models.hf.released import IGNORED, make
 from tests.models.test_context import CLOSE, EXACT, ROWS, batch, build, cut, same
 from tests.models.test_documents import config
-from tests.pool import distributed
+from tests.pool import distributed, each_on_one_rank
 from weft.checkpoint import CheckpointManager, ModelState, OptimizerState
 from weft.models import HybridConfig, context_part, hf
 from weft.overlap import forward_backward
@@ -48,18 +48,26 @@ def optimizer_of(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def changing(cfg, meshes_of_steps, batches, dtype, folder, close):
-    """A step on each mesh, from the checkpoint of the one before; -> the last model, and that of one process."""
-    alone = build(cfg, dtype=dtype)
-    optimizer = optimizer_of(alone)
-    with CheckpointManager(folder / "checkpoints") as checkpoints:
-        for step, sizes in enumerate(meshes_of_steps):
-            expected = [alone(**each) for each in batches]
-            (sum(expected) / len(expected)).backward()
-            torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
+def by_one_process(cfg, steps, batches, dtype):
+    """The losses of each step, and that of the first batch behind them."""
+    model, losses = build(cfg, dtype=dtype), []
+    optimizer = optimizer_of(model)
+    for _ in range(steps):
+        found = [model(**each) for each in batches]
+        (sum(found) / len(found)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append([each.detach() for each in found])
+    return losses, model(**batches[0]).detach()
 
+
+def changing(cfg, meshes_of_steps, batches, dtype, folder, close):
+    """A step on each mesh, from the checkpoint of the one before; -> the last model, and the loss of one process."""
+    (alone,) = each_on_one_rank([len(meshes_of_steps)], lambda steps: by_one_process(cfg, steps, batches, dtype))
+    expected_of_steps, behind = alone
+    with CheckpointManager(folder / "checkpoints") as checkpoints:
+        for step, (sizes, expected) in enumerate(zip(meshes_of_steps, expected_of_steps, strict=True)):
             meshes = weft.init_meshes("cpu", **sizes)
             model = build(cfg, meshes, {}, dtype)
             other = optimizer_of(model)
@@ -74,11 +82,11 @@ def changing(cfg, meshes_of_steps, batches, dtype, folder, close):
             scale = 1 / len(mine)
             mine = cut(mine, meshes) if "cp" in sizes else mine
             losses = forward_backward(model, mine, overlap=False, loss_scale=scale, **how)
-            same(losses, [each.detach() for each in expected[meshes.dp_rank :: meshes.dp_size]], **close)
+            same(losses, expected[meshes.dp_rank :: meshes.dp_size], **close)
             weft.optim.clip_grad_norm_(model, 0.5)
             other.step()
             checkpoints.save(step + 1, state)
-    return model, alone
+    return model, behind
 
 
 @pytest.mark.long
@@ -86,11 +94,11 @@ def changing(cfg, meshes_of_steps, batches, dtype, folder, close):
 def test_a_run_may_change_its_mesh_at_every_checkpoint_and_be_published_from_the_last(tmp_path):
     cfg = HybridConfig(pattern="[*-][*E]", qk_norm="head", rms_norm_eps=1e-6, **SIZES)
     batches = [batch(None, 16, number) for number in range(4)]
-    model, alone = changing(cfg, MESHES, batches, torch.float32, tmp_path, CLOSE)
+    model, loss = changing(cfg, MESHES, batches, torch.float32, tmp_path, CLOSE)
     hf.save_pretrained(model, tmp_path / "published")
     dist.barrier()
     published = hf.from_pretrained(tmp_path / "published")
-    same([published(**batches[0]).detach()], [alone(**batches[0]).detach()], rtol=1e-4, atol=1e-4)
+    same([published(**batches[0]).detach()], [loss], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.long
@@ -111,7 +119,9 @@ PUBLISHED = (
     "gemma-3-1b-it",
 )
 """Every mixer, experts, sinks, windows and tied weights."""
-ON = ({"tp": 2, "cp": 2}, {"tp": 2, "pp": 2}, {"cp": 2, "pp": 2}, {"cp": 4}, {"tp": 2, "dp_replicate": 2})
+CUT = {"tp": 2, "pp": 2}
+OTHERS = ({"tp": 2, "cp": 2}, {"cp": 2, "pp": 2}, {"cp": 4}, {"tp": 2, "dp_replicate": 2})
+"""Each release is read as slices of its stages, and on one of the others."""
 
 
 def stepped(directory, name, meshes=None):
@@ -128,16 +138,20 @@ def stepped(directory, name, meshes=None):
 
 @pytest.mark.long
 @distributed(4)
-def test_releases_of_every_mixer_are_read_trained_a_step_and_written_on_every_mesh(tmp_path):
-    for number, name in enumerate(PUBLISHED):
+def test_releases_of_every_mixer_are_read_trained_a_step_and_written_on_meshes_of_two_axes(tmp_path):
+    given, written_to = batch(None, 32), []
+    if dist.get_rank() == 0:
+        for name in PUBLISHED:
+            make(name, tmp_path / name)
+    dist.barrier()
+
+    def of_one_process(name):
+        model, losses = stepped(tmp_path / name, name)
+        return losses, model.eval()(**given).detach()
+
+    for number, (name, (losses, expected)) in enumerate(zip(PUBLISHED, each_on_one_rank(PUBLISHED, of_one_process))):
         theirs = tmp_path / name
-        if dist.get_rank() == 0:
-            make(name, theirs)
-        dist.barrier()
-        alone, losses = stepped(theirs, name)
-        given = batch(None, 32)
-        expected = alone.eval()(**given).detach()
-        for sizes in (ON[number % len(ON)], ON[(number + 1) % len(ON)], ON[(number + 2) % len(ON)]):
+        for sizes in (CUT, OTHERS[number % len(OTHERS)]):
             model, found = stepped(theirs, name, weft.init_meshes("cpu", **sizes))
             same(found, losses, **CLOSE)
             written = theirs / "-".join(sizes)
@@ -147,6 +161,8 @@ def test_releases_of_every_mixer_are_read_trained_a_step_and_written_on_every_me
                     model = hf.from_pretrained(theirs, meshes=weft.init_meshes("cpu"), ignored=IGNORED.get(name, ()))
                     checkpoints.load({"model": ModelState(model)})
             hf.save_pretrained(model, written)
-            dist.barrier()
-            again = hf.from_pretrained(written, ignored=IGNORED.get(name, ())).eval()
-            same([again(**given).detach()], [expected], rtol=1e-4, atol=1e-5)
+            written_to.append((written, name, expected))
+    dist.barrier()
+    for written, name, expected in written_to[dist.get_rank() :: dist.get_world_size()]:
+        again = hf.from_pretrained(written, ignored=IGNORED.get(name, ())).eval()
+        same([again(**given).detach()], [expected], rtol=1e-4, atol=1e-5)

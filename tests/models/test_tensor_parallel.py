@@ -10,7 +10,7 @@ import torch.distributed as dist
 import weft
 from tests.models.test_context import CLOSE, ROWS, averaged, batch, build, cut, same, trained, whole
 from tests.models.test_documents import config
-from tests.pool import distributed
+from tests.pool import distributed, each_on_one_rank
 from weft.models import HybridConfig, HybridModel, hf, shard
 from weft.models.tensor_parallel import cuts_of
 from weft.overlap import evaluate, forward_backward
@@ -67,58 +67,59 @@ def weft_like(values, parameter):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
 @distributed(2, 4)
 @mock.patch("weft.models.layers.delta_net.CHUNK", 4)
-def test_every_kind_of_layer_equals_one_process():
-    ranks = dist.get_world_size()
+def test_every_kind_of_layer_equals_one_process(kind):
+    """Sharded on two ranks, where four keep the whole gradients of what is not cut."""
+    ranks, given = dist.get_world_size(), [batch(ROWS["a document over three slices"])]
     meshes = weft.init_meshes("cpu", tp=ranks)
-    for kind, options in KINDS.items():
-        cfg = config(f"{kind[0]}{kind[0]}/[{kind[0]}-]" if kind != "E" else "[*E]E", num_attention_heads=4, **options)
-        given = [batch(ROWS["a document over three slices"])]
-        expected = trained(perturb(build(cfg)), given)
-        same(trained(perturb(build(cfg, meshes)), given), expected)
-        if ranks == 2:
-            same(trained(shard(perturb(build(cfg, meshes)), meshes), given), expected)
+    pattern = f"{kind[0]}{kind[0]}/[{kind[0]}-]" if kind != "E" else "[*E]E"
+    cfg = config(pattern, num_attention_heads=4, **KINDS[kind])
+    (expected,) = each_on_one_rank([cfg], lambda cfg: trained(perturb(build(cfg)), given))
+    model = perturb(build(cfg, meshes))
+    same(trained(shard(model, meshes) if ranks == 2 else model, given), expected)
+
+
+BESIDE = {
+    "reduced in fp32": (
+        {},
+        {"strategy": "optim_grads", "mp_policy": weft.MixedPrecisionPolicy(reduce_dtype=torch.float32)},
+    ),
+    "recomputed": ({}, {}),
+    "cut experts": ({"ep": 2}, {"strategy": "optim"}),
+    "context ranks, whole experts": ({"ep": 2, "etp": 1, "cp": 2}, {"strategy": "optim"}),
+    "replicas, whole experts": ({"ep": 4, "etp": 1, "dp_replicate": 2}, {}),
+    "four, whole experts": ({"ep": 2, "etp": 1, "tp": 4}, {}),
+    "stages, whole experts": ({"pp": 2, "ep": 2, "etp": 1}, {"strategy": "optim"}),
+}
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("beside", BESIDE)
 @distributed(4)
-def test_with_sharding_replicas_context_ranks_and_stages():
-    """Tensor-parallel ranks beside data-parallel ranks, context ranks, stages or others of their kind."""
+def test_with_sharding_replicas_context_ranks_and_stages(beside):
+    """Gradients and norms of tensor-parallel ranks beside what test_many_steps.py has not."""
     rows = ROWS["a document over three slices"]
     batches = [batch(rows, number=number) for number in range(4)]
     cfg = config("[PE][M-]G/[+-]", tie_word_embeddings=True, experts_bias=True, num_attention_heads=4)
-    recomputed = dataclasses.replace(cfg, recompute=("attend", "experts"))
-    expected = averaged(cfg, batches)
-    norm = torch.stack([each.norm() for each in expected[1].values()]).norm()
-    for sizes, options in (
-        ({}, {}),
-        ({}, {"strategy": "optim"}),
-        ({}, {"strategy": "optim_grads", "mp_policy": weft.MixedPrecisionPolicy(reduce_dtype=torch.float32)}),
-        ({"dp_replicate": 2}, {}),
-        ({"recompute": 2}, {}),
-        ({"cp": 2}, {}),
-        ({"ep": 2}, {"strategy": "optim"}),
-        ({"ep": 2, "etp": 1, "cp": 2}, {"strategy": "optim"}),
-        ({"ep": 4, "etp": 1, "dp_replicate": 2}, {}),
-        ({"ep": 2, "etp": 1, "tp": 4}, {}),
-    ):
-        axes = {"tp": 2, **{name: size for name, size in sizes.items() if name != "recompute"}}
-        meshes = weft.init_meshes("cpu", **axes)
-        model = build(recomputed if "recompute" in sizes else cfg, meshes, options, torch.float32)
-        mine = batches[meshes.dp_rank :: meshes.dp_size]
-        mine = cut(mine, meshes) if "cp" in sizes else mine
-        how = {"overlap": True, "delay_wgrad": "strategy" in options} if "ep" in sizes else {"overlap": False}
-        losses = forward_backward(model, mine, **how, loss_scale=meshes.dp_size / 4)
-        same(losses, expected[0][meshes.dp_rank :: meshes.dp_size], **CLOSE)
-        same([{name: whole(each.grad) for name, each in model.named_parameters()}], [expected[1]], **CLOSE)
-        same([weft.optim.grad_norm(model)], [norm], **CLOSE)
-    meshes = weft.init_meshes("cpu", tp=2, pp=2, ep=2, etp=1)
-    model = build(cfg, meshes, {"strategy": "optim"}, torch.float32)
-    same(forward_backward(model, batches, schedule="1f1b", overlap=False, loss_scale=0.25), expected[0], **CLOSE)
-    same([{name: whole(each.grad) for name, each in model.named_parameters()}], [expected[1]], **CLOSE)
+    ((losses, gradients),) = each_on_one_rank([cfg], lambda cfg: averaged(cfg, batches))
+    norm = torch.stack([each.norm() for each in gradients.values()]).norm()
+    if beside == "recomputed":
+        cfg = dataclasses.replace(cfg, recompute=("attend", "experts"))
+    sizes, options = BESIDE[beside]
+    meshes = weft.init_meshes("cpu", **{"tp": 2, **sizes})
+    model = build(cfg, meshes, options, torch.float32)
+    mine = batches[meshes.dp_rank :: meshes.dp_size]
+    mine = cut(mine, meshes) if "cp" in sizes else mine
+    how = {"overlap": True, "delay_wgrad": "strategy" in options} if "ep" in sizes else {"overlap": False}
+    how = {"overlap": False, "schedule": "1f1b"} if "pp" in sizes else how
+    found = forward_backward(model, mine, **how, loss_scale=meshes.dp_size / 4)
+    same(found, losses[meshes.dp_rank :: meshes.dp_size], **CLOSE)
+    same([{name: whole(each.grad) for name, each in model.named_parameters()}], [gradients], **CLOSE)
     same([weft.optim.grad_norm(model)], [norm], **CLOSE)
-    same(evaluate(model, batches), expected[0], **CLOSE)
+    if "pp" in sizes:
+        same(evaluate(model, batches), losses, **CLOSE)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,8 @@ from tests.pool import Pool
 from weft.checkpoint import committed_steps, verify
 from weft.checkpoint.loading import LoadPlanner
 from weft.cli import main
+from weft.train.config import load_config
+from weft.train.loop import train
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "model": {
@@ -105,6 +107,11 @@ def _main(arguments: list[str], folder: str, environment: Mapping[str, str], pip
     with redirect_stderr(io.StringIO()) as said:
         code = main(arguments)
     pipe.send((code, said.getvalue()))
+
+
+def train_here(config: Path, overrides: Sequence[str] = ()) -> None:
+    """What `weft train` does, on these ranks: of a test's `pool`, which has imported everything."""
+    train(load_config(config, overrides))
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """Conversations: what is learnt of them, and a model that answers."""
 
+import io
 import json
 import random
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch.testing import assert_close
 from transformers import PreTrainedTokenizerFast
 
-from tests.train.command import weft
+from tests.train.command import train_here
 from weft.cli import main
 from weft.models import HybridConfig, HybridModel, hf
 from weft.models.loss import cross_entropy
@@ -255,13 +256,16 @@ def test_a_model_without_a_template_does_not_chat(tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_the_small_model_that_is_made_answers_after_its_fine_tuning(tmp_path):
-    made = Path(__file__).parents[2] / "examples" / "chat_model.py"
-    assert subprocess.run([sys.executable, str(made), str(tmp_path)]).returncode == 0
-    assert weft("train", str(tmp_path / "chat.toml"), timeout=900).returncode == 0
+def test_the_small_model_that_is_made_answers_after_its_fine_tuning(pool, tmp_path, monkeypatch, capsys):
+    """With the capitals of two countries, which it knows sooner than all."""
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "chat_model.py"))
+    known = [name for name in example["CAPITALS"] if name not in ("France", "Japan")]
+    for name in known:
+        del example["CAPITALS"][name]
+    example["main"](tmp_path, steps=100)
+    pool.run(1, train_here, tmp_path / "chat.toml")
     (run,) = (tmp_path / "runs").iterdir()
     asked = "What is the capital of France?\nTell me the capital of Japan.\n"
-    done = subprocess.run(
-        [sys.executable, "-m", "weft", "chat", str(run)], input=asked, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "The capital of France is Paris.\nThe capital of Japan is Tokyo.\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(asked))
+    assert main(["chat", str(run)]) == 0
+    assert capsys.readouterr().out == "The capital of France is Paris.\nThe capital of Japan is Tokyo.\n"

@@ -1,12 +1,12 @@
 import dataclasses
 import json
-import multiprocessing
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -261,31 +261,19 @@ def test_a_failed_build_leaves_nothing_behind(text, tmp_path, monkeypatch):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def _load_together(barrier, settings, pipe):
-    barrier.wait(100)
+def load_together(settings):
+    dist.barrier()
     corpus = load_corpus(settings)
-    pipe.send((corpus.train.tobytes(), corpus.validation.tobytes()))
+    return corpus.train.tobytes(), corpus.validation.tobytes()
 
 
 @pytest.mark.long
-def test_processes_that_build_the_cache_at_once_all_get_whole_tokens(text, tmp_path):
-    (text / "long.txt").write_text("".join(f"long {i}\n" for i in range(200_000)))
+def test_processes_that_build_the_cache_at_once_all_get_whole_tokens(pool, text, tmp_path):
+    (text / "long.txt").write_text("".join(f"long {i}\n" for i in range(60_000)))
     settings = config(text, tmp_path)
     want = load_corpus(dataclasses.replace(settings, cache_dir=str(tmp_path / "alone")))
-    context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
-    barrier = context.Barrier(4)
-    for _ in range(4):
-        ours, theirs = context.Pipe()
-        processes.append(context.Process(target=_load_together, args=(barrier, settings, theirs)))
-        processes[-1].start()
-        pipes.append(ours)
-    for pipe in pipes:
-        assert pipe.poll(100)
-        assert pipe.recv() == (want.train.tobytes(), want.validation.tobytes())
-    for process in processes:
-        process.join(60)
-        assert process.exitcode == 0
+    for found in pool.run(4, load_together, settings):
+        assert found == (want.train.tobytes(), want.validation.tobytes())
     assert len(list((tmp_path / "cache").iterdir())) == 3
 
 

@@ -116,32 +116,29 @@ def test_what_only_says_that_a_connection_is_lost_is_known():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_stops_between_the_meeting_and_the_first_step_is_named(tmp_path, victim):
-    settings = {"train__watchdog": 3.0, "train__steps": 100_000, "train__validate_every": 0, "checkpoint__every": 0}
+def test_a_rank_that_stops_between_the_meeting_and_the_first_step_is_named(tmp_path):
+    """Rank 1; test_stopped_store.py has rank 0."""
+    settings = {"train__watchdog": 2.0, "train__steps": 100_000, "train__validate_every": 0, "checkpoint__every": 0}
     config = write_config(tmp_path, **settings)
     with started("train", config, "--ranks", 2) as process:
         wait_until(lambda: len(ranks_of(process.pid)) == 2)
         run = tmp_path / "runs" / "tiny"
         wait_until(lambda: (run / "checkpoints").exists(), 120)  # it is claimed
-        os.kill(ranks_of(process.pid)[victim], signal.SIGSTOP)
+        os.kill(ranks_of(process.pid)[1], signal.SIGSTOP)
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert f"rank {victim} does not run or cannot be reached" in errors and "Traceback" not in errors
+    assert "rank 1 does not run or cannot be reached" in errors and "Traceback" not in errors
 
 
 @pytest.mark.long
 def test_a_run_whose_ranks_are_killed_restarts_by_itself_and_ends_as_if_nothing_was(tmp_path):
-    config = write_config(tmp_path, train__steps=400, checkpoint__every=5, train__validate_every=0)
+    """From the disk; test_memory_copies.py restarts more than once, from copies in memory."""
+    config = write_config(tmp_path, train__steps=200, checkpoint__every=20, train__validate_every=0)
     run = tmp_path / "runs" / "tiny"
     with started("train", config, "--ranks", 2, "--restarts", 3) as process:
-        for victim in (1, 0):
-            before = max(committed(run), default=0)
-            wait_until(lambda b=before: max(committed(run), default=0) > b and len(ranks_of(process.pid)) == 2, 120)
-            os.kill(ranks_of(process.pid)[victim], signal.SIGKILL)
-            wait_until(lambda: not ranks_of(process.pid), 60)
+        wait_until(lambda: committed(run) and len(ranks_of(process.pid)) == 2, 120)
+        os.kill(ranks_of(process.pid)[0], signal.SIGKILL)
         _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
-    assert "restart 1 of 3, from step" in errors and "restart 2 of 3, from step" in errors
-    assert "restart 3" not in errors
-    assert [record["step"] for record in metrics(run)] == list(range(1, 401))
+    assert "restart 1 of 3, from step" in errors and "restart 2" not in errors
+    assert [record["step"] for record in metrics(run)] == list(range(1, 201))

@@ -31,7 +31,7 @@ from weft.checkpoint import CheckpointManager, committed_steps, verify
 
 pytestmark = pytest.mark.long
 
-MOMENTS = 16
+MOMENTS = 12
 ROOT = Path(__file__).parents[2]
 
 
@@ -113,19 +113,20 @@ def died(ranks):
     return any(rank.exitcode is not None for rank in ranks)
 
 
-KILLS = int(os.environ.get("WEFT_KILLS", "12"))
-"""Over both examples."""
+KILLS = int(os.environ.get("WEFT_KILLS", "6"))
+"""Over all of EXAMPLES."""
 SMALL = {
     "stdlib": ["model.pattern=[*-][*-]", "model.hidden_size=20", "model.intermediate_size=24"],
     "stdlib-moe": ["model.pattern=[*E][*E]", "model.hidden_size=16", "model.moe_intermediate_size=8"],
 }
 """Example -> what makes it quick."""
+EXAMPLES = list(SMALL) if "WEFT_KILLS" in os.environ else ["stdlib-moe"]
 
 
-@pytest.mark.parametrize("example", SMALL)
+@pytest.mark.parametrize("example", EXAMPLES)
 def test_however_often_a_run_is_killed_it_ends_as_if_nothing_was(tmp_path, example):
-    kills = KILLS // len(SMALL)
-    steps = 4 * kills + 40
+    kills = KILLS // len(EXAMPLES)
+    steps = 4 * kills + 24
     text = tmp_path / "text.txt"
     text.write_text("".join(f"line {n} of {n * n % 97} words, mod {n % 7}\n" for n in range(400)))
     runs = tmp_path / "runs"
@@ -161,20 +162,20 @@ def test_however_often_a_run_is_killed_it_ends_as_if_nothing_was(tmp_path, examp
     assert found.in_flight >= kills // 6 and found.without_progress >= kills // 6
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_when_one_rank_is_killed_the_others_end_and_the_message_names_it(tmp_path, victim):
+def test_when_one_rank_is_killed_the_others_end_and_the_message_names_it(tmp_path):
+    """The last rank; test_hangs.py kills the first."""
     config = write_config(tmp_path, train__steps=100_000, checkpoint__every=5, train__validate_every=0)
     run = tmp_path / "runs" / "tiny"
     with started("train", config, "--ranks", 2) as process:
         wait_until(lambda: committed_steps(run / "checkpoints"))
         ranks = ranks_of(process.pid)
-        os.kill(ranks[victim], signal.SIGKILL)
+        os.kill(ranks[1], signal.SIGKILL)
         killed_at = time.monotonic()
         _, errors = process.communicate(timeout=30)
     assert time.monotonic() - killed_at < 30
     assert process.returncode == 1
     assert not any(map(is_alive, ranks.values()))
-    assert f"rank {victim} (process {ranks[victim]}) was killed by SIGKILL" in errors
+    assert f"rank 1 (process {ranks[1]}) was killed by SIGKILL" in errors
     assert "Traceback" not in errors
     step = committed_steps(run / "checkpoints")[-1]
     said = re.search(r"the checkpoint of step (\d+) is complete; resume with: weft (.*)", errors)

@@ -17,6 +17,7 @@ from tests.train.command import (
     metrics,
     ranks_of,
     started,
+    train_here,
     wait_until,
     weft,
     write_config,
@@ -28,7 +29,7 @@ from weft.train.loop import Trainer
 from weft.train.run import memory
 from weft.train.run.runs import Run
 
-KILLS = int(os.environ.get("WEFT_RESTARTS", "4"))
+KILLS = int(os.environ.get("WEFT_RESTARTS", "3"))
 SETTINGS = {"checkpoint__every": 10, "checkpoint__memory_every": 3, "train__validate_every": 4, "train__steps": 17}
 
 
@@ -146,7 +147,7 @@ def test_copies_without_restarts_are_refused_before_there_is_a_run(tmp_path):
 
 
 @pytest.mark.long
-def test_however_many_ranks_are_killed_the_run_ends_by_itself_as_if_none_was(tmp_path):
+def test_however_many_ranks_are_killed_the_run_ends_by_itself_as_if_none_was(pool, tmp_path):
     """Kills a random rank KILLS times: while ranks start, while they train, and while a copy is written."""
     changes = {"train__steps": 16 * KILLS + 60, "train__validate_every": 7, "run__loggers": []}
     changes |= {"checkpoint__every": 40, "checkpoint__memory_every": 2, "checkpoint__keep": 1, "train__watchdog": 60.0}
@@ -186,8 +187,7 @@ def test_however_many_ranks_are_killed_the_run_ends_by_itself_as_if_none_was(tmp
     from_memory = re.findall(r"restart \d+ of \d+, from step \d+ in memory", errors)
     print(f"{KILLS} kills of random ranks, {len(from_memory)} restarts from a copy in memory")
     assert len(from_memory) >= KILLS // 2
-    settings = ("--set", "run.name=whole", "--set", "checkpoint.memory_every=0")
-    assert weft("train", config, "--ranks", 2, *settings, timeout=300).returncode == 0
+    pool.run(2, train_here, config, ["run.name=whole", "checkpoint.memory_every=0"])
     for kind in ("train", "validation"):
         assert metrics(run, kind) == metrics(whole, kind)
     last = f"checkpoints/step-{changes['train__steps']:08d}"

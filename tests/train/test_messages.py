@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.train.command import committed, ranks_of, started, wait_until, weft, write_config
+from tests.train.command import committed, ranks_of, started, train_here, wait_until, weft, write_config
 from weft.train.config import ConfigError, load_config, parse_config
 from weft.train.loop import Trainer
 from weft.train.record.metrics import read_metrics
@@ -181,9 +181,9 @@ def test_a_run_at_its_end_has_nothing_to_do_only_once_its_report_is_written(has_
 
 
 @pytest.mark.long
-def test_a_run_that_ended_before_its_report_writes_it_when_it_is_resumed(tmp_path):
+def test_a_run_that_ended_before_its_report_writes_it_when_it_is_resumed(pool, tmp_path):
     config = write_config(tmp_path, train__steps=2, checkpoint__every=2)
-    assert weft("train", config).returncode == 0
+    pool.run(1, train_here, config)
     run = tmp_path / "runs/tiny"
     facts = run / "facts.json"
     facts.write_text(facts.read_text().replace('"reported"', '"not_reported"'))

@@ -13,6 +13,7 @@ from tests.train.command import (
     metrics,
     ranks_of,
     started,
+    train_here,
     wait_until,
     weft,
     write_config,
@@ -22,10 +23,10 @@ from weft.checkpoint import verify
 pytestmark = pytest.mark.long
 
 
-def test_ten_steps_and_ten_more_in_new_processes_are_bit_for_bit_twenty_steps(tmp_path):
+def test_ten_steps_and_ten_more_in_new_processes_are_bit_for_bit_twenty_steps(pool, tmp_path):
     config = write_config(tmp_path, train__steps=20, checkpoint__every=10)
     run = tmp_path / "runs" / "tiny"
-    assert weft("train", config, "--ranks", 2).returncode == 0
+    pool.run(2, train_here, config)
     losses, validations = metrics(run), metrics(run, "validation")
     whole = contents(run / "checkpoints" / "step-00000020")
     assert [record["step"] for record in losses] == list(range(1, 21))
@@ -40,9 +41,9 @@ def test_ten_steps_and_ten_more_in_new_processes_are_bit_for_bit_twenty_steps(tm
     assert_same_contents(contents(run / "checkpoints" / "step-00000020"), whole)
 
 
-def test_ctrl_c_saves_and_the_printed_command_goes_on_to_the_same_end(tmp_path):
+def test_ctrl_c_saves_and_the_printed_command_goes_on_to_the_same_end(pool, tmp_path):
     config = write_config(tmp_path, train__steps=60, checkpoint__every=0, train__validate_every=0)
-    assert weft("train", config, "--ranks", 2).returncode == 0
+    pool.run(2, train_here, config)
     whole = tmp_path / "runs" / "tiny"
 
     interrupted = tmp_path / "runs" / "tiny-2"
@@ -81,9 +82,9 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
     wait_until(lambda: not any(map(is_alive, ranks.values())), timeout=10)
 
 
-def test_a_checkpoint_of_another_model_is_refused_in_one_line_and_stays(tmp_path):
+def test_a_checkpoint_of_another_model_is_refused_in_one_line_and_stays(pool, tmp_path):
     config = write_config(tmp_path, train__steps=2, train__validate_every=0)
-    assert weft("train", config, "--ranks", 1).returncode == 0
+    pool.run(1, train_here, config)
     checkpoint = tmp_path / "runs" / "tiny" / "checkpoints" / "step-00000002"
     before = contents(checkpoint)
     other = write_config(tmp_path, train__steps=4, model__pattern="[*-]-")
@@ -110,9 +111,9 @@ def test_sigterm_and_a_closed_terminal_save_too(tmp_path, number, request):
     assert (run / "checkpoints" / f"step-{step:08d}").is_dir()
 
 
-def test_a_run_goes_on_from_the_newest_intact_checkpoint_and_is_refused_in_one_line_without_one(tmp_path):
+def test_a_run_goes_on_from_the_newest_intact_checkpoint_and_is_refused_in_one_line_without_one(pool, tmp_path):
     config = write_config(tmp_path, train__steps=3, checkpoint__every=1, train__validate_every=0)
-    assert weft("train", config, "--ranks", 1).returncode == 0
+    pool.run(1, train_here, config)
     run = tmp_path / "runs" / "tiny"
     checkpoints, losses = run / "checkpoints", metrics(run)
     (checkpoints / "step-00000003" / "__0_0.distcp").write_bytes(b"")

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import weft
 from tests.fsdp import nets
+from tests.programs import run_programs
 from tests.train.command import metrics, rewind
 from tests.train.test_loop import StopAt
 from weft.checkpoint import verify
@@ -241,27 +242,29 @@ def test_a_program_does_not_go_on_with_a_run_of_a_text(pool, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("end", "launched"), [("trainer.run()", False), ("trainer.run()", True), ("1 / 0", False)])
-def test_the_process_group_that_a_trainer_began_ends_with_the_interpreter(tmp_path, end, launched):
-    program = f"""
+def test_the_process_group_that_a_trainer_began_ends_with_the_interpreter(tmp_path):
+    def program(end):
+        return f"""
 import atexit
 import torch.distributed as dist
 from tests.train.test_trainer import Trainer, batches, loss, make_model
 
 atexit.register(lambda: print("there is one:", dist.is_initialized()))
 steps = {{"steps": 1, "microbatch_size": 8, "global_batch_size": 8}}
-config = {{"train": steps, "run": {{"directory": {str(tmp_path)!r}}}}}
+config = {{"train": steps, "run": {{"directory": {str(tmp_path / end[0])!r}}}}}
 trainer = Trainer(model=make_model, loss=loss, data=batches, config=config)
 print("there is one:", dist.is_initialized())
 {end}
 """
+
     path = tmp_path / "program.py"
-    path.write_text(program)
-    command = [*(TORCHRUN if launched else [sys.executable]), str(path)]
+    path.write_text(program("trainer.run()"))
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert re.findall("there is one: .*", done.stdout) == ["there is one: True", "there is one: False"]
-    assert done.returncode == (end != "trainer.run()"), done.stderr
+    launched = subprocess.run([*TORCHRUN, str(path)], capture_output=True, text=True, check=False, env=environment)
+    alone, failed = run_programs([program("trainer.run()"), program("1 / 0")], "import tests.train.test_trainer")
+    for done in (launched, alone, failed):
+        assert re.findall("there is one: .*", done.stdout) == ["there is one: True", "there is one: False"]
+        assert done.returncode == (done is failed), done.stderr
 
 
 def test_a_process_group_that_somebody_else_ended_is_gone_and_a_later_one_is_left_alone():

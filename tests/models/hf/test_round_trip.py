@@ -79,23 +79,15 @@ def test_the_best_tokens_of_a_release_of_every_family_are_those_of_transformers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)])
-def test_what_is_trained_and_saved_stops_where_the_original_does_and_has_its_company(published, tmp_path, pool, ranks):
+def test_what_is_trained_and_saved_stops_where_the_original_does_and_has_its_company(published, tmp_path):
     pairs = [(directory, tmp_path / name, name) for name, (directory, _, _) in published.items()]
-    if ranks == 1:
-        trained_a_step(pairs)
-    else:
-        pool.run(ranks, trained_a_step, pairs)
-        alone = tmp_path / "alone"
-        trained_a_step([(source, alone / name, name) for source, _, name in pairs])
+    trained_a_step(pairs)
     stopped = 0
     for source, target, name in pairs:
         _, _, ends = published[name]
         before, after = tensors(source), tensors(target)
         assert before.keys() == after.keys(), name
         assert any(not torch.equal(after[each], tensor) for each, tensor in before.items()), name
-        if ranks > 1:
-            assert_close(after, tensors(alone / name), rtol=1e-4, atol=1e-5, msg=lambda text, at=name: f"{at}: {text}")
         described = [json.loads((each / "config.json").read_text()) for each in (source, target)]
         assert without_dtype(described[0]) == without_dtype(described[1]), name
         for each in COMPANY:
@@ -107,3 +99,18 @@ def test_what_is_trained_and_saved_stops_where_the_original_does_and_has_its_com
         stopped += stop < LENGTH
     assert stopped > len(pairs) // 2
     assert AutoTokenizer.from_pretrained(target).chat_template.startswith("{% for message")
+
+
+@pytest.mark.long
+def test_what_four_ranks_train_and_save_is_what_one_process_does(tmp_path, pool):
+    for name in NAMES:
+        make(name, tmp_path / "theirs" / name)
+        with_company(tmp_path / "theirs" / name)
+    pool.run(4, trained_a_step, [(tmp_path / "theirs" / name, tmp_path / "four" / name, name) for name in NAMES])
+    trained_a_step([(tmp_path / "theirs" / name, tmp_path / "one" / name, name) for name in NAMES])
+    for name in NAMES:
+        four, one = tmp_path / "four" / name, tmp_path / "one" / name
+        assert_close(tensors(four), tensors(one), rtol=1e-4, atol=1e-5, msg=lambda text, at=name: f"{at}: {text}")
+        assert (four / "config.json").read_text() == (one / "config.json").read_text(), name
+        for each in COMPANY:
+            assert (four / each).read_bytes() == (tmp_path / "theirs" / name / each).read_bytes(), name
