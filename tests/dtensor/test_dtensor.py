@@ -16,7 +16,7 @@ import weft
 from tests.fsdp import nets
 from tests.pool import distributed
 from weft.comm import collectives
-from weft.dtensor import clipping, local
+from weft.dtensor import local, norms
 from weft.fsdp import UnevenDTensor
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -227,7 +227,7 @@ def test_the_norm_of_all_is_the_one_that_torch_takes_of_their_norms():
     assert nn.utils.get_total_norm(tensors, "0") == torchs(tensors, 0)  # type: ignore[arg-type]
     assert nn.utils.get_total_norm([]) == 0
     elsewhere = tensors[0].like(torch.empty_like(tensors[0].to_local(), device="meta"))  # each kernel is of one device
-    assert clipping._of_sharded([tensors[0], elsewhere], 2.0) is None is not clipping._of_sharded(tensors[:1], 2.0)
+    assert norms._of_sharded([tensors[0], elsewhere], 2.0) is None is not norms._of_sharded(tensors[:1], 2.0)
     tensors[0].fill_(math.nan)
     assert nn.utils.get_total_norm(tensors).isnan()
     with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped"):
