@@ -48,12 +48,20 @@ def sweep(rounds: int, times: int) -> None:
         steps = {}
         for side, fully_shard in (("weft", weft.fully_shard), ("FSDP2", torch_fully_shard)):
             torch.manual_seed(0)
-            net = sharded(fully_shard)(nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(units))))
+            net = sharded(fully_shard)(nn.Sequential(*(matrix(width) for _ in range(units))))
             steps[side] = step_of(net, torch.ones(2, width))
         taken = in_turn(steps, rounds, times)
         if dist.get_rank() == 0:
             print(row(f"{units} units of {size}", taken, 24))
         del steps, net
+
+
+def matrix(width: int) -> nn.Linear:
+    """A layer that keeps the size of what it is given: torch's own initial weights shrink it, over 128 layers down to
+    denormal numbers, with which all arithmetic takes several times as long on both sides."""
+    layer = nn.Linear(width, width, bias=False)
+    nn.init.normal_(layer.weight, std=width**-0.5)
+    return layer
 
 
 def step_of(net: nn.Module, rows: torch.Tensor) -> Callable[[], object]:

@@ -1,4 +1,4 @@
-"""A training loop of Accelerate's, sharded by its FSDP2 plugin, with weft in the place of torch's FSDP2.
+"""A training loop of Accelerate's, sharded by its FSDP2 plugin, with weft in place of torch's FSDP2.
 
 torchrun --nproc-per-node 2 examples/accelerate_loop.py [--torch]
 """

@@ -21,10 +21,10 @@ blocks = [nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True) 
 model = nn.Sequential(nn.Linear(8, 64), *blocks, nn.Linear(64, 8)).to(device)
 for block in blocks:
     weft.fully_shard(block)  # one unit each, gathered just before it is needed
-weft.fully_shard(model)  # last, the rest
+weft.fully_shard(model)  # last, for the remaining parameters
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-torch.manual_seed(1 + dist.get_rank())  # every rank has data of its own
+torch.manual_seed(1 + dist.get_rank())  # every rank has its own data
 for step in range(steps):
     x = torch.randn(32, 10, 8, device=device)
     loss = nn.functional.mse_loss(model(x), x.cumsum(-1))

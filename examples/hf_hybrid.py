@@ -30,7 +30,7 @@ shard(model, meshes)
 hf.load(model, options.source)  # each rank reads its part
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-generator = torch.Generator().manual_seed(dist.get_rank())  # every rank has data of its own
+generator = torch.Generator().manual_seed(dist.get_rank())  # every rank has its own data
 tokens = torch.randint(cfg.vocab_size, (4, 2, 65), generator=generator).to(device)
 microbatches = [(each[:, :-1], each[:, 1:]) for each in tokens]
 for step in range(options.steps):

@@ -1,4 +1,4 @@
-"""transformers' Trainer, sharded by its own FSDP options, with weft in the place of torch's FSDP2.
+"""transformers' Trainer, sharded by its own FSDP options, with weft in place of torch's FSDP2.
 
 torchrun --nproc-per-node 2 examples/hf_trainer.py [--torch]
 """

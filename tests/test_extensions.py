@@ -262,7 +262,7 @@ def test_a_layer_kind_touches_three_files_its_fields_its_layer_and_the_list_of_k
 
 
 def test_a_name_that_no_table_has_is_refused():
-    with pytest.raises(ValueError, match="no schedule and no file"):
+    with pytest.raises(ValueError, match="neither a schedule nor a file"):
         weft.pipeline.table("toy", ranks=2, microbatches=2)
     with pytest.raises(ValueError, match="toy"):
         families.family_of({"model_type": "toy"})

@@ -133,6 +133,20 @@ MUTATIONS = [
         "fsdp/test_untagged.py::test_small_units_travel_in_one_group_call_where_the_transport_has_no_tags[2]",
     ),
     Mutation(
+        "large tensors of a bundle are copied into its message",
+        "Gloo.all_gather_bundle",
+        "source.nbytes < ALONE_BYTES or source.dtype != dtype",
+        "True",
+        "comm/test_collectives.py::test_the_large_tensors_of_a_bundle_travel_uncopied_and_the_small_ones_in_one_message[2]",
+    ),
+    Mutation(
+        "a large tensor of a bundle is not scaled",
+        "Gloo.reduce_scatter_bundle",
+        "(each[0], terms, each[2], each[3])",
+        "(each[0], terms, 1.0, each[3])",
+        "comm/test_collectives.py::test_the_large_tensors_of_a_bundle_travel_uncopied_and_the_small_ones_in_one_message[2]",
+    ),
+    Mutation(
         "words of one model pair with those of another",
         "agree",
         "tag_of(TAGS, what, channel)",

@@ -7,7 +7,7 @@
     except CollectiveMismatch as error:  # the message names the ranks and units
         ...
 
-    raised by            a ValueError: what was given is wrong      a RuntimeError: something went wrong
+    raised by            a ValueError: an argument is wrong         a RuntimeError: something went wrong
     ------------------   ---------------------------------------    --------------------------------------------
     communication                                                   `CollectiveMismatch`
     sharding                                                        `WeightsGone`, `WeightsWritten`
@@ -77,7 +77,7 @@ class CheckpointGone(CheckpointError):
 
 
 class StorageError(WeftError, OSError, RuntimeError):
-    """A file operation failed; the message names rank, operation and file. `errno` is that of the system."""
+    """A file operation failed; the message names rank, operation and file. `errno` is the system's error number."""
 
     def __str__(self) -> str:
         return str(self.strerror)
@@ -87,7 +87,7 @@ class KernelError(WeftError, RuntimeError):
     """A kernel that was selected by name does not run on this machine."""
 
 
-# --- what was given is wrong ------------------------------------------------------------------------------------------
+# --- invalid arguments and input --------------------------------------------------------------------------------------
 
 
 class ConfigError(WeftError, ValueError):

@@ -34,9 +34,9 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 class Meshes:
     """The meshes over which each kind of parameter is spread, as seen from this rank.
 
-    `dense`: 1-D over the data-parallel ranks, or 2-D (outer, shard) with `dp_replicate > 1`.
-    `expert`: the data-parallel ranks that hold the same experts; `dense` itself where `ep` is 1.
-    `ep`, `pp`, `tp`, `cp`: 1-D, or None where the axis has one rank. `etp`: `tp`, or None where experts are whole.
+    `dense`: 1-D over the data-parallel ranks, or 2-D (outer, shard) with `dp_replicate > 1`. `expert`: the
+    data-parallel ranks that hold the same experts; `dense` itself if `ep` is 1. `ep`, `pp`, `tp`, `cp`: 1-D, or None if
+    the axis has one rank. `etp`: `tp`, or None if experts are whole.
     """
 
     dense: DeviceMesh
@@ -91,8 +91,8 @@ def init_meshes(
     """Build the meshes over all ranks. Collective: every rank passes the same sizes.
 
     Dense parameters are spread over `dp_replicate * dp_shard * cp` ranks; `ep` must divide that number. `dp_shard=-1`
-    uses all ranks that the other axes leave. With `dp_replicate > 1`, the expert mesh is 2-D (outer, shard) like the
-    dense one if `ep` divides `dp_shard * cp`; otherwise expert-parallel groups span replicas, and it is 1-D.
+    uses all ranks that the other axes do not use. With `dp_replicate > 1`, the expert mesh is 2-D (outer, shard) like
+    the dense one if `ep` divides `dp_shard * cp`; otherwise expert-parallel groups span replicas, and it is 1-D.
 
     `etp`: the number of ranks over which each expert is cut: `tp` (the same as None) or 1. With 1, experts see the
     tokens of all ranks, and `ep` divides `dp_replicate * dp_shard * cp * tp` instead.
@@ -188,8 +188,8 @@ def _fit(world: int, etp: int, **axes: int) -> int:
     for name, size in axes.items():
         takes_rest = name == "dp_shard" and size == -1
         if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and not takes_rest):
-            default = ", or -1 for what the other axes leave" if name == "dp_shard" else ""
-            raise ValueError(f"{name}={size!r}: an axis has at least 1 rank; give a positive integer{default}")
+            default = ", or -1 for the remaining ranks" if name == "dp_shard" else ""
+            raise ValueError(f"{name}={size!r}: an axis has at least 1 rank; pass a positive integer{default}")
 
     factors = {
         name: axes[name] for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp") if name != "cp" or axes[name] != 1
@@ -204,7 +204,7 @@ def _fit(world: int, etp: int, **axes: int) -> int:
     product = math.prod(factors.values())
     if product != world:
         shown = " * ".join(f"{name}={size}" for name, size in factors.items())
-        rule = "must divide the world size, so that dp_shard=-1 can take the rest" if unresolved else ""
+        rule = "must divide the world size, so that dp_shard=-1 can use the remaining ranks" if unresolved else ""
         if left_over:
             fix = f"start a multiple of {others} ranks, or make pp, dp_replicate, cp or tp smaller"
         else:
@@ -213,7 +213,7 @@ def _fit(world: int, etp: int, **axes: int) -> int:
 
     if etp not in (1, axes["tp"]):
         raise ValueError(
-            f"etp={etp!r}: an expert is cut over all of the tp={axes['tp']} ranks or over none; choose from "
+            f"etp={etp!r}: an expert is cut over all tp={axes['tp']} ranks or not at all; choose from "
             f"{sorted({1, axes['tp']})}"
         )
     data_parallel = factors["dp_replicate"] * factors["dp_shard"] * axes["cp"] * axes["tp"] // etp
@@ -245,5 +245,5 @@ class Parts(Protocol):
 
 
 def parts_of(model: Any) -> Parts | None:
-    """Return the pipeline stages of `model`; None if it is not cut into stages."""
+    """Return the pipeline stages of `model`; None if it has no stages."""
     return getattr(model, "cut", None)

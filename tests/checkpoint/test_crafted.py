@@ -325,13 +325,16 @@ RULES = [
     ("gives model.weight no dtype", lambda m: setattr(weight(m).properties, "dtype", None)),
     (r"gives model.weight the shape \(3, -5\)", lambda m: setattr(weight(m), "size", (3, -5))),
     (r"gives model.weight the shape \(3, True\)", lambda m: setattr(weight(m), "size", (3, True))),
-    ("has a part of model.weight that lies outside of it", lambda m: put_parts(m, [((0, 1), (3, 5))])),
-    ("has a part of model.weight that lies outside of it", lambda m: put_parts(m, [((0, -1), (3, 5))])),
-    ("has a part of model.weight that lies outside of it", lambda m: put_parts(m, [((0,), (3,))])),
-    ("says that 60 bytes of model.weight take 59", lambda m: put_length(m, "model.weight", 59)),
-    ("says that 60 bytes of model.weight take 65597", lambda m: put_length(m, "model.weight", 60 + (1 << 16) + 1)),
+    ("has a part of model.weight that lies outside the tensor", lambda m: put_parts(m, [((0, 1), (3, 5))])),
+    ("has a part of model.weight that lies outside the tensor", lambda m: put_parts(m, [((0, -1), (3, 5))])),
+    ("has a part of model.weight that lies outside the tensor", lambda m: put_parts(m, [((0,), (3,))])),
+    ("says that 60 bytes of model.weight are stored in 59", lambda m: put_length(m, "model.weight", 59)),
+    (
+        "says that 60 bytes of model.weight are stored in 65597",
+        lambda m: put_length(m, "model.weight", 60 + (1 << 16) + 1),
+    ),
     ("has 10 of the 15 elements of model.weight", lambda m: put_parts(m, [((0, 0), (2, 5))])),
-    ("looks for parts in 'there', which is no file", lambda m: put_places(m, relative_path="there")),
+    ("looks for parts in 'there', which is not a file", lambda m: put_places(m, relative_path="there")),
     ("looks for parts outside of", lambda m: put_places(m, offset=-8)),
     ("looks for parts outside of", lambda m: put_places(m, offset=1 << 30)),
     ("wants parts of .* transformed", lambda m: put_places(m, transform_descriptors=["zstd"])),
@@ -365,7 +368,7 @@ def test_what_plain_data_names_in_another_way_is_told():
 @pytest.mark.parametrize(("calls", "size"), [(1, 1 << 30), (1 << 12, 1 << 10)])
 def test_bare_storages_that_would_take_memory_are_told(calls, size):
     one = b"ctorch.storage\nUntypedStorage\nJ" + size.to_bytes(4, "little") + b"\x85R0"
-    with pytest.raises(ValueError, match=f"it may take {calls * size} bytes of memory"):
+    with pytest.raises(ValueError, match=f"loading it could take {calls * size} bytes of memory"):
         unpack(io.BytesIO(with_pickle(b"\x80\x02" + one * calls + b"K\x01.")))
 
 

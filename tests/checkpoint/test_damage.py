@@ -93,7 +93,7 @@ def test_a_checkpoint_without_any_intact_one_before_it_is_one_line_and_stays(tmp
         load(CheckpointManager(tmp_path))
     for words in (
         "no checkpoint is intact",
-        "put an undamaged copy of one in its place",
+        "replace one with an undamaged copy",
         "step-00000002 is damaged",
         "step-00000001 is damaged",
     ):
@@ -197,7 +197,7 @@ def test_where_another_run_replaces_the_newest_checkpoint_while_it_is_read_the_n
 def test_a_checkpoint_that_was_named_and_is_replaced_while_it_is_read_is_not_said_to_be_damaged(tmp_path, monkeypatch):
     save(tmp_path, 1)
     replaced_while_read(monkeypatch, tmp_path, 2)
-    with pytest.raises(CheckpointError, match=r"step-00000001 is not there, or not any more") as error:
+    with pytest.raises(CheckpointError, match=r"step-00000001 does not exist: a run that trains") as error:
         CheckpointManager(tmp_path).load({"model": {"weight": torch.zeros(8, 8)}, "data": {"position": 0}}, step=1)
     assert "damaged" not in str(error.value)
 
@@ -205,7 +205,7 @@ def test_a_checkpoint_that_was_named_and_is_replaced_while_it_is_read_is_not_sai
 def test_checkpoints_that_are_replaced_faster_than_they_are_read_end_the_reading(tmp_path, monkeypatch):
     save(tmp_path, 1)
     replaced_while_read(monkeypatch, tmp_path, *range(2, 100))
-    with pytest.raises(CheckpointError, match="not any more"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         load(CheckpointManager(tmp_path))
 
 

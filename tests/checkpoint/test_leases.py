@@ -46,7 +46,7 @@ def test_a_run_that_lost_its_lease_saves_no_more(tmp_path):
         manager.save(1, STATE, asynchronous=False)
         (tmp_path / LEASE).write_text(f"{ELSEWHERE}-7")
         until_lost(manager._lock)
-        with pytest.raises(CheckpointError, match="was taken over by another run"):
+        with pytest.raises(CheckpointError, match="has been taken over by another run"):
             manager.save(2, STATE, asynchronous=False)
     assert committed_steps(tmp_path) == [1]
     assert (tmp_path / LEASE).read_text() == f"{ELSEWHERE}-7", "the lease of the other run stays"

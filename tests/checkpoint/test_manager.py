@@ -222,7 +222,7 @@ def test_two_writers_of_one_directory_are_refused(tmp_path, monkeypatch):
         with pytest.raises(CheckpointError, match="in use by another run"):
             second.save(2, {"numbers": {"value": torch.ones(2)}})
         assert len(said) == 1 and said[0].startswith("another run (process ")
-        assert said[0].endswith(f") writes to {tmp_path}: waiting up to 0.2 s for its end")
+        assert said[0].endswith(f") writes to {tmp_path}: waiting up to 0.2 s for it to end")
     second.save(2, {"numbers": {"value": torch.ones(2)}}, asynchronous=False)
     assert second.steps() == [1, 2]
 
@@ -335,7 +335,7 @@ def test_damage_is_found(tmp_path, damage):
 
 
 def test_without_a_checkpoint_loading_says_so(tmp_path):
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="no longer contains a checkpoint"):
         CheckpointManager(tmp_path).load({"numbers": {"value": torch.ones(2)}})
 
 

@@ -140,7 +140,7 @@ def test_without_flock_a_lease_keeps_the_second_writer_out_and_one_left_behind_i
         try:
             second.check()
         except CheckpointError as error:
-            assert "was taken over by another run" in str(error)
+            assert "has been taken over by another run" in str(error)
             break
     else:
         raise AssertionError("a lease that another run has now was not missed")
@@ -170,7 +170,9 @@ def test_a_disk_that_gives_back_something_else_is_refused_when_a_run_is_claimed(
             Path(path).write_bytes(b"probf")
 
     monkeypatch.setattr(storage, "before", before)
-    refused = pytest.raises(CheckpointError, match=r"holds something else than was written; set run\.directory")
+    refused = pytest.raises(
+        CheckpointError, match=r"what was written cannot be read back unchanged; set run\.directory"
+    )
     with CheckpointManager(tmp_path) as manager, refused:
         manager.claim()
 

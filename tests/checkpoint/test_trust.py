@@ -33,7 +33,7 @@ def test_the_legacy_format_in_front_of_a_harmless_archive_is_refused(tmp_path):
     with pytest.raises(ValueError, match="it is not in torch's zip format"):
         unpack(io.BytesIO(legacy + saved(torch.ones(2))))
     for prefix in (b"PK\x03\x04", saved(torch.zeros(3))):
-        with pytest.raises(ValueError, match="its archive does not fill it"):
+        with pytest.raises(ValueError, match="it has bytes outside of its archive"):
             unpack(io.BytesIO(prefix + saved(torch.ones(2))))
     assert torch.equal(unpack(io.BytesIO(saved(torch.ones(2)))), torch.ones(2))
 
@@ -56,8 +56,8 @@ def test_a_checkpoint_of_another_run_is_passed_over_and_named(tmp_path):
     shutil.copytree(other / "step-00000003", own / "step-00000003")
     step, values, passed_over = loaded(own)
     assert (step, values) == (2, [1.0, 1.0])
-    assert "is of another run (identity" in str(passed_over[3]) and "--from" in str(passed_over[3])
-    with pytest.raises(CheckpointError, match="is of another run"):
+    assert "belongs to another run (identity" in str(passed_over[3]) and "--from" in str(passed_over[3])
+    with pytest.raises(CheckpointError, match="belongs to another run"):
         loaded(own, 3)
     shutil.copytree(own / "step-00000001", tmp_path / "copy" / "step-00000001")  # without its identity file
     assert loaded(tmp_path / "copy")[0] == 1

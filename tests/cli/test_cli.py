@@ -60,15 +60,15 @@ def test_wrong_options_are_one_line(tmp_path, capsys):
     line = refused(capsys, "train", "x.toml", "--rnaks")
     assert line == "weft train: unrecognized arguments: --rnaks; see weft train --help\n"
     line = refused(capsys, "train", "x.toml", "train.steps=3", "optimizer.lr=0.1")
-    assert line.endswith("; settings are changed by --set train.steps=3 --set optimizer.lr=0.1\n")
+    assert line.endswith("; change settings with --set train.steps=3 --set optimizer.lr=0.1\n")
     line = refused(capsys, "bench", "fsdp2", "--link", "4gbit")
-    assert "goes behind --, as in weft bench fsdp2 -- --link 4gbit" in line
+    assert "arguments after --, as in weft bench fsdp2 -- --link 4gbit" in line
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--ranks", "3"], "--ranks 3: is for a configuration; name it with --check FILE"),
+        (["--ranks", "3"], "--ranks 3: needs a configuration; name one with --check FILE"),
         (["--ranks", "0", "--check", "any.toml"], "--ranks 0: must be at least 1"),
         (["--markdown", "--check", "any.toml"], "--check: not allowed with argument --markdown"),
     ],
@@ -88,7 +88,7 @@ def test_ranks_that_contradict_the_launcher_are_an_error(tmp_path, capsys, monke
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, value)
     line = refused(capsys, "train", write_config(tmp_path), "--ranks", 2)
-    assert "torchrun has started 4 ranks already" in line
+    assert "torchrun has already started 4 ranks" in line
 
 
 def test_resume_before_the_configuration_means_the_newest_run(tmp_path, capsys):
@@ -127,7 +127,7 @@ def test_weights_of_a_new_run_are_no_part_of_the_command_that_goes_on(tmp_path, 
 
 def test_resume_of_what_is_not_there_is_no_word_about_configurations(tmp_path, capsys):
     line = refused(capsys, "train", "--resume", tmp_path / "none")
-    assert f"--resume {tmp_path / 'none'}: is no directory; name that of a run" in line
+    assert f"--resume {tmp_path / 'none'}: is not a directory; name the directory of a run" in line
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -148,7 +148,9 @@ def test_resume_of_one_checkpoint_names_the_run(tmp_path, capsys, monkeypatch, n
     monkeypatch.chdir(run)
     for inside in (run / "checkpoints", run / "checkpoints" / "step-00000003", "checkpoints"):
         line = refused(capsys, "train", *config, "--resume", inside)
-        assert f"--resume {inside}: is no run, but lies in one" in line and line.endswith(f"; name the run: {run}\n")
+        assert f"--resume {inside}: is not a run, but lies inside one" in line and line.endswith(
+            f"; name the run: {run}\n"
+        )
 
 
 def test_what_lies_in_a_run_may_be_a_run_or_a_folder_of_runs(tmp_path, capsys, monkeypatch):
@@ -157,7 +159,7 @@ def test_what_lies_in_a_run_may_be_a_run_or_a_folder_of_runs(tmp_path, capsys, m
         (directory / "checkpoints" / "step-00000003").mkdir(parents=True)
     config = shutil.copy(write_config(tmp_path), run / "config.toml")
     line = refused(capsys, "train", config, "--resume", run / "ablations")
-    assert line.endswith(f"is no run, but a folder of runs; name one of them: {run / 'ablations' / 'a'}\n")
+    assert line.endswith(f"is not a run, but a folder of runs; name one of them: {run / 'ablations' / 'a'}\n")
     chosen = []
     monkeypatch.setattr(launch, "launch", lambda arguments, ranks, run, command, **_: chosen.append(run.directory) or 0)
     assert main(["train", str(config), "--resume", str(run / "copy"), "--ranks", "1"]) == 0
@@ -170,7 +172,7 @@ def test_what_lies_in_a_run_may_be_a_run_or_a_folder_of_runs(tmp_path, capsys, m
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("setting", "said"),
-    [('data.paths=["{empty}"]', "no text found there"), ("data.sequence_length=100000", "fewer than one")],
+    [('data.paths=["{empty}"]', "no text found"), ("data.sequence_length=100000", "fewer than one")],
 )
 def test_what_only_the_ranks_can_find_wrong_is_one_line_too(tmp_path, setting, said):
     (tmp_path / "empty").mkdir()
@@ -221,7 +223,7 @@ def test_keys_stay_whole_where_a_program_reads_them(tmp_path, capsys):
 
 
 def test_inspect_of_something_else_is_refused(tmp_path, capsys):
-    assert "holds no checkpoint" in refused(capsys, "inspect", tmp_path)
+    assert "contains no checkpoint" in refused(capsys, "inspect", tmp_path)
 
 
 def test_inspect_of_a_damaged_checkpoint_fails(tmp_path, capsys):
@@ -242,7 +244,7 @@ def test_inspect_of_a_run_shows_which_checkpoints_are_damaged_and_the_newest_tha
     assert main(["inspect", str(tmp_path)]) == 1
     shown, errors = capsys.readouterr()
     rows = [line for line in shown.splitlines() if " step-0" in line]
-    assert ["damaged: a resume passes it over" in row for row in rows] == [True, False, True]
+    assert ["damaged: a resume skips it" in row for row in rows] == [True, False, True]
     assert "step 2, written by 1 rank" in shown
     assert "step-00000001 is damaged: .metadata is missing; " in errors
     assert "step-00000003 is damaged: the checksum of .metadata differs" in errors

@@ -1,5 +1,10 @@
 """weft's collectives do what torch's do."""
 
+import functools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 
@@ -7,9 +12,11 @@ from tests.pool import distributed
 from weft.comm import collectives
 from weft.comm.backends import moving_by
 from weft.comm.builtin import BuiltIn
-from weft.comm.gloo import Gloo
+from weft.comm.gloo import Gloo, sends, transport
 from weft.comm.groups import exchange_objects, twin_group
 from weft.comm.lanes import Lane, Ticket
+from weft.comm.pending import Pending
+from weft.comm.transport import Sum
 
 SIZES = (1, 7, 64, 5000)
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
@@ -217,6 +224,43 @@ def test_receives_are_posted_first_so_that_both_directions_of_a_link_are_used_at
         with moving_by(Gloo()):
             start(group)
         assert group.posted == ["receive"] * 2 + ["send"] * 2, name
+
+
+def messages_of(bundle: Callable[..., Pending], *args: Any) -> list[int]:
+    """Run `bundle` over the world; return the elements of the messages that go to each rank."""
+    sizes: list[int] = []
+
+    def noting(swaps: Any, *where: Any) -> list[Any]:
+        sizes.extend(leaving[0].numel() for _, leaving in swaps if leaving[0].numel())
+        return sends.swap_all(swaps, *where)
+
+    with mock.patch.object(transport, "swap_all", noting):
+        bundle(*args, dist.group.WORLD, 7).complete()
+    return sizes
+
+
+@distributed(2, 4)
+def test_the_large_tensors_of_a_bundle_travel_uncopied_and_the_small_ones_in_one_message():
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    large = transport.ALONE_BYTES // 4
+    for numels, messages in (([3, large, 5, large, 7], [large, large, 15]), ([large], [large]), ([3, 5], [8])):
+        sources = [values(numel, torch.float32, seed) for seed, numel in enumerate(numels)]
+        fulls = [None if seed == 3 else torch.empty(ranks * numel) for seed, numel in enumerate(numels)]
+        gather = functools.partial(Gloo().all_gather_bundle, dtype=torch.float32)
+        assert messages_of(gather, fulls, sources) == messages
+        for full, source in zip(fulls, sources):
+            expected = torch.empty(ranks * len(source))
+            dist.all_gather_into_tensor(expected, source)
+            assert full is None or torch.equal(full, expected)
+
+        partials = [values(ranks * numel, torch.float32, seed) for seed, numel in enumerate(numels)]
+        scales, adds = [1.0, 0.5, 0.5, 1.0, 1.0][: len(numels)], [False, True, True, False, False][: len(numels)]
+        outputs, expected = [torch.ones(numel) for numel in numels], [torch.ones(numel) for numel in numels]
+        for output, partial, scale, add in zip(expected, partials, scales, adds):
+            how = Sum(scale, add, partial.new_empty((ranks - 1) * len(output)))
+            Gloo().reduce_scatter(output, partial.clone(), dist.group.WORLD, 7, how).complete()
+        assert messages_of(Gloo().reduce_scatter_bundle, outputs, partials, scales, adds) == messages
+        assert all(map(torch.equal, outputs, expected)), rank
 
 
 @distributed(2)

@@ -184,7 +184,7 @@ def test_a_detector_that_has_said_goodbye_is_still_that_of_its_world_and_explain
     dist.barrier()
     dist.destroy_process_group()
     assert hang_detector.hang_detector() is None and not watch._ranks
-    assert f"rank {other} has gone" in watch._note(RuntimeError("Connection reset"), call)
+    assert f"rank {other} exited without an error" in watch._note(RuntimeError("Connection reset"), call)
     store = dist.FileStore(str(tmp_path / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
 
@@ -243,7 +243,7 @@ if rank == 1:
 collectives.reduce_now(torch.ones(1), dist.ReduceOp.SUM, dist.group.WORLD, "a norm")
 """
 ENDS = {
-    "raise ValueError('no such token')": "its program ended by ValueError: no such token",
+    "raise ValueError('no such token')": "its program ended with ValueError: no such token",
     "watch.fail('left the forward of blocks.1 by Oops'); sys.exit(3)": "left the forward of blocks.1 by Oops",
     "sys.exit(0)": "its program ended",
 }

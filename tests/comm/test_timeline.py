@@ -46,7 +46,7 @@ def test_only_one_timeline_records_and_nothing_is_recorded_outside():
     with span("compute", "before"):
         pass
     with Timeline() as timeline:
-        with pytest.raises(RuntimeError, match="recording already"), Timeline():
+        with pytest.raises(RuntimeError, match="already being recorded"), Timeline():
             pass
         with span("compute", "inside"):
             pass

@@ -225,13 +225,13 @@ def test_what_was_made_outside_of_a_check_is_refused_inside_and_the_other_way_ro
     outside = Lane("gather", CPU)
     with check_streams():
         inside = Lane("gather", CPU)
-        with pytest.raises(RuntimeError, match="shard the model and run it in the same one"):
+        with pytest.raises(RuntimeError, match="shard the model and run it inside the same check"):
             outside.run(nothing)
         inside.run(nothing).wait()
-    with pytest.raises(RuntimeError, match="shard the model and run it in the same one"):
+    with pytest.raises(RuntimeError, match="shard the model and run it inside the same check"):
         inside.run(nothing)
 
 
 def test_checks_do_not_nest():
-    with check_streams(), pytest.raises(RuntimeError, match="checked already"), weft.debug.check_streams():
+    with check_streams(), pytest.raises(RuntimeError, match="already active"), weft.debug.check_streams():
         pass

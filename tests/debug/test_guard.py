@@ -68,7 +68,9 @@ def test_a_write_to_a_kept_view_after_the_weights_went_is_found_at_the_next_gath
     step(model)
     step(model)  # now the places are those of a plan: what is kept is memory that others use
     model[0].kept[0].zero_()
-    with pytest.raises(WeightsWritten, match=r"'linear.weight' of 0 .* was written to after its gathered weights went"):
+    with pytest.raises(
+        WeightsWritten, match=r"'linear.weight' of 0 .* was written to after its gathered weights were freed"
+    ):
         step(model)
     reference = make()
     model.zero_grad()

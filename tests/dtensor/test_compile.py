@@ -1,4 +1,4 @@
-"""`torch.compile` of what computes with sharded parameters themselves: a compiled graph knows no uneven cuts."""
+"""`torch.compile` of what computes with sharded parameters themselves: a compiled graphs do not support uneven cuts."""
 
 import pytest
 import torch

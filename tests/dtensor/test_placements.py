@@ -111,6 +111,6 @@ def test_axes_of_replicas_and_of_tensor_parallelism_stay_what_they_are():
     assert [type(each) for each in replicated.weight.placements] == [Replicate, UnevenShard]
     assert [type(each) for each in finer.weight.placements] == [UnevenShard, UnevenShard]
     assert type(sliced.weight.placements[0]) is UnevenStridedShard and type(sliced.weight.placements[1]) is Shard
-    with pytest.raises(ValueError, match="cut over goes together"):
+    with pytest.raises(ValueError, match="of a weft parameter belong together"):
         DTensor.from_local(finer.weight.to_local(), mesh, [finer.weight.placements[0], Replicate()])
     dist.barrier()

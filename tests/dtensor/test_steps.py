@@ -141,9 +141,28 @@ def test_large_parameters_and_those_that_are_not_sharded_are_stepped_one_by_one(
         optimizer = torch.optim.AdamW(parameters)
         for parameter in optimizer.param_groups[0]["params"]:
             parameter.grad = torch.ones_like(parameter)
+        optimizer.step()  # makes the states
         with Noted() as noted:
             optimizer.step()
         assert not noted.sizes
+        assert bool(noted.on_dtensors) == (len(optimizer.param_groups[0]["params"]) == 4)
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, "SGD, Nesterov"])
+@distributed(2)
+def test_large_parameters_step_over_local_parts_bit_for_bit(name):
+    kind, options = {**OPTIONS, "SGD, Nesterov": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True})}[
+        name
+    ]
+    shapes = [(160, 160), (161, 60)]
+    for dtype in (torch.float32, torch.bfloat16):
+        plain, sharded = Bag(shapes).to(dtype), weft.fully_shard(Bag(shapes).to(dtype))
+        stepped(plain, kind(plain.parameters(), **options))
+        noted = stepped(sharded, kind(sharded.parameters(), **options))
+        assert not noted.sizes and not noted.on_dtensors
+        assert_bit_equal(sharded, plain)
+        for parameter, original in zip(sharded.parameters(), plain.parameters()):
+            assert torch.equal(parameter.grad.full_tensor(), original.grad)
 
 
 @distributed(2)
@@ -360,5 +379,5 @@ def test_parameters_of_several_devices_are_left_to_torch():
     here = next(weft.fully_shard(Bag([(5,)])).parameters()).detach()
     there, options = here.like(here.to_local().to("meta")), {"foreach": None, "fused": None}
     with torch.no_grad():
-        assert steps._goes_over_lists([here, here], ([here, here],), options)
-        assert not steps._goes_over_lists([here, there], ([here, there],), options)
+        assert steps._dtype_on_cpu([here, here], ([here, here],), options) == torch.float32
+        assert steps._dtype_on_cpu([here, there], ([here, there],), options) is None

@@ -451,5 +451,7 @@ def test_what_cannot_be_composed_is_refused_with_the_reason(world):
     with pytest.raises(ValueError, match=r"placed as Partial.*where its placement is Shard\(dim\) or Replicate"):
         shard(mesh["dp"], mesh["tp"], Partial())
     for data_parallel in (None, mesh["tp"], mesh["cp", "tp"], init_device_mesh("cpu", (8,))):
-        with pytest.raises(ValueError, match=r"no other axis of the same mesh: pass two axes of one, mesh\['dp'\]"):
+        with pytest.raises(
+            ValueError, match=r"not another axis of the same mesh: pass two axes of one mesh, mesh\['dp'\]"
+        ):
             shard(data_parallel, mesh["tp"], Shard(0))

@@ -186,7 +186,7 @@ REFUSED = {
     "views of two tensors": (
         lambda w: torch._foreach_zero_([w[0], w.detach()[1]]),
         TypeError,
-        "for one at a time",
+        "write to one at a time",
     ),
     "a plain tensor": (lambda w: torch.zeros(6, 10).addcmul_(w, w), TypeError, r"full_tensor\(\)"),
     "out of another size": (lambda w: torch.eye(4, out=w), ValueError, r"\(4, 4\).*\(6, 10\)"),

@@ -102,8 +102,8 @@ def test_a_program_trains_alike_with_weft_in_the_place_of_fsdp2(program, librari
     # One after the other where layers are compiled: the second finds the kernels of the first in inductor's cache.
     at_once = [variants] if "--compile" not in options else [[each] for each in variants]
     (expected, said), (actual, said_with_weft) = [run for each in at_once for run in steps(program, *each, ranks=ranks)]
-    assert len(expected) >= 3 and "in the place of" not in said
-    assert "weft in the place of torch's FSDP2" in said_with_weft
+    assert len(expected) >= 3 and "weft in place of" not in said
+    assert "weft in place of torch's FSDP2" in said_with_weft
     assert_alike(program, actual, expected)
 
 
@@ -114,12 +114,12 @@ def test_a_program_trains_alike_and_what_one_library_saves_the_other_resumes(tmp
     (expected, said), (actual, said_with_weft) = steps(
         program, [*options.split(), "--torch", *saves["torch"]], [*options.split(), *saves["weft"]]
     )
-    assert len(expected) == 4 and "in the place of" not in said
-    assert "weft in the place of torch's FSDP2" in said_with_weft
+    assert len(expected) == 4 and "weft in place of" not in said
+    assert "weft in place of torch's FSDP2" in said_with_weft
     assert_alike(program, actual, expected)
     with_weft = [*options.split(), "--resume", str(tmp_path / "torch")]
     with_torch = [*options.split(), "--torch", "--resume", str(tmp_path / "weft")]
     for (rest, said), is_weft in zip(steps(program, with_weft, with_torch), (True, False)):
-        assert ("in the place of" in said) == is_weft
+        assert ("weft in place of" in said) == is_weft
         assert len(rest) == 2
         assert_alike(program, rest, expected[2:])

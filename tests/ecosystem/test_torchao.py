@@ -134,7 +134,7 @@ WRAPPED = {
 @distributed(2)
 def test_weights_with_operators_of_their_own_are_refused_by_name(kind):
     model = WRAPPED[kind](network())
-    with weft.drop_in(), pytest.raises(ValueError, match=f"is a {kind}, a tensor with operators of its own"):
+    with weft.drop_in(), pytest.raises(ValueError, match=f"is a {kind}, a tensor subclass with its own operators"):
         sharded(model)
 
 

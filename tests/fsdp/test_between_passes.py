@@ -76,7 +76,9 @@ def test_an_optimizer_that_steps_between_a_forward_and_its_backward_is_named(str
     nets.loss_of(net, batch).backward()
     loss = nets.loss_of(net, batch)
     optimizer.step()
-    with pytest.raises(WeightsWritten, match=r"of the root \(Net\), which was written to since.* step after backward"):
+    with pytest.raises(
+        WeightsWritten, match=r"of the root \(Net\), which was written to since.* Step the optimizer after backward"
+    ):
         loss.backward()
     net.zero_grad()
     nets.loss_of(net, batch).backward()

@@ -220,7 +220,7 @@ def test_a_hook_s_stream_changes_nothing_on_cpu_and_must_be_one():
 @distributed(2)
 def test_averages_of_weights_are_copies_of_parameters_since_modules_are_not_copied():
     model = weft.fully_shard(make())
-    with pytest.raises(TypeError, match="for averages of its weights copy the parameters"):
+    with pytest.raises(TypeError, match="to average its weights, copy the sharded parameters"):
         torch.optim.swa_utils.AveragedModel(model)
     averages = {name: copy.deepcopy(parameter) for name, parameter in model.named_parameters()}
     with torch.no_grad():

@@ -203,5 +203,5 @@ class Late(nn.Module):
 @distributed(2)
 def test_a_frozen_parameter_has_no_place_for_a_gradient():
     frozen = weft.fully_shard(nn.Linear(4, 4).requires_grad_(False))
-    with pytest.raises(ValueError, match="frozen parameter: ask only where"):
+    with pytest.raises(ValueError, match="frozen parameter: call it only if"):
         weight_gradient(frozen.weight)

@@ -26,9 +26,9 @@ def refused(kind: type[Exception], *said: str):
 
 @distributed(2)
 def test_modules_that_cannot_be_a_unit_are_refused():
-    with refused(ValueError, "Block is sharded already", "once per module"):
+    with refused(ValueError, "Block is already sharded", "once per module"):
         weft.fully_shard(weft.fully_shard(nets.Block(4, 4)))
-    with refused(ValueError, "'norm.weight' of Block", "sharded already", "children first"):
+    with refused(ValueError, "'norm.weight' of Block", "is already sharded", "children first"):
         net = weft.fully_shard(nets.make())
         weft.fully_shard(net.blocks[0])
     with refused(ValueError, "ModuleList", "no forward", "members"):

@@ -60,7 +60,7 @@ def test_what_comes_after_the_first_pass_is_refused_by_name_until_a_unit_has_it(
 
     net = evaluated()
     net.blocks[2].register_parameter("scale", nn.Parameter(torch.ones(1)))
-    with pytest.raises(RuntimeError, match=r"'blocks\.2\.scale' .* into a module of its own"):
+    with pytest.raises(RuntimeError, match=r"'blocks\.2\.scale' .* into a separate module"):
         net(tokens)
     del net.blocks[2].scale
     nets.loss_of(net, tokens).backward()
@@ -157,7 +157,9 @@ def test_a_root_that_was_forgotten_is_named_at_the_first_backward_and_can_be_sha
     batch = nets.data(1, 8)[0]
     loss = nets.loss_of(net, mine(batch))
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"'gain' of Net is in no unit, though 'blocks\.0' of it is .* last"):
+        with pytest.raises(
+            RuntimeError, match=r"'gain' of Net is in no unit, although 'blocks\.0' inside it is .* last"
+        ):
             loss.backward()
     assert all(parameter.grad is None for parameter in net.parameters())
     for block in net.blocks:

@@ -215,7 +215,7 @@ def test_weights_whose_scales_are_unknown_are_refused():
         with pytest.raises(ValueError, match=r"'weight' is of torch\.float8_e4m3fn.*weft\.quantize\.dequantize"):
             weft.fully_shard(net, mp_policy=policy)
     net.weight = nn.Parameter(Packed(*quantize(torch.randn(32, 32), blockwise(16, 16))))
-    with pytest.raises(ValueError, match="a Packed, a tensor with operators of its own"):
+    with pytest.raises(ValueError, match="a Packed, a tensor subclass with its own operators"):
         weft.fully_shard(net)
 
 

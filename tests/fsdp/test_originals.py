@@ -10,7 +10,7 @@ import weft
 from tests.fsdp import nets
 from tests.pool import distributed
 
-HELD = r"'up.weight' of .*Block.* is held from before fully_shard.*Build the optimizer after fully_shard"
+HELD = r"'up.weight' of .*Block.* is a parameter from before fully_shard.*Build the optimizer after fully_shard"
 
 
 @distributed(2)
@@ -62,7 +62,7 @@ def test_a_parameter_of_a_model_that_has_gone_is_refused_by_name():
     del one
     for held in (original, sharded):
         other.weight = held
-        with pytest.raises(ValueError, match=r"'weight' of Linear is sharded already, by a unit that is gone"):
+        with pytest.raises(ValueError, match=r"'weight' of Linear is already sharded, by a unit that no longer exists"):
             weft.fully_shard(other)
 
 

@@ -184,7 +184,7 @@ def test_a_tensor_that_leaves_by_another_way_than_the_output_is_told():
         weft.fully_shard(blocks, strategy=strategy)
         loss = loss_of(blocks)
         if strategy == "optim_grads_params":
-            with pytest.raises(RuntimeError, match=r"'block.down.weight' of 1 \(Leaks\) after its weights went"):
+            with pytest.raises(RuntimeError, match=r"'block.down.weight' of 1 \(Leaks\) after its weights were freed"):
                 loss.backward()
             continue
         loss.backward()  # the weights have stayed

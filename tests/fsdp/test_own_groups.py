@@ -41,7 +41,7 @@ def test_gathers_run_on_the_process_group_that_was_given():
             losses[-1].backward()
         assert (groups == {own}) == bool(choice) and own not in groups - {own}
     assert torch.equal(*losses)
-    with pytest.raises(ValueError, match=r"over the ranks \[0, 1\] have had another communicator"):
+    with pytest.raises(ValueError, match=r"used another communicator for gathers over the ranks \[0, 1\]"):
         nets.shard(nets.make(), mesh=mesh, runtime=weft.RuntimeOptions(separate_all_gather_group=[other]))
 
 
@@ -49,7 +49,7 @@ def test_gathers_run_on_the_process_group_that_was_given():
 def test_a_process_group_that_serves_no_gather_is_refused():
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     net = nets.shard(nets.make(), runtime=weft.RuntimeOptions(separate_all_gather_group=[alone]))
-    with pytest.raises(ValueError, match=r"a process group of the ranks \[\d\] was given, .* gathered over \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"the process group has the ranks \[\d\], .* gathered over \[0, 1\]"):
         net(nets.data(1, 2)[0])
 
 

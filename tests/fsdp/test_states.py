@@ -270,7 +270,7 @@ def test_weights_that_nobody_holds_are_not_renewed(state, net):
 def test_who_does_not_hold_cannot_let_go(state, net):
     unit = bring(net, state)
     holders = list(unit.holders)
-    with pytest.raises(RuntimeError, match=r"blocks\.1 \(Block\): a stranger lets go of weights that it does not hold"):
+    with pytest.raises(RuntimeError, match=r"blocks\.1 \(Block\): a stranger releases weights that it does not hold"):
         unit.release(Hold("a stranger"))
     assert unit.state is state and list(unit.holders) == holders
 

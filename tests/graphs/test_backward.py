@@ -106,7 +106,7 @@ def test_more_forms_of_gradients_than_are_recorded_are_eager_and_right(monkeypat
     monkeypatch.setattr(backward, "MOST", 1)
     call = compare(lambda: Net(nn.Linear(WIDTH, WIDTH)), step_of)
     assert call.replays == 6
-    assert call.eager["its outputs get gradients in more than 1 forms"] == 4, call.eager
+    assert call.eager["the gradients of its outputs have more than 1 different layouts"] == 4, call.eager
 
 
 class Added(nn.Module):

@@ -207,8 +207,8 @@ REASONS = {
     "tolist": "host reads",
     "branch": "host reads",
     "attribute": "sets attributes",
-    "outside": "no argument, parameter or buffer",
-    "host data": "numbers of the host",
+    "outside": "not an argument, parameter or buffer",
+    "host data": "numbers on the host",
     "collective": "collective",
     "gathered": "collective",
     "hook": "a hook on the gradient of a gathered weight",
@@ -367,7 +367,7 @@ def test_checkpoints_around_and_inside_of_a_captured_module():
     assert_equal(seen[2], seen[0])
     report = weft.graph_report(net)
     assert report["replays"] == 0
-    assert report["eager"]["a checkpoint, or other hooks on saved tensors, are around it"] == 6
+    assert report["eager"]["it runs inside a checkpoint or other hooks on saved tensors"] == 6
 
 
 class Checkpointed(nn.Module):

@@ -122,7 +122,7 @@ class Asks(nn.Module):
 def test_a_backward_that_asks_for_other_gradients_than_before_is_refused():
     assert part_of(lambda: Asks(True))[1].replays == 1
     counts.clear()
-    with pytest.raises(RuntimeError, match="asks for other gradients"):
+    with pytest.raises(RuntimeError, match="needs other weight gradients"):
         part_of(lambda: Asks(False))
 
 
@@ -134,7 +134,7 @@ def test_buffers_of_other_strides_and_dtypes_at_one_address_have_recordings_of_t
     for parameter.main_grad in (memory, memory.t(), memory.view(torch.int32)):
         keys.add(Targets(writes).key)
     assert len(keys) == 3
-    with pytest.raises(RuntimeError, match="asks for other gradients"):
+    with pytest.raises(RuntimeError, match="needs other weight gradients"):
         Targets(writes).answer(parameter)
 
 

@@ -393,7 +393,7 @@ def test_state_that_cannot_be_compared_keeps_a_module_eager(kind):
 def test_more_state_than_can_be_compared_before_each_call_keeps_a_module_eager(monkeypatch):
     monkeypatch.setattr(walk, "MOST", 200)
     _, call = run(Base, lambda module, number: module.options.update({str(each): each for each in range(200)}))
-    assert call.replays == 0 and "it may read more state than is compared before each call (200 values)" in call.eager
+    assert call.replays == 0 and "it may read more values than the 200 that are compared before each call" in call.eager
 
 
 @pytest.mark.slow
@@ -426,14 +426,14 @@ def test_what_tuples_have_is_counted_and_bounded(much):
 def test_attributes_that_change_with_each_call_end_the_captures_by_name():
     _, call = run(Base, lambda module, number: setattr(module, "factor", 1.0 + number), steps=10)
     assert call.captures == 5 and call.replays == 0
-    assert any("differ from call to call (Base.factor)" in each for each in call.eager), call.eager
+    assert any("change between calls (Base.factor)" in each for each in call.eager), call.eager
 
 
 def test_a_hook_on_a_module_inside_ends_the_replays():
     doubled = lambda module, args, output: output * 2  # noqa: E731
     _, call = run(Base, at_five(lambda module: module.linear.register_forward_hook(doubled)))
     assert (call.captures, call.replays) == (1, 3)
-    assert "a module inside of it has hooks, which a replay would not run" in call.eager
+    assert "a module inside it has hooks, which a replay would not run" in call.eager
 
 
 def test_a_module_that_freezes_every_other_step_is_captured_once_for_each():
@@ -490,9 +490,9 @@ SIDE_EFFECTS = [
     (Counts, "sets attributes of its modules, which a replay would not (Counts.factor)"),
     (CountsInItsClass, "sets attributes of its modules, which a replay would not (CountsInItsClass.calls)"),
     (Replaces, "sets attributes of its modules, which a replay would not (Replaces.mean)"),
-    (Drops, "random numbers of Python or NumPy"),
-    (DropsByNumPy, "random numbers of Python or NumPy"),
-    (Hooks, "a hook on a gradient in it would not run"),
+    (Drops, "random numbers from Python or NumPy"),
+    (DropsByNumPy, "random numbers from Python or NumPy"),
+    (Hooks, "a hook on one of its gradients would not run"),
 ]
 
 

@@ -25,14 +25,14 @@ def sharded(block):
 
 
 CASES = [
-    (tape("1"), hooked, "'1.up' inside of '1' has hooks"),
+    (tape("1"), hooked, "'1.up' inside '1' has hooks"),
     (tape("1"), compiled, "'1.up' is compiled"),
-    (tape("1"), sharded, "'1' contains '1.up', which is a unit of its own"),
-    (tape("1", "1.up"), None, "'1.up' lies inside of another chosen module"),
+    (tape("1"), sharded, "'1' contains '1.up', which is a separate unit"),
+    (tape("1", "1.up"), None, "'1.up' lies inside another chosen module"),
     (tape("2"), None, "no module '2'"),
     (weft.Graphs(modules=lambda name, module: False, backend="tape"), None, "chose none of the"),
     (weft.Graphs(("attn",), backend="tape"), None, "no layers of scopes"),
-    (weft.Graphs(modules=["1"], backend="cuda"), None, "graphs are of CUDA"),
+    (weft.Graphs(modules=["1"], backend="cuda"), None, "graphs need CUDA"),
 ]
 
 
@@ -61,7 +61,7 @@ def test_inputs_and_weights_of_other_classes_are_refused_with_the_reason():
             net.zero_grad()
         return weft.graph_report(net)
 
-    with pytest.raises(ValueError, match=r"'1\.up' inside of '1' has hooks"):
+    with pytest.raises(ValueError, match=r"'1\.up' inside '1' has hooks"):
         run(lambda: Block(8, 12), {"up": ColwiseParallel(), "down": RowwiseParallel()})
     report = run(lambda: nn.Linear(8, 8), ColwiseParallel(use_local_output=True))
     assert report["replays"] == 0 and any("a DTensor" in each for each in report["eager"]), report

@@ -116,7 +116,7 @@ def test_experts_with_a_fixed_capacity_replay(ep, schedule):
 REFUSED = [
     ({"moe_rows_per": "expert", "capacity_factor": 1.0}, "moe_preprocess", "with a capacity_factor the host reads"),
     ({"moe_rows_per": "rank"}, "moe_preprocess", "with one row per rank the host reads"),
-    ({"moe_rows_per": "expert"}, "experts", "how many rows an expert gets differs"),
+    ({"moe_rows_per": "expert"}, "experts", "the number of rows of an expert changes"),
 ]
 
 

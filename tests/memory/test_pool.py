@@ -141,7 +141,7 @@ def test_a_buffer_that_is_computed_with_is_not_evicted():
     pool.end_step(lambda one, other: False)
     views.append(step(pool, now))
     pool.take(held)
-    with pytest.raises(RuntimeError, match="are in use at once"):
+    with pytest.raises(RuntimeError, match="never in use at the same time"):
         pool.take(now)
 
 

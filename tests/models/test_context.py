@@ -282,18 +282,18 @@ def test_what_cannot_be_is_refused():
     model, given = build(config("M"), meshes), batch(None)
     with pytest.raises(ValueError, match=r"cp=2: each context rank has a part of every row.*context_part"):
         model(given["tokens"], given["labels"])
-    with pytest.raises(ValueError, match="2 x 8 tokens each, beside a tensor of shape"):
+    with pytest.raises(ValueError, match="2 x 8 tokens each do not fit a tensor of shape"):
         model(given["tokens"], documents=context_part(given, meshes)["documents"])
     with pytest.raises(ValueError, match="'images' has shape"):
         context_part(given | {"images": torch.zeros(3)}, meshes)
-    with pytest.raises(ValueError, match="'names' is a list: beside documents a batch has tensors"):
+    with pytest.raises(ValueError, match="'names' is a list: a batch with documents can contain only tensors"):
         context_part(given | {"names": ["a", "b"]}, meshes)
     for wrong in (given["tokens"], (given["tokens"], given["labels"]), {"labels": given["labels"]}):
-        with pytest.raises(TypeError, match="a batch is a dict of tensors"):
+        with pytest.raises(TypeError, match="pass a batch as a dict of tensors"):
             context_part(wrong, meshes)
-    with pytest.raises(TypeError, match="documents is a Tensor: make it with"):
+    with pytest.raises(TypeError, match="documents is a Tensor: create it with"):
         context_part(given | {"documents": given["tokens"]}, meshes)
-    with pytest.raises(TypeError, match="slices already: cut each batch once"):
+    with pytest.raises(TypeError, match="already slices: cut each batch once"):
         context_part(context_part(given, meshes), meshes)
     with pytest.raises(ValueError, match="mamba_kernel='mamba_ssm' on cp=2 ranks"):
         build(config("M", mamba_kernel="mamba_ssm"), meshes)

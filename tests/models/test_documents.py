@@ -227,18 +227,18 @@ def test_documents_are_what_they_were_made_from():
         (lambda: Documents.from_ids(torch.tensor([[0, 1, 0]])), r"ids\[0, 2\] is 0, which appears before another"),
         (lambda: Documents.from_ids(torch.tensor([[0, -2]])), "ids has -2"),
         (lambda: Documents.from_cu_seqlens(torch.tensor([0, 2, 5]), 1, 6), "ends with 5.* = 6"),
-        (lambda: Documents.from_cu_seqlens(torch.tensor([0, 4, 6]), 2, 3), "row 1 begins inside of a document"),
+        (lambda: Documents.from_cu_seqlens(torch.tensor([0, 4, 6]), 2, 3), "row 1 begins inside a document"),
         (lambda: Documents.from_cu_seqlens(torch.tensor([0, 2, 2, 6]), 1, 6), "must begin with 0 and ascend"),
         (lambda: Documents.from_cu_seqlens(torch.tensor([1, 6]), 1, 6), "must begin with 0 and ascend"),
         (lambda: Documents.from_mask(torch.tensor([[1, 0, 1]])), "padding between tokens of row 0: each row"),
-        (lambda: Documents.from_mask(torch.tensor([[2, 0, 1]])), "other values than 0 and 1"),
+        (lambda: Documents.from_mask(torch.tensor([[2, 0, 1]])), "values other than 0 and 1"),
         (lambda: Documents.from_ids(torch.zeros(3, dtype=torch.int64)), r"shape \[3\]"),
         (lambda: Documents(1, 4, (0, 2), padding=(2,)), "indices of starts"),
-        (lambda: Documents.from_ids([[0, 0, 1]]), r"ids is a list: give a tensor of integers \[batch, seq\]"),
-        (lambda: Documents.from_cu_seqlens([0, 3], 1, 3), r"cu_seqlens is a list: give a tensor of integers"),
+        (lambda: Documents.from_ids([[0, 0, 1]]), r"ids is a list: pass a tensor of integers \[batch, seq\]"),
+        (lambda: Documents.from_cu_seqlens([0, 3], 1, 3), r"cu_seqlens is a list: pass a tensor of integers"),
         (lambda: Documents.from_cu_seqlens(torch.tensor([0.0, 3.0]), 1, 3), r"cu_seqlens has shape \[2\] and dtype"),
         (lambda: Documents.from_mask([[1, 0]]), r"attention_mask is a list"),
-        (lambda: Documents.from_mask(torch.full((1, 2), 0.5)), r"attention_mask .* dtype torch.float32: give integers"),
+        (lambda: Documents.from_mask(torch.full((1, 2), 0.5)), r"attention_mask .* dtype torch.float32: pass integers"),
     ],
 )
 def test_what_describes_no_documents_is_refused(make, said):
@@ -249,12 +249,12 @@ def test_what_describes_no_documents_is_refused(make, said):
 def test_documents_of_another_batch_and_beside_a_cache_are_refused():
     model = build(config("*"))
     tokens, _ = batch()
-    with pytest.raises(ValueError, match="2 rows of 23 tokens beside a tensor of shape"):
+    with pytest.raises(ValueError, match="2 rows of 23 tokens do not fit a tensor of shape"):
         model(tokens[:, 1:], documents=borders())
-    with pytest.raises(ValueError, match="documents beside a cache"):
+    with pytest.raises(ValueError, match="documents with a cache"):
         model(tokens, cache={}, documents=borders())
     ids = borders().numbers()
-    with pytest.raises(TypeError, match="documents is a Tensor: make it with"):
+    with pytest.raises(TypeError, match="documents is a Tensor: create it with"):
         model(tokens, documents=ids)
     for wrong, raised in ((ids, TypeError), (Documents.from_ids(ids.view(1, -1)), ValueError)):
         with pytest.raises(raised, match=r"documents (is a Tensor|of 1 rows of 46 tokens)"):

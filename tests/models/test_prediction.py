@@ -122,7 +122,7 @@ def test_scores_of_depths_are_those_that_their_losses_are_of():
     losses = [cross_entropy(each.flatten(0, 1), target.flatten()) for each, target in zip(scores, targets)]
     assert_close(prediction_losses(model), torch.stack(losses))
     assert HybridModel(small("[*-]")).prediction_logits(tokens) == []
-    with pytest.raises(ValueError, match="depths=True beside labels or a cache"):
+    with pytest.raises(ValueError, match="depths=True with labels or a cache"):
         model(tokens, labels, depths=True)
 
 

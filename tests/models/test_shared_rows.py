@@ -63,7 +63,7 @@ def test_kernels_of_other_packages_are_refused_by_name_and_left_alone_by_auto():
     meshes = weft.init_meshes("cpu", cp=2)
     for kind, setting, name in (("M", "mamba_kernel", "mamba_ssm"), ("G", "delta_kernel", "fla")):
         part = context_part(batch(None), meshes)
-        with pytest.raises(KernelError, match=f"{name} cannot be used: it is not called with context ranks"):
+        with pytest.raises(KernelError, match=f"{name} cannot be used: it does not support context ranks"):
             build(config(kind, **{setting: name}))(**part)
         with mock.patch("weft.models.layers.kernels._chosen", side_effect=AssertionError("asked for a kernel")):
             build(config(kind, **{setting: "auto"}), meshes)(**part)

@@ -189,7 +189,7 @@ def test_what_cannot_be_is_refused():
     model = build(config("*"), meshes)
     with pytest.raises(ValueError, match="27 positions on tp=2 ranks"):
         model(**batch(None, 27))
-    with pytest.raises(ValueError, match="tp=2: a cache is of whole layers"):
+    with pytest.raises(ValueError, match="tp=2: a cache needs whole layers"):
         model(torch.zeros(1, 4, dtype=torch.int64), cache={})
 
 

@@ -209,7 +209,7 @@ def test_rows_that_were_not_planned_are_refused():
     dispatcher = AllToAll(dist.group.WORLD, 2, rows_per="expert")
     handle = dispatcher.plan(torch.tensor([2, 1]))
     handle.ready()
-    with pytest.raises(ValueError, match=r"4 rows to send, but the counts of this handle's plan say 3"):
+    with pytest.raises(ValueError, match=r"4 rows to send, but this handle's plan counted 3"):
         dispatcher.dispatch(torch.ones(4, 8), handle)
     with pytest.raises(ValueError, match=rf"5 rows to send, but .* say {handle.received}, .*pass plan"):
         dispatcher.combine(torch.ones(5, 8), handle)
@@ -221,7 +221,7 @@ def test_rows_that_were_not_planned_are_refused():
     with pytest.raises(ValueError, match=r"plan\(\) got no numbers of rows per rank, and rows_per='rank'"):
         per_rank.plan(torch.tensor([2, 1]))
     handle = per_rank.plan(torch.tensor([2, 1]), torch.tensor([2, 1]))
-    with pytest.raises(ValueError, match=r"2 rows to send, but the counts of this handle's plan say 3"):
+    with pytest.raises(ValueError, match=r"2 rows to send, but this handle's plan counted 3"):
         per_rank.dispatch(torch.ones(2, 8), handle)
 
 

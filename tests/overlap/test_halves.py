@@ -98,5 +98,5 @@ def test_halves_without_effect_are_refused():
     per_expert = build(config("[*E]", moe_rows_per="expert"), meshes)
     with pytest.raises(ValueError, match=r"halves=True, but no layer sends one row per rank"):
         forward_backward(per_expert, data(2), halves=True)
-    with pytest.raises(ValueError, match=r"halves=True, but in the schedule 'paired' nothing stands alone"):
+    with pytest.raises(ValueError, match=r"halves=True, but in the schedule 'paired' no microbatch runs alone"):
         forward_backward(build(CFG, meshes), data(2), schedule="paired", halves=True)

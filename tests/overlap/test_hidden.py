@@ -33,7 +33,7 @@ def test_an_exchange_is_hidden_while_this_rank_computes_and_does_not_wait():
     assert hidden_fraction(intervals, "gather") == pytest.approx((4 + 3) / 9)
     assert hidden_fraction([during("exchange", 0, 2)]) == 0
     assert hidden_fraction([during("exchange", 1, 2), during("compute", 0, 3)]) == 1
-    with pytest.raises(ValueError, match=r"nothing ran on the lane 'exchange'; lanes here: \['compute'\]"):
+    with pytest.raises(ValueError, match=r"nothing ran on the lane 'exchange'; recorded lanes: \['compute'\]"):
         hidden_fraction([during("compute", 0, 1)])
 
 

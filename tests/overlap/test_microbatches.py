@@ -158,12 +158,12 @@ def test_each_part_gets_what_it_names_and_what_nobody_takes_is_refused():
 @pytest.mark.parametrize(
     "given, error, said",
     [
-        ({"tokens": 3, "labels": 3}, TypeError, "microbatch 0: 'tokens' is a int; give a tensor"),
+        ({"tokens": 3, "labels": 3}, TypeError, "microbatch 0: 'tokens' is a int; pass a tensor"),
         ({"tokens": torch.zeros(1, 2).long()}, TypeError, "microbatch 0: 'labels' is missing"),
         (
             {"tokens": torch.zeros(1, 2).long(), "labels": torch.zeros(1, 2).long(), "cache": {}},
             ValueError,
-            "'cache' names no entry",
+            "'cache' cannot be the name of an entry",
         ),
     ],
 )
@@ -180,7 +180,7 @@ def test_outputs_that_cannot_be_had_are_refused():
     with pytest.raises(ValueError, match="outputs='first': choose"):
         evaluate(model, data(), outputs="first")
     short = {"tokens": data()[0]["tokens"][:, :3], "labels": data()[0]["labels"][:, :3]}
-    with pytest.raises(ValueError, match=r"lengths \[\(3,\), \(7,\)\] are not merged"):
+    with pytest.raises(ValueError, match=r"lengths \[\(3,\), \(7,\)\] cannot be merged"):
         evaluate(model, [short, data()[0]], outputs="all")
     with pytest.raises(TypeError, match="one dict as microbatches"):
         evaluate(model, data()[0])

@@ -52,7 +52,7 @@ def test_data_is_not_kept_for_the_gradient():
     node = ComputeNode("node")
     (output,) = node.forward(lambda x: [x + 1], [value], None)
     taken = output.take()
-    with pytest.raises(AssertionError, match="taken before"):
+    with pytest.raises(AssertionError, match="already taken"):
         output.take()
     assert taken.untyped_storage().nbytes() and taken.grad_fn is None
 
@@ -78,7 +78,7 @@ class Smuggler(nn.Linear):
 def test_a_smuggled_tensor_is_refused_with_the_node_s_name(way):
     layer = Smuggler(4, 4)
     layer.way = staticmethod(way)
-    with pytest.raises(UndeclaredTensor, match=r"node node 1 uses .*goes through the Crossing"):
+    with pytest.raises(UndeclaredTensor, match=r"node node 1 uses .*through the Crossing"):
         chain([layer, layer], torch.randn(2, 4), layer)
 
 
@@ -94,5 +94,5 @@ def test_a_cast_that_autocast_keeps_for_several_nodes_is_none():
 
 def test_a_parameter_from_elsewhere_is_refused():
     inside, outside = nn.Linear(4, 4), nn.Linear(4, 4)
-    with pytest.raises(UndeclaredTensor, match="no parameter of Linear"):
+    with pytest.raises(UndeclaredTensor, match="not a parameter of Linear"):
         chain([lambda x: outside(inside(x))], torch.randn(2, 4), inside)

@@ -41,7 +41,7 @@ def table():
     """The rows of the module's own table, the exchange before the computation that it runs under."""
     rows = re.findall(
         r"^    ([ABF]\.[a-z.]+)(?: \((?:if delayed|of a depth)\))? *([BF]\.[a-z]+)?$",
-        order.__doc__.partition("A pair may also be")[0],
+        order.__doc__.partition("A pair may also consist")[0],
         re.MULTILINE,
     )
     return [entry for compute, exchange in rows for entry in (exchange, compute) if entry]

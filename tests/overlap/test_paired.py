@@ -21,7 +21,7 @@ CFG = config("[*E]*[*E]", shared_expert_intermediate_size=8, aux_loss_coef=0.1)
 
 def table(side):
     """The rows of one half of the module's table, the exchange before the computation that it runs under."""
-    lines = order.__doc__.partition("A pair may also be")[2].splitlines()
+    lines = order.__doc__.partition("A pair may also consist")[2].splitlines()
     rows = [line[4:36] if side == FORWARD else line[36:] for line in lines if re.match(r"    ([AFS ]\.| {20})", line)]
     found = [re.match(r"(?:([AFS]\.[a-z.]+)(?: \(.*?\))?)? *([FS]\.[a-z]+)?$", row.strip()).groups() for row in rows]
     return [entry for compute, exchange in found for entry in (exchange, compute) if entry]

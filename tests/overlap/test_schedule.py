@@ -255,9 +255,12 @@ def test_depths_that_a_schedule_cannot_run_are_refused_with_the_fix():
             forward_backward(model, microbatches, overlap=False)
 
     with mock.patch.object(HybridModel, "depths", [nn.Linear(2, 2)]):
-        refused(TypeError, r"depth 0, a Linear, is no weft\.overlap\.StagedDepth, it lacks staged_layers, enter, leave")
+        refused(
+            TypeError,
+            r"depth 0, a Linear, is not a weft\.overlap\.StagedDepth, because it lacks staged_layers, enter, leave",
+        )
     with mock.patch.object(PredictionDepth, "staged_layers", []):
-        refused(ValueError, "depth 0, a PredictionDepth, has no layers: give it at least one")
+        refused(ValueError, "depth 0, a PredictionDepth, has no layers: it needs at least one")
     hook = model.depths[1].register_forward_hook(print)
     refused(ValueError, r"mtp\.layers\.1 \(PredictionDepth\) has hooks")
     hook.remove()
@@ -475,10 +478,10 @@ class Adapter:
 def test_models_and_layers_that_are_no_modules_are_refused_with_the_fix():
     model = HybridModel(dataclasses.replace(CFG, pattern="[*-]"))
     batch = torch.randint(CFG.vocab_size, (2, 2, 6)).unbind()
-    with pytest.raises(TypeError, match=r"Adapter is a .*StagedModel, but no torch.nn.Module.*: derive it from"):
+    with pytest.raises(TypeError, match=r"Adapter is a .*StagedModel, but not a torch.nn.Module.*: derive it from"):
         forward_backward(Adapter(model), [batch], overlap=False)
     layers = mock.patch.object(HybridModel, "staged_layers", [Adapter(model.decoder.layers[0])])
-    with layers, pytest.raises(TypeError, match=r"layer 0, a Adapter, .*but no torch.nn.Module.*: derive it from"):
+    with layers, pytest.raises(TypeError, match=r"layer 0, a Adapter, .*but not a torch.nn.Module.*: derive it from"):
         forward_backward(model, [batch], overlap=False)
 
 

@@ -143,12 +143,15 @@ def test_times_of_any_unit_are_drawn(capsys, unit):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["dualpipe"], "'dualpipe' is no schedule and no file; there are: gpipe"),
+        (["dualpipe"], "'dualpipe' is neither a schedule nor a file; schedules: gpipe"),
         (["1f1b", "--pp", "2"], "needs a number of ranks and of microbatches (--pp, --microbatches)"),
         (["1f1b", "--pp", "2", "--microbatches", "4", "--costs", "1,2"], "--costs 1,2: must be three numbers"),
-        (["1f1b", "--pp", "2", "--microbatches", "4", "--costs", "0,0,0"], "--costs 0,0,0: all of it takes the time 0"),
-        (["1f1b", "--pp", "2", "--microbatches", "4", "--costs", "1e308,1,1"], "all of it takes the time inf"),
-        (["1f1b", "--pp", "2", "--microbatches", "4", "--pair", "-1"], "pair = -1.0; times are finite"),
+        (
+            ["1f1b", "--pp", "2", "--microbatches", "4", "--costs", "0,0,0"],
+            "--costs 0,0,0: the whole schedule takes the time 0",
+        ),
+        (["1f1b", "--pp", "2", "--microbatches", "4", "--costs", "1e308,1,1"], "the whole schedule takes the time inf"),
+        (["1f1b", "--pp", "2", "--microbatches", "4", "--pair", "-1"], "pair = -1.0; times must be finite"),
         (["1f1b", "--pp", "2", "--microbatches", "4", "--save", "a.pdf"], "--save a.pdf: must end in .png"),
         (["1f1b", "--pp", "2", "--microbatches", "4", "--save", "/none/a.txt"], "/none/a.txt: cannot be written"),
         (["dualpipev", "--pp", "4", "--microbatches", "4"], "on 4 ranks it needs 8 or more"),

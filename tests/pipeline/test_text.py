@@ -44,10 +44,10 @@ HEAD = "table x: chunks 1, microbatches 1, placement loop\n"
     ("text", "said"),
     [
         ("", "mine: is empty"),
-        ("rank 0: F0.0", "mine, line 1: 'rank 0: F0.0': the first line is `table NAME"),
+        ("rank 0: F0.0", "mine, line 1: 'rank 0: F0.0': the first line must be `table NAME"),
         ("table x: chunks 1, microbatches 1, placement w", "line 1: .* placement loop"),
-        (HEAD + "F0.0 B0.0", "line 2: 'F0.0 B0.0': entries belong to a rank"),
-        (HEAD + "rank 1: F0.0 B0.0", "line 2: 'rank 1:': ranks come in order; `rank 0:` is next"),
+        (HEAD + "F0.0 B0.0", "line 2: 'F0.0 B0.0': entries must belong to a rank"),
+        (HEAD + "rank 1: F0.0 B0.0", "line 2: 'rank 1:': ranks must be in order; `rank 0:` is next"),
         (HEAD + "rank 0: F0.0\nB0", "line 3: 'B0': an entry is F, B, I or W with MICROBATCH.CHUNK"),
         (HEAD + "rank 0: F0.0", "table 'x', rank 0, entry 1 \\(the end\\): B0.0 is missing"),
         (HEAD, "table 'x': ranks = 0; must be at least 1"),

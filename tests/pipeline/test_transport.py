@@ -95,7 +95,7 @@ def test_another_shape_for_what_is_known_is_refused():
         channel.send(1, [torch.zeros(2, 3)])
         with pytest.raises(RuntimeError, match=r"stage 0 to stage 1 were \[2, 3\] float32 .* now \[2, 4\] bfloat16"):
             channel.send(1, [torch.zeros(2, 4, dtype=torch.bfloat16)])
-        with pytest.raises(TypeError, match=r"\[2\] int64: what crosses stages is of torch.float32"):
+        with pytest.raises(TypeError, match=r"\[2\] int64: tensors between stages must be of torch.float32"):
             channel.send(2, [torch.zeros(2, dtype=torch.int64)])
         with pytest.raises(TypeError, match="has at most 6 dimensions"):
             channel.send(3, [torch.zeros((1,) * 7)])

@@ -253,8 +253,8 @@ def test_a_part_of_a_matrix_takes_the_maximum_of_the_whole():
         (lambda: rowwise(via=torch.int8), "via=torch.int8"),
         (lambda: rowwise(compute="fast"), "compute='fast'"),
         (lambda: tensorwise(keep_transpose=True), r"keep_transpose=True without compute=.scaled."),
-        (lambda: rowwise(compute="scaled", keep_transpose=True), "multiplies dequantized weights"),
-        (lambda: mx(compute="scaled", keep_transpose=True), "a copy of its own"),
+        (lambda: rowwise(compute="scaled", keep_transpose=True), "backward dequantizes the weights"),
+        (lambda: mx(compute="scaled", keep_transpose=True), "its own copy"),
     ],
 )
 def test_what_has_no_such_format_is_refused(wrong, says):

@@ -138,6 +138,6 @@ def test_the_mean_is_that_of_all_ranks_and_counts_are_those_of_rank_0():
 def test_a_rule_on_a_model_of_a_pattern_is_refused():
     with torch.device("meta"):
         model = HybridModel(HybridConfig(pattern="[*-]"))
-    with pytest.raises(ConfigError, match=r'train\.buffers = "mean": has no effect on a model that a pattern'):
+    with pytest.raises(ConfigError, match=r'train\.buffers = "mean": has no effect on a model described by a pattern'):
         buffers_of(model, "mean")
     assert buffers_of(model, "broadcast") is None

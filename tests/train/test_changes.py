@@ -1,4 +1,4 @@
-"""A run that goes on with other settings: refused, told or quiet, as the table in docs/training.md says."""
+"""A run that goes on with other settings: refused, printed or silent, as the table in docs/training.md says."""
 
 import dataclasses
 import json
@@ -23,35 +23,35 @@ CHANGED = {
     "model.num_attention_heads=4 & model.num_key_value_heads=4": "refused",  # the same shapes, another function
     "model.rope_theta=500.0": "refused",
     "model.rms_norm_eps=1e-2": "refused",
-    "model.aux_loss_coef=0.1": "told",
-    'model.recompute=["attend"]': "quiet",
+    "model.aux_loss_coef=0.1": "printed",
+    'model.recompute=["attend"]': "silent",
     "data.seed=3": "refused",
     "data.validation_fraction=0.3": "refused",
     "data.sequence_length=8": "refused",
     "train.seed=5": "refused",
-    "train.steps=9": "told",
-    "train.global_batch_size=4": "told",
-    "train.precision=bf16": "told",
-    "train.gradient_clip=0.1": "told",
-    "train.validation_batches=1": "told",
-    "train.microbatch_size=4": "quiet",
-    "train.log_every=1": "quiet",
-    "train.activation_checkpointing=true": "quiet",
-    "optimizer.lr=0.01": "told",
-    "optimizer.betas=[0.5, 0.6]": "told",
-    "optimizer.eps=0.01": "told",
-    "optimizer.weight_decay=0.7": "told",
+    "train.steps=9": "printed",
+    "train.global_batch_size=4": "printed",
+    "train.precision=bf16": "printed",
+    "train.gradient_clip=0.1": "printed",
+    "train.validation_batches=1": "printed",
+    "train.microbatch_size=4": "silent",
+    "train.log_every=1": "silent",
+    "train.activation_checkpointing=true": "silent",
+    "optimizer.lr=0.01": "printed",
+    "optimizer.betas=[0.5, 0.6]": "printed",
+    "optimizer.eps=0.01": "printed",
+    "optimizer.weight_decay=0.7": "printed",
     "optimizer.name=SGD": "refused",
     "train.skip_spikes=4.0": "refused",
-    "checkpoint.keep_best=true": "quiet",
-    "optimizer.flat=true": "quiet",
-    "schedule.warmup_steps=1": "told",
-    "schedule.shape=linear": "told",
-    "schedule.min_lr_ratio=0.5": "told",
-    "sharding.strategy=no_shard": "quiet",
-    "sharding.reshard_after_forward=false": "quiet",
-    "train.compile=eager": "quiet",
-    "checkpoint.keep=1": "quiet",
+    "checkpoint.keep_best=true": "silent",
+    "optimizer.flat=true": "silent",
+    "schedule.warmup_steps=1": "printed",
+    "schedule.shape=linear": "printed",
+    "schedule.min_lr_ratio=0.5": "printed",
+    "sharding.strategy=no_shard": "silent",
+    "sharding.reshard_after_forward=false": "silent",
+    "train.compile=eager": "silent",
+    "checkpoint.keep=1": "silent",
 }
 
 
@@ -92,10 +92,10 @@ def test_each_changed_setting_is_refused_told_or_quiet_as_the_table_says(pool, t
             assert groups is None and name in said and "\n" not in said, (setting, said)
             continue
         assert said[0] == f"resuming {tmp_path / 'run'} from step 3"
-        if CHANGED[setting] == "quiet":
+        if CHANGED[setting] == "silent":
             assert said[1:] == [], setting
             continue
-        assert said[1].startswith(f"{name} = ") and "from here on, it was " in said[1], (setting, said)
+        assert said[1].startswith(f"{name} = ") and "from here on, was " in said[1], (setting, said)
         config = load_config(path, [setting])
         for group in groups:
             assert tuple(group["betas"]) == config.optimizer.betas and group["eps"] == config.optimizer.eps
@@ -182,7 +182,7 @@ def test_the_readme_s_own_commands_change_no_setting_and_leave_the_learning_rate
 
 def test_a_run_whose_configuration_is_gone_says_so(tmp_path):
     config = load_config(write_config(tmp_path))
-    assert "is gone: these settings cannot be compared" in changed(tmp_path, config, 3)[0]
+    assert "no longer exists: these settings cannot be compared" in changed(tmp_path, config, 3)[0]
 
 
 def test_or_start_goes_on_where_it_can_and_starts_where_it_cannot(tmp_path):
@@ -263,15 +263,15 @@ def test_texts_and_a_tokenizer_may_move_and_be_no_others(pool, tmp_path):
     pool.run(1, train_on, path, tmp_path / "run", places(tmp_path / "a"), stop_at=2)
     (tmp_path / "a").rename(tmp_path / "b")
     said = pool.run(1, train_on, path, tmp_path / "run", places(tmp_path / "b"), stop_at=3, resume_from=2)[0][-1]
-    told = [line.partition(" ")[0] for line in said if "from here on, it was" in line]
+    told = [line.partition(" ")[0] for line in said if "from here on, was" in line]
     assert told == ["data.validation_paths", "data.tokenizer"]
     write_tokenizer(tmp_path / "b" / "tokenizer.json", first=1)
     (line, _, _) = pool.run(1, resumed, path, tmp_path / "run", places(tmp_path / "b"))[0]
-    assert "is as long, with other tokens" in line and "with its data.tokenizer, in any place" in line
+    assert "has the same length but other tokens" in line and "and its data.tokenizer, at any path" in line
     write_tokenizer(tmp_path / "b" / "tokenizer.json")
     (tmp_path / "b" / "held.txt").write_text("another text\n" * 200)
     (line, _, _) = pool.run(1, resumed, path, tmp_path / "run", places(tmp_path / "b"))[0]
-    assert line.startswith("data.validation_paths = ") and "is another text" in line
+    assert line.startswith("data.validation_paths = ") and "differs from the text of the checkpoint" in line
 
 
 @pytest.mark.slow
@@ -302,7 +302,7 @@ def test_a_run_goes_on_bit_for_bit_with_its_layers_in_other_groups(pool, tmp_pat
     pool.run(2, train_on, path, tmp_path / "run", stop_at=2)
     other = ["model.pattern='*-[*-]'"]
     with pytest.raises(
-        ConfigError, match=r"same layers in other groups; resume with --set run\.renumber=true"
+        ConfigError, match=r"same layers, grouped differently; resume with --set run\.renumber=true"
     ) as error:
         changed(tmp_path / "run", load_config(path, other), 2)
     assert "\n" not in str(error.value)

@@ -200,7 +200,7 @@ def found(ranks, pattern, *changes, patch):
 def test_a_norm_whose_gradient_is_not_summed():
     said = found(2, "[*-]", "sharding.tp=2", patch=without_sum_of(lambda gradient: gradient.dim() == 1))
     assert "gradient of decoder.layers.0.self_attention.norm.weight" in said
-    assert "partial over tp, and nothing reduces it" in said and "proj" not in said
+    assert "partial over tp and not reduced" in said and "proj" not in said
 
 
 def test_a_router_whose_gradient_is_not_summed():
@@ -305,7 +305,7 @@ def test_gradients_that_are_divided_too_often():
         return {**options_of(*args), "gradient_divide_factor": 2}
 
     said = found(2, "[*-]", patch=mock.patch("weft.train.task.text.options_of", divided))
-    assert "1 / 2 of that of one rank, as many as dp_shard has ranks" in said
+    assert "1 / 2 of that of one rank, the number of ranks of dp_shard" in said
 
 
 def test_replicas_that_do_not_reduce():
@@ -329,7 +329,7 @@ def test_a_weight_of_another_rank_s_slice():
     spans_of = parts.spans_of
     patch = mock.patch.object(parts, "spans_of", lambda sections, ranks, rank: spans_of(sections, ranks, 0))
     said = found(2, "[*-]", "sharding.tp=2", patch=patch)
-    assert "first weight is not that of one rank" in said and "tp cut" in said
+    assert "first weight differs from that of one rank" in said and "tp cut" in said
 
 
 def test_clipping_that_leaves_out_a_parameter():

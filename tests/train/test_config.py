@@ -99,7 +99,7 @@ def test_the_resolved_configuration_reads_back_equal():
         ("model.hidden_size=-4", ["hidden_size", "-4"]),
         ("sharding.ep=0", ["sharding.ep = 0", "number of ranks"]),
         ("sharding.ep=2", ["sharding.ep = 2", 'model.pattern = "[*-][*-]" has no experts', "set sharding.ep = 1"]),
-        ("train.overlap=true", ["train.overlap = true", "sharding.ep = 1 has none", "set sharding.ep = 2"]),
+        ("train.overlap=true", ["train.overlap = true", "sharding.ep = 1 has no exchange", "set sharding.ep = 2"]),
         ("train.delay_wgrad=true", ["train.delay_wgrad = true", "no effect without train.overlap"]),
         ("train.early_release=true", ["train.early_release = true", "no effect without train.overlap"]),
         ("train.expert_bias_rate=0", ["train.expert_bias_rate = 0.0", "positive"]),
@@ -197,7 +197,9 @@ def test_experts_and_overlap_that_do_not_fit_are_refused():
     with pytest.raises(ConfigError, match=r"sharding\.ep = 2: must divide the number of ranks, 1; .*\[1\]"):
         parse("", *EXPERTS).validate(1)
     checkpointed = [*EXPERTS, "train.overlap=true", "train.activation_checkpointing=true"]
-    with pytest.raises(ConfigError, match=r"train\.overlap = true: cannot .* recomputes as a whole.*model\.recompute"):
+    with pytest.raises(
+        ConfigError, match=r"train\.overlap = true: runs layers in stages.* recomputes whole layers.*model\.recompute"
+    ):
         parse("", *checkpointed)
     with pytest.raises(
         ConfigError, match=r'train\.halves = true: .* model\.moe_rows_per = "expert"; set that to "rank"'

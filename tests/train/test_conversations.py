@@ -212,9 +212,9 @@ def test_lines_that_are_no_conversations_are_refused_by_number(tmp_path, line, m
 
 def test_a_tokenizer_without_a_template_is_refused(tmp_path):
     _, path = tokenizer_in(tmp_path, None)
-    with pytest.raises(ConfigError, match="has no chat template beside it"):
+    with pytest.raises(ConfigError, match="has no chat template in its folder"):
         ConversationTokenizer(path)
-    with pytest.raises(ConfigError, match="chat template beside it"):
+    with pytest.raises(ConfigError, match="chat template in the same folder"):
         DataConfig(kind="messages", paths=("x",))
 
 

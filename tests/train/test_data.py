@@ -327,7 +327,7 @@ def test_a_text_is_enough_for_some_ranks_and_not_for_more(text, tmp_path):
         load_corpus(config(text, tmp_path), dp_size=held + 1)
 
 
-@pytest.mark.parametrize("name, says", [("absent", "no file or folder"), ("picture.bin", "not text")])
+@pytest.mark.parametrize("name, says", [("absent", "not a file or folder"), ("picture.bin", "not text")])
 def test_a_path_that_is_no_text_is_named(text, tmp_path, name, says):
     with pytest.raises(ConfigError, match=f"{name}.*{says}"):
         load_corpus(config(text / name, tmp_path))

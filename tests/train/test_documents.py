@@ -110,7 +110,7 @@ class Recurrent(Tokens):
 
 def looks_beyond(path, changes):
     with pytest.raises(
-        ConfigError, match=r"Recurrent is told .*, but the scores of a document change by \d+\.\d% with"
+        ConfigError, match=r"Recurrent receives .*, but the logits of a document change by \d+\.\d% with"
     ):
         task_of(load_config(path, changes), torch.device("cpu"), lambda line: None)
     task_of(load_config(path, [*changes, "train.cross_documents=true"]), torch.device("cpu"), lambda line: None)

@@ -151,7 +151,7 @@ def test_a_run_goes_on_bit_for_bit_in_new_processes_and_its_checkpoint_loads_wit
     resumed = weft("train", path, "--ranks", 2, "--resume", parts, pictures=True, OMP_NUM_THREADS="1")
     assert resumed.returncode == 0, resumed.stderr
     assert f"resuming {parts} from step 4" in resumed.stdout
-    assert re.search(r"tokens were on their way between ranks for \d+ ms, \d+% of it under computation", resumed.stdout)
+    assert re.search(r"tokens were in transit between ranks for \d+ ms, \d+% of it under computation", resumed.stdout)
     assert (parts / "experts.svg").exists() and (parts / "lanes.svg").exists()
     for kind in ("train", "validation", "experts"):
         assert metrics(parts, kind) == metrics(whole, kind)

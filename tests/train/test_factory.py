@@ -105,7 +105,7 @@ def test_data_by_its_place_trains_too(pool, tmp_path):
 @pytest.mark.parametrize(
     ("loss", "data", "said"),
     [
-        ("a:b", "sequence_length = 8", "[data]: has no effect beside data.factory"),
+        ("a:b", "sequence_length = 8", "[data]: has no effect with data.factory"),
         ("", "", 'model.loss = "": your own data'),
     ],
 )
@@ -122,11 +122,11 @@ def test_a_configuration_with_a_factory_reads_back_equal(tmp_path):
 
 
 WRONG = {
-    'factory = "nocolon"': "must be the place of a Python object",
-    'factory = "a:b"\nhidden_size = 3': "model.hidden_size: unknown beside model.factory",
-    'factory = "a:b"\nloss = "x"': 'model.loss = "x": must be the place',
+    'factory = "nocolon"': "must be the path of a Python object",
+    'factory = "a:b"\nhidden_size = 3': "model.hidden_size: unknown together with model.factory",
+    'factory = "a:b"\nloss = "x"': 'model.loss = "x": must be the path',
     'factory = "a:b"\n[sharding]\nep = 2': "has no effect on your own model",
-    'pattern = "[*-]"\n[data]\nfactory = "a:b"': "has no effect on a model of tokens",
+    'pattern = "[*-]"\n[data]\nfactory = "a:b"': "has no effect on a model described by a pattern",
 }
 
 

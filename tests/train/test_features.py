@@ -144,7 +144,7 @@ OWN = [f"optimizer.name={__name__}:Sign", "optimizer.options={scale = 0.5}"]
         ({"name": "Rprop", "options": {"etas": [0.5]}}, "optimizer.options.etas = [0.5]: must be a [list] of 2"),
         ({"options": {"fused": True, "foreach": True}}, "cannot be `True` together"),
         ({"flat": True, "options": {"fused": True, "foreach": True}}, "cannot be `True` together"),
-        ({"name": "torch.optim:LBFGS"}, 'optimizer.name = "torch.optim:LBFGS": LBFGS computes the loss anew'),
+        ({"name": "torch.optim:LBFGS"}, 'optimizer.name = "torch.optim:LBFGS": LBFGS recomputes the loss'),
     ],
 )
 def test_an_optimizer_that_cannot_step_is_refused_in_one_line_before_the_first_step(settings, says):
@@ -154,7 +154,7 @@ def test_an_optimizer_that_cannot_step_is_refused_in_one_line_before_the_first_s
 
 
 def test_an_optimizer_of_one_s_own_that_needs_a_closure_is_refused():
-    with pytest.raises(ConfigError, match="optimizer: LBFGS computes the loss anew"):
+    with pytest.raises(ConfigError, match="optimizer: LBFGS recomputes the loss"):
         made_by(lambda model: torch.optim.LBFGS(model.parameters()), nn.Linear(2, 2))
 
 
@@ -315,12 +315,12 @@ def test_the_step_whose_operations_are_counted_runs_without_compiled_layers(pool
 WRONG = {
     "train.compile=fast": 'train.compile = "fast": must be a backend',
     "optimizer.name=nowhere:Thing": "cannot be imported",
-    "optimizer.name=torch.nn:Linear": "is no torch.optim.Optimizer",
+    "optimizer.name=torch.nn:Linear": "is not a torch.optim.Optimizer",
     "optimizer.name=torch.optim:Nothing": "torch.optim has no Nothing",
-    "optimizer.options={momentum = 0.9}": "AdamW has no option 'momentum'; it takes amsgrad",
-    "optimizer.name=SGD & optimizer.betas=[0.5, 0.6]": "optimizer.betas = [0.5, 0.6]: has no effect, SGD takes none",
+    "optimizer.options={momentum = 0.9}": "AdamW has no option 'momentum'; its options are amsgrad",
+    "optimizer.name=SGD & optimizer.betas=[0.5, 0.6]": "has no effect, because SGD has no such option",
     "optimizer.name=SGD & optimizer.options={nesterov = true}": "SGD refuses its options",
-    'optimizer.name=Muon & optimizer.adamw_for=["*"]': "no matrix is left",
+    'optimizer.name=Muon & optimizer.adamw_for=["*"]': "leaves no matrix",
 }
 
 

@@ -140,7 +140,7 @@ def test_a_run_ends_early_keeps_its_best_checkpoint_and_has_nothing_to_do_afterw
     )
     losses = [5.0, 4.0, 3.0, 3.5, 3.5, 3.5]
     step, said, report = pool.run(2, losses_told, path, tmp_path / "run", losses)[0]
-    line = "3 validations in a row had no lower loss than 3.0000 of step 3 (train.stop_after)"
+    line = "3 validations in a row did not lower the loss below 3.0000 of step 3 (train.stop_after)"
     assert step == 6 and f"ended early: {line}" in said and report
     assert committed(tmp_path / "run") == [3, 6], "the best beside the newest"
     step, said, _ = pool.run(2, losses_told, path, tmp_path / "run", losses, 6)[0]

@@ -105,14 +105,14 @@ def test_a_store_that_does_not_answer_after_the_meeting_is_named():
                 time.sleep(0.05)
     finally:
         dist.distributed_c10d._get_default_store, peers._ANSWER_S = known, before
-    words = "the store of the job, which rank 0 or the launcher holds, does not answer"
+    words = "the store of the job, which rank 0 or the launcher hosts, does not answer"
     assert barks[0] == f"no progress for 1 s (train.watchdog): {words}"
     dist.barrier()
 
 
 def test_what_only_says_that_a_connection_is_lost_is_known():
     assert is_lost_connection(RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer"))
-    assert not is_lost_connection(ValueError("loss: gives a tuple"))
+    assert not is_lost_connection(ValueError("loss: returns a tuple"))
 
 
 @pytest.mark.long

@@ -245,10 +245,14 @@ def test_data_goes_on_with_the_same_texts_wherever_they_lie(kept, tmp_path):
 @pytest.mark.parametrize(
     ("names", "texts", "said"),
     [
-        ("ab", {"b": "xyy\n"}, r'data\.paths = \[".*/b.*"\]: is another text .* is as long, with other tokens'),
-        ("ab", {"a": "abcdef\n"}, r'data\.paths = \[".*/a.*"\]: is another text .* was \d+ long and is \d+'),
-        ("ba", {}, r'data\.paths = \[".*/b.*"\]: is another text'),
-        ("ab", {"held": "124\n"}, r'data\.validation_paths = \[".*/held.*"\]: is another text'),
+        (
+            "ab",
+            {"b": "xyy\n"},
+            r'data\.paths = \[".*/b.*"\]: differs from the text .* has the same length but other tokens',
+        ),
+        ("ab", {"a": "abcdef\n"}, r'data\.paths = \[".*/a.*"\]: differs from the text .* was \d+ long and is \d+'),
+        ("ba", {}, r'data\.paths = \[".*/b.*"\]: differs from the text'),
+        ("ab", {"held": "124\n"}, r'data\.validation_paths = \[".*/held.*"\]: differs from the text'),
     ],
 )
 def test_data_that_changed_in_place_or_order_is_refused_by_name(kept, tmp_path, names, texts, said):
@@ -274,8 +278,8 @@ def refused_where_hosts_differ(path, folder, texts):
 @pytest.mark.parametrize(
     ("differs", "said"),
     [
-        ({"b": "xyy\n"}, 'data.paths = ["b"]: is another text on rank 1 than on rank 0 (it is as long, with other tok'),
-        ({"held": "12\n"}, 'data.validation_paths = ["held"]: is another text on rank 1 than on rank 0 (it is 1500 lo'),
+        ({"b": "xyy\n"}, 'data.paths = ["b"]: differs between rank 1 and rank 0 (it has the same length but other tok'),
+        ({"held": "12\n"}, 'data.validation_paths = ["held"]: differs between rank 1 and rank 0 (it is 1500 lo'),
     ],
 )
 def test_texts_that_differ_from_host_to_host_are_refused_on_every_rank_by_name(pool, tmp_path, differs, said):
@@ -302,8 +306,8 @@ def test_token_files_are_read_for_their_fingerprint_once(tmp_path, monkeypatch):
 WRONG = {
     "field": ("jsonl", {"field": "nothing"}, "data.field = 'nothing': "),
     "column": ("parquet", {"field": "nothing"}, "has no such column; choose from id, body"),
-    "number": ("parquet", {"field": "id"}, "row 1: must be text, is a int"),
-    "directory": ("datasets", {"paths": ("/",)}, "is no directory of one `datasets` data set"),
+    "number": ("parquet", {"field": "id"}, "row 1: must be text, but is a int"),
+    "directory": ("datasets", {"paths": ("/",)}, "is not the directory of a `datasets` dataset"),
 }
 
 
@@ -355,7 +359,7 @@ def write_damage(folder):
 UNREADABLE = {
     "a half of a character": (write_half_a_character, "half.jsonl': document 2 cannot be read"),
     "too deep for the parser": (write_nested, "deep.jsonl': document 1 cannot be read (line 1: is no JSON"),
-    "null": (write_nothing_there, "line 1: must be an object with text there, has null"),
+    "null": (write_nothing_there, "line 1: must be an object with text in this field, but has null"),
     "other bytes than text": (write_no_text, "bytes.parquet': document 2 cannot be read"),
     "a damaged page": (write_damage, ".parquet': document 1 cannot be read"),
 }
@@ -371,13 +375,13 @@ def test_what_cannot_be_read_is_named_with_its_place(tmp_path, name):
 
 
 HELD = {
-    "a typo": ("text", "held.txt", None, "is no file or folder"),
+    "a typo": ("text", "held.txt", None, "is not a file or folder"),
     "no text": ("text", "held.txt", b"\0", "is not text"),
-    "an empty file": ("text", "held.txt", b"", "no text found there"),
+    "an empty file": ("text", "held.txt", b"", "no text found"),
     "too little": ("text", "held.txt", b"too short", "9 validation tokens are 0 sequences"),
     "a broken line": ("jsonl", "held.jsonl", b"{broken", "document 1 cannot be read (line 1: is no JSON"),
     "no tokens": ("tokens", "held.npy", b"x", "cannot be mapped as tokens"),
-    "no data set": ("datasets", "held", None, "is no directory of one `datasets` data set"),
+    "no data set": ("datasets", "held", None, "is not the directory of a `datasets` dataset"),
 }
 
 
@@ -416,7 +420,7 @@ def test_a_validation_set_of_less_than_a_global_batch_names_its_own_setting(tmp_
 
 def test_tokens_below_zero_are_named():
     """What `transformers` puts at places without a label is no token."""
-    with pytest.raises(ConfigError, match="a token file holds -100"):
+    with pytest.raises(ConfigError, match="the token file contains -100"):
         next(Batches(np.array([5, -100] * 20), sequence_length=4, microbatch_size=2, global_batch_size=2))
 
 

@@ -183,7 +183,7 @@ def test_a_finished_run_says_that_there_is_nothing_to_do(pool, tmp_path):
     pool.run(1, train_on, path, tmp_path / "run", ["train.steps=5"], stop_at=4)
     said = pool.run(1, train_on, path, tmp_path / "run", stop_at=9, resume_from=4)[0][-1]
     reached = "the run is at step 4 of 4; raise train.steps to train longer"
-    assert f"nothing is left to train, and the report is missing: {reached}" in said, "it was stopped at step 4 of 5"
+    assert f"nothing is left to train, but the report is missing: {reached}" in said, "it was stopped at step 4 of 5"
     said = pool.run(1, train_on, path, tmp_path / "run", stop_at=9, resume_from=4)[0][-1]
     assert f"nothing to do: {reached}" in said
 
@@ -293,7 +293,7 @@ def test_a_new_run_takes_a_directory_of_its_own_and_says_how_the_earlier_one_goe
     second = open_run(config, False, "weft train x.toml")
     assert (second.directory, second.step) == (folder / "tiny-2", None)
     assert second.note == (
-        f"a new run in {folder / 'tiny-2'}; {folder / 'tiny'} is left as it is; "
+        f"a new run in {folder / 'tiny-2'}; {folder / 'tiny'} is unchanged; "
         f"it resumes from step 7 with: weft train x.toml --resume {folder / 'tiny'}"
     )
     assert open_run(config, False, "weft train x.toml").directory == folder / "tiny-3"

@@ -73,7 +73,7 @@ def test_a_run_resumes_from_the_newer_copy_and_from_the_disk_where_that_is_damag
         damage(folder, 12)
     said = "\n".join(pool.run(2, train_once, path, run, folder, dies=False, step=12)[0])
     if state_of_copy == "intact":
-        assert "step 12 is in memory, the newest checkpoint on disk is that of step 10" in said
+        assert "step 12 is in memory, but the newest checkpoint on disk is from step 10" in said
         assert f"resuming {run} from step 12" in said
     else:
         assert "the checksum of __0_0.distcp differs; this copy in memory is removed" in said
@@ -108,8 +108,8 @@ def test_copies_without_a_place_or_without_room_are_refused_in_one_line(pool, tm
     assert line.startswith("checkpoint.memory_every = 3: only `weft train --ranks N --restarts M` keeps copies")
     line = pool.run(1, refused_without_room, path, tmp_path / "run", tmp_path / "memory")[0]
     assert re.fullmatch(
-        r"checkpoint\.memory_every = 3: two copies of [\d.]+ kB do not fit into the 40\.0 kB that are free in .*; "
-        r"make room there, or set checkpoint\.memory_every = 0",
+        r"checkpoint\.memory_every = 3: two copies of [\d.]+ kB do not fit into the 40\.0 kB of free space in .*; "
+        r"free space there, or set checkpoint\.memory_every = 0",
         line,
     ), line
 
@@ -131,7 +131,7 @@ def test_folders_in_memory_are_removed_at_the_end_and_those_of_killed_processes_
     assert sorted(tmp_path.iterdir()) == sorted([running, foreign])
     monkeypatch.setattr(memory, "HOST_MEMORY", tmp_path / "none")
     with (
-        pytest.raises(ConfigError, match=r"no folder can be made in .*; mount a tmpfs there"),
+        pytest.raises(ConfigError, match=r"no folder can be created in .*; mount a tmpfs there"),
         memory.folder_in_memory(),
     ):
         pass

@@ -25,7 +25,7 @@ DEEP = 100_000
 def test_what_nests_too_deeply_is_a_line_in_each_file_of_a_run(tmp_path):
     nested = "[" * DEEP + "]" * DEEP
     (tmp_path / "config.toml").write_text(f"[run]\nname = {nested}\n")
-    with pytest.raises(ConfigError, match="is not valid TOML for weft: it nests too deeply; write it flatter"):
+    with pytest.raises(ConfigError, match="cannot be read: it nests too deeply; write it flatter"):
         load_config(tmp_path / "config.toml")
     assert recorded_name(tmp_path) is None
     with pytest.raises(ConfigError, match=r"train\.steps"):
@@ -78,8 +78,8 @@ def test_a_pinned_warmup_does_not_stop_a_short_experiment(tmp_path):
     short = parse_config(pinned, ["train.steps=8"])
     assert short.schedule.warmup_steps is None
     assert short.notes == (
-        "schedule.warmup_steps = 100 does not fit into train.steps = 8: the learning rate rises over 0 steps, as "
-        "without that setting",
+        "schedule.warmup_steps = 100 does not fit into train.steps = 8: the learning rate rises over 0 steps, "
+        "the default",
     )
     assert parse_config(pinned, ["train.steps=500"]).schedule.warmup_steps == 100  # it fits
     with pytest.raises(ConfigError, match=r"schedule\.warmup_steps = 100: must be at most"):
@@ -94,7 +94,10 @@ def test_a_resume_of_a_folder_that_is_no_run_speaks_of_runs(tmp_path, resume):
     (tmp_path / "gone" / "checkpoints" / "step-00000001").mkdir(parents=True)
     done = weft("train", "--resume", tmp_path / resume)
     assert done.returncode == 2
-    said = {"folder": "is no run, it holds no config.toml and no checkpoint", "gone": "its config.toml is gone"}
+    said = {
+        "folder": "is not a run, because it has no config.toml and no checkpoint",
+        "gone": "its config.toml is missing",
+    }
     assert said[resume] in done.stderr and "TOML file" not in done.stderr
 
 
@@ -102,7 +105,9 @@ def test_a_tuple_that_is_no_loss_is_a_line():
     loss = torch.ones(())
     assert with_numbers((loss, {"accuracy": 1.0})) == (loss, {"accuracy": 1.0})
     for given in ((loss, torch.ones(2, 3)), (loss,), (loss, {}, 1)):
-        with pytest.raises(ConfigError, match=rf"loss: gives a tuple of {len(given)} \(a tensor \[\].*'accuracy|mean"):
+        with pytest.raises(
+            ConfigError, match=rf"loss: returns a tuple of {len(given)} \(a tensor \[\].*'accuracy|mean"
+        ):
             with_numbers(given)
 
 
@@ -120,7 +125,7 @@ def test_a_request_to_stop_before_the_first_step_promises_no_checkpoint():
     stop = StopRequest()
     stop.notify = said.append
     stop._request()
-    assert said == ["stopping before the first step, without a new checkpoint; Ctrl-C again ends at once"]
+    assert said == ["stopping before the first step, without a new checkpoint; Ctrl-C again ends immediately"]
 
 
 @pytest.mark.long
@@ -170,7 +175,7 @@ def test_a_run_at_its_end_has_nothing_to_do_only_once_its_report_is_written(has_
     trainer.stages, trainer.optimizer, trainer.passes = SimpleNamespace(have_first_rank=True), None, None
     assert Trainer._run(trainer)
     assert said[0].startswith(
-        "nothing to do: " if has_report else "nothing is left to train, and the report is missing"
+        "nothing to do: " if has_report else "nothing is left to train, but the report is missing"
     )
     assert reports == ([] if has_report else ["report.html"])
 

@@ -57,7 +57,7 @@ def test_a_model_that_cannot_chat_is_refused_before_the_first_message(blanks, ca
     (blanks / "tokenizer.json").unlink()
     monkeypatch.setattr("builtins.input", lambda *prompt: pytest.fail("a message is asked for"))
     assert main(["chat", str(blanks)]) == 2
-    assert "has no tokenizer.json; put that of the model there" in capsys.readouterr().err
+    assert "has no tokenizer.json; put the model's tokenizer.json there" in capsys.readouterr().err
 
 
 def test_two_sets_of_weights_in_one_directory_are_refused(blanks):

@@ -208,7 +208,9 @@ def test_rows_that_were_saved_are_told(tmp_path, moved, said):
     ]
     (tmp_path / FILE).write_text("".join(json.dumps(record) + "\n" for record in records))
     _, page = read(write_report(tmp_path))
-    assert (said or "over the steps") in page.text and (said is not None) == ("of the rows between ranks" in page.text)
+    assert (said or "over the steps") in page.text and (said is not None) == (
+        "of the rows sent between ranks" in page.text
+    )
 
 
 def test_a_recorded_step_is_drawn_and_said_in_words(tmp_path):
@@ -225,7 +227,7 @@ def test_a_recorded_step_is_drawn_and_said_in_words(tmp_path):
     keep_facts(tmp_path, {"computed": [0.5, 1.5]})
     _, page = read(write_report(tmp_path))
     assert "rank 1 computes 1.50 x the mean" in page.text
-    assert "tokens were on their way between ranks for 200 ms, 50% of it under computation" in page.text
+    assert "tokens were in transit between ranks for 200 ms, 50% of it under computation" in page.text
     assert (tmp_path / "lanes.svg").exists()
 
 

@@ -77,7 +77,7 @@ def test_a_restart_that_fails_as_the_start_before_it_is_the_last_one(tmp_path, m
     monkeypatch.setattr("weft.train.run.launch._Supervisor", supervisor_that(runs, errors))
     assert launch([], 4, Run(tmp_path), "", restarts=3, restart_ranks=2) == 1
     assert [ranks for ranks, _ in runs] == [4, 2, 2, 2][:starts]
-    ends = "the restart failed as the start before it did, so there is no other restart"
+    ends = "the restart failed with the same error as the previous start, so the ranks are not restarted again"
     assert (ends in capsys.readouterr().out) == (starts == 2)
 
 

@@ -51,7 +51,7 @@ def test_ctrl_c_saves_and_the_printed_command_goes_on_to_the_same_end(tmp_path):
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=30)
     assert process.returncode == 3, errors
-    assert f"a new run in {interrupted}; {whole} is left as it is; it resumes from step 60 with: weft train" in output
+    assert f"a new run in {interrupted}; {whole} is unchanged; it resumes from step 60 with: weft train" in output
     assert "stopping after this step and saving a checkpoint" in output
     said = re.search(r"stopped at step (\d+) of 60, which is saved; resume with: weft (.*)", output)
     assert said, output

@@ -89,7 +89,7 @@ def test_a_copy_that_fails_is_a_line_and_the_next_one_is_made(tmp_path, monkeypa
         saver.copy(step)
     saver.close()
     assert committed_steps(tmp_path / "memory") == [3]
-    (line,) = [line for line in said if line.startswith("a copy in memory failed, and the one before it stays: ")]
+    (line,) = [line for line in said if line.startswith("a copy in memory failed, and the previous one is kept: ")]
     assert "rename of" in line and "No space left on device" in line
 
 

@@ -59,7 +59,9 @@ def test_a_directory_without_a_tokenizer_is_refused(published, capsys):
     assert main(["sample", str(published)]) == 2
     output, line = capsys.readouterr()
     assert (output, line.count("\n")) == ("", 1)
-    assert line.startswith(f"weft sample: {published}: has no tokenizer.json; put that of the model there, or name the")
+    assert line.startswith(
+        f"weft sample: {published}: has no tokenizer.json; put the model's tokenizer.json there, or name the"
+    )
 
 
 def run_of(folder, *steps, **changes):
@@ -106,7 +108,7 @@ def test_rows_of_the_model_beyond_the_tokenizer_are_never_drawn(tmp_path, monkey
 def test_a_prompt_that_the_model_has_no_tokens_for_is_refused(published, tmp_path):
     hf.save(HybridModel(HybridConfig(pattern="[*-]", hidden_size=16, vocab_size=9)), tmp_path / "small")
     (published / "tokenizer.json").rename(tmp_path / "small" / "tokenizer.json")
-    with pytest.raises(ConfigError, match=r"makes token \d+ of the prompt, and the model has 9; put the"):
+    with pytest.raises(ConfigError, match=r"maps the prompt to token \d+, but the model has 9 tokens; put the"):
         next(Source(tmp_path / "small").continued("some text"))
 
 
@@ -142,7 +144,7 @@ def test_whoever_reads_a_run_takes_its_newest_intact_checkpoint_and_says_so(pool
 def test_a_path_that_is_no_model_is_refused(tmp_path, capsys):
     assert main(["sample", str(tmp_path)]) == 2
     output, errors = capsys.readouterr()
-    assert "is no run with a checkpoint" in errors
+    assert "must be a run with a checkpoint" in errors
     assert output == ""
 
 
@@ -151,7 +153,7 @@ def test_a_path_that_is_no_model_is_refused(tmp_path, capsys):
     [
         ("--top-p", "7", "must be more than 0 and at most 1"),
         ("--top-p", "nan", "must be more than 0 and at most 1"),
-        ("--temperature", "-1", "must be at least 0, which takes the best token"),
+        ("--temperature", "-1", "must be at least 0; 0 chooses the best token"),
         ("--tokens", "-3", "must be at least 0"),
         ("--seed", str(2**70), "must be at least -2**63 and below 2**64"),
     ],
@@ -165,7 +167,7 @@ def test_what_cannot_be_sampled_is_refused_before_anything_is_read_or_printed(ca
 def test_a_prompt_that_is_no_text_is_refused_before_anything_is_read_or_printed(capsys):
     assert main(["sample", "nowhere", "--prompt", "a\udcff"]) == 2
     printed = capsys.readouterr()
-    line = "weft sample: --prompt 'a\\udcff': is not UTF-8 text; give such a text\n"
+    line = "weft sample: --prompt 'a\\udcff': is not UTF-8 text; pass UTF-8 text\n"
     assert printed == ("", line)
 
 
@@ -188,7 +190,9 @@ def test_weights_of_another_function_are_refused_even_where_all_shapes_fit(tmp_p
     source = Source(run_of(tmp_path, 1, **options))
     source.load(HybridModel(dataclasses.replace(source.model_config, pattern="*E", aux_loss_coef=0.5)))
     other = HybridModel(dataclasses.replace(source.model_config, **{name: OTHERS[name]}))
-    with pytest.raises(ConfigError, match=rf"another model: {name}={OTHERS[name]!r}, there .*; take that in \[model\]"):
+    with pytest.raises(
+        ConfigError, match=rf"another model: {name}={OTHERS[name]!r}, there .*; use that model in \[model\]"
+    ):
         source.load(other)
 
 
@@ -198,7 +202,7 @@ def test_a_checkpoint_is_named_where_its_run_has_it_and_no_other_is_taken_for_it
     assert (Source(checkpoint).run, Source(checkpoint).step) == (run, 1)
     for place in ("kept/step-00000001", "checkpoints/step-00000002.damaged-0c4e", "checkpoints/best", "best"):
         copied = shutil.copytree(checkpoint, run / place)
-        with pytest.raises(ConfigError, match=r"no checkpoint where its run has it .*; name one of these") as error:
+        with pytest.raises(ConfigError, match=r"a checkpoint in its run's directory .*; name one of these") as error:
             Source(copied)
         assert str(copied) in str(error.value)
 

@@ -40,7 +40,7 @@ def test_a_tokenizer_file_gives_all_of_a_text_and_nothing_else(words):
 def test_a_token_that_no_text_stands_for_is_refused(words):
     for tokenizer, token in ((load_tokenizer("bytes"), 256), (load_tokenizer(str(words)), 5)):
         assert token not in tokenizer.ids
-        with pytest.raises(ValueError, match=f"token {token}: the tokenizer has none of that number"):
+        with pytest.raises(ValueError, match=f"token {token}: the tokenizer has no such token"):
             tokenizer.decode(np.array([1, token]))
 
 

@@ -205,7 +205,7 @@ def read_by_others(folder):
         found.append((who, said := str(error.value)))
         if who != "train --resume":
             model = make_model()
-            eval(said.partition("into the model that the program makes: ")[2], {"weft": weft, "model": model})
+            eval(said.partition("into the model that the program builds: ")[2], {"weft": weft, "model": model})
             assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
     return found
 
@@ -299,7 +299,7 @@ class Cube(nn.Module):
 
 
 def refused_at_its_beginning(folder):
-    with pytest.raises(ConfigError, match="has nothing to train"):
+    with pytest.raises(ConfigError, match="nothing to train"):
         Trainer(model=nn.ReLU, loss=lambda model, batch: batch, data=batches, config=settings(folder, 3))
 
 
@@ -355,7 +355,7 @@ def refusals(folder):
 def test_what_cannot_work_is_one_line(pool, tmp_path):
     said = pool.run(1, refusals, tmp_path)[0]
     words = [
-        "'epoch' is no moment",
+        "'epoch' is not an event",
         "data: is an iterator",
         "shard: must end",
         "[model]: has no effect",
@@ -384,9 +384,9 @@ WRONG = {
     "model: None cannot be called": {"model": None},
     "model: a float cannot be called": {"model": 3.0},
     "model: the class Deep is called without arguments: missing a required argument: 'depth'": {"model": Deep},
-    "model: the function nothing gives None, no torch.nn.Module": {"model": nothing},
+    "model: the function nothing returns None, not a torch.nn.Module": {"model": nothing},
     "model: the class int gives a int": {"model": int},
-    "in which no parameter requires a gradient": {"model": frozen},
+    "has no parameter that requires a gradient": {"model": frozen},
     "loss: None cannot be called": {"loss": None},
     "loss: a Tensor cannot be called": {"loss": torch.zeros(())},
     "loss: the function <lambda> is called with (model, batch): too many": {"loss": lambda model: 0},
@@ -403,8 +403,8 @@ WRONG = {
     "optimizer: the function <lambda> gives a list": {"optimizer": lambda model: list(model.parameters())},
     "callbacks: 'step': None cannot be called": {"callbacks": {"step": None}},
     "say: a bool cannot be called": {"say": False},
-    "resume: None; give True": {"resume": None},
-    "config: None; give the path": {"config": None},
+    "resume: None; pass True": {"resume": None},
+    "config: None; pass the path": {"config": None},
     "[train]": {"config": {"train": 3}},
 }
 
@@ -457,7 +457,7 @@ def test_a_script_says_where_its_run_is_and_how_it_goes_on_and_obeys_run_resume(
     go_on = f"resume={str(run)!r}"
     assert f"a new run in {run}" in first
     assert f"stopped at step 2 of 5, which is saved; resume with: {go_on}" in first
-    assert f"a new run in {run}-2; {run} is left as it is; it resumes from step 2 with: {go_on}" in again
+    assert f"a new run in {run}-2; {run} is unchanged; it resumes from step 2 with: {go_on}" in again
     assert f"resuming {run}-2 from step 2" in resumed
     assert "no run 'none' in" in refusal
 
@@ -482,9 +482,11 @@ def losses_that_are_none(folder):
 def test_what_is_no_loss_is_one_line(pool, tmp_path):
     said = pool.run(1, losses_that_are_none, tmp_path)[0]
     for line, word in zip(
-        said, ("a float", "a NoneType", "a tensor [8, 2]", "no parameter of the model leads to", "a tuple"), strict=True
+        said,
+        ("a float", "a NoneType", "a tensor [8, 2]", "does not depend on any parameter of the model", "a tuple"),
+        strict=True,
     ):
-        assert line.startswith("loss: gives ") and word in line and "\n" not in line
+        assert line.startswith("loss: returns ") and word in line and "\n" not in line
 
 
 def test_data_that_yields_nothing_is_an_error():
@@ -497,20 +499,20 @@ def test_data_that_can_be_gone_through_once_says_so_when_it_is_at_its_end():
         stream = Stream((number for number in range(3)), 2)
         assert stream.next_step() == [0, 1]
         stream.next_step()
-    assert "give what starts anew" in str(error.value)
+    assert "pass data that starts again" in str(error.value)
 
 
 def test_data_that_became_shorter_is_told_from_a_damaged_checkpoint():
     stream = Stream([0] * 9, 7)
     stream.next_step()
-    with pytest.raises(ConfigError, match="is 7 microbatches into a pass, and this data has 5"):
+    with pytest.raises(ConfigError, match="is 7 microbatches into a pass, but this data has 5"):
         Stream([0] * 5, 7).load_state_dict(stream.state_dict())
 
 
 def test_another_microbatch_size_is_refused_by_the_position_in_own_data():
     stream = Stream([0] * 9, 2, microbatch_size=4)
     stream.next_step()
-    with pytest.raises(ConfigError, match=r"train.microbatch_size = 2 \(it was 4\): .* leave it as it was"):
+    with pytest.raises(ConfigError, match=r"train.microbatch_size = 2 \(it was 4\): .* leave the setting as it was"):
         Stream([0] * 18, 4, microbatch_size=2).load_state_dict(stream.state_dict())
 
 
@@ -534,7 +536,9 @@ def test_a_position_in_own_data_that_another_number_of_ranks_cannot_have_is_refu
             pass
 
     saved = stream(2, Stateful([0]))
-    with pytest.raises(ConfigError, match="data with a state_dict of its own has one for each rank; resume on as many"):
+    with pytest.raises(
+        ConfigError, match="data with its own state_dict has one position for each rank; resume on the same number"
+    ):
         stream(1, Stateful([0])).load_from_other_ranks(saved.state_dict(), 0, 1)
 
 
@@ -630,7 +634,13 @@ def own_numbers_that_are_refused(folder):
 
 @pytest.mark.slow
 def test_own_numbers_that_cannot_be_logged_are_refused(pool, tmp_path):
-    words = ["'loss', which is taken", "'step', which", "'ema_x', which", "'x' is a tensor [2]", "'x' is a str"]
+    words = [
+        "'loss' for a number",
+        "'step' for a number",
+        "'ema_x' for a number",
+        "'x' is a tensor [2]",
+        "'x' is a str",
+    ]
     for line, word in zip(pool.run(1, own_numbers_that_are_refused, tmp_path)[0], words, strict=True):
         assert word in line
 

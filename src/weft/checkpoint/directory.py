@@ -80,7 +80,7 @@ def require_own(checkpoint: Path, manifest: Manifest) -> None:
     own = identity(checkpoint.parent)
     if own and manifest.run and manifest.run != own:
         raise CheckpointError(
-            f"{checkpoint} is of another run (identity {manifest.run[:8]}, that of this run is {own[:8]}); move it "
+            f"{checkpoint} belongs to another run (identity {manifest.run[:8]}, this run is {own[:8]}); move it "
             "out of this folder: a new run starts from its weights with --from"
         )
 

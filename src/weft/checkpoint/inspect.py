@@ -33,7 +33,9 @@ def show(path: Path, *, verify_content: bool = False, console: Console | None = 
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     steps, rest = committed_steps(folder), debris(folder)
     if not steps and not rest:
-        raise ValueError(f"{path}: holds no checkpoint; name a checkpoint (…/step-00000010) or the directory of a run")
+        raise ValueError(
+            f"{path}: contains no checkpoint; name a checkpoint (…/step-00000010) or the directory of a run"
+        )
     overview = Table("checkpoint", "step", "ranks", "size", "state", title=str(folder), title_justify="left")
     damaged: dict[int, CheckpointError] = {}
     for step in steps:
@@ -44,7 +46,7 @@ def show(path: Path, *, verify_content: bool = False, console: Console | None = 
             continue
         except CheckpointError as error:
             damaged[step] = error
-            overview.add_row(name, f"{step:,}", "", "", "damaged: a resume passes it over")
+            overview.add_row(name, f"{step:,}", "", "", "damaged: a resume skips it")
             continue
         state = "committed, checksums equal" if verify_content else "committed"
         overview.add_row(name, f"{step:,}", str(manifest.ranks), readable_size(manifest.bytes), state)
@@ -96,7 +98,7 @@ def _show_checkpoint(path: Path, verify_content: bool, console: Console, *, list
 
 
 def _placement(entry: TensorStorageMetadata) -> str:
-    """Describe how the tensor is stored: whole, in parts along one dimension, or in other boxes."""
+    """Describe how the tensor is stored: whole, in parts along one dimension, or in other rectangular parts."""
     if len(entry.chunks) == 1:
         return "whole"
     cut = [dim for dim, size in enumerate(entry.size) if any(chunk.sizes[dim] != size for chunk in entry.chunks)]

@@ -32,7 +32,7 @@ number allocates that many bytes."""
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Fills tensors in place and collects everything else in `loaded`."""
+    """Fills tensors in place and collects all other data in `loaded`."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False)
@@ -49,7 +49,7 @@ def unpack(stream: IO[bytes]) -> Any:
         raise ValueError("it is not in torch's zip format")
     with zipfile.ZipFile(stream) as archive:
         if archive.comment or min((entry.header_offset for entry in archive.infolist()), default=1):
-            raise ValueError("its archive does not fill it")
+            raise ValueError("it has bytes outside of its archive")
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
             raise ValueError("it is compressed")
         for entry in archive.infolist():
@@ -72,7 +72,7 @@ def _check_names(pickled: bytes, length: int) -> None:
         calls += opcode.name in ("REDUCE", "NEWOBJ")
         largest = max(largest, argument) if isinstance(argument, int) else largest
     if has_bare_storages and calls * largest > 16 * length:  # a call with a number allocates that many bytes
-        raise ValueError(f"it may take {calls * largest} bytes of memory, and has {length}")
+        raise ValueError(f"loading it could take {calls * largest} bytes of memory, but it has only {length}")
 
 
 def compare(

@@ -1,4 +1,4 @@
-"""One writer of a folder at a time.
+"""Locks a folder, so that only one process at a time writes to it.
 
 flock                  if the file system supports it; it ends with the process
 a lease, `.lease`      otherwise (some Lustre, NFS without lockd): a file that its owner renews every few seconds.
@@ -84,8 +84,9 @@ class _Flock:
         pass
 
     def release(self) -> None:
-        """Let others write. Forked processes, such as the workers of a data loader, have the file open too: without
-        the unlock, the file would stay locked until they exit."""
+        """Release the lock for other writers. Forked processes, such as data loader workers, have the file open too:
+        without the unlock, the file would stay locked until they exit.
+        """
         fcntl.flock(self._stream, fcntl.LOCK_UN)
         self._stream.close()
 
@@ -110,7 +111,7 @@ class Lease:
 
     def check(self) -> None:
         if self._lost:
-            raise CheckpointError(f"{self._path} was taken over by another run; stop one of the two")
+            raise CheckpointError(f"{self._path} has been taken over by another run; stop one of the two")
 
     def release(self) -> None:
         self._over.set()
@@ -167,8 +168,8 @@ class _Wait:
     def on(self, owner: str) -> None:
         if not self.is_said:
             self.say(
-                f"another run (process {owner}) writes to {self.directory}: waiting up to {self.timeout:g} s for "
-                "its end"
+                f"another run (process {owner}) writes to {self.directory}: waiting up to {self.timeout:g} s for it "
+                f"to end"
             )
             self.is_said = True
         if time.monotonic() > self.deadline:

@@ -96,7 +96,7 @@ class CheckpointManager:
     def claim(self) -> None:
         """Become the only writer of the directory before the first save, and remove the debris of killed saves.
 
-        Tries all steps of a save with a small file. Raises CheckpointError if another run still writes there after 30
+        Tests all steps of a save with a small file. Raises CheckpointError if another run still writes there after 30
         seconds, or if the file system cannot hold checkpoints or is not shared by all ranks.
         """
         self.wait()
@@ -183,7 +183,7 @@ class CheckpointManager:
         self.wait()
         steps = self.steps()
         if not steps or (step is not None and step not in steps):
-            which = "no checkpoint" if step is None else f"no checkpoint of step {step} (there are: {steps})"
+            which = "no checkpoint" if step is None else f"no checkpoint of step {step} (existing steps: {steps})"
             raise CheckpointError(f"{self.directory} holds {which}")
         if step is not None:
             self._load(state, step)
@@ -205,14 +205,14 @@ class CheckpointManager:
                 self._say_passed_over()
                 return left[-1]
         if not self.passed_over:
-            raise CheckpointError(f"{self.directory} holds no checkpoint any more")
+            raise CheckpointError(f"{self.directory} no longer contains a checkpoint")
         reasons = "; ".join(map(str, self.passed_over.values()))
         raise CheckpointError(
-            f"no checkpoint is intact: {reasons}; put an undamaged copy of one in its place, or start anew"
+            f"no checkpoint is intact: {reasons}; replace one with an undamaged copy, or start a new run"
         )
 
     def _say_passed_over(self) -> None:
-        stays = ", and no checkpoint that is there now is deleted" if self._lock is not None else ""
+        stays = ", and none of the existing checkpoints is deleted" if self._lock is not None else ""
         for error in self.passed_over.values():
             self._say(f"{error}; it is passed over{stays}")
 
@@ -281,7 +281,7 @@ class CheckpointManager:
         flat: dict[str, Any] = {}
         for name, value in state.items():
             if "." in name:
-                raise ValueError(f"the name {name!r} of a state contains a dot: choose one without")
+                raise ValueError(f"the state's name {name!r} contains a dot: choose a name without one")
             flat |= flatten(state_dict_of(value), self._prefix(name, value, self.rank))
         return flat
 
@@ -303,8 +303,8 @@ class CheckpointManager:
                 self._spared.discard(step)
             if step is not None and step in folder.committed_steps(self.directory):
                 raise CheckpointError(
-                    f"{folder.path_of(self.directory, step)} exists already; it is not overwritten: "
-                    "move it away or choose another directory"
+                    f"{folder.path_of(self.directory, step)} already exists and is not overwritten: move it away or "
+                    f"choose another directory"
                 )
 
         self._on_first_rank(prepare)
@@ -373,7 +373,7 @@ class CheckpointManager:
         return exchange_objects(value, group, "a checkpoint", watched=group is not self._writers)
 
     def _on_first_rank(self, action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
-        """Run `action` on the first rank; all ranks of `group` (default: `_group`) get its result or error."""
+        """Run `action` on the first rank; all ranks of `group` (default: `_group`) receive its result or error."""
         group = group or self._group
         answer: list[Any] = [None, None]
         if self.rank == 0:
@@ -382,7 +382,7 @@ class CheckpointManager:
             except Exception as error:
                 answer[1] = error
         if group is not None:
-            answer = first_rank_s(answer, group, "the first rank at a checkpoint", watched=group is not self._writers)
+            answer = first_rank_s(answer, group, "the checkpoint of the first rank", watched=group is not self._writers)
         if answer[1] is not None:
             raise answer[1]
         return answer[0]

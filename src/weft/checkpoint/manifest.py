@@ -1,6 +1,6 @@
 """weft.json, the manifest of a committed checkpoint: its files, and the checksum of every block of each file.
 
-A file is cut into blocks, so that reading a part of a file checks the blocks of that part only:
+A file is cut into blocks, so that reading a part of a file checks only the blocks of that part:
 
     __0_0.distcp    | block 0 | block 1 | block 2 |         8 MiB each, the last one shorter
                          [--- an item ---]                  reading it checks blocks 0, 1 and 2
@@ -62,9 +62,11 @@ class File:
         """Build a File from parsed JSON. Raises ValueError if it is invalid."""
         length, digests = fields["bytes"], fields["sha256"]
         if not (_is_count(length) and isinstance(digests, list) and len(digests) == -(-length // BLOCK)):
-            raise ValueError(f"a file has {length!r} bytes and not one checksum for each block of {BLOCK}")
+            raise ValueError(
+                f"a file has {length!r} bytes, and its number of checksums is not one for each block of {BLOCK}"
+            )
         if not all(isinstance(digest, str) and _DIGEST.fullmatch(digest) for digest in digests):
-            raise ValueError("a checksum is no SHA-256")
+            raise ValueError("a checksum is not a SHA-256")
         return cls(length, tuple(digests))
 
 
@@ -101,13 +103,13 @@ class Manifest:
             if not (_is_count(step) and _is_count(ranks) and ranks > 0):
                 raise ValueError(f"step {step!r} of {ranks!r} ranks")
             if strange := [name for name in fields["files"] if not _NAME.fullmatch(name)]:
-                raise ValueError(f"{strange[0]!r} is no file of a checkpoint")
+                raise ValueError(f"{strange[0]!r} is not a file of a checkpoint")
             if METADATA not in fields["files"]:
                 raise ValueError(f"it does not list {METADATA}")
             files = {name: File.from_plain(file) for name, file in fields["files"].items()}
             run = fields["run"] if fields["format"] == FORMAT else ""
             if not (isinstance(run, str) and (not run or IDENTITY.fullmatch(run))):
-                raise ValueError(f"{run!r} is no identity of a run")
+                raise ValueError(f"{run!r} is not the identity of a run")
             manifest = cls(step, ranks, files, fields["format"], run)
             if manifest.text() != text:
                 raise ValueError("its own checksum differs")
@@ -146,7 +148,7 @@ class CheckedFile(io.RawIOBase):
         self.cut_to(offset, file.bytes - offset if length is None else length)
 
     def cut_to(self, offset: int, length: int) -> "CheckedFile":
-        """Read another part of the file from now on; return `self`."""
+        """Select another part of the file to read; return `self`."""
         self._start, self._length, self._position = offset, length, 0
         return self
 
@@ -237,15 +239,15 @@ def require_plain(path: Path) -> None:
 
 
 def _unusable(checkpoint: Path, damage: str) -> CheckpointError:
-    """Return the error for an unusable file of `checkpoint`: CheckpointGone if all of the checkpoint is gone.
+    """Return the error for an unusable file of `checkpoint`: CheckpointGone if the whole checkpoint was removed.
 
     A dangling link, such as one to an unmounted disk, counts as existing.
     """
     if os.path.lexists(checkpoint):
         return CheckpointError(f"{checkpoint} is damaged: {damage}")
     return CheckpointGone(
-        f"{checkpoint} is not there, or not any more: newer checkpoints take the place of older ones while a run "
-        "trains; name a newer one, or the run"
+        f"{checkpoint} does not exist: a run that trains replaces older checkpoints by newer ones; name a newer one, "
+        f"or the run"
     )
 
 

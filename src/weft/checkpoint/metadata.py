@@ -1,8 +1,8 @@
-"""`.metadata`, in which torch Distributed Checkpoint lists the tensors and the places of their parts in files.
+"""`.metadata`, in which torch Distributed Checkpoint lists the tensors and the positions of their parts in files.
 
-It is a pickle, and an ordinary unpickler would call everything that it names. This one accepts only the few opcodes
-and classes of such a file. The content is then compared with the files: every part of every tensor must lie in a
-listed file and have the size that its shape and dtype need, and the parts must make up the whole tensor.
+The file is a pickle, and an ordinary unpickler would call every function that it names. This one accepts only the few
+opcodes and classes of such a file. The content is then compared with the files: every part of every tensor must lie in
+a listed file and have the size that its shape and dtype need, and the parts must make up the whole tensor.
 """
 
 import io
@@ -75,7 +75,7 @@ class _Unpickler(pickle._Unpickler):
 
     def load_build(self) -> None:
         if type(self.stack[-2]) not in _RECORDS:  # type: ignore[attr-defined]
-            raise CheckpointError("changes something else than a record of its own")
+            raise CheckpointError("changes an object other than its own records")
         pickle._Unpickler.load_build(self)  # type: ignore[attr-defined]
 
     dispatch[pickle.BUILD[0]] = load_build
@@ -102,7 +102,9 @@ def read_metadata(content: bytes, manifest: Manifest) -> Metadata:
     try:
         _check(metadata, manifest)
     except (AttributeError, TypeError, KeyError, OverflowError, ValueError) as error:
-        raise CheckpointError(f"is not made as Distributed Checkpoint makes it: {one_line(error)}") from error
+        raise CheckpointError(
+            f"does not have the form that Distributed Checkpoint writes: {one_line(error)}"
+        ) from error
     return metadata
 
 
@@ -122,10 +124,10 @@ def _check(metadata: Metadata, manifest: Manifest) -> None:
                 and len(chunk.offsets) == len(chunk.sizes) == len(entry.size)
                 and all(at + size <= whole for at, size, whole in zip(chunk.offsets, chunk.sizes, entry.size))
             )
-            _require(fits, f"has a part of {key} that lies outside of it")
+            _require(fits, f"has a part of {key} that lies outside the tensor")
             takes = math.prod(chunk.sizes) * entry.properties.dtype.itemsize
             stored = places[MetadataIndex(key, chunk.offsets)].length
-            _require(takes <= stored <= takes + _OVERHEAD, f"says that {takes} bytes of {key} take {stored}")
+            _require(takes <= stored <= takes + _OVERHEAD, f"says that {takes} bytes of {key} are stored in {stored}")
         held = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
         _require(held == math.prod(entry.size), f"has {held} of the {math.prod(entry.size)} elements of {key}")
         _require(_are_disjoint(entry.chunks), f"has some elements of {key} twice")
@@ -133,7 +135,7 @@ def _check(metadata: Metadata, manifest: Manifest) -> None:
 
 def _is_place(place: _StorageInfo, manifest: Manifest) -> bool:
     file = manifest.files.get(place.relative_path)
-    _require(file is not None, f"looks for parts in {place.relative_path!r}, which is no file of the checkpoint")
+    _require(file is not None, f"looks for parts in {place.relative_path!r}, which is not a file of the checkpoint")
     assert file is not None
     inside = _are_counts((place.offset, place.length)) and place.offset + place.length <= file.bytes
     _require(inside, f"looks for parts outside of {place.relative_path}")

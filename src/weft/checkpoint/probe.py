@@ -15,7 +15,8 @@ _SEEN_S = 10.0
 
 
 def try_save(directory: Path) -> Path:
-    """Try all steps of a save in `directory` with a folder of one small file. Return the folder, for `sees`.
+    """Test all steps of a save in `directory` with a folder that contains one small file. Return the folder, for
+    `sees`.
 
     Raises CheckpointError that names the failed operation and the fix.
     """
@@ -36,11 +37,13 @@ def try_save(directory: Path) -> Path:
     except StorageError as error:
         remove(made)
         raise CheckpointError(
-            f"{error}; a save would fail as well: make room or correct the permissions there, or set run.directory to "
+            f"{error}; a save would fail as well: free space or correct the permissions there, or set run.directory to "
             "another file system"
         ) from error
     if not whole:
-        raise CheckpointError(f"{final}: holds something else than was written; set run.directory to another disk")
+        raise CheckpointError(
+            f"{final}: what was written cannot be read back unchanged; set run.directory to another disk"
+        )
     return final
 
 

@@ -80,13 +80,13 @@ class Reader(dcp.FileSystemReader):
 def _tensor(stream: CheckedFile) -> torch.Tensor:
     loaded = unpack(cast(IO[bytes], stream))
     if type(loaded) is not torch.Tensor or loaded.layout != torch.strided:
-        raise ValueError(f"it holds a {type(loaded).__name__}, not a tensor")
+        raise ValueError(f"it contains a {type(loaded).__name__}, not a tensor")
     return loaded
 
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Turn errors of ranks inside Distributed Checkpoint into a CheckpointError of one line."""
+    """Turn errors that ranks raise inside Distributed Checkpoint into a CheckpointError of one line."""
     try:
         yield
     except CheckpointException as error:

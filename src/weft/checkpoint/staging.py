@@ -1,7 +1,7 @@
 """Copies live state, so that a background thread can write it while training continues.
 
-The copies are made of the items into which Distributed Checkpoint cuts the state (`WriteItem`: a box of a tensor that
-this rank writes), so this works for every kind of sharded tensor that Distributed Checkpoint supports.
+It copies the items into which Distributed Checkpoint divides the state (`WriteItem`: a box of a tensor that this rank
+writes), so this works for every kind of sharded tensor that Distributed Checkpoint supports.
 """
 
 import io
@@ -131,7 +131,7 @@ def _plain_bytes(key: str, value: Any) -> io.BytesIO:
         torch.load(stream, weights_only=True)
     except Exception as error:
         raise TypeError(
-            f"the state {key!r} is a {type(value).__name__}; a checkpoint holds tensors and plain data only"
+            f"the state {key!r} is a {type(value).__name__}; a checkpoint can hold only tensors and plain data"
         ) from error
     stream.seek(0)
     return stream

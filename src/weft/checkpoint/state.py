@@ -96,11 +96,11 @@ class OptimizerState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if len(state["groups"]) != len(self.groups):
-            raise CheckpointMismatch("the checkpoint groups the optimizer's parameters in another way")
+            raise CheckpointMismatch("the checkpoint groups the optimizer's parameters differently")
         groups = []
         for index, saved in enumerate(state["groups"]):
             if sorted(saved["names"]) != sorted(self._all_names[index]):
-                raise CheckpointMismatch("the checkpoint groups the optimizer's parameters in another way")
+                raise CheckpointMismatch("the checkpoint groups the optimizer's parameters differently")
             options = {key: value for key, value in saved.items() if key != "names"}
             if set(options) != set(self._options(index)) - {"names"}:
                 raise CheckpointMismatch(

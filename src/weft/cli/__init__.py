@@ -11,8 +11,9 @@ from weft.train.run.output import outlive_readers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code: 0 success, 1 failure at run time, 2 wrong call, 3 interrupted,
-    4 interrupted before anything was saved."""
+    """Run one command and return the exit code: 0 success, 1 failure at run time, 2 invalid command, 3 interrupted, 4
+    interrupted before anything was saved.
+    """
     outlive_readers()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
@@ -22,9 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         words, fix = shlex.join(unknown), f"see {command} --help"
         if options.command == "bench":
-            fix = f"what is for the benchmark goes behind --, as in {command} {options.name} -- {words}"
+            fix = f"put the benchmark's own arguments after --, as in {command} {options.name} -- {words}"
         elif hasattr(options, "overrides") and all("=" in word and not word.startswith("-") for word in unknown):
-            fix = f"settings are changed by {shlex.join(word for each in unknown for word in ('--set', each))}"
+            fix = f"change settings with {shlex.join(word for each in unknown for word in ('--set', each))}"
         print(f"{command}: unrecognized arguments: {words}; {fix}", file=sys.stderr)
         return 2
     options.arguments, options.beyond = arguments, arguments[len(own) + 1 :]

@@ -1,4 +1,4 @@
-"""The short commands. Each function takes the parsed options and returns the exit code."""
+"""The shorter commands. Each function takes the parsed options and returns the exit code."""
 
 import argparse
 import math
@@ -16,16 +16,16 @@ _BESIDE = 10
 def config(options: argparse.Namespace) -> int:
     """Print every setting, or check a configuration file, or print the [model] of a directory.
 
-    Raises ValueError for wrong ranks or settings.
+    Raises ValueError for an invalid number of ranks or invalid settings.
     """
     from weft.train.config import load_config
     from weft.train.settings import as_markdown, as_toml
 
     if options.ignored and options.source is None:
-        raise ValueError(f"--ignore-field {options.ignored[0]}: is for --from DIRECTORY")
+        raise ValueError(f"--ignore-field {options.ignored[0]}: only applies to --from DIRECTORY")
     if options.source is not None:
         if options.ranks is not None:
-            raise ValueError(f"--ranks {options.ranks}: is for a configuration; name it with --check FILE")
+            raise ValueError(f"--ranks {options.ranks}: needs a configuration; name one with --check FILE")
         print(_model_section(options.source, options.ignored), end="")
     elif options.check is not None:
         ranks = 1 if options.ranks is None else options.ranks
@@ -34,16 +34,17 @@ def config(options: argparse.Namespace) -> int:
         load_config(options.check).validate(ranks)
         print(f"{options.check}: fine on {ranks} rank{'s' * (ranks > 1)}")
     elif options.ranks is not None:
-        raise ValueError(f"--ranks {options.ranks}: is for a configuration; name it with --check FILE")
+        raise ValueError(f"--ranks {options.ranks}: needs a configuration; name one with --check FILE")
     else:
         print(as_markdown() if options.markdown else as_toml(), end="")
     return 0
 
 
 def check(options: argparse.Namespace) -> int:
-    """Run one step of a small copy of a configuration on all its ranks, in this process. Return 1 if it finds a fault.
+    """Run one step of a small copy of a configuration on all its ranks, in this process. Return 1 if there are
+    findings.
 
-    Raises ValueError for wrong ranks or settings.
+    Raises ValueError for an invalid number of ranks or invalid settings.
     """
     from weft.train.check import check as checked
     from weft.train.config import load_config
@@ -56,12 +57,13 @@ def check(options: argparse.Namespace) -> int:
     mesh = " x ".join(f"{name} {size}" for name, size in result.axes.items() if size > 1) or "one rank"
     print(f"one step of a small copy on {result.ranks} rank{'s' * (result.ranks > 1)} in one process: {mesh}")
     if result.unseen:
-        print(f"not seen, with a gradient of 0: {', '.join(result.unseen)}")
+        print(f"not checked, because their gradient is 0: {', '.join(result.unseen)}")
     for number, line in enumerate(result.found, start=1):
         print(f"{number}. {line}")
     if not result.found:
         print(
-            f"{options.config}: {result.parameters} parameters are as on one rank: weights, gradients, norm, messages"
+            f"{options.config}: {result.parameters} parameters equal those on one rank: weights, gradients, norm, "
+            f"messages"
         )
     return 1 if result.found else 0
 
@@ -107,9 +109,9 @@ def report(options: argparse.Namespace) -> int:
 
     run = Path(options.path)
     if not (run / FILE).is_file():
-        raise ValueError(f"{run}: holds no {FILE}; name the directory of a run")
+        raise ValueError(f"{run}: contains no {FILE}; name the directory of a run")
     if not 0 <= options.live < math.inf:
-        raise ValueError(f"--live {options.live}: must be a number of seconds, 0 for a page that does not change")
+        raise ValueError(f"--live {options.live}: must be a number of seconds, or 0 for a page that does not reload")
     if options.live:
         os.nice(_BESIDE)  # the run needs the processor more
     print(write_report(run, live_s=options.live))
@@ -151,7 +153,7 @@ def convert(options: argparse.Namespace) -> int:
 
 
 def pattern(options: argparse.Namespace) -> int:
-    """Print a table of a pattern's layers and their parameters. For a wrong pattern, mark the error and return 2."""
+    """Print a table of a pattern's layers and their parameters. For an invalid pattern, mark the error and return 2."""
     import dataclasses
 
     from rich.console import Console
@@ -164,7 +166,7 @@ def pattern(options: argparse.Namespace) -> int:
 
     sizes = load_config(options.config).model if options.config else HybridConfig()
     if not isinstance(sizes, HybridConfig):
-        raise ValueError(f"{options.config}: has its own model, {sizes.factory}, which has no pattern")
+        raise ValueError(f"{options.config}: uses your own model, {sizes.factory}, which has no pattern")
     try:
         rows = rows_of(dataclasses.replace(sizes, pattern=options.pattern))
     except PatternError as error:
@@ -194,7 +196,7 @@ def bench(options: argparse.Namespace) -> int:
         if not path.name.startswith("_")
     }
     if options.name not in found:
-        known = ", ".join(found) or "none here; run this in a checkout of the repository"
+        known = ", ".join(found) or "none found; run this in a checkout of the repository"
         raise ValueError(f"{options.name!r} is no benchmark; there are: {known}")
     return subprocess.call(
         [

@@ -13,7 +13,7 @@ def sample(options: argparse.Namespace) -> int:
     choices = _choices(options)
     for prompt in options.prompt:
         if not _is_text(prompt):
-            raise ValueError(f"--prompt {prompt!a}: is not UTF-8 text; give such a text")
+            raise ValueError(f"--prompt {prompt!a}: is not UTF-8 text; pass UTF-8 text")
     source = _source(options)
     begun = False
     try:
@@ -65,11 +65,11 @@ def _lines() -> Iterable[str]:
 
 def _choices(options: argparse.Namespace) -> dict[str, Any]:
     """Return the sampling options as keyword arguments of `Source.added`. Raises ValueError if one is out of range."""
-    best = "must be at least 0, which takes the best token"
+    best = "must be at least 0; 0 chooses the best token"
     for name, good, rule in (
         ("tokens", options.tokens >= 0, "must be at least 0"),
         ("temperature", options.temperature is None or 0 <= options.temperature < math.inf, best),
-        ("top-k", options.top_k is None or options.top_k >= 0, "must be at least 0, which draws from all tokens"),
+        ("top-k", options.top_k is None or options.top_k >= 0, "must be at least 0; 0 draws from all tokens"),
         ("top-p", options.top_p is None or 0 < options.top_p <= 1, "must be more than 0 and at most 1"),
         ("seed", -(1 << 63) <= options.seed < 1 << 64, "must be at least -2**63 and below 2**64"),
     ):
@@ -93,8 +93,8 @@ def _source(options: argparse.Namespace) -> Any:
     for name in ("top_k", "top_p"):
         if temperature == 0 and getattr(options, name) is not None:
             raise ValueError(
-                f"--{name.replace('_', '-')} {getattr(options, name)}: has no effect where the best token is taken; "
-                "give --temperature too"
+                f"--{name.replace('_', '-')} {getattr(options, name)}: has no effect when the best token is chosen; "
+                f"pass --temperature too"
             )
     if generation.not_followed:
         warn(f"generation_config.json: passes over {', '.join(generation.not_followed)}")

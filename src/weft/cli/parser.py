@@ -9,7 +9,7 @@ from weft.cli import commands, generation
 from weft.cli.schedule import draw
 from weft.cli.train import start
 
-EXIT_CODES = """exit code: 0 success, 1 failure at run time, 2 wrong call or configuration, \
+EXIT_CODES = """exit code: 0 success, 1 failure at run time, 2 invalid command or configuration, \
 3 interrupted and saved: resume with --resume, 4 interrupted before anything was saved"""
 
 
@@ -81,7 +81,7 @@ def _add_trust(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--trust",
         action="store_true",
-        help="import the code that the configuration of a run directory from elsewhere names",
+        help="import the code that the configuration of a copied run directory names",
     )
 
 
@@ -91,8 +91,8 @@ def _train(known: Any) -> None:
     train.add_argument(
         "--example",
         action="store_true",
-        help="use the configuration that comes with weft: a small language model on the source text of Python's "
-        "standard library",
+        help="use the configuration included in weft: a small language model on the source text of Python's standard "
+        "library",
     )
     _add_set(train)
     train.add_argument(
@@ -144,7 +144,7 @@ def _check(known: Any) -> None:
         epilog=EXIT_CODES,
     )
     check.add_argument("config", metavar="CONFIG.toml")
-    check.add_argument("--ranks", type=int, default=1, help="the number of ranks that it is for (default: 1)")
+    check.add_argument("--ranks", type=int, default=1, help="the number of ranks to check for (default: 1)")
     _add_set(check)
     check.set_defaults(run=commands.check)
 
@@ -155,7 +155,8 @@ def _sample(known: Any) -> None:
     sample.add_argument(
         "--prompt",
         action="append",
-        help="the text to continue (default: a line's end); given several times, all are continued together",
+        help="the text to continue (default: a line break); can be given several times, and all texts are continued "
+        "together",
     )
     _add_generation(sample)
     sample.set_defaults(run=_with_prompt)
@@ -169,15 +170,15 @@ def _with_prompt(options: argparse.Namespace) -> int:
 def _chat(known: Any) -> None:
     chat = known.add_parser("chat", help="talk with a model that has a chat template", epilog=EXIT_CODES)
     chat.add_argument("source", metavar="SOURCE", help="a run, a checkpoint or a model's directory")
-    chat.add_argument("--system", default="", help="what the conversation begins with (default: nothing)")
+    chat.add_argument("--system", default="", help="the system message of the conversation (default: none)")
     _add_generation(chat)
     chat.set_defaults(run=generation.chat)
 
 
 def _add_generation(command: argparse.ArgumentParser) -> None:
     own = "the model's own, else"
-    command.add_argument("--tokens", type=int, default=200, help="the most tokens to add (default: 200)")
-    command.add_argument("--temperature", type=float, help=f"0 takes the best token (default: {own} 0.8)")
+    command.add_argument("--tokens", type=int, default=200, help="the maximum number of new tokens (default: 200)")
+    command.add_argument("--temperature", type=float, help=f"0 chooses the best token (default: {own} 0.8)")
     command.add_argument("--top-k", type=int, help=f"draw from this many of the best tokens (default: {own} all)")
     command.add_argument(
         "--top-p", type=float, help=f"draw from the best tokens of this total probability (default: {own} 0.95)"
@@ -193,12 +194,14 @@ def _add_ignored(command: argparse.ArgumentParser) -> None:
         default=[],
         dest="ignored",
         metavar="NAME",
-        help="pass over this field of config.json, which weft does not know; can be given several times",
+        help="ignore this field of config.json, which weft does not know; can be given several times",
     )
 
 
 def _inspect(known: Any) -> None:
-    inspect = known.add_parser("inspect", help="show what a checkpoint or a run directory holds", epilog=EXIT_CODES)
+    inspect = known.add_parser(
+        "inspect", help="show the contents of a checkpoint or a run directory", epilog=EXIT_CODES
+    )
     inspect.add_argument("path", metavar="CHECKPOINT_OR_RUN_DIR")
     inspect.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
     inspect.set_defaults(run=commands.inspect)
@@ -207,7 +210,7 @@ def _inspect(known: Any) -> None:
 def _convert(known: Any) -> None:
     convert = known.add_parser(
         "convert",
-        help="convert Hugging Face files to weft's own directory, or weft's directory or a run to Hugging Face files",
+        help="convert Hugging Face files to weft's own format, or weft's format or a run to Hugging Face files",
         epilog=EXIT_CODES,
     )
     convert.add_argument("source", metavar="SOURCE", help="a model's directory, a run, or a checkpoint")
@@ -223,7 +226,9 @@ def _convert(known: Any) -> None:
 def _pattern(known: Any) -> None:
     pattern = known.add_parser("pattern", help="show the layers of a pattern", epilog=EXIT_CODES)
     pattern.add_argument("pattern", metavar="PATTERN", help='such as "M[*-]|M[*E]"')
-    pattern.add_argument("--config", metavar="CONFIG.toml", help="where the sizes come from (default: the defaults)")
+    pattern.add_argument(
+        "--config", metavar="CONFIG.toml", help="a configuration to read the sizes from (default: the default sizes)"
+    )
     pattern.set_defaults(run=commands.pattern)
 
 
@@ -243,7 +248,7 @@ def _schedule(known: Any) -> None:
         "--pair",
         type=float,
         default=1.0,
-        help="time of a forward and a backward as a pair, relative to one after the other (default: 1)",
+        help="time of a forward and a backward run as a pair, relative to one after the other (default: 1)",
     )
     schedule.add_argument("--transfer", type=float, default=0.0, help="time of a message between ranks (default: 0)")
     schedule.add_argument("--save", metavar="FILE", help="write a picture (FILE.png) or an editable table (FILE.txt)")
@@ -254,7 +259,7 @@ def _config(known: Any) -> None:
     config = known.add_parser("config", help="show every setting with its default, as a TOML file", epilog=EXIT_CODES)
     instead = config.add_mutually_exclusive_group()
     instead.add_argument("--check", metavar="FILE", help="check whether FILE is a configuration that can run")
-    config.add_argument("--ranks", type=int, help="with --check: the number of ranks that it is for (default: 1)")
+    config.add_argument("--ranks", type=int, help="with --check: the number of ranks to check for (default: 1)")
     instead.add_argument("--markdown", action="store_true", help="as a table")
     instead.add_argument(
         "--from", dest="source", metavar="DIRECTORY", help="print the [model] of a model's directory or of a run"
@@ -292,7 +297,7 @@ def _bench(known: Any) -> None:
     bench = known.add_parser(
         "bench",
         help="run a benchmark of this repository",
-        epilog="What follows -- goes to the benchmark itself. " + EXIT_CODES,
+        epilog="Arguments after -- are passed to the benchmark. " + EXIT_CODES,
     )
     bench.add_argument("name", metavar="NAME", help="of a file in benchmarks/, such as fsdp2")
     bench.add_argument("--ranks", type=int, default=2, help="local processes (default: 2)")

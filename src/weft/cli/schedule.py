@@ -21,12 +21,14 @@ def draw(options: argparse.Namespace) -> int:
 
     target = Path(options.save) if options.save else None
     if target is not None and target.suffix not in (".png", ".txt"):
-        raise ValueError(f"--save {target}: must end in .png, for a picture, or .txt, for a table to change")
+        raise ValueError(f"--save {target}: must end in .png for a picture, or in .txt for a table that can be edited")
     _check_size(options, picture=target is not None and target.suffix == ".png")
     made = table(options.name, ranks=options.pp, chunks=options.chunks, microbatches=options.microbatches)
     found = check(made, _costs(options))
     if not 0 < found.time < math.inf:
-        raise ValueError(f"--costs {options.costs}: all of it takes the time {found.time:g}; give times such as 1,1,1")
+        raise ValueError(
+            f"--costs {options.costs}: the whole schedule takes the time {found.time:g}; pass times such as 1,1,1"
+        )
     if target is not None and target.suffix == ".png":
         _save_picture(found, target)
     elif target is not None:
@@ -41,13 +43,13 @@ def _check_size(options: argparse.Namespace, *, picture: bool) -> None:
     wanted = f"--microbatches {options.microbatches}"
     if actions * (options.pp or 1) > _MOST_ACTIONS:
         raise ValueError(
-            f"{wanted}: {actions * (options.pp or 1):,} actions or more, and at most {_MOST_ACTIONS:,} are simulated; "
-            "take fewer: a schedule repeats itself"
+            f"{wanted}: {actions * (options.pp or 1):,} actions or more, but at most {_MOST_ACTIONS:,} are simulated; "
+            f"use fewer microbatches: a schedule repeats itself"
         )
     if picture and actions > _MOST_BOXES:
         raise ValueError(
-            f"{wanted} --save {options.save}: {actions:,} actions of a rank, and a picture has room for "
-            f"{_MOST_BOXES:,}; take fewer, or save a table (.txt)"
+            f"{wanted} --save {options.save}: {actions:,} actions on each rank, but a picture has room for "
+            f"{_MOST_BOXES:,}; use fewer microbatches, or save a table (.txt)"
         )
 
 

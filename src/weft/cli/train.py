@@ -9,7 +9,7 @@ EXAMPLE = Path(__file__).parents[1] / "train" / "example.toml"
 
 
 def start(options: argparse.Namespace) -> int:
-    """Train and return the exit code. A process that is a rank exits with it instead."""
+    """Train and return the exit code. A process that is itself a rank exits with that code instead."""
     from weft.train.config import ConfigError, load_config
     from weft.train.run.launch import RUN, launch
     from weft.train.run.runs import CONFIG, open_run, refuse_no_run, refuse_other_directories, resuming, run_directory
@@ -29,7 +29,9 @@ def start(options: argparse.Namespace) -> int:
             config_path = str(directory / CONFIG)
         else:  # `--resume CONFIG.toml`: the path names the configuration
             if Path(options.resume).suffix != ".toml":
-                raise ConfigError(f"--resume {options.resume}: is no directory; name that of a run, or a CONFIG.toml")
+                raise ConfigError(
+                    f"--resume {options.resume}: is not a directory; name the directory of a run, or a CONFIG.toml"
+                )
             config_path = options.config = options.resume
             options.resume = True
     if config_path is None:
@@ -39,7 +41,7 @@ def start(options: argparse.Namespace) -> int:
         )
     if options.resume_or_start:
         if options.resume:
-            raise ConfigError("--resume-or-start looks for the run itself: leave --resume out")
+            raise ConfigError("--resume-or-start finds the run itself: leave --resume out")
         options.resume = True
     if options.ranks is not None and options.ranks < 1:
         raise ConfigError(f"--ranks {options.ranks}: must be at least 1")
@@ -48,15 +50,15 @@ def start(options: argparse.Namespace) -> int:
         if value is not None and value < least:
             raise ConfigError(f"--{name} {value}: must be at least {least}")
     if options.restart_ranks is not None and not options.restarts:
-        raise ConfigError(f"--restart-ranks {options.restart_ranks}: has no effect without --restarts; add that")
+        raise ConfigError(f"--restart-ranks {options.restart_ranks}: has no effect without --restarts; add --restarts")
     if place is not None and place.launcher != "weft" and options.restarts:
         raise ConfigError(
-            f"--restarts {options.restarts}: {place.launcher} starts ranks again itself, with --resume-or-start; leave "
-            "--restarts out"
+            f"--restarts {options.restarts}: {place.launcher} restarts ranks itself; use its restarts with "
+            f"--resume-or-start, and leave --restarts out"
         )
     if place is not None and options.ranks not in (None, place.ranks):
         raise ConfigError(
-            f"--ranks {options.ranks}: {place.launcher} has started {place.ranks} ranks already; leave --ranks out"
+            f"--ranks {options.ranks}: {place.launcher} has already started {place.ranks} ranks; leave --ranks out"
         )
     if options.weights is not None:
         options.overrides.append(f"run.weights={options.weights}")
@@ -65,7 +67,7 @@ def start(options: argparse.Namespace) -> int:
     if goes_on and not options.resume_or_start:
         given = f"--set {weights[-1]}" if options.weights is None else f"--from {options.weights}"
         raise ConfigError(
-            f"{given}: has no effect on a resumed run, which has its own weights; leave it out, or start a new "
+            f"{given}: has no effect on a resumed run, which uses its own weights; leave it out, or start a new "
             "run without --resume"
         )
     if options.config is None and RUN not in os.environ:  # the process that started this rank has checked
@@ -108,7 +110,9 @@ def _local_devices() -> int:
 
 
 def _command(options: argparse.Namespace, *, with_ranks: bool) -> str:
-    """Return the command that resumes this run, without --resume, and without --from: only new runs load weights."""
+    """Return the command that resumes this run, without --resume and without --from, because only new runs load
+    weights.
+    """
     named = ["--example"] if options.example else [options.config] if options.config else []
     words = ["weft", "train", *named]
     for override in options.overrides:

@@ -2,9 +2,9 @@
 gradients.
 
 The exchange is a few integers over the hosts' network. A rank then starts the reductions that only other ranks have
-started. Messages of different units may look alike, so ranks that issued different collectives mix up gradients: this
-raises before the optimizer can use them. A parameter keeps `.grad = None` only if no rank has a gradient for it, as in
-a single process.
+started. Messages of different units can have the same form, so ranks that issued different collectives would mix up
+gradients. The exchange therefore raises an error before the optimizer can use them. A parameter keeps `.grad = None`
+only if no rank has a gradient for it, as in a single process.
 """
 
 import hashlib

@@ -6,8 +6,8 @@
     CPU                    gloo           `Gloo`
     either                 any other      that of its module, or `BuiltIn`
 
-The transport of a backend is `TRANSPORT` of the module `weft.comm.<backend>`, so another one is one file. Only this
-file and `groups`, which creates groups, use the names of backends.
+The transport of a backend is `TRANSPORT` of the module `weft.comm.<backend>`, so a new transport needs only one new
+file. Only this file and `groups`, which creates groups, use the names of backends.
 """
 
 from collections.abc import Iterator
@@ -70,7 +70,7 @@ def transport_of(group: dist.ProcessGroup, device: torch.device) -> Transport:
 
 @contextmanager
 def moving_by(transport: Transport) -> Iterator[None]:
-    """Use `transport` for all groups inside of this context; for tests, which must enter it on every rank."""
+    """Use `transport` for all groups inside this context. Tests use it, and must enter it on every rank."""
     global _instead
     _instead, before = transport, _instead
     try:

@@ -73,7 +73,7 @@ class BuiltIn:
         return _started(work, spread)
 
     def reduce_scatter(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
-        """Reduce-scatter with `ReduceOp.AVG` if the scale is that of an average and the backend has it."""
+        """Reduce-scatter, with `ReduceOp.AVG` if the scale makes an average and the backend has that operation."""
         op, scale = self._scaled(partial, how.scale, group.size(), how.sum_only)
         beside, inbox = _beside(partial), how.inbox
         if not how.accumulate and scale == 1.0 and output.dtype == partial.dtype:

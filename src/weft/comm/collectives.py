@@ -43,7 +43,7 @@ def all_gather_bundle(fulls: Wanted, sources: Several, group: ProcessGroup, tag:
 
 
 def alone(work: Callable[[], Any], tag: int) -> Pending:
-    """Call `work()`, which sends nothing, in the order of a lane's collectives."""
+    """Call `work()`, which does not communicate, in the order of a lane's collectives."""
     work()
     return Pending()
 

@@ -1,7 +1,7 @@
 """Small messages between hosts: a few integers on which all ranks agree.
 
-They are sent over gloo, also if data is sent over NCCL. So hosts do not wait for devices: they exchange what they have
-queued while the devices still compute.
+They are sent over gloo, also if data is sent over NCCL. So hosts do not wait for devices: they exchange information
+about queued work while the devices still compute.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def agree(
     """All-reduce integers: return the maximum of each of `highest`, and the bitwise or of each of `union`.
 
     `groups`: those of mesh axes; the result covers all ranks of the mesh. Integers are below 2**63 in magnitude. In
-    each of log2(n) rounds a rank sends one message, over twice the distance of the last. `what`: the purpose.
+    each of log2(n) rounds a rank sends one message, at twice the distance of the previous one. `what`: the purpose.
     `channel`: the model's. Messages with another purpose or channel never match these.
     """
     tag = tag_of(TAGS, what, channel)

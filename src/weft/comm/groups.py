@@ -34,8 +34,8 @@ _TAGS_OF_A_KIND = 300
 
 
 _GONE = (
-    "the process group that this model was sharded over is gone: destroy_process_group() ended it, and another world "
-    "cannot use it; shard a new model, or keep the process group"
+    "the process group that this model was sharded over was destroyed by destroy_process_group(), and a new process "
+    "group cannot replace it: shard a new model, or keep the process group"
 )
 
 
@@ -79,7 +79,7 @@ def next_channel(group: dist.ProcessGroup) -> int:
     """
     channel = _next(group, "channel")
     if CHANNEL_STRIDE * (channel + 1) > _LARGEST_TAG:
-        raise RuntimeError(f"{channel} channels over one process group, and no tags are left: use another group")
+        raise RuntimeError(f"{channel} channels over one process group use up all tags: use another group")
     if group.size() > 1 and not is_pretended(group):
         start_hang_detector()
     return channel
@@ -111,8 +111,8 @@ def _made_within(group: dist.ProcessGroup, ranks: list[int], purpose: str, **opt
         made = _made_like(group, ranks, use_local_synchronization=True, **options)
     if made.group_name != name:
         raise RuntimeError(
-            f"torch {torch.__version__} names a process group itself: it calls {name!r} {made.group_name!r}, and ranks "
-            "might wait for each other under different names; use a version that weft is tested with"
+            f"torch {torch.__version__} ignores the name of a process group: it named {name!r} {made.group_name!r}, "
+            f"so ranks could wait for each other under different names; use a torch version that weft is tested with"
         )
     return made
 
@@ -122,7 +122,7 @@ _naming = threading.Lock()
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Give groups that this thread creates inside of this context the name `name`.
+    """Give groups that this thread creates inside this context the name `name`.
 
     Ranks find each other by the group's name. torch's names contain the number of groups that a rank has created, which
     differs between ranks of a pipeline, so that they would deadlock.
@@ -240,7 +240,7 @@ def host_group(group: dist.ProcessGroup) -> Any:
 def exchange_objects(
     value: Any,
     group: dist.ProcessGroup | None = None,
-    what: str = "what the ranks tell each other",
+    what: str = "an exchange of objects between the ranks",
     *,
     watched: bool = True,
 ) -> list[Any]:
@@ -262,7 +262,7 @@ def exchange_objects(
 def first_rank_s(
     value: Any,
     group: dist.ProcessGroup | None = None,
-    what: str = "what the first rank says",
+    what: str = "an object from the first rank",
     *,
     watched: bool = True,
 ) -> Any:

@@ -30,7 +30,7 @@ ABANDONED_TIMEOUT = timedelta(seconds=10)
 
 
 class Ticket:
-    """A handle of communication under way. `wait` orders subsequent computation after it; waiting again is free."""
+    """A handle of communication in flight. `wait` orders subsequent computation after it; waiting again is free."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Ticket:
             self.abandon()
 
     def abandon(self, timeout: timedelta = ABANDONED_TIMEOUT) -> None:
-        """Let transfers end whose result is not used, so that their memory can be reused.
+        """Complete transfers whose result is not used, so that their memory can be reused.
 
         Unreceived messages would otherwise be matched with the lane's next ones.
         """
@@ -212,7 +212,7 @@ class Lane:
         if (self.stream is not None) != streams.has_streams(self._device):
             raise RuntimeError(
                 f"the lane {self.name!r} was made outside of weft.debug.check_streams() and is used inside, or the "
-                "other way round: shard the model and run it in the same one"
+                f"reverse: shard the model and run it inside the same check"
             )
         group = None
         for each in args:

@@ -1,4 +1,4 @@
-"""NCCL's transport: torch's collectives, which can average in place of a sum."""
+"""NCCL's transport: torch's collectives, which can average instead of sum."""
 
 from weft.comm.builtin import BuiltIn
 

@@ -1,4 +1,4 @@
-"""The handle of transfers under way that every transport returns."""
+"""The handle of transfers in flight, which every transport returns."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass
 class Pending:
-    """Transfers under way: their work handles, and the work of this rank that follows them.
+    """Transfers in flight: their work handles, and the work of this rank that follows them.
 
     `finish`: called after the transfers. `second`: called instead, starts a second round of transfers.
     """

@@ -43,10 +43,10 @@ _checker: Checker | None = None
 
 
 def check_with(checker: Checker | None) -> None:
-    """Replace CUDA streams by those of `checker` from now on; None ends the replacement."""
+    """Replace CUDA streams by those of `checker`; None ends the replacement."""
     global _checker
     if checker is not None and _checker is not None:
-        raise RuntimeError("streams are checked already: leave that before another check begins")
+        raise RuntimeError("a check of streams is already active: exit it before you begin another")
     _checker = checker
 
 
@@ -72,7 +72,7 @@ _POOL = 32
 
 
 def _unused(make: Callable[[], Any]) -> Any:
-    """Return a stream that no other lane has, if the pool has one: lanes that share a stream wait for each other."""
+    """Return a stream that no other lane uses, if the pool has one: lanes that share a stream wait for each other."""
     for _ in range(_POOL):
         stream = make()
         if stream.cuda_stream not in _in_use:
@@ -96,7 +96,7 @@ def on(stream: Any) -> AbstractContextManager:
 
 
 def on_host() -> AbstractContextManager:
-    """Mark the work inside the context as the host's, on small tensors in CPU memory."""
+    """Mark work inside the context as work of the host, on small tensors in CPU memory."""
     return _checker.on_host() if _checker is not None else _NOTHING
 
 
@@ -117,7 +117,7 @@ def lend(memory: torch.Tensor, stream: Any) -> None:
 
 
 def wait_on_host(event: Any, check: Callable[[], None] | None) -> None:
-    """Make the host wait for `event`. `check`: called repeatedly meanwhile, and may raise."""
+    """Make the host wait for `event`. `check`: called repeatedly while waiting, and may raise."""
     if check is None or _checker is not None:
         event.synchronize()
         return

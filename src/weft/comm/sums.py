@@ -1,4 +1,4 @@
-"""Sums over ranks that weft adds up itself, in rank order: bitwise equal from run to run."""
+"""Sums over ranks that weft computes itself, in rank order, so that they are bitwise equal between runs."""
 
 from collections.abc import Sequence
 

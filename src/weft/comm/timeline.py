@@ -1,4 +1,4 @@
-"""Records when communication ran. Lanes report to a recording timeline; without one they check a list only.
+"""Records when communication ran. Lanes report to a recording timeline; without one they only check a list.
 
     with Timeline() as timeline:
         step()
@@ -64,7 +64,7 @@ class Timeline:
 
     def __enter__(self) -> "Timeline":
         if recording:
-            raise RuntimeError("a timeline is recording already: leave it before another begins")
+            raise RuntimeError("a timeline is already being recorded: exit it before you begin another")
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
             self._zero_event = _event()
@@ -160,7 +160,7 @@ recording: list[Timeline] = []
 
 
 def labelled(label: str) -> AbstractContextManager:
-    """Record communication that is issued inside of this context under `label`."""
+    """Record communication that is issued inside this context under `label`."""
     return _labelled(recording[0], label) if recording else _NOTHING
 
 

@@ -9,7 +9,7 @@
     any of them, while an earlier one of the     after that one: messages of one tag are matched in the order
       same ranks and tag has not started           in which they are sent, so it must be the same on all ranks
 
-All of them proceed without a wait. The first thread that waits for a transfer ends it. If no caller will wait, a
+All of them make progress without a wait. The first thread that waits for a transfer ends it. If no caller will wait, a
 thread of the crew does.
 """
 
@@ -30,7 +30,7 @@ GOODBYE_S = 2.0
 
 
 class Transfer:
-    """One collective under way. The first thread that waits ends it."""
+    """One collective in flight. The first thread that waits for it completes it."""
 
     def __init__(
         self,

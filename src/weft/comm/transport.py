@@ -49,8 +49,8 @@ class Capabilities:
     def __post_init__(self) -> None:
         if self.latency < 0 or self.bandwidth <= 0:
             raise ValueError(
-                f"latency={self.latency}, bandwidth={self.bandwidth}: a message takes no negative time, and some bytes "
-                "move in a second; pass measured values"
+                f"latency={self.latency}, bandwidth={self.bandwidth}: the latency must not be negative, and the "
+                f"bandwidth must be positive; pass measured values"
             )
 
     @property

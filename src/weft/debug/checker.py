@@ -303,7 +303,7 @@ class _Mode(TorchDispatchMode):
 
 
 class _Calls(TorchFunctionMode):
-    """Reports method calls with which the host reads a tensor to the checker."""
+    """Notifies the checker of method calls with which the host reads a tensor."""
 
     _READ = {torch.Tensor.tolist: "tolist", torch.Tensor.numpy: "numpy", torch.Tensor.cpu: "cpu"}
 

@@ -74,7 +74,9 @@ class CheckedStream:
 
 
 class Host:
-    """The host, which issues work. `current`: returns the current stream. `on_wait`: gets the cause of each wait."""
+    """The host, which issues work. `current`: returns the current stream. `on_wait`: called with the cause of each
+    wait.
+    """
 
     def __init__(self, current: Callable[[], CheckedStream], on_wait: Callable[[str], None]) -> None:
         self.clock: Clock = {}

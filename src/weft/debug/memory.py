@@ -70,7 +70,7 @@ class Memory:
         self._names: dict[tuple[int, int], Callable[[], str]] = {}
 
     def call(self, begin: int, end: int, describe: Callable[[], str]) -> None:
-        """Name the bytes from `begin` to `end` by `describe()` from now on."""
+        """Use `describe()` as the name of the bytes from `begin` to `end`."""
         self._names = {place: name for place, name in self._names.items() if place[1] <= begin or end <= place[0]}
         self._names[begin, end] = describe
 
@@ -128,6 +128,6 @@ class Memory:
         where = name or (f"bytes {begin} to {end} of a tensor" if end < _END else "the memory of a tensor")
         waits = "the host must wait for an event" if access.actor == HOST else f"{access.stream} must wait for an event"
         return StreamOrderError(
-            f"{access.operator} on {access.stream} {verb} {where}, and nothing orders that behind {earlier} {other}. "
-            f"{waits} of {other.stream} behind that. It was called by {access.site}"
+            f"{access.operator} on {access.stream} {verb} {where}, and nothing orders this after {earlier} {other}. "
+            f"{waits} of {other.stream} recorded after that. It was called by {access.site}"
         )

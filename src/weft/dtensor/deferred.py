@@ -30,7 +30,7 @@ class DeferredDTensor(UnevenDTensor):
 
 
 def defer(tensor: UnevenDTensor, bring: Callable[[], None]) -> None:
-    """Make `tensor` a `DeferredDTensor`. `bring`: called at the first read; restores the values and calls `arrive`."""
+    """Make `tensor` a `DeferredDTensor`. `bring`: called at the first read, restores the values and calls `arrive`."""
     vars(tensor)["_bring"] = bring
     tensor.__class__ = DeferredDTensor
 

@@ -128,7 +128,8 @@ _SCALARS = frozenset((float, int, bool, type(None)))
 
 def _beside(operands: tuple) -> list[Any] | None:
     """Return the local parts of the operands for the fast path, if all are plain scalars or have the spec of the first;
-    otherwise None. Operands of torch's single-tensor optimizers are like that."""
+    otherwise None. The operands of torch's single-tensor optimizers satisfy this.
+    """
     first = operands[0]
     if type(first) is not UnevenDTensor:
         return None

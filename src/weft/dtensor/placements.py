@@ -98,16 +98,16 @@ def _like_a_part(
     cuts, shape = first.cuts, first.shape
     if [axis for axis, each in enumerate(placements) if isinstance(each, _Uneven)] != sorted(cuts.axes):
         raise ValueError(
-            f"from_local(placements={list(placements)}): what a weft parameter is cut over goes together; pass "
-            "parameter.placements as they are, or Shard(dim) for parts of your own"
+            f"from_local(placements={list(placements)}): the placements of a weft parameter belong together; pass "
+            f"parameter.placements unchanged, or Shard(dim) for your own parts"
         )
     made = UnevenDTensor.make(local.detach(), cuts, mesh, tuple(plain(placements)), shape=shape)
     expected = tuple(cuts.shaped(torch.empty(cuts.size_of(made.part), device="meta"), made.part).shape)
     if tuple(local.shape) != expected or (given is not None and tuple(given) != tuple(shape)):
         raise ValueError(
             f"from_local() of a tensor of shape {tuple(local.shape)} with the placements of a weft parameter of shape "
-            f"{tuple(shape)}, whose part on this rank has the shape {expected}: pass what is made of "
-            "parameter.to_local(), or Shard(dim) for parts of your own"
+            f"{tuple(shape)}, whose part on this rank has the shape {expected}: pass a tensor computed from "
+            f"parameter.to_local(), or Shard(dim) for your own parts"
         )
     return _FromLocal.apply(local, made._spec, cuts)
 

@@ -313,7 +313,7 @@ def _on_whole(func: Any, args: tuple, kwargs: dict) -> Any:
                 f"{func} mixes a plain tensor with a sharded parameter of shape "
                 f"{tuple(uneven_in((args, kwargs))[0].shape)}. If its module runs outside the sharded one that gathers "
                 "it: call the module that was passed to fully_shard, shard this module on its own, or use "
-                "weft.register_fsdp_forward_method for another method. To compute with the values by yourself: "
+                "weft.register_fsdp_forward_method for another method. To compute with the values yourself: "
                 "parameter.full_tensor()"
             )
 
@@ -370,9 +370,9 @@ def _write_through(func: Any, args: tuple, kwargs: dict) -> Any:
     parents = parents_of(changed)
     if len(parents) != 1 or not all(isinstance(tensor, RuledDTensor) for tensor in changed):
         raise TypeError(
-            f"{func} writes to several sharded tensors, in a way that their cuts do not allow: do it for one at a time"
+            f"{func} writes to several sharded tensors in a way that their parts do not allow: write to one at a time"
             if parents
-            else f"{func} writes values of a sharded tensor to one that is not: use its .full_tensor()"
+            else f"{func} writes values of a sharded tensor to a plain one: use its .full_tensor()"
         )
     (parent,) = parents
     whole = parent._gathered()

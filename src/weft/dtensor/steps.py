@@ -1,8 +1,7 @@
-"""Chooses `foreach=True` for torch's optimizers if they step over small sharded parameters on CPU.
+"""Lets torch's optimizers step over local parts on CPU, over lists of them if they are small.
 
-On CPU torch steps tensor by tensor, because lists of plain tensors are no faster. With sharded tensors, each operator
-on each tensor calls from torch into Python, which costs more than a small tensor's arithmetic. An operator on a list is
-one such call, and on a list of local parts there is none.
+With sharded tensors, each operator on each tensor calls from torch into Python, which takes as long as the arithmetic
+of 30,000 elements. An operator on a list is one such call, and on local parts there is none.
 
     optimizer            parameters of the group           foreach, fused    steps
     -------------------  --------------------------------  ----------------  -----------------------------------
@@ -10,10 +9,13 @@ one such call, and on a list of local parts there is none.
       SGD's, Adagrad's     or fp64 like gradients and                          bitwise the same values; over local parts
                            states, on average at most                          if a parameter's tensors have equal cuts
                            `SMALL` elements for a rank
+                         all sharded, on CPU, in one       None, None        over local parts, one by one
+                           dtype and with equal cuts,
+                           like gradients and states
     any                  anything else                     anything          as torch chooses
 
-torch also chooses if `foreach=True` would raise or have a side effect: with hyperparameters that are tensors, with
-Nesterov momentum, which then changes the gradients, and with differentiable steps.
+torch also chooses with hyperparameters that are tensors and with differentiable steps. Nesterov momentum goes over no
+lists, because it would change the gradients.
 
 torch chooses in the functions that its optimizers call with the parameters of a group. weft wraps these functions, so
 that it sees what the user's hooks have changed, and stores nothing in the optimizer.
@@ -29,43 +31,51 @@ import torch
 from weft.dtensor.local import kinds_of, parts_of
 from weft.dtensor.uneven import UnevenDTensor
 
-_EXACT = [{(torch.device("cpu"), dtype)} for dtype in (torch.float32, torch.float64)]
-"""The device and dtype that all tensors must have. With narrower dtypes, torch's steps over lists round differently."""
+_EXACT = (torch.float32, torch.float64)
+"""With narrower dtypes, torch's steps over lists round differently."""
 SMALL = 4096
 """Elements of a tensor above which arithmetic dominates, and intermediate results of a list take much memory."""
 
 
-def choosing_lists(step: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `step`, the function of one of torch's optimizers, to step over lists if `_goes_over_lists` says so."""
+def over_parts(step: Callable[..., None]) -> Callable[..., None]:
+    """Wrap `step`, the function of one of torch's optimizers, to step over lists and local parts as in the table."""
 
     @functools.wraps(step)
     def choosing(params: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or not _goes_over_lists(params, args, kwargs):
+        dtype = None if torch.compiler.is_compiling() else _dtype_on_cpu(params, args, kwargs)
+        if dtype is None:
             step(params, *args, **kwargs)
-        elif _are_cut_alike(params, args):
-            _step_parts(step, params, args, kwargs | {"foreach": True})
+            return
+        small = dtype in _EXACT and _are_small(params) and not kwargs.get("nesterov")
+        options = kwargs | {"foreach": True} if small else kwargs
+        if _are_cut_alike(params, args):
+            _step_parts(step, params, args, options)
         else:
-            step(params, *args, **kwargs | {"foreach": True})
+            step(params, *args, **options)
 
     return choosing
 
 
-def _goes_over_lists(parameters: Sequence[Any], lists: Sequence[Any], options: dict[str, Any]) -> bool:
-    """Return whether to step over lists.
+def _dtype_on_cpu(parameters: Sequence[Any], lists: Sequence[Any], options: dict[str, Any]) -> torch.dtype | None:
+    """Return the dtype of all sharded tensors, or None if the choice is torch's."""
+    if options.get("foreach", True) is not None or options.get("fused") is not None:
+        return None
+    if options.get("differentiable") or torch.is_grad_enabled():
+        return None  # SGD's step has no option `differentiable`: it is called with gradients enabled then
+    if any(isinstance(value, (torch.Tensor, list, tuple)) for value in options.values()):
+        return None
+    if set(map(type, parameters)) != {UnevenDTensor} or not all(isinstance(values, list) for values in lists):
+        return None
+    sharded = [each for values in (parameters, *lists) for each in values if type(each) is UnevenDTensor]
+    (device, dtype), *others = kinds_of(parts_of(sharded))
+    return dtype if device.type == "cpu" and not others else None
+
+
+def _are_small(parameters: Sequence[Any]) -> bool:
+    """Return whether arithmetic takes less time than calls.
 
     The answer must not depend on local parts: ranks must agree, as lists may gather tensors in another order.
     """
-    if options.get("foreach", True) is not None or options.get("fused") is not None:
-        return False
-    if options.get("nesterov") or options.get("differentiable") or torch.is_grad_enabled():
-        return False  # SGD's step has no option `differentiable`: it is called with gradients enabled then
-    if any(isinstance(value, (torch.Tensor, list, tuple)) for value in options.values()):
-        return False
-    if set(map(type, parameters)) != {UnevenDTensor} or not all(isinstance(values, list) for values in lists):
-        return False
-    sharded = [each for values in (parameters, *lists) for each in values if type(each) is UnevenDTensor]
-    if kinds_of(parts_of(sharded)) not in _EXACT:
-        return False
     return sum(each._cuts.mean_size for each in parameters) <= SMALL * len(parameters)
 
 

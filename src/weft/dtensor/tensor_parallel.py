@@ -149,8 +149,8 @@ def tensor_parallel_of(
     except (RuntimeError, ValueError, TypeError) as error:
         raise ValueError(
             f"{where} is a DTensor over the ranks {spec.mesh.mesh.tolist()}, and fully_shard got a mesh over "
-            f"{mesh.mesh.tolist()}, which is no other axis of the same mesh: pass two axes of one, mesh['dp'] here and "
-            "mesh['tp'] to parallelize_module, or those of weft.init_meshes(tp=...)"
+            f"{mesh.mesh.tolist()}, which is not another axis of the same mesh: pass two axes of one mesh, mesh['dp'] "
+            f"here and mesh['tp'] to parallelize_module, or those of weft.init_meshes(tp=...)"
         ) from error
     return TensorParallel(spec, combined, whole, hasattr(parameter, EXPERT))
 

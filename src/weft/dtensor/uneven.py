@@ -64,8 +64,8 @@ class RuledDTensor(DTensor):
     def data(self, value: Any) -> None:
         raise RuntimeError(
             f"assignment to .data of a sharded tensor of shape {tuple(self.shape)}: it lies in the flat buffer of its "
-            "unit, which cannot be exchanged. Write values with copy_() under torch.no_grad(); to swap values and swap "
-            "them back, keep tensor.detach().clone() and copy_() that"
+            f"unit, which cannot be replaced. Write values with copy_() under torch.no_grad(); to swap values "
+            f"temporarily, keep tensor.detach().clone() and copy_() it back"
         )
 
     def data_ptr(self) -> int:
@@ -284,7 +284,7 @@ class UnevenDTensor(RuledDTensor):
 
 
 class _ByRules(TorchDispatchMode):
-    """Dispatches operators with ruled tensors to weft's rules."""
+    """Dispatches operators on such tensors to weft's rules."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch._C._EnableTorchFunction():
@@ -352,11 +352,11 @@ def _leave_uncompiled() -> None:
 
     if InstructionTranslator.current_tx().one_graph:
         raise RuntimeError(
-            "torch.compile(fullgraph=True) of what computes with sharded parameters, such as an optimizer's step: a "
-            "compiled graph knows no uneven cuts. Leave fullgraph out, or call "
-            'torch.compiler.set_stance("force_eager") around it, and it runs as it is written'
+            "torch.compile(fullgraph=True) of code that computes with sharded parameters, such as an optimizer's "
+            "step: compiled graphs do not support uneven shards. Leave fullgraph out, or call "
+            'torch.compiler.set_stance("force_eager") around it, which runs it eagerly'
         )
-    raise SkipFrame("it computes with sharded parameters, and a compiled graph knows no uneven cuts")
+    raise SkipFrame("it computes with sharded parameters, and compiled graphs do not support uneven shards")
 
 
 _in_use: MutableMapping[tuple, Cuts] = weakref.WeakValueDictionary()

@@ -71,8 +71,8 @@ class ShardedView(RuledDTensor):
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Raise RuntimeError: a view has no local part."""
         raise RuntimeError(
-            f"to_local() of a view of shape {tuple(self.shape)} of a sharded tensor: it has no part here, and what is "
-            "written to a copy would be lost; read full_tensor(), and write to the view itself under torch.no_grad()"
+            f"to_local() of a view of shape {tuple(self.shape)} of a sharded tensor: a view has no local part, and "
+            f"writes to a copy would be lost; read full_tensor(), and write to the view itself under torch.no_grad()"
         )
 
     def __repr__(self) -> str:  # type: ignore[override]

@@ -11,8 +11,8 @@ from weft.fsdp.roots import drivers_under
 def no_sync(module: Any) -> Iterator[None]:
     """Accumulate gradients on this rank in this context, without reductions; the next backward outside reduces them.
 
-    Use it like `DistributedDataParallel.no_sync`: for all microbatches of a step but the last, around forward and
-    backward.
+    Use it like `DistributedDataParallel.no_sync`: around forward and backward of all microbatches of a step except the
+    last.
     """
     units = [driver.unit for driver in drivers_under([module])]
     before = [unit.requires_gradient_sync for unit in units]

@@ -92,9 +92,9 @@ class FullParameters:
             self._came = [local_of(each).detach().clone() for each in self._parameters]
         if strays:
             raise WeightsWritten(
-                f"{_names(strays)} was written to after its gathered weights went, through a tensor that shares their "
-                "memory, such as a detach() that was kept: what another unit had there may be lost. Write to the "
-                "sharded parameter, outside of forward"
+                f"{_names(strays)} was written to after its gathered weights were freed, through a tensor that shares "
+                f"their memory, such as a detach() that was kept: this may have overwritten the weights of another "
+                f"unit. Write to the sharded parameter, outside of forward"
             )
 
     def leave(self) -> None:
@@ -120,8 +120,8 @@ class FullParameters:
             self._came = None if written else self._came
         if written:
             raise WeightsWritten(
-                f"{_names(written)} was written to while it was gathered, in a forward or under unshard(): what is "
-                "gathered is a copy, and the write would be lost. Write to the sharded parameter, outside of forward, "
+                f"{_names(written)} was written to while it was gathered, in a forward or under unshard(): gathered "
+                f"weights are a copy, and the write would be lost. Write to the sharded parameter, outside of forward, "
                 "with the same values on all ranks: with torch.no_grad(): module.weight.clamp_(...)"
             )
 
@@ -152,7 +152,7 @@ class FullParameters:
         records = [record_of(each) for each in self._parameters if tuple(each.shape) in (shape, shape[::-1])]
         names = [repr(each.name) for each in filter(None, records)]
         record = record_of(self._parameters[0])
-        return f"{' or '.join(names) or 'weights'} of {record.unit if record else 'a model that has gone'}"
+        return f"{' or '.join(names) or 'weights'} of {record.unit if record else 'a model that no longer exists'}"
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -172,14 +172,14 @@ class _Gone:
                 return func(*args, **(kwargs or {}))
             parameter = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, _Gone))
             raise WeightsGone(
-                f"{_name_of(parameter)} is read after its gathered weights went: it was kept from a forward, or from "
-                "unshard(). Read it there and keep what you compute, ask the module for it again, which has the "
-                "sharded parameter then, or keep the weights: fully_shard(..., reshard_after_forward=False)"
+                f"{_name_of(parameter)} is read after its gathered weights were freed: it was kept from a forward, or "
+                f"from unshard(). Read it there and keep the result, get it from the module again, which then has the "
+                f"sharded parameter, or keep the weights: fully_shard(..., reshard_after_forward=False)"
             )
 
     def __repr__(self) -> str:
         with behind_classes():
-            return f"{_name_of(self)}, whose gathered weights have gone"
+            return f"{_name_of(self)}, whose gathered weights were freed"
 
 
 HARMLESS = frozenset(
@@ -199,7 +199,7 @@ def _names(parameters: Sequence[nn.Parameter]) -> str:
 
 
 def _name_of(parameter: Any) -> str:
-    return str(record_of(parameter) or "a parameter of a model that has gone")
+    return str(record_of(parameter) or "a parameter of a model that no longer exists")
 
 
 # --- backward ---------------------------------------------------------------------------------------------------------
@@ -254,9 +254,9 @@ def _state_of_gradient(parameter: nn.Parameter) -> tuple[int, int] | None:
 
 def _not_in_graph(parameter: nn.Parameter) -> RuntimeError:
     return RuntimeError(
-        f"a gradient was asked for with respect to the sharded parameter {_name_of(parameter)}, which is in no graph: "
-        "its module computed with gathered weights. Call loss.backward() without inputs, which fills .grad; gradients "
-        "with respect to inputs of the model can be asked for"
+        f"a gradient was requested with respect to the sharded parameter {_name_of(parameter)}, which is in no graph: "
+        f"its module computed with gathered weights. Call loss.backward() without inputs, which fills .grad; "
+        f"gradients with respect to inputs of the model are supported"
     )
 
 
@@ -265,8 +265,8 @@ def _explained(refusal: str) -> RuntimeError | None:
     if "got mixed torch.Tensor and DTensor" in refusal and _gone_versions:
         return RuntimeError(
             "backward mixes plain tensors with sharded ones: a loss that adds a penalty on sharded parameters is a "
-            "DTensor, whose gradient plain operators cannot take. In a forward those of other units are sharded, "
-            "outside of it all are. Add the penalty as a plain tensor, penalty.full_tensor()"
+            "DTensor, and plain operators cannot take its gradient. Outside of a forward all parameters are sharded; "
+            "inside, those of other units are. Add the penalty as a plain tensor, penalty.full_tensor()"
         )
     found = _REFUSAL.search(refusal)
     if found is None:
@@ -275,15 +275,16 @@ def _explained(refusal: str) -> RuntimeError | None:
     here, expected = int(found[2]), int(found[3])
     if (gone := _gone_versions.get(here)) is not None:
         return WeightsGone(
-            f"backward reads {gone.named(shape)} after its weights went: it came in by a tensor that forward did not "
-            "return, such as one that was kept on a module or captured by a hook. Return that tensor too, in any "
-            "structure, or let the unit keep its weights until backward: fully_shard(..., reshard_after_forward=False)"
+            f"backward reads {gone.named(shape)} after its weights were freed: backward entered the unit through a "
+            f"tensor that forward did not return, such as one kept on a module or captured by a hook. Return that "
+            f"tensor too, in any structure, or let the unit keep its weights until backward: fully_shard(..., "
+            f"reshard_after_forward=False)"
         )
     for each in _gone_versions.values():
         if each.was_written(shape, expected, here):
             return WeightsWritten(
                 f"backward reads {each.named(shape)}, which was written to since its forward, by an optimizer or in "
-                "place: its gradients would mix old weights and new ones, which plain modules refuse as well. Let the "
-                "optimizer step after backward, or run the forward again"
+                f"place: its gradients would mix old and new weights, which plain modules refuse as well. Step the "
+                f"optimizer after backward, or run the forward again"
             )
     return None

@@ -64,19 +64,21 @@ def separate_gathers(groups: Iterable[dist.ProcessGroup], choice: bool | Sequenc
         own = given.get(ranks)
         if own is not None and _twins.setdefault(group, own) is not own:
             raise ValueError(
-                f"separate_all_gather_group: gathers over the ranks {list(ranks)} have had another communicator since "
-                "an earlier fully_shard: pass the same process group with every call"
+                f"separate_all_gather_group: an earlier fully_shard used another communicator for gathers over the "
+                f"ranks {list(ranks)}: pass the same process group to every call"
             )
         if group not in _twins:
             _twins[group] = twin_group(group)
 
 
 def check_separate(groups: Iterable[dist.ProcessGroup], choice: bool | Sequence[dist.ProcessGroup]) -> None:
-    """Raise ValueError if a process group of `choice` has not the ranks of any of `groups`, those of a model."""
+    """Raise ValueError if a process group of `choice` does not have the ranks of any of `groups`, the groups of a
+    model.
+    """
     there = [dist.get_process_group_ranks(group) for group in groups]
     for own in () if isinstance(choice, bool) else choice:
         if (ranks := dist.get_process_group_ranks(own)) not in there:
             raise ValueError(
-                f"separate_all_gather_group: a process group of the ranks {ranks} was given, and weights are gathered "
-                f"over {', '.join(map(str, there))}: make it of exactly these ranks, in this order"
+                f"separate_all_gather_group: the process group has the ranks {ranks}, but weights are gathered over "
+                f"{', '.join(map(str, there))}: create it with exactly these ranks, in this order"
             )

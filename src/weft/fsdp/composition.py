@@ -32,14 +32,14 @@ def enter_registry(module: nn.Module) -> None:
 def refuse_foreign(module: nn.Module, name: str) -> None:
     """Raise ValueError if torch's `replicate` or `fully_shard` was called on `module`.
 
-    `name`: its name inside of the module that is sharded.
+    `name`: its name inside the module that is sharded.
     """
     registered = [each for each in ("replicate", "fully_shard") if each in vars(module).get(REGISTRY_KEY, {})]
     if isinstance(module, TorchFSDPModule) or registered:
         what = registered[0] if registered else "fully_shard"
         raise ValueError(
             f"{name.removesuffix('.') or 'the module itself'} ({type(module).__name__}) is managed by torch's {what}: "
-            "call weft.fully_shard there too, with strategy='no_shard' for what is to be replicated; or weft.drop_in() "
+            "call weft.fully_shard there too, with strategy='no_shard' for modules to replicate, or weft.drop_in() "
             "before anything is sharded"
         )
 
@@ -55,7 +55,7 @@ def refuse_wrappers(module: nn.Module, name: str, child: nn.Module | None) -> An
             raise TypeError(
                 f"{type(module).__name__} around {path!r} of {record.unit}, which is sharded: its parts differ from "
                 "rank to rank. Call weft.fully_shard on the module around it instead, with strategy='no_shard' for "
-                "what is to be replicated, or torch's replicate(), which leaves it alone"
+                "modules to replicate, or torch's replicate(), which ignores it"
             )
 
 

@@ -203,16 +203,16 @@ def check_views(model: nn.Module) -> None:
                 first, last = _range(buffer.local)  # type: ignore[union-attr]
                 if not (first <= start and stop <= last):
                     raise RuntimeError(
-                        f"the weight of {name} no longer lies in the flat buffer of its unit, so that gathers and "
-                        "optimizers do not see it: change it in place, with copy_, and do not assign to .data"
+                        f"the weight of {name} no longer lies in the flat buffer of its unit, so gathers and "
+                        f"optimizers do not see it: change it in place, with copy_, and do not assign to .data"
                     )
             found.append((start, stop, f"the {what} of {name}"))
     found.sort()
     for (_, stop, one), (start, end, other) in pairwise(found):
         if start < stop:
             raise RuntimeError(
-                f"{one} and {other} overlap by {min(stop, end) - start} bytes, so that writing one changes the other: "
-                "a tensor was replaced by a view of another; assign copies"
+                f"{one} and {other} overlap by {min(stop, end) - start} bytes, so writing one changes the other: a "
+                f"tensor was replaced by a view of another; assign copies"
             )
 
 

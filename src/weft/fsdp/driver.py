@@ -20,11 +20,11 @@ scheduled(trace, depth, backward)    a context around a pass whose events are kn
                                      `depth` units ahead; backward=False: an evaluation
 use(unit, holder, named)             the holder needs the full weights from here on; `named`: the units that the user
                                      wants to be gathered ahead, None: those of the plan
-done(unit, holder, ...)              the holder needs them no longer; `backward_follows`: it was a forward whose
+done(unit, holder, ...)              the holder no longer needs them; `backward_follows`: it was a forward whose
                                      backward is still to come
 keep(unit, holder)                   keep the full weights: after a forward until its backward, after a backward
                                      until they are resharded
-offer(unit)                          a backward begins in which modules of `unit` may write gradients themselves
+offer(unit)                          a backward begins, in which modules of `unit` may write gradients themselves
 expect_more(more)                    whether a schedule has further microbatches whose gradients are added
 ready(unit)                          the gradients of `unit` in this backward are complete: pack them, reduce if due
 note_failure(what, error)            `what` raised `error`; it is only used if the pass ends with that error
@@ -47,7 +47,8 @@ from weft.layout.trace import Trace
 @dataclass(frozen=True, eq=False)
 class Hold:
     """A holder of full weights. `computes`: it uses them now, so that they cannot be evicted. `backward`: it computes
-    gradients with them."""
+    gradients with them.
+    """
 
     name: str
     computes: bool = True

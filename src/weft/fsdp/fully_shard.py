@@ -57,9 +57,10 @@ def fully_shard(
             axis: weights stay sharded over n adjacent ranks, from which backward gathers them. That takes more memory,
             and backward needs no communication between nodes.
         shard_placement_fn: called with each parameter. It may return `weft.TensorAtomic()` (never cut),
-            `weft.BlockAtomic(rows)` (cut between blocks of rows only), None or `Shard(0)` (cut where it pads least), or
-            `Shard(dim)` (cut between slices along another dimension; parts may be unequal). It may also return torch's
-            `ShardPlacementResult`, whose `mesh_info` gives the parameter another mesh, as experts need it.
+            `weft.BlockAtomic(rows)` (cut only between blocks of rows), None or `Shard(0)` (cut where this needs the
+            least padding), or `Shard(dim)` (cut between slices along another dimension; parts may be unequal). It may
+            also return torch's `ShardPlacementResult`, whose `mesh_info` gives the parameter another mesh, as
+            experts need it.
         mp_policy: `weft.MixedPrecisionPolicy`, or torch's.
         offload_policy: `weft.OffloadPolicy`, `weft.CPUOffloadPolicy` (sharded weights, gradients and optimizer state
             stay in CPU memory), or torch's.
@@ -70,8 +71,8 @@ def fully_shard(
             replicate over and none to shard over, the default strategy is "no_shard".
 
     Raises:
-        ValueError: a wrong value, a module that is sharded already, or a parameter that cannot be sharded; the message
-            names the value, the rule and the fix.
+        ValueError: an invalid value, a module that is already sharded, or a parameter that cannot be sharded; the
+            message names the value, the rule and the fix.
         TypeError: an argument of the wrong type.
     """
     given = SimpleNamespace(**locals())  # all arguments: the function has no other local variables yet
@@ -106,23 +107,23 @@ fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
 def _refuse_in_use(driver: UnitDriver) -> None:
-    """Raise ValueError if the unit of `driver`, which is inside of the new one, is in use."""
+    """Raise ValueError if the unit of `driver`, which is nested in the new one, is in use."""
     what = ", ".join(holder.name for holder in driver.unit.holders)
     if any(group.gradients.where is not Where.NOWHERE for group in driver.unit.groups):
         what = "gradients that wait for their reduction"
     if driver.unit.calls:
-        what = "a forward whose backward is to come"
+        what = "a forward that waits for its backward"
     if driver.runtime is not None and driver.runtime.passes.current not in (Pass.IDLE, Pass.FAILED):
         what = f"a {driver.runtime.passes.current.value} that is under way"
     if what:
         raise ValueError(
             f"fully_shard around {driver.unit}, which is in use by {what}: call it before the first pass, or after "
-            "that, and after reshard()"
+            f"{what} has ended and after reshard()"
         )
 
 
 def _name_units(modules: list[nn.Module]) -> None:
-    """Name each unit inside of `modules` by its path."""
+    """Name each unit inside `modules` by its path."""
     for root in modules:
         for name, module in root.named_modules():
             if isinstance(module, FSDPModule):

@@ -302,7 +302,7 @@ class ParameterGroup:
             self.payload_only.let_go()
 
     def keep_main_weights(self) -> None:
-        """Restore main weights of which only the payload was kept, and keep them from now on."""
+        """Restore main weights of which only the payload was kept, and keep them permanently."""
         if self.payload_only is not None:
             self.payload_only.bring()
         self.payload_only = None
@@ -326,14 +326,14 @@ class ParameterGroup:
             upload.synchronize()
 
     def shard_after_forward(self, size: int | None) -> None:
-        """Keep 1/`size` of the gathered weights between forward and backward from now on; None: keep nothing.
+        """Keep 1/`size` of the gathered weights between forward and backward; None: keep nothing.
 
         Collective over the shard axis if `size` is not None.
         """
         self.post_forward = None
         if self.transient is not None and size is not None:
             group = neighbours(self.groups[-1], size)
-            describe = self._ours("what stays of the weights")
+            describe = self._ours("the kept shard of the weights")
             self.post_forward = PostForwardShard(self.layout.numel, self.recipe.gathered, self.device, group, describe)
             self.transients.append(self.post_forward.transient)
 

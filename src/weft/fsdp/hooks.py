@@ -1,7 +1,7 @@
 """The hook driver: a module's forward and backward drive its unit.
 
     forward   before  acquire; the inputs' gradients mark the end of this call's backward
-              after   release, or keep until backward; the outputs' gradients mark the begin of this call's backward
+              after   release, or keep until backward; the outputs' gradients mark the beginning of this call's backward
     backward  begin   acquire
               end     release, reduce
               over    (once per backward, by the runtime) complete calls whose end has no hook, collect, check, publish
@@ -39,7 +39,7 @@ from weft.fsdp.trees import give_back, map_tensors, tensors_in
 
 
 class ForwardCall:
-    """One forward of a unit, from its begin to the end of its backward; a holder of the weights in backward."""
+    """One forward of a unit, from its beginning to the end of its backward; a holder of the weights in backward."""
 
     computes = backward = True
 
@@ -183,22 +183,22 @@ class HookDriver(ABC):
             self._fail(engine, error)
             if _EndOfBackward.__name__ in str(error):
                 raise RuntimeError(
-                    f"{self.unit} changes its input in place, which autograd allows only for what it computed itself: "
-                    "give it a clone(), or begin with what is not in place, such as ReLU(inplace=False)"
+                    f"{self.unit} modifies its input in place, which autograd forbids for a unit's input: pass a "
+                    f"clone(), or make the first operation out of place, such as ReLU(inplace=False)"
                 ) from error
             raise
         return (self._finish_plainly if compiled else self._finish)(engine, output, finish)
 
     def _enter(self, engine: Engine, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """Prepare a forward. Return its inputs, cast and marked, and a function to call after it; None in place of the
-        function if hooks do nothing in this call."""
+        """Prepare a forward. Return its inputs, cast and marked, and a function to call after it, or None if hooks do
+        nothing in this call.
+        """
         if engine.recover() or self.backwards or id(module) in self._entered:
             return *self.unit.policy.cast_inputs((args, kwargs)), None
         if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
             raise RuntimeError(
-                f"{self.unit} is called under torch.func or forward-mode differentiation: what is sharded is gathered "
-                "around plain calls only. Transform a plain copy of the module, or a part of it that fully_shard does "
-                "not see"
+                f"{self.unit} is called under torch.func or forward-mode differentiation: weights are gathered only "
+                f"around plain calls. Transform a plain copy of the module, or a part of it that is not sharded"
             )
         engine.begin_forward(self.unit)
         try:
@@ -250,16 +250,16 @@ class HookDriver(ABC):
         """Release or keep the weights after the last of the unit's modules. Return the output, cast and marked."""
         if not isinstance(output, torch.Tensor) and isinstance(output, _LAZY):
             raise TypeError(
-                f"forward of {self.unit.kind} returned a {type(output).__name__}, which computes when it is read, and "
-                "the weights are gone by then: return a list"
+                f"forward of {self.unit.kind} returned a {type(output).__name__}, which computes when it is read, "
+                f"after the weights are freed: return a list"
             )
         output = self.unit.policy.cast_output(output)
         for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output, hidden=True):
             if self.unit.lends(tensor):
                 if self._reshards():
                     raise RuntimeError(
-                        f"{self.unit} returned a view of its gathered weights, which go when its forward ends: return "
-                        "a clone(), or pass reshard_after_forward=False"
+                        f"{self.unit} returned a view of its gathered weights, which are freed when its forward ends: "
+                        f"return a clone(), or pass reshard_after_forward=False"
                     )
                 if self._call is None and RETURNED not in self.unit.holders:  # with a graph, its call holds them
                     self.unit.acquire(RETURNED)
@@ -299,8 +299,9 @@ class HookDriver(ABC):
             engine.done(unit, self._hold, backward_follows=call is not None and not recomputing)
 
     def _reshards(self) -> bool:
-        """Return whether to free the weights after forward. The default is no for the root, whose backward follows
-        immediately."""
+        """Return whether to free the weights after forward. The default for the root is not to free them, because its
+        backward follows immediately.
+        """
         choice = self.unit.reshard_after_forward
         return self.unit.number > 0 if choice is None else choice
 

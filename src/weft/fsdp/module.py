@@ -37,8 +37,8 @@ class FSDPModule:
     def __deepcopy__(self, memo: dict) -> Any:
         raise TypeError(
             f"deepcopy of the sharded {kind_of(self)}: copy the module before fully_shard, "  # type: ignore[arg-type]
-            "or load its state_dict into another sharded one; for averages of its weights copy the parameters, "
-            "{name: copy.deepcopy(p) for name, p in model.named_parameters()}, which are cut as they are"
+            "or load its state_dict into another sharded one; to average its weights, copy the sharded parameters, "
+            "{name: copy.deepcopy(p) for name, p in model.named_parameters()}, which stay sharded"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -55,7 +55,8 @@ class FSDPModule:
             probe = fn(torch.empty(0, dtype=group.recipe.main, device=group.home))
             if (probe.dtype, probe.device) != (group.recipe.main, group.home):
                 raise ValueError(
-                    f"the sharded {kind_of(self)} would change from {group.recipe.main} on {group.home} to "  # type: ignore[arg-type]
+                    f"the sharded {kind_of(self)} would change from {group.recipe.main} on "
+                    f"{group.home} to "  # type: ignore[arg-type]
                     f"{probe.dtype} on {probe.device}: convert it before fully_shard, or use weft.MixedPrecisionPolicy"
                 )
         try:
@@ -92,8 +93,9 @@ class FSDPModule:
         runtime_of(self).reshard(unit_of(self))
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether the next backward is the last before the optimizer step, in which alone strategies with a partial
-        gradient reduce."""
+        """Set whether the next backward is the last before the optimizer step, in which strategies with a partial
+        gradient reduce; they do not reduce in others.
+        """
         is_last_backward = _switch("set_is_last_backward", is_last_backward)
         runtime_of(self).reductions.last_backward = is_last_backward
 
@@ -131,7 +133,7 @@ class FSDPModule:
             unit.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: list["FSDPModule"]) -> None:
-        """Prefetch these units when this one's forward begins, in place of those of the recorded order.
+        """Prefetch these units, instead of those of the recorded order, when this one's forward begins.
 
         Raises TypeError if `modules` is not a list, ValueError if one is not sharded or belongs to another model.
         """
@@ -159,7 +161,7 @@ class FSDPModule:
         hook may change it, and runs on the stream of the reduction, or on `stream`.
 
         On CPU, `stream` has no effect. Raises TypeError if `hook` is not callable, ValueError for a stream with a 2-D
-        mesh, whose outer axis has a separate stream.
+        mesh, because its outer axis has a separate stream.
         """
         unit = unit_of(self)
         if not callable(hook):
@@ -183,7 +185,7 @@ class FSDPModule:
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Set whether parameters that no rank used get a gradient of zeros if their unit's backward ran.
 
-        By default they get none. A parameter that only some ranks used is reduced either way.
+        By default they get no gradient. A parameter that only some ranks used is always reduced.
         """
         gives_all = _switch("set_reduce_scatter_unused_params", reduce_scatter_unused_params)
         for unit in units_under(self, recurse):
@@ -242,12 +244,12 @@ class FSDPModule:
 
 
 _OWN_COLLECTIVES = (
-    "weft moves bytes by collectives of its own, in place, in memory that it plans ahead, and cannot hand them to "
-    "another implementation; leave the call out"
+    "weft runs its own collectives in place, in memory that it plans ahead, and cannot use another implementation; "
+    "leave the call out"
 )
 _OWN_MEMORY = (
-    "weft plans all transient memory as one slab of torch's allocator, registered with no communicator; leave the call "
-    "out"
+    "weft plans all transient memory as one slab of torch's allocator, which is not registered with a communicator; "
+    "leave the call out"
 )
 
 
@@ -327,7 +329,7 @@ def checked_factor(what: str, factor: Any) -> float:
     if isinstance(factor, (bool, str)) or not hasattr(factor, "__float__"):
         raise TypeError(f"{what}{factor!r}: choose a positive number")
     if not 0 < float(factor) < math.inf:
-        raise ValueError(f"{what}{factor}: choose a positive number that is finite")
+        raise ValueError(f"{what}{factor}: choose a positive, finite number")
     return float(factor)
 
 

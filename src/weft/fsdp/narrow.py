@@ -8,9 +8,9 @@ matrix need the maximum of the whole matrix. `local_maxima` computes the shard's
 ranks once per step and writes the result to `maxima` (`weft.fsdp.runtime.maxima`). One message carries payload and
 scales. Each piece of a shard is dequantized directly from the received bytes into the full weights.
 
-Weights of mx with `compute="scaled"` have two copies, made from the same main weights at the same time and gathered one
-at a time. Copy 0 has blocks along the dimension that forward products sum over, and copy 1 along that of backward. Both
-have the same bytes per shard. Shard borders at multiples of 32 rows divide blocks of neither.
+With mx and `compute="scaled"` weights have two copies, which are made from the same main weights at the same time and
+gathered one at a time. Copy 0 has blocks along the dimension that forward products sum over, and copy 1 along that of
+backward. Both have the same bytes per shard. Shard borders at multiples of 32 rows do not divide blocks of either copy.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ class Narrow:
     """The payload of quantized weights; implements `weft.fsdp.payload.Payload`."""
 
     refreshes = True
-    """The payload is kept besides the main weights, and is made from them once per step."""
+    """The payload is kept in addition to the main weights, and is made from them once per step."""
 
     def __init__(self, plan: GroupPlan, describe: Callable[[], str]) -> None:
         self._plan = plan
@@ -173,7 +173,7 @@ class Narrow:
         return list(accumulate(sizes, initial=self._payload_bytes))
 
     def _shape(self, number: int, numel: int) -> tuple[int, ...]:
-        """Return a shape for `numel` elements of tensor `number`, whose rows and matrices divide no block."""
+        """Return a shape for `numel` elements of tensor `number`, whose rows and matrices do not divide a block."""
         shape = self._extents[number].shape
         if self._recipe.kind == "tensorwise":
             return (numel,)

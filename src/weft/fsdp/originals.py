@@ -54,7 +54,7 @@ def _replaced(original: Any) -> str:
     record = record_of(original)
     name = "a parameter" if record is None else f"parameter {record}"
     return (
-        f"{name} is held from before fully_shard, which has put a sharded one in its place: what an optimizer or a "
-        "write does to the old one never reaches the model. Build the optimizer after fully_shard, from "
-        "model.parameters(), and ask modules for their parameters again"
+        f"{name} is a parameter from before fully_shard, which replaced it by a sharded one: an optimizer step or a "
+        f"write on the old one never reaches the model. Build the optimizer after fully_shard, from "
+        f"model.parameters(), and get the parameters from their modules again"
     )

@@ -185,7 +185,7 @@ def register(parameters: Iterable[ShardedParameter], form: Callable[[ShardedPara
         names = ", ".join(repr(slot.name) for slot in replaced)
         raise RuntimeError(
             f"parameter {names} of a sharded module was replaced or removed, by assignment or by "
-            "torch.func.functional_call: what a unit gathers lies in its flat buffer, so its own parameters are back "
-            "in place; write values with parameter.copy_(values) under torch.no_grad(), or replace it before "
+            "torch.func.functional_call: a unit gathers from its flat buffer, so its own parameters were put back; "
+            "write values with parameter.copy_(values) under torch.no_grad(), or replace it before "
             "fully_shard"
         )

@@ -3,7 +3,7 @@
     attribute of torch                               addition of weft                                              why
     -----------------------------------------------  ------------------------------------------------------------  ---
     autograd._engine_run_backward                    names weights in autograd's errors; ends a backward            1
-    optim.adam.adam, optim.sgd.sgd,                  steps over lists of small sharded parameters                   2
+    optim.adam.adam, optim.sgd.sgd,                  steps over local parts, and over lists of small ones           2
       optim.adagrad.adagrad
     nn.utils.clip_grad._get_total_norm,              computes norms and multiplies with one operation for all       2
       ._clip_grads_with_norm_; nn.utils.             sharded tensors
@@ -37,7 +37,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from weft.dtensor.clipping import clipping_at_once, norm_at_once
 from weft.dtensor.placements import taking_even, taking_parts
 from weft.dtensor.state_dict import slicing
-from weft.dtensor.steps import choosing_lists
+from weft.dtensor.steps import over_parts
 from weft.fsdp.autograd import explaining
 from weft.fsdp.composition import refuse_wrappers, refusing_sharded
 from weft.fsdp.construction.forgotten import look_around
@@ -88,9 +88,9 @@ PATCHES = (
         "_engine_run_backward",
         partial(explaining, look_around=look_around, settle=finish_backwards),
     ),
-    Patch("optim.adam", "adam", choosing_lists),
-    Patch("optim.sgd", "sgd", choosing_lists),
-    Patch("optim.adagrad", "adagrad", choosing_lists),
+    Patch("optim.adam", "adam", over_parts),
+    Patch("optim.sgd", "sgd", over_parts),
+    Patch("optim.adagrad", "adagrad", over_parts),
     Patch("nn.utils.clip_grad", "_get_total_norm", norm_at_once),
     Patch("nn.utils", "get_total_norm", norm_at_once),
     Patch("nn.utils.clip_grad", "_clip_grads_with_norm_", clipping_at_once),
@@ -115,8 +115,8 @@ PATCHES = (
         partial(
             refusing_sharded,
             at=1,
-            why="a parametrization of {}: what it makes of the weight would be lost in the flat buffer; register it "
-            "before fully_shard, which then shards what it is computed from",
+            why="a parametrization of {}: the parametrized weight would be lost in the flat buffer; register it "
+            "before fully_shard, which then shards the original parameter",
         ),
     ),
 )

@@ -32,7 +32,7 @@ class Payload(Protocol):
     """The interface of a format in which weights are gathered."""
 
     refreshes: bool
-    """Whether the payload is computed once per step and stored beside the main weights."""
+    """Whether the payload is computed once per step and stored in addition to the main weights."""
     layout: Layout
     """The layout of the payload."""
     dtype: torch.dtype

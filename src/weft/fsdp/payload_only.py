@@ -123,7 +123,8 @@ class PayloadOnly(FlatBuffer):
 
     def _holders(self) -> int:
         """Count the references to the main weights' memory: tensors that share it, and Python's references to the
-        storage and to the tensors of this object."""
+        storage and to the tensors of this object.
+        """
         storage = self.storage
         sharing = torch._C._storage_Use_Count(storage._cdata)
         return sharing + sum(map(sys.getrefcount, (storage, self._local, *self._parts)))

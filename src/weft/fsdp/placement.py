@@ -83,10 +83,13 @@ def placements_of(strategy: "str | Placements", outer_strategy: str, axes: int) 
     if isinstance(strategy, Placements):
         if outer_strategy != "no_shard":
             raise ValueError(
-                f"outer_strategy={outer_strategy!r} beside {strategy}: the placements say it all; leave it out"
+                f"outer_strategy={outer_strategy!r} together with {strategy}: the placements already define it; leave "
+                f"it out"
             )
         if strategy.axes != axes:
-            raise ValueError(f"{strategy} is for {strategy.axes} mesh axes, the mesh has {axes}: give one per axis")
+            raise ValueError(
+                f"{strategy} is for {strategy.axes} mesh axes, but the mesh has {axes}: pass one placement per axis"
+            )
         return strategy
     if strategy not in _ROWS:
         raise ValueError(f"strategy={strategy!r}: choose one of {', '.join(map(repr, _ROWS))} or weft.Placements(...)")
@@ -100,7 +103,7 @@ def placements_of(strategy: "str | Placements", outer_strategy: str, axes: int) 
         return Placements(*_ROWS[strategy])
     if outer_strategy == "optim" and strategy == "no_shard":
         raise ValueError(
-            "outer_strategy='optim' with strategy='no_shard': the outer axis shards further what the shard axis "
-            "shards; choose 'optim' or more as strategy"
+            "outer_strategy='optim' with strategy='no_shard': the outer axis shards the parts of the shard axis "
+            "further; choose 'optim' or a stronger strategy"
         )
     return Placements(*zip(_ROWS[outer_strategy], _ROWS[strategy]))

@@ -30,8 +30,8 @@ class PostForwardShard:
     ) -> None:
         if dtype.itemsize == 1:
             raise ValueError(
-                f"reshard_after_forward={group.size()} for {describe()}: shards of weights that stay quantized cannot "
-                'be gathered again; choose True or False, or compute="dequantize"'
+                f"reshard_after_forward={group.size()} for {describe()}: shards of weights that remain quantized "
+                'cannot be gathered again; choose True or False, or compute="dequantize"'
             )
         self.transient = Transient(numel // group.size(), dtype, device, describe=describe)
         self.held = False

@@ -57,7 +57,7 @@ class MixedPrecisionPolicy:
                 f"param_quantization={self.param_quantization!r}: pass a recipe, such as weft.quantize.mx(32)"
             )
         if self.quantize is not None and self.param_quantization is None:
-            raise ValueError("quantize= chooses parameters for param_quantization: pass a recipe too, or leave it out")
+            raise ValueError("quantize= selects parameters for param_quantization: pass a recipe too, or leave it out")
 
     def resolve(
         self, dtype: torch.dtype, *, keep: bool = False, quantized: bool = False, frozen: bool = False

@@ -58,7 +58,7 @@ class DropIn:
             module, _, name = place.rpartition(".")
             modules.setdefault(module, []).append(name)
         lines = [f"  {module}: {', '.join(names)}" for module, names in modules.items()]
-        return "\n".join([f"weft in the place of torch's FSDP2, {len(self.replaced)} names:", *lines])
+        return "\n".join([f"weft in place of torch's FSDP2, {len(self.replaced)} names:", *lines])
 
     __repr__ = __str__
 

@@ -74,8 +74,9 @@ class UnitDriver(HookDriver):
             for other, name in unit.tied.items():
                 if other not in units:
                     raise RuntimeError(
-                        f"parameter {name!r} of {unit} is shared with another model, {other}: gradients of two roots "
-                        "cannot meet in one parameter; call fully_shard on a module around both, last, and call that"
+                        f"parameter {name!r} of {unit} is shared with another model, {other}: two roots cannot "
+                        f"accumulate gradients into one parameter; call fully_shard last on a module around both, and "
+                        f"call that module"
                     )
         inventory = Inventory(modules, units)
         for driver in drivers:

@@ -50,7 +50,7 @@ class Scaled(torch.Tensor):
             named = str(record_of(parameter_of(weight)) or "a quantized weight")
             raise TypeError(
                 f'{attribute or name} of {named}, which is quantized with compute="scaled": only linear and grouped '
-                'products know its scales; choose compute="dequantize", or let `quantize` leave it out'
+                'products use its scales; choose compute="dequantize", or exclude it with `quantize`'
             )
 
 

@@ -4,7 +4,7 @@ used by torch.distributed.pipelining to reduce a stage's gradients weft
 -----------------------------------------------------------------  ------------------------------------------------
 state._state_ctx.all_states: of all units of the model             one state, with all units' groups
 state._fsdp_param_groups: each with post_backward()                post_backward() does nothing: the next line does
-state._root_post_backward_final_callback()                         reduces gradients of backwards without sync
+state._root_post_backward_final_callback()                         reduces gradients that no sync has reduced
 """
 
 from types import SimpleNamespace

@@ -198,7 +198,7 @@ class Unit:
     def release(self, holder: Any) -> None:
         """End a hold. The memory stays until `free`."""
         if holder not in self.holders:
-            raise RuntimeError(f"{self}: {holder.name} lets go of weights that it does not hold")
+            raise RuntimeError(f"{self}: {holder.name} releases weights that it does not hold")
         self._let_go(holder)
         for unit in self.tied:
             unit.release(TiedHold(self, holder))
@@ -239,8 +239,9 @@ class Unit:
             group.gather_other(int(backward), self.channels)
 
     def sync_versions(self) -> None:
-        """Set the version counters of gathered weights to that of the main weights at the begin of a backward.
-        Autograd then raises for tensors saved at another version. Raises WeightsWritten as `release` does."""
+        """Set the version counters of gathered weights to that of the main weights at the beginning of a backward.
+        Autograd then raises for tensors saved at another version. Raises WeightsWritten as `release` does.
+        """
         if self.state in (State.HERE, State.HELD):
             for group in self.groups:
                 group.fulls.check_unwritten()
@@ -287,7 +288,7 @@ class Unit:
                 group.post_forward.drop()
 
     def begin_pass(self) -> None:
-        """Free what an earlier pass has left, and apply the user's changes of `requires_grad`, when a pass begins."""
+        """Free the remains of an earlier pass, and apply the user's changes of `requires_grad`, when a pass begins."""
         self.forget()
         if self.state is not State.AT_REST:
             self.free()  # waits for a gather before the model weights change that it reads
@@ -364,7 +365,7 @@ class Unit:
     # --- gradients --------------------------------------------------------------------------------------------------
 
     def agree(self, trains: Sequence[bool]) -> None:
-        """Set, per group, whether its gradients are reduced from now on."""
+        """Set, per group, whether its gradients are reduced."""
         for group, agreed in zip(self.groups, trains):
             group.agreed = agreed
         self._list_groups()
@@ -385,7 +386,7 @@ class Unit:
 
     @property
     def awaits_reduction(self) -> bool:
-        """Whether some gradients have arrived that no reduction has taken."""
+        """Whether some gradients have arrived that are in no reduction yet."""
         for group in self.groups:
             if (group.agreed or group.trainable) and group.gradients.arrived:
                 return True

@@ -1,16 +1,16 @@
-"""The Python of modules that a capture holds, because a replay runs none of it.
+"""Compares the Python state of modules with that at the capture, because a replay runs no Python.
 
 value                                       what is compared
 ------------------------------------------  --------------------------------------------------------------------
 numbers, strings, None, dtypes, ...         type and value; -0.0 is not 0.0, and NaN is NaN
-lists, dicts, sets, tuples, deques          what they have
+lists, dicts, sets, tuples, deques          their elements
 modules, other objects, classes             their attributes in `__dict__` and `__slots__`, and those of their classes
-functions, methods, properties, partials    what they are made of: code, defaults, closures, owners, arguments
-members of an enum, weak references         their values, what they refer to
-tensors; objects of torch, weft, logging    which they are; parameters and buffers are told apart by their addresses
+functions, methods, properties, partials    their code, defaults, closures, owners and arguments
+members of an enum, weak references         their values, and the objects that they refer to
+tensors; objects of torch, weft, logging    their identity; for parameters and buffers, their addresses
 all else, such as a NumPy array             nothing: the capture is refused
 
-What forward reads elsewhere, such as a global variable, cannot be seen.
+Other state that forward reads, such as a global variable, is not compared.
 """
 
 from collections import deque
@@ -25,8 +25,9 @@ from weft.graphs.walk import UNSET, Slots, Walk
 
 
 class Attributes:
-    """Those of `modules` at this moment, and what `function`, which is captured, is made of. Raises CaptureRefused for
-    what cannot be compared."""
+    """The attributes of `modules`, and the Python parts of the captured `function`, at this moment. Raises
+    CaptureRefused for state that cannot be compared.
+    """
 
     def __init__(self, modules: Sequence[nn.Module], function: Callable[..., Any] | None = None) -> None:
         self._modules, self._function = modules, function
@@ -34,20 +35,20 @@ class Attributes:
         self._buffers = [(type(each).__name__, each._buffers, dict(each._buffers)) for each in modules]
 
     def same(self) -> bool:
-        """Whether all is as it was."""
+        """Whether everything is unchanged."""
         try:
             if self._walk.same():
                 return True
             now = Walk(self._modules, self._function)
-        except (KeyError, AttributeError, ValueError, CaptureRefused):  # what was there is gone, or cannot be compared
+        except (KeyError, AttributeError, ValueError, CaptureRefused):  # an object was removed, or cannot be compared
             return False
         if now.tokens != self._walk.tokens:
             return False
-        self._walk = now  # equal values in other objects, which are looked for from now on
+        self._walk = now  # equal values in other objects: compare with these objects later
         return True
 
     def difference(self) -> str | None:
-        """What is not as it was, by name; also a buffer that is another tensor."""
+        """The names of what has changed, including a buffer that is another tensor."""
         try:
             now = Walk(self._modules, self._function).tokens
         except CaptureRefused as error:
@@ -64,7 +65,7 @@ class Attributes:
         return None
 
     def restore(self) -> None:
-        """Let all be as it was."""
+        """Restore the recorded state."""
         for live, before in chain(self._walk.kept, ((live, before) for _, live, before in self._buffers)):
             _put_back(live, before)
 

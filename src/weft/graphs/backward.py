@@ -1,11 +1,11 @@
-"""The backward of a captured function: a recording for each form in which gradients of its outputs come.
+"""The backward of a captured function, with a recording for each form of the gradients of its outputs.
 
-form    which outputs have a gradient, and with which strides. An eager backward leaves out what only the others need,
-        and a kernel adds in another order where memory is laid out otherwise.
-use     an edge by which the backward brings a gradient to a leaf. An eager backward adds the uses of a leaf up one by
-        one, after those of later modules and before those of earlier ones. So a replay hands them out one by one.
+form    which outputs have a gradient, and with which strides. An eager backward skips operators that only
+        the other outputs need, and kernels add in another order if strides differ.
+use     an edge of the graph that leads to a leaf. An eager backward adds the gradients of the uses of a leaf one by
+        one, after those of later modules and before those of earlier ones. So a replay returns them one by one.
 
-A form that comes first in a replay is recorded there. A form that cannot be recorded is differentiated eagerly.
+A form that first appears in a replay is recorded then. A form that cannot be recorded is differentiated eagerly.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +27,9 @@ Samples = Sequence[Sample | None]
 
 
 class Uses:
-    """By which edges the graph behind `ends` uses `leaves`. `of`: the number of the leaf of each use, leaf by leaf and
-    in the order in which a backward comes to them."""
+    """The edges by which the graph of `ends` uses `leaves`. `of`: the number of the leaf of each use, leaf by leaf, in
+    the order in which a backward reaches them.
+    """
 
     def __init__(self, ends: Sequence[GradientEdge], leaves: Sequence[Tensor]) -> None:
         self._ends = ends
@@ -60,7 +61,7 @@ class Uses:
         self._counts = [len(uses) for uses in found if uses]
 
     def gradients(self, given: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """One for each use, of the outputs' gradients; the graph is retained."""
+        """Return the gradient for each use from the outputs' gradients; the graph is retained."""
         there = [(end, gradient) for end, gradient in zip(self._ends, given) if gradient is not None]
         ends, heads = [end for end, _ in there], [gradient for _, gradient in there]
         try:
@@ -75,21 +76,22 @@ class Uses:
 
 
 def _take(brought: list[Tensor | None], places: dict[int, int], gradients: Sequence[Any], _: Any) -> tuple[Any, ...]:
-    """A hook of a node: the gradients of some edges go here in place of along the edge."""
+    """A hook of a node that takes the gradients of some edges instead of passing them on."""
     for index, place in places.items():
         brought[place] = gradients[index]
     return tuple(None if index in places else each for index, each in enumerate(gradients))
 
 
 class Form:
-    """The recordings of one form. `weights`: of what the backward delays. `kept`: which gradients stay when the next
-    replay writes to static memory."""
+    """The recordings of one form. `weights`: the recording of the delayed weight gradients. `kept`: the gradients that
+    must survive the next replay, which writes to static memory.
+    """
 
     def __init__(
         self, statics: Sequence[Static | None], backward: Recordings, weights: Recordings | None, kept: Sequence[bool]
     ) -> None:
         self.statics, self.backward, self.weights = statics, backward, weights
-        # One may be the gradient of an output, or lie in memory of the forward; or two leaves get the same one.
+        # A gradient may be that of an output, or be in memory of the forward; or two leaves may get the same one.
         made, found = backward.tried.recording.memory(), backward.tried.result
         ranges = [(0, 0, False) if each is None else range_of(each) for each in found]
         self._copied = [
@@ -98,7 +100,7 @@ class Form:
         ]
 
     def handed(self, found: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients that the caller gets."""
+        """The gradients that the caller receives."""
         return [
             None if each is None else copied(each) if copies else each.detach()
             for each, copies in zip(found, self._copied)
@@ -106,21 +108,22 @@ class Form:
 
     @property
     def nbytes(self) -> int:
-        """The memory of all of it."""
+        """The total memory in bytes."""
         statics = sum(each.tensor.untyped_storage().nbytes() for each in self.statics if each is not None)
         return statics + self.backward.nbytes + (0 if self.weights is None else self.weights.nbytes)
 
     @property
     def reads(self) -> Ranges:
-        """The memory that they read and do not make."""
+        """The memory that the recordings read but do not allocate."""
         weights = [] if self.weights is None else self.weights.tried.recording.reads
         return [*self.backward.tried.recording.reads, *weights]
 
 
 class Backward:
-    """`capture`: records a function that may use further memory. `saved`: what autograd has saved as it is now.
-    `trained`, `restored` and `count`: see `Recordings`. `delays`: what the function runs under, if gradients of
-    weights are delayed. `kept`: of which uses the caller keeps the gradient."""
+    """`capture`: records a function that may use additional memory. `saved`: the current values of the tensors that
+    autograd has saved. `trained`, `restored` and `count`: see `Recordings`. `delays`: the function mode that delays
+    weight gradients, if any. `kept`: the uses whose gradients the caller keeps.
+    """
 
     def __init__(
         self,
@@ -139,7 +142,7 @@ class Backward:
         self._forms: dict[Any, Form | str] = {}
 
     def record(self, samples: Samples) -> Form:
-        """A form for gradients like `samples`. Raises CaptureRefused."""
+        """Record a form for gradients like `samples`. Raises CaptureRefused."""
         statics = [None if each is None else Static(each) for each in samples]
         given = [None if each is None else each.tensor for each in statics]
         of_statics = [range_of(each) for each in given if each is not None]
@@ -147,18 +150,19 @@ class Backward:
         backward = recordings(partial(self._differentiate, given), self._trained, self._restored, self._count)
         for each in backward.tried.result:
             if each is not None:
-                copied(each)  # it can be
+                copied(each)  # raises CaptureRefused if it cannot be copied
         weights = None
         if self._delays is not None and self._delays.queued:
             if backward.writes:
-                raise CaptureRefused("some of its gradients of weights are delayed, and it writes others itself")
+                raise CaptureRefused("some of its weight gradients are delayed, and it writes others itself")
             of_statics += backward.tried.recording.memory()
             weights = recordings(self._delays.repeatable(), [], self._restored, self._count)
         return Form(statics, backward, weights, self._kept)
 
     def begin(self, samples: Samples, full: Sequence[Sample]) -> Ranges | None:
-        """Record the form of `samples`, and return what any form reads: what that for gradients of all outputs reads.
-        None: it cannot be recorded. Raises CaptureRefused if that of `samples` cannot be."""
+        """Record the form of `samples`. Return the memory that any form reads, found with gradients of all outputs;
+        None if that form cannot be recorded. Raises CaptureRefused if the form of `samples` cannot be recorded.
+        """
         first = None
         if any(samples):
             first = self._forms[tuple(each and each.stride for each in samples)] = self.record(samples)
@@ -171,20 +175,21 @@ class Backward:
 
     @property
     def nbytes(self) -> int:
-        """The memory of all forms."""
+        """The memory of all forms in bytes."""
         return sum(each.nbytes for each in self._forms.values() if isinstance(each, Form))
 
     @property
     def statics(self) -> Iterator[Tensor]:
-        """What gradients are copied into."""
+        """The static tensors into which gradients are copied."""
         forms = (each for each in self._forms.values() if isinstance(each, Form))
         return (static.tensor for form in forms for static in form.statics if static is not None)
 
     def run(
         self, gradients: Sequence[Tensor | None], *, poisoned: bool
     ) -> tuple[Sequence[Tensor | None], Callable[[], None] | None]:
-        """A gradient for each use, and what computes the delayed ones. Those that are not kept lie in memory that the
-        next backward writes to."""
+        """Return a gradient for each use, and the recording that computes the delayed ones. Gradients that are not kept
+        are in memory that the next backward overwrites.
+        """
         key = tuple([None if each is None else each.stride() for each in gradients])
         form = self._forms.get(key)
         if form is None:
@@ -203,7 +208,7 @@ class Backward:
 
     def _new(self, key: Any, gradients: Sequence[Tensor | None]) -> Form | str:
         if len(self._forms) == MOST:
-            return f"its outputs get gradients in more than {MOST} forms"
+            return f"the gradients of its outputs have more than {MOST} different layouts"
         form: Form | str
         try:
             with torch.enable_grad(), self._restored():

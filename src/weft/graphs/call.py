@@ -1,14 +1,14 @@
-"""A method of a module whose calls are replayed where that is possible: what decides between eager, capture and replay.
+"""A method of a module whose calls are replayed if possible: decides between eager, capture and replay.
 
 call                                                  what happens
 ----------------------------------------------------  ------------------------------------------------------------
 evaluation, recomputation, a dispatch mode, ...       eager, counted with the reason
 new shapes, numbers, structure or dtypes              eager; its gradients are remembered
-known ones, the plan of memory is steady              eager, and a capture beside it, which all ranks must have made
+known ones, and a steady memory plan                  eager, and also captured; all ranks must have captured it
 captured, at the same addresses, nothing in flight    a replay
 captured, its last forward still waits for backward   eager under hooks; under a schedule another capture
-weights or buffers lie elsewhere                      the capture goes, and a new one is made when all is steady
-attributes of its modules are others                  so too, a few times
+weights or buffers have other addresses               the capture is dropped, and replaced once the plan is steady
+attributes of its modules have changed                the same, a few times
 """
 
 import copy
@@ -36,33 +36,35 @@ _ONE = tree_flatten(((torch.empty(0),), {}))[1]
 
 
 class Owner(Protocol):
-    """What the calls of one model share."""
+    """The interface of the object that the calls of one model share."""
 
     backend: Backend
 
     def eager_because(self) -> str | None:
-        """Why nothing can be replayed now."""
+        """Return why nothing can be replayed now."""
         ...
 
     def may_capture(self) -> bool:
-        """Whether what is gathered lies where it will lie in further passes."""
+        """Return whether gathered weights will have the same addresses in further passes."""
         ...
 
     @property
     def in_schedule(self) -> bool:
-        """Whether microbatches are in flight beside one another."""
+        """Whether several microbatches are in flight."""
         ...
 
 
 class Signature:
-    """Calls with one key: the gradients that their outputs got, and the captures, one for each in flight."""
+    """Calls with one key: the gradients that their outputs received, and the captures, one for each microbatch in
+    flight.
+    """
 
     def __init__(self) -> None:
         self.gradients: dict[int, Sample] = {}
         self.captured: list[Captured] = []
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
-        """Remember the gradients that these get."""
+        """Record the gradients that these outputs receive."""
         for number, output in enumerate(outputs):
             if output.requires_grad and not output.is_leaf:
                 output.register_hook(self._remember(number))
@@ -77,7 +79,9 @@ class Signature:
 
 
 class GraphedCall:
-    """In place of the method `name` of `module`. `scope`: what it is counted as. `inside`: which modules it uses."""
+    """Replaces the method `name` of `module`. `scope`: the name under which it is counted. `inside`: the modules that
+    it uses.
+    """
 
     def __init__(
         self,
@@ -130,7 +134,7 @@ class GraphedCall:
         signature = self._signatures.get(key)
         if signature is None:
             if len(self._signatures) == MOST_SIGNATURES:
-                self.eager[f"more than {MOST_SIGNATURES} kinds of inputs"] += 1
+                self.eager[f"more than {MOST_SIGNATURES} different input signatures"] += 1
                 return self._run(*args, **kwargs)
             signature = self._signatures[key] = Signature()
         busy = 0
@@ -141,7 +145,7 @@ class GraphedCall:
                 self._drop_outdated(addresses)
             elif not captured.python.same():
                 self._changed(signature, captured)
-                return self(*args, **kwargs)  # with what its modules are now
+                return self(*args, **kwargs)  # with the current state of its modules
             elif captured.ready:
                 self.replays += 1
                 return captured.run(leaves, copies=not owner.in_schedule, queue=delaying())
@@ -163,15 +167,15 @@ class GraphedCall:
         return result
 
     def _drop_outdated(self, addresses: tuple[Any, ...]) -> None:
-        """Weights lie elsewhere: what holds their old places goes, whatever its key."""
+        """Drop all captures with old addresses of weights, under every key."""
         for each in self._signatures.values():
             each.captured = [it for it in each.captured if it.addresses[0] == addresses[0]]
 
     def _changed(self, signature: Signature, captured: Captured) -> None:
-        """Attributes are others: what was captured with the old ones goes."""
+        """Drop the captures made with the old attributes."""
         self._changes += 1
         if self._changes > MOST_CHANGES:
-            self.refuse(f"attributes of its modules differ from call to call ({captured.python.difference()})")
+            self.refuse(f"attributes of its modules change between calls ({captured.python.difference()})")
         else:
             signature.captured = []
             self._places = None
@@ -195,25 +199,25 @@ class GraphedCall:
         self.eager[because] += 1
 
     def refuse(self, because: str) -> None:
-        """All calls are eager from now on."""
+        """Run all further calls eagerly."""
         self.refused = because
         self._signatures.clear()
 
     def enable(self) -> None:
-        """All ranks have what was captured."""
+        """Use the captures: all ranks have them."""
         for signature in self._signatures.values():
             for captured in signature.captured:
                 captured.ready = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        """What a copy of the module has in this place: its own method, which no graph replays."""
+        """Return what a copy of the module gets: its own method, without graphs."""
         if self._before is not None:
             return copy.deepcopy(self._before, memo)
         module = self._module()
         return MethodType(getattr(type(module), self._name), memo.get(id(module), module))
 
     def drop(self) -> None:
-        """The module is as it was."""
+        """Restore the module's method."""
         self._signatures.clear()
         if (module := self._module()) is not None and vars(module).get(self._name) is self:
             del vars(module)[self._name]
@@ -222,11 +226,11 @@ class GraphedCall:
 
     @property
     def nbytes(self) -> int:
-        """The memory of its captures."""
+        """The memory of its captures in bytes."""
         return sum(each.nbytes for signature in self._signatures.values() for each in signature.captured)
 
     def _function(self) -> Callable[..., Any]:
-        """What a call runs when nothing is replayed. A user may give the class another method."""
+        """The function that an eager call runs. A user may replace the method of the class."""
         module = self._module()
         return self._before if self._before is not None else MethodType(getattr(type(module), self._name), module)
 
@@ -240,7 +244,7 @@ class GraphedCall:
         return self._places
 
     def _key(self, leaves: Sequence[Any], spec: TreeSpec) -> Any:
-        """The key of a capture that can serve this call, or a string that says why none can."""
+        """Return the key of a capture for this call, or a string with the reason why there can be none."""
         described: list[Any] = []
         seen: dict[int, int] = {}
         device = None
@@ -254,7 +258,7 @@ class GraphedCall:
                 same = seen.setdefault(id(each), number)
                 described.append((each.shape, each.stride(), each.dtype, device, each.requires_grad, same))
             elif isinstance(each, float):
-                described.append((type(each), each.hex()))  # -0.0 is no 0.0, and NaN is NaN
+                described.append((type(each), each.hex()))  # -0.0 is not 0.0, and NaN is NaN
             elif isinstance(each, _NUMBERS):
                 described.append((type(each), each))
             else:
@@ -262,7 +266,8 @@ class GraphedCall:
         if device is None:
             return "no input is a tensor"
         if torch.is_autocast_enabled(device.type):
-            # It casts a weight once for all its uses, and not at all in a backward behind it: a capture cannot know.
+            # Autocast casts a weight once for all its uses, and not at all in a later backward: a capture cannot know
+            # this.
             return "autocast is active around it"
         module = self._module()
         return (*described, spec, module is not None and module.training, delaying() is not None)

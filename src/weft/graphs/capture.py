@@ -1,4 +1,4 @@
-"""What a capture refuses, and what it asks of a backend and of a queue of delayed gradients."""
+"""The error of a refused capture, and the interfaces of backends and of queues of delayed gradients."""
 
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
@@ -9,26 +9,26 @@ from weft.graphs.places import Ranges
 
 
 class CaptureRefused(RuntimeError):
-    """A function does what a graph cannot hold; the message is the reason. Its calls stay eager."""
+    """A function cannot be captured; the message is the reason. Its calls stay eager."""
 
 
 class Delays(Protocol):
-    """A function mode that queues gradients of weights during a backward, to be computed later."""
+    """A function mode that queues weight gradients during a backward, to be computed later."""
 
     def fresh(self) -> "Any":
-        """Another one with an empty queue."""
+        """Return another object of this kind with an empty queue."""
         ...
 
     @property
     def queued(self) -> int:
-        """How many entries it has."""
+        """The number of queued entries."""
         ...
 
     def forget(self) -> None:
         """Empty the queue."""
 
     def repeatable(self) -> Callable[[], None]:
-        """What computes all that is queued now, any number of times."""
+        """Return a function that computes the queued entries, any number of times."""
         ...
 
     def add(self, function: Callable[[], None]) -> None:
@@ -36,33 +36,33 @@ class Delays(Protocol):
 
 
 def delaying() -> Delays | None:
-    """The innermost function mode, if it delays gradients of weights."""
+    """Return the innermost function mode, if it delays weight gradients."""
     mode: Any = _get_current_function_mode()
     return mode if hasattr(mode, "repeatable") else None
 
 
 class Recording(Protocol):
-    """Operators with constant addresses, which run again without the Python that issued them."""
+    """Recorded operators with constant addresses, which run again without the Python that issued them."""
 
     @property
     def nbytes(self) -> int:
-        """The memory of what they compute."""
+        """The memory of the results in bytes."""
         ...
 
     @property
     def reads(self) -> Collection[tuple[int, int, bool]]:
-        """The memory that they read and do not make."""
+        """The memory that the operators read but do not allocate."""
         ...
 
     def memory(self) -> Ranges:
-        """Where that is, as far as the backend knows it."""
+        """The addresses of that memory, as far as the backend knows them."""
         ...
 
     def replay(self) -> None:
-        """Run them."""
+        """Run the operators again."""
 
     def poison(self) -> None:
-        """For tests: fill what they compute with values that show."""
+        """For tests: fill the results with values that are easy to recognise."""
 
 
 class Backend(Protocol):
@@ -71,9 +71,9 @@ class Backend(Protocol):
     def capture(
         self, function: Callable[[], Any], known: Ranges, behind: "Recording | None" = None
     ) -> tuple[Any, Recording]:
-        """Run `function()`, and return its result with what replays it into the same tensors.
+        """Run `function()`, and return its result and a recording that replays it into the same tensors.
 
-        `known`: the memory that the function may read and that it does not make. `behind`: what is always replayed
-        before it. Raises CaptureRefused.
+        `known`: the memory that the function may read but does not allocate. `behind`: the recording that is always
+        replayed before it. Raises CaptureRefused.
         """
         ...

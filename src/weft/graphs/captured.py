@@ -3,11 +3,10 @@
     forward    inputs -> static inputs | replay | static outputs -> outputs
     backward   gradients of outputs -> static ones | replay | static gradients -> autograd
 
-Between a forward and its backward a capture is busy: what is saved for the backward lies in memory that the next
-forward writes to. Autograd adds the gradients of parameters up and leaves them in `.grad`, as it does for an
-eager call. It refuses a backward that reads a parameter or buffer which was written to since the forward.
-Delayed gradients of weights are a recording of their own: a replayed backward queues it where an eager one queues
-products, and the capture stays busy until it has run.
+Between a forward and its backward a capture is busy: the next forward would overwrite the values saved for the
+backward. Autograd accumulates the gradients of parameters in `.grad`, as for an eager call. It refuses a backward that
+reads a parameter or buffer that was written to since the forward. Delayed weight gradients have a separate recording: a
+replayed backward queues it where an eager one queues products, and the capture stays busy until it has run.
 
 result of the function          result of a replay
 ------------------------------  ------------------------------------------------------------------
@@ -46,14 +45,16 @@ _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
 class Lease:
-    """A forward in a capture, until its backward is done or its graph is gone. `queue`: takes what is delayed."""
+    """A forward in a capture, until its backward has ended or its graph is freed. `queue`: receives the delayed
+    gradients.
+    """
 
     def __init__(self, captured: "Captured", queue: Delays | None) -> None:
         self._captured = captured
         self.queue = queue
 
     def end(self) -> None:
-        """The backward is done: the capture may be used again."""
+        """End the backward: the capture can be used again."""
         self._captured.rest()
 
 
@@ -61,8 +62,8 @@ class Captured:
     """`function` captured with these arguments: flat `leaves`, and their `spec`.
 
     `places`: the parameters and buffers that the function may read. `gradients`: samples of the gradients of its
-    outputs, by their numbers among the tensors that it returns. `count`: is told why a backward is eager.
-    `queue`: what the function runs under, if gradients of weights are delayed. Raises CaptureRefused.
+    outputs, by their numbers among the tensors that it returns. `count`: called with the reason why a backward is
+    eager. `queue`: the function mode that delays weight gradients, if any. Raises CaptureRefused.
     """
 
     def __init__(
@@ -82,11 +83,11 @@ class Captured:
         self._delays: Any = None if queue is None else queue.fresh()
         spread: list[Any] = [each for each in places.tensors() if isinstance(each, DTensor)]
         if not all(map(places.is_owned, spread)):
-            raise CaptureRefused("a weight of it is a DTensor that is in no unit")
+            raise CaptureRefused("one of its weights is a DTensor that is in no unit")
         if any(map(hooked, places.tensors())):
             raise CaptureRefused("a hook on the gradient of a gathered weight would not run")
         if any(map(has_hooks, places.modules[1:])):
-            raise CaptureRefused("a module inside of it has hooks, which a replay would not run")
+            raise CaptureRefused("a module inside it has hooks, which a replay would not run")
         self.addresses = places.addresses()
         self._places = places
         self._holder: weakref.ref[Lease] | None = None
@@ -151,20 +152,20 @@ class Captured:
         results, self._spec = tree_flatten(result)
         for value in results:
             if not isinstance(value, (Tensor, *_CONSTANTS)):
-                raise CaptureRefused(f"it returns a {type(value).__name__}, which a replay cannot make")
+                raise CaptureRefused(f"it returns a {type(value).__name__}, which a replay cannot create")
         numbered = self._hand_out(results, entered)
         outputs = [each for _, each in numbered]
         ends = [each for each in outputs if each.requires_grad]
         trained = self._places.trained()
         self._needs = [number for number, each in enumerate(entered) if each.requires_grad]
         leaves_of = [*(entered[number] for number in self._needs), *alike, *trained]
-        # Edges, not tensors: given tensors, `grad` leaves function modes, and a checkpoint inside computes again under
-        # those of its forward.
+        # Pass edges, not tensors: given tensors, `grad` exits function modes, and a checkpoint inside must recompute
+        # under those of its forward.
         uses = Uses([*map(get_gradient_edge, ends)], leaves_of)
         if not uses.of:
             raise CaptureRefused("nothing in it needs a gradient")
         self._trained, self._uses = trained, uses.of
-        # The caller may keep the gradient of an input. Those of sharded parameters are copied at the end of their
+        # The caller may keep the gradient of an input. Gradients of sharded parameters are copied at the end of their
         # unit's backward, before the next replay, and those that are summed over ranks as soon as this backward ends.
         may_be_kept = (
             [True] * len(self._needs) + [False] * len(alike) + [not self._places.is_owned(it) for it in trained]
@@ -177,16 +178,17 @@ class Captured:
         def capture(function: Callable[[], Any], more: Ranges) -> tuple[Any, Any]:
             return backend.capture(function, [*known, *more], self._forward)
 
-        # A further backward must find what this one read. It runs when replays have written to all that autograd saved;
-        # the forward before it has made the values.
+        # A further backward must read the same memory as this one. It runs after replays have overwritten everything
+        # that autograd saved; the forward before it has computed the values.
         saved = [*self._places.tensors(), *map(local, self._places.tensors()), *entered]
         self._backward = Backward(capture, uses, saved, trained, self._places.restored, self._count, self._delays, kept)
         samples = [gradients.get(number) for number, each in numbered if each.requires_grad]
         self._check_later(outputs, entered, self._backward.begin(samples, [*map(Sample.of, ends)]))
 
     def _hand_out(self, results: Sequence[Any], entered: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-        """Find how a replay makes each result; returns the tensors that its forward makes, with their numbers among
-        all tensors."""
+        """Determine how a replay creates each result. Return the tensors that its forward creates, with their numbers
+        among all tensors.
+        """
         own = {id(each): partial(_argument, number) for number, each in zip(self._numbers, entered)}
         own |= {id(each): partial(_constant, each) for each in self._places.tensors()}
         self._hands: list[Callable[[Sequence[Any], Sequence[Tensor]], Any]] = []
@@ -194,16 +196,17 @@ class Captured:
         for number, each in enumerate(results):
             if isinstance(each, Tensor) and id(each) not in own:
                 if each.requires_grad and each.is_leaf:
-                    raise CaptureRefused("it returns a new leaf, whose gradient nothing would bring")
-                copied(each)  # it can be
+                    raise CaptureRefused("it returns a new leaf tensor, which would get no gradient")
+                copied(each)  # raises CaptureRefused if it cannot be copied
                 own[id(each)] = partial(_output, len(made))
                 made.append((sum(isinstance(it, Tensor) for it in results[:number]), each))
             self._hands.append(own[id(each)] if isinstance(each, Tensor) else partial(_constant, each))
         return made
 
     def _check_later(self, outputs: Sequence[Tensor], entered: Sequence[Tensor], reads: Ranges | None) -> None:
-        """Find what autograd has to look after between a forward and its backward; `reads`: what a backward reads,
-        None if that is not known."""
+        """Determine the tensors whose versions autograd must check in a backward. `reads`: the memory that a backward
+        reads, None if unknown.
+        """
         places, ranges = [*self._places.tensors()], [*map(range_of, outputs)]
         own = [range_of(local(each)) for each in places]
         self._read = [each for each, place in zip(places, own) if reads is None or touches(place, reads)]
@@ -218,7 +221,7 @@ class Captured:
 
     @property
     def nbytes(self) -> int:
-        """The memory of what it computes, and of what is copied into it."""
+        """The memory of its results, and of its static inputs, in bytes."""
         statics = sum(each.tensor.untyped_storage().nbytes() for each in self._inputs)
         return statics + self._forward.nbytes + self._backward.nbytes
 
@@ -227,8 +230,9 @@ class Captured:
         return None if self._holder is None else self._holder()
 
     def run(self, leaves: Sequence[Any], *, copies: bool, queue: Delays | None = None) -> Any:
-        """The function's result. `copies`: it stays as it is when the next replay writes to the static outputs.
-        `queue`: what the function runs under."""
+        """Replay and return the function's result. `copies`: return copies, which the next replay does not overwrite.
+        `queue`: the function mode that delays weight gradients.
+        """
         lease = Lease(self, queue)
         self._holder = weakref.ref(lease)
         inputs = [leaves[number] for number in self._numbers]
@@ -239,14 +243,16 @@ class Captured:
 
     @torch.no_grad()
     def forward(self, inputs: Sequence[Tensor], *, copies: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Replay the forward: all outputs, those of them that are not differentiable, and what must not be written to
-        before the backward."""
+        """Replay the forward. Return all outputs, the outputs that are not differentiable, and the tensors that must
+        not be written to before the backward.
+        """
         if POISON:
             self._forward.poison()
         for static, given in zip(self._inputs, inputs):
             static.fill(given)
         self._forward.replay()
-        # Autograd refuses what was saved of these before. A graph of CUDA changes them behind its back.
+        # Make autograd refuse earlier saved versions of these. A CUDA graph changes them without incrementing their
+        # version counters.
         torch.autograd.graph.increment_version(self._changed if copies else [*self._changed, *self._outputs])
         outputs = [copied(each) if copies else each.detach() for each in self._outputs]
         constant = [each for each, needs in zip(outputs, self._differentiable) if not needs]
@@ -258,7 +264,9 @@ class Captured:
 
     @torch.no_grad()
     def backward(self, gradients: Sequence[Tensor | None], lease: Lease, *, ends: bool) -> Sequence[Tensor | None]:
-        """Replay the backward: a gradient for each use. What was delayed is queued. `ends`: the lease ends with it."""
+        """Replay the backward, and return a gradient for each use. Delayed gradients are queued. `ends`: whether the
+        lease ends.
+        """
         if self._places.addresses() != self.addresses:
             raise RuntimeError(
                 "weights of a captured function have moved, or were frozen, between its forward and its backward: "
@@ -273,7 +281,7 @@ class Captured:
         return found
 
     def rest(self) -> None:
-        """No forward is in flight."""
+        """Note that no forward is in flight."""
         self._holder = None
         if POISON:
             with torch.no_grad():
@@ -301,7 +309,7 @@ class _Replayed(torch.autograd.Function):
                 "create_graph=True through a captured module: a replayed backward has no graph; leave the module out "
                 "of weft.Graphs"
             )
-        ctx.saved_tensors  # noqa: B018  # it raises after writes, and in a second backward that nothing retained
+        ctx.saved_tensors  # noqa: B018  # raises after writes, and in a second backward without retain_graph
         ends = not torch._C._autograd._get_current_graph_task_keep_graph()
         return (None, None, None, None, *ctx.captured.backward(gradients, ctx.lease, ends=ends))
 
@@ -333,7 +341,7 @@ def _refuse(parameter: nn.Parameter) -> Any:
 
 
 def distinct(leaves: Sequence[Any]) -> list[int]:
-    """Where each tensor stands first among the leaves."""
+    """Return the index of the first occurrence of each tensor among the leaves."""
     first: dict[int, int] = {}
     for number, each in enumerate(leaves):
         if isinstance(each, Tensor):

@@ -1,11 +1,12 @@
 """CUDA graphs. A forward and its backward share memory; captures do not, so that they replay in any order.
 
-warm up    once, on the stream of captures: libraries make their workspaces, and what is refused is found
+warm up    once, on the stream of captures: libraries allocate workspaces, and unsupported operators are found
 capture    on that stream, while no other work is queued and no garbage is collected
-replay     on the stream of the caller, behind what it has queued
+replay     on the stream of the caller, after its queued work
 
 Autograd runs a backward on another thread of this process, on the stream of its forward, which is the stream of
-captures. The errors of a capture are those of the thread that began it: other threads issue collectives meanwhile.
+captures. CUDA checks for forbidden calls only on the thread that began the capture, because other threads issue
+collectives at the same time.
 """
 
 import gc
@@ -21,7 +22,9 @@ from weft.graphs.watch import Methods, Watch
 
 
 class CudaRecording:
-    """One graph. `watch`: what its operators made and read. `nbytes`: by how much its capture made the pool larger."""
+    """One graph. `watch`: the memory that its operators allocated and read. `nbytes`: the growth of the pool in its
+    capture.
+    """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, watch: Watch, nbytes: int) -> None:
         self.graph = graph
@@ -38,7 +41,7 @@ class CudaRecording:
         return self._made
 
     def poison(self) -> None:
-        """The memory of a graph belongs to its pool: only the tape's tests poison."""
+        """Do nothing: the memory of a graph belongs to its pool. Only the tape's tests poison."""
 
 
 class CudaBackend:
@@ -53,12 +56,12 @@ class CudaBackend:
     ) -> tuple[Any, CudaRecording]:
         """See `Backend`."""
         if behind is not None:
-            behind.replay()  # what the warm-up reads has values
+            behind.replay()  # so that the warm-up reads valid values
         pool = behind.graph.pool() if isinstance(behind, CudaRecording) else None
         graph, watch = torch.cuda.CUDAGraph(), Watch(known)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream), Methods():
-            with Watch(known):  # what is refused is refused before a capture is under way
+            with Watch(known):  # refuse operators before a capture is in progress
                 function()
             torch.cuda.synchronize(self._device)  # also for the caller, whose stream reads what the warm-up wrote
             before = torch.cuda.memory_reserved(self._device)
@@ -70,16 +73,17 @@ class CudaBackend:
 
 @contextmanager
 def _captured(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-    """Inside, work goes into `graph`. What `torch.cuda.graph` does besides, for each of many captures, is left out: it
-    collects garbage and empties the cache of memory."""
+    """Record work inside this context into `graph`. Unlike `torch.cuda.graph` it does not collect garbage or empty the
+    memory cache, which would be repeated for each of many captures.
+    """
     collects = gc.isenabled()
-    gc.disable()  # an older graph that is collected meanwhile would break this one
+    gc.disable()  # collecting an older graph during the capture would break this one
     try:
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             yield
         except BaseException:
-            with suppress(RuntimeError):  # the first error is the one that counts
+            with suppress(RuntimeError):  # only the first error matters
                 graph.capture_end()
             raise
         graph.capture_end()

@@ -1,4 +1,6 @@
-"""The generators of Python and NumPy, from which a replay draws nothing."""
+"""Checks that a captured function does not use the random generators of Python and NumPy, which a replay would not
+advance.
+"""
 
 import random
 import sys
@@ -10,7 +12,9 @@ from weft.graphs.capture import CaptureRefused
 
 @contextmanager
 def nothing_drawn() -> Iterator[None]:
-    """Refuse a capture inside of which Python's or NumPy's numbers are drawn, and put their generators back."""
+    """Raise CaptureRefused if Python's or NumPy's random numbers are drawn inside this context, and restore the
+    generators.
+    """
     before = random.getstate()
     drawn = sys.modules["numpy"].random.get_state(legacy=False) if "numpy" in sys.modules else None
     try:
@@ -23,4 +27,4 @@ def nothing_drawn() -> Iterator[None]:
             different |= str(now) != str(drawn) or bool((now["state"]["key"] != drawn["state"]["key"]).any())
             sys.modules["numpy"].random.set_state(drawn)
     if different:
-        raise CaptureRefused("it draws random numbers of Python or NumPy")
+        raise CaptureRefused("it draws random numbers from Python or NumPy")

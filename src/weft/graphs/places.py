@@ -1,4 +1,4 @@
-"""The parameters and buffers that a captured function may read: where they lie, and what they are now."""
+"""The parameters and buffers that a captured function may read: their addresses and current state."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,25 +16,25 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 def range_of(tensor: Tensor, *, writable: bool = False) -> tuple[int, int, bool]:
-    """The bytes from the beginning of `tensor` to the end of its last element."""
+    """Return the range of bytes from the beginning of `tensor` to the end of its last element."""
     start = tensor.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) if tensor.numel() else -1
     return start, start + (last + 1) * tensor.itemsize, writable
 
 
 def touches(one: tuple[int, int, bool], others: Iterable[tuple[int, int, bool]]) -> bool:
-    """Whether a range has bytes in common with others."""
+    """Return whether a range overlaps any of the others."""
     return any(max(one[0], each[0]) < min(one[1], each[1]) for each in others)
 
 
 def cut_of(tensor: Tensor) -> tuple[slice, ...] | None:
-    """What of an expanded `tensor` has all of its memory; None: the whole."""
+    """Return the index of an expanded `tensor` that covers all of its memory; None: the whole tensor."""
     cut = tuple(slice(0, 1) if not stride else slice(None) for stride in tensor.stride())
     return cut if any(each.stop for each in cut) else None
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What of a DTensor lies on this rank; any other tensor itself."""
+    """Return the local part of a DTensor, or any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -43,18 +43,18 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def hooked(tensor: Tensor) -> bool:
-    """Whether hooks run when `tensor` gets its gradient."""
+    """Return whether hooks run when `tensor` gets its gradient."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of `module` runs hooks."""
+    """Return whether a call of `module` runs hooks."""
     return any(getattr(module, kind) for kind in HOOKS)
 
 
 @contextmanager
 def versions_set(tensors: Sequence[Tensor], versions: Sequence[int]) -> Iterator[None]:
-    """Inside, autograd takes `tensors` for those that it saved at `versions`."""
+    """Make autograd accept `tensors` as those that it saved at `versions`, inside this context."""
     now = tuple(each._version for each in tensors)
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
     try:
@@ -64,7 +64,9 @@ def versions_set(tensors: Sequence[Tensor], versions: Sequence[int]) -> Iterator
 
 
 class Places:
-    """Of `modules`. `is_owned`: whether the gradients of a parameter are copied as soon as its backward is over."""
+    """The parameters and buffers of `modules`. `is_owned`: whether the gradient of a parameter is copied as soon as its
+    backward has ended.
+    """
 
     def __init__(self, modules: Sequence[nn.Module], is_owned: Callable[[nn.Parameter], bool]) -> None:
         self.is_owned = is_owned
@@ -75,8 +77,9 @@ class Places:
                 self._slots += [(slots, name) for name in slots]  # None may become a tensor
 
     def addresses(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """What a graph holds: where each tensor lies, and in which layout; and which of them train, and which have
-        hooks. Raises WeightsGone for weights that are not here."""
+        """Return the state that a graph depends on: the address and layout of each tensor, whether it trains, and
+        whether it has hooks. Raises WeightsGone for weights that are not gathered.
+        """
         places, flags = [], []
         for slots, name in self._slots:
             tensor = slots.get(name)
@@ -85,7 +88,7 @@ class Places:
         return tuple(places), tuple(flags)
 
     def tensors(self) -> Iterator[Tensor]:
-        """All of them."""
+        """All these tensors."""
         return (slots[name] for slots, name in self._slots if slots.get(name) is not None)
 
     def trained(self) -> list[nn.Parameter]:
@@ -95,12 +98,12 @@ class Places:
         ]
 
     def ranges(self) -> Ranges:
-        """The bytes of all of them; buffers may be written to."""
+        """Return the byte ranges of all tensors; buffers may be written to."""
         return [range_of(local(each), writable=not isinstance(each, nn.Parameter)) for each in self.tensors()]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside, buffers may change; behind it they are as they were."""
+        """Restore the buffers at the end of this context."""
         buffers = [each for each in self.tensors() if not isinstance(each, nn.Parameter)]
         with torch.no_grad():
             memory = [each if (cut := cut_of(each)) is None else each[cut] for each in buffers]

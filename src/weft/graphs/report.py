@@ -1,4 +1,4 @@
-"""What a user asks of the graphs of a sharded model."""
+"""The report of the graphs of a sharded model, and a function to drop them."""
 
 from typing import Any
 
@@ -9,7 +9,8 @@ from weft.graphs.table import GraphTable
 
 
 def graph_report(model: nn.Module) -> dict[str, Any]:
-    """How often parts of the model were captured, replayed and run eagerly, by reason, and the bytes of captures.
+    """Return how often parts of the model were captured, replayed and run eagerly, by reason, and the bytes of
+    captures.
 
     -> {"captures": int, "replays": int, "eager": {reason: int}, "bytes": int, "scopes": {name: the same}}. `model`: a
     root. Raises ValueError for a model without `RuntimeOptions(graphs=...)`.
@@ -18,7 +19,7 @@ def graph_report(model: nn.Module) -> dict[str, Any]:
 
 
 def drop_graphs(model: nn.Module) -> None:
-    """Give the memory of all captures back: from now on the model runs eagerly. Raises ValueError as `graph_report`."""
+    """Free the memory of all captures; the model then runs eagerly. Raises ValueError like `graph_report`."""
     _table(model).drop()
 
 

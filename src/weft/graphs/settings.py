@@ -1,4 +1,4 @@
-"""Which computation is captured in graphs: what the user may choose."""
+"""The user's settings of the parts to capture in graphs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ BACKENDS = ("cuda", "tape")
 Choice = Sequence[str] | Callable[[str, nn.Module], bool]
 
 _REFUSED = {
-    "full_iteration": "gathers and reductions of weights, and the exchange of rows, cannot be inside of a graph",
+    "full_iteration": "gathers and reductions of weights and the exchange of rows cannot be inside a graph",
     "moe": "it contains the exchange of rows between ranks; choose 'moe_router' and 'moe_preprocess'",
 }
 
@@ -40,8 +40,8 @@ class Settings:
         ):
             raise TypeError(f"modules={self.modules!r}: pass a sequence of names or a predicate of name and module")
         if not self.scopes and not self.modules:
-            raise ValueError("scopes=() and no modules: there is nothing to capture; leave graphs out")
+            raise ValueError("scopes=() and no modules: nothing would be captured; leave graphs out")
         if isinstance(self.warmup, bool) or not isinstance(self.warmup, int) or self.warmup < 1:
-            raise ValueError(f"warmup={self.warmup!r}: pass an int of at least 1; libraries start up in eager passes")
+            raise ValueError(f"warmup={self.warmup!r}: pass an int of at least 1; libraries initialize in eager passes")
         if self.backend is not None and self.backend not in BACKENDS:
             raise ValueError(f"backend={self.backend!r}: choose among {', '.join(map(repr, BACKENDS))}, or None")

@@ -1,6 +1,6 @@
-"""Tensors of fixed memory, laid out as those of an eager call: where strides differ, kernels add in another order.
+"""Tensors in fixed memory with the strides of an eager call: with other strides, kernels would add in another order.
 
-An expanded dimension stays one: its elements share memory, and a copy writes them once.
+An expanded dimension stays expanded: its elements share memory, and a copy writes them once.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from weft.graphs.places import cut_of
 
 
 class Sample(NamedTuple):
-    """A tensor of an eager call that a static one is made like."""
+    """The properties of a tensor of an eager call, from which a static one is made."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -23,12 +23,12 @@ class Sample(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Sample":
-        """What is remembered of `tensor`."""
+        """Return the properties of `tensor`."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
 
 class Static:
-    """`tensor`, of zeros, like a sample. Raises CaptureRefused where no copy can have the layout of the sample."""
+    """A static `tensor`, of zeros, like a sample. Raises CaptureRefused if no copy can have its layout."""
 
     def __init__(self, sample: Sample) -> None:
         _check(sample.shape, sample.stride)
@@ -43,7 +43,7 @@ class Static:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """The values of now, in new memory with the same strides. Raises CaptureRefused as `Static`."""
+    """Return the current values in new memory with the same strides. Raises CaptureRefused like `Static`."""
     clone = tensor.clone()
     if clone.stride() == tensor.stride():
         return clone

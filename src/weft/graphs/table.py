@@ -1,4 +1,4 @@
-"""All graphed calls of one model: which methods they stand in place of, and what they count together."""
+"""All graphed calls of one model: the methods that they replace, and their common counts."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,11 +22,11 @@ WAY_OUT = "choose other modules in weft.Graphs(modules=...)"
 
 
 class Engine(Protocol):
-    """What a model's engine says of the pass under way."""
+    """The interface of a model's engine: properties of the current pass."""
 
     @property
     def steady_passes(self) -> int:
-        """How many passes ended since the plan of memory changed; 0 in one that differs from its record."""
+        """The number of passes since the memory plan changed; 0 in a pass that differs from its record."""
         ...
 
     @property
@@ -58,7 +58,7 @@ class GraphTable:
         for name, module in self._chosen(root):
             self._check(name, module)
             if any(module in other.modules() for other in named):
-                raise ValueError(f"graphs: {name!r} lies inside of another chosen module; {WAY_OUT}")
+                raise ValueError(f"graphs: {name!r} lies inside another chosen module; {WAY_OUT}")
             named.append(module)
             self.calls.append(GraphedCall(self, module, "forward", name, partial(_inside, unit_of), owns))
         covered = {inner for module in named for inner in module.modules()}
@@ -80,15 +80,15 @@ class GraphTable:
             )
 
     def eager_because(self) -> str | None:
-        """Why nothing can be replayed now."""
+        """Return why nothing can be replayed now."""
         if not torch.is_grad_enabled():
             return "no gradients are computed"
         if torch._C._current_graph_task_id() != -1:
             return "a recomputation"
         hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        # Hooks that keep all but a certain tensor as it is: a capture has a copy of that.
+        # These hooks change only a certain tensor, of which a capture has a copy.
         if hooks is not None and not getattr(getattr(hooks[0], "__self__", None), "knows_graphs", False):
-            return "a checkpoint, or other hooks on saved tensors, are around it"
+            return "it runs inside a checkpoint or other hooks on saved tensors"
         if _get_current_dispatch_mode() is not None:
             return "a dispatch mode is active"
         if (modes := _get_current_function_mode_stack()) and (len(modes) > 1 or delaying() is None):
@@ -100,21 +100,21 @@ class GraphTable:
         return "weft.debug.guard_memory is active" if guard.guards else None
 
     def may_capture(self) -> bool:
-        """Whether what is gathered lies where it will lie in further passes."""
+        """Return whether gathered weights will have the same addresses in further passes."""
         return self._engine.steady_passes >= self.settings.warmup
 
     @property
     def in_schedule(self) -> bool:
-        """Whether microbatches are in flight beside one another."""
+        """Whether several microbatches are in flight."""
         return self._engine.in_schedule
 
     @property
     def failed(self) -> list[bool]:
-        """Of which calls a capture failed here since the ranks agreed last."""
+        """Return, per call, whether a capture failed on this rank since the last agreement."""
         return [call.failed for call in self.calls]
 
     def agree(self, failed: Sequence[bool]) -> None:
-        """The pass is over; `failed`: of which calls a capture failed on any rank. What was captured may be used."""
+        """End the pass: use the new captures. `failed`: per call, whether a capture failed on any rank."""
         for call, anywhere in zip(self.calls, failed):
             if anywhere and call.refused is None:
                 call.refuse("its capture failed on another rank")
@@ -122,13 +122,13 @@ class GraphTable:
             call.enable()
 
     def drop(self) -> None:
-        """Give the memory back; the model is as it was."""
+        """Free the memory, and restore the model's methods."""
         self.dropped = True
         for call in self.calls:
             call.drop()
 
     def report(self) -> dict[str, Any]:
-        """Captures, replays, eager calls by reason, and bytes: in all, and by scope."""
+        """Return captures, replays, eager calls by reason, and bytes: in total and by scope."""
         scopes = dict.fromkeys(call.scope for call in self.calls if call.captures or call.eager or call.refused)
         each = {scope: _sum(call for call in self.calls if call.scope == scope) for scope in scopes}
         return {**_sum(self.calls), "scopes": each}
@@ -146,7 +146,7 @@ class GraphTable:
             return
         for name in choice:
             if name not in named:
-                raise ValueError(f"graphs: the root has no module {name!r}; its names are those of named_modules()")
+                raise ValueError(f"graphs: the root has no module {name!r}; use the names of named_modules()")
             yield name, named[name]
 
     def _check(self, name: str, module: nn.Module) -> None:
@@ -154,17 +154,19 @@ class GraphTable:
             whole = f"{name}.{inner_name}" if inner_name else name
             if inner is not module and self._unit_of(inner) is not None:
                 raise ValueError(
-                    f"graphs: {name or 'the root'!r} contains {whole!r}, which is a unit of its own: its weights are "
-                    f"gathered and released inside of the graph; {WAY_OUT}"
+                    f"graphs: {name or 'the root'!r} contains {whole!r}, which is a separate unit: its weights are "
+                    f"gathered and released inside the graph; {WAY_OUT}"
                 )
             if inner is not module and has_hooks(inner):
-                raise ValueError(f"graphs: {whole!r} inside of {name!r} has hooks, which a replay would not run")
+                raise ValueError(f"graphs: {whole!r} inside {name!r} has hooks, which a replay would not run")
             if inner._compiled_call_impl is not None or hasattr(inner, "_orig_mod"):
-                raise ValueError(f"graphs: {whole!r} is compiled, and compiles graphs of its own; {WAY_OUT}")
+                raise ValueError(
+                    f"graphs: {whole!r} is compiled, and a compiled module captures its own graphs; {WAY_OUT}"
+                )
 
 
 def _inside(unit_of: Callable[[nn.Module], Any], module: nn.Module) -> list[nn.Module]:
-    """The modules of its unit in it."""
+    """Return the modules of the same unit inside it."""
     found, ahead = [], [module]
     while ahead:
         each = ahead.pop()
@@ -174,7 +176,7 @@ def _inside(unit_of: Callable[[nn.Module], Any], module: nn.Module) -> list[nn.M
 
 
 def _of_parts(parts: Sequence[str], module: nn.Module) -> list[nn.Module]:
-    """It, and the modules in its children of these names."""
+    """Return the module, and the modules in its children with these names."""
     used = [child for part in parts if (child := getattr(module, part)) is not None]
     return [module, *(each for child in used for each in child.modules())]
 
@@ -197,8 +199,8 @@ def _backend(name: str | None, device: torch.device) -> Backend:
         return TapeBackend()
     if device.type != "cuda":
         raise ValueError(
-            f"weft.Graphs(backend={name!r}) of a model on {device.type}: graphs are of CUDA; backend='tape' replays "
-            "operators one by one, which saves no time and shows that the numbers are right"
+            f"weft.Graphs(backend={name!r}) of a model on {device.type}: graphs need CUDA; backend='tape' replays "
+            f"operators one by one, which saves no time but shows that the numbers are right"
         )
     from weft.graphs.cuda import CudaBackend
 

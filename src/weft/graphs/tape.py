@@ -1,9 +1,9 @@
-"""A graph on the CPU: operators with the tensors that they used, run again into the same tensors.
+"""A graph on the CPU: recorded operators, which run again on the same tensors.
 
-    capture   every operator runs and is noted with its very arguments and results
-    replay    the list runs again: what an operator returns is copied into the tensor that the capture made
+    capture   every operator runs and is recorded with its arguments and results
+    replay    the operators run again: their results are copied into the tensors of the capture
 
-That is the meaning of a CUDA graph: constant addresses, frozen control flow, no Python of the model.
+These are the semantics of a CUDA graph: constant addresses, frozen control flow, no Python of the model.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,9 @@ _EMPTY = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_em
 
 
 class Call(NamedTuple):
-    """One operator; `results`: what it returned that is new memory, with its place among the results. `differentiable`:
-    whether gradients were computed around it, as some operators return more then."""
+    """One operator. `results`: those of its results that are in new memory, with their index among the results.
+    `differentiable`: whether gradients were enabled, because some operators then return more.
+    """
 
     function: Any
     args: tuple
@@ -34,7 +35,9 @@ class Call(NamedTuple):
 
 
 class Tape:
-    """Calls in order. `made`: the first tensor in each storage that they made. `read`: the others that they use."""
+    """Calls in order. `made`: the first tensor in each storage that they allocated. `read`: the other tensors that they
+    use.
+    """
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -44,11 +47,11 @@ class Tape:
 
     @property
     def nbytes(self) -> int:
-        """The memory of what the calls compute."""
+        """The memory of the results in bytes."""
         return sum(each.untyped_storage().nbytes() for each in self.made.values())
 
     def memory(self) -> Ranges:
-        """Where that is."""
+        """The addresses of that memory."""
         storages = [each.untyped_storage() for each in self.made.values()]
         return [(each.data_ptr(), each.data_ptr() + each.nbytes(), False) for each in storages]
 
@@ -68,13 +71,13 @@ class Tape:
 
     @torch.no_grad()
     def poison(self) -> None:
-        """Fill what the calls compute with NaN, or with what is no index."""
+        """Fill the results with NaN, or with bytes that are not a valid index."""
         for tensor in self.made.values():
             poison(tensor)
 
 
 def poison(tensor: Tensor) -> None:
-    """Fill the memory of `tensor` with NaN, or with bytes that are no index."""
+    """Fill the memory of `tensor` with NaN, or with bytes that are not a valid index."""
     if tensor.dtype is not torch.bool:
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         whole.fill_(0xFF)
@@ -108,7 +111,7 @@ class _Recorder(Watch):
             if storage_of(tensor) not in self.made and tensor.numel():
                 self._tape.read.setdefault(tensor.data_ptr(), self._alias(tensor))
         if torch.Tag.inplace_view in function.tags:
-            return  # it computes nothing, and what it gave another shape has another alias from now on
+            return  # it computes nothing, and a tensor with a new shape gets a new alias
         keep: Any = tree_map(self._kept, (args, kwargs))
         if (new or function._schema.is_mutable) and function.overloadpacket.__name__ not in _EMPTY:
             results = tuple((place, self._alias(tensor)) for place, tensor in new)

@@ -1,4 +1,4 @@
-"""All that a capture may have read beside tensors, as one walk finds it."""
+"""Finds all Python state, other than tensors, that a captured function may read."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -49,12 +49,13 @@ UNSET = object()
 
 
 class Walk:
-    """All that can be reached. `tokens`: names and values that can be compared with those of another walk. `kept`: what
-    can change, and what it had."""
+    """The state that can be reached. `tokens`: names and values that can be compared with those of another walk.
+    `kept`: the objects that can change, with their contents.
+    """
 
     def __init__(self, modules: Sequence[nn.Module], function: Any) -> None:
-        # What is looked at again before each replay, without Python for each value: all that containers have, and what
-        # objects, modules and classes have under the names of now, with the number of names.
+        # The values to compare before each replay, without Python code for each value: all elements of containers, and
+        # the attributes of objects, modules and classes under their current names, with the number of names.
         self._views: list[Iterable[Any]] = []
         self._values: list[Any] = []
         self._getters: list[Callable[[Any], tuple]] = []
@@ -85,7 +86,9 @@ class Walk:
             raise CaptureRefused("it may read state that cannot be compared: tuples are nested too deeply") from None
 
     def same(self) -> bool:
-        """Whether the same objects are found again. Raises KeyError, AttributeError or ValueError for what has gone."""
+        """Return whether the same objects are found again. Raises KeyError, AttributeError or ValueError for removed
+        ones.
+        """
         return (
             [*map(len, self._sized)] == self._lengths
             and all(map(is_, chain.from_iterable(map(call, self._getters, self._owners)), self._got))
@@ -95,7 +98,7 @@ class Walk:
 
     def _check_size(self) -> None:
         if len(self._values) + len(self._got) + self._inside > MOST:
-            raise CaptureRefused(f"it may read more state than is compared before each call ({MOST} values)")
+            raise CaptureRefused(f"it may read more values than the {MOST} that are compared before each call")
 
     def _size(self, container: Any) -> None:
         self._sized.append(container)
@@ -121,7 +124,7 @@ class Walk:
         self._got += getter(owner)
 
     def _names(self, name: str, values: Mapping[str, Any], skip: frozenset[str] = frozenset()) -> None:
-        """What an object or module has by names."""
+        """Return the named attributes of an object or module."""
         self._size(values)
         self._get(itemgetter, values, [key for key in values if key not in skip])
         for key, value in values.items():
@@ -130,7 +133,7 @@ class Walk:
         self.kept.append((values, dict(values)))
 
     def _token(self, name: str, value: Any) -> Any:
-        """What stands for `value` in comparisons. What it has is reached later."""
+        """Return the token that represents `value` in comparisons. Its contents are visited later."""
         kind = type(value)
         if kind in _PLAIN:
             return kind, str(value) if kind is slice else value
@@ -149,7 +152,7 @@ class Walk:
             return kind, id(value)
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self._numbers)
-            self._alive.append(value)  # as long as its number
+            self._alive.append(value)  # so that its id stays valid
             self._ahead.append((name, value))
         return kind, self._numbers[id(value)]
 
@@ -159,7 +162,7 @@ class Walk:
     def _reach(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Module):
             if has_hooks(value):
-                raise CaptureRefused("a module inside of it has hooks, which a replay would not run")
+                raise CaptureRefused("a module inside it has hooks, which a replay would not run")
             self._module(name, value, outermost=False)
             for key, child in value._modules.items():
                 self._note(f"{name}.{key}", child)
@@ -210,7 +213,7 @@ class Walk:
         self._class(kind)
 
     def _contents(self, name: str, value: Any) -> bool:
-        """Reach what a container has; whether it is one."""
+        """Visit the contents of a container; return whether `value` is one."""
         if isinstance(value, (dict, MappingProxyType)):
             self._dict(name, value)
         elif isinstance(value, (list, deque)):
@@ -247,7 +250,7 @@ class Walk:
     def _module(self, name: str, module: nn.Module, *, outermost: bool) -> None:
         self._class(type(module))
         self._names(name, vars(module), _OF_TORCH)
-        hooks = () if outermost else HOOKS  # those of the first one run around a replay
+        hooks = () if outermost else HOOKS  # hooks of the outermost module run around a replay
         for kind in ("_modules", *hooks):
             children = vars(module)[kind]
             self._size(children)
@@ -255,7 +258,7 @@ class Walk:
                 self._look(children.values())
             self.tokens += ((f"{name}.{key}", id(child)) for key, child in children.items())
             self.kept.append((children, dict(children)))
-        for kind in ("_parameters", "_buffers"):  # one that is replaced by another lies elsewhere
+        for kind in ("_parameters", "_buffers"):  # a replaced one has another address
             self._size(vars(module)[kind])
             self.tokens.append((f"{name}.{kind}", tuple(vars(module)[kind])))
 
@@ -287,7 +290,7 @@ class Walk:
 
 
 class Slots:
-    """The values of attributes that are in no dict."""
+    """The values of attributes that are in `__slots__`."""
 
     def __init__(self, owner: Any, names: Sequence[str]) -> None:
         self.owner, self.names = owner, names
@@ -297,13 +300,15 @@ class Slots:
 
 
 def _hides(kind: type, slots: int) -> bool:
-    """Whether objects of a class have more than attributes: those of classes that are not written in Python."""
+    """Return whether objects of a class can have state other than attributes, because the class is not written in
+    Python.
+    """
     words = slots + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
     return kind.__basicsize__ != object.__basicsize__ + words * object.__basicsize__ // 2
 
 
 def _is_plain(key: str, value: Any) -> bool:
-    """Whether what a class has under `key` is what Python keeps there, or a method that holds nothing."""
+    """Return whether the entry `key` of a class is Python's own, or a method without state."""
     kind = type(value)
     if kind is FunctionType:
         held = (value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value))

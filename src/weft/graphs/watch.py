@@ -1,5 +1,6 @@
-"""What a graph cannot hold, found while a function runs: host reads, random numbers, collectives, tensors of other
-classes, and memory that neither the function makes nor its caller knows."""
+"""Detects operations that a graph cannot contain while a function runs: host reads, random numbers, collectives,
+tensors of other classes, and accesses to unknown memory.
+"""
 
 from collections.abc import Iterator
 from types import MethodDescriptorType
@@ -24,18 +25,18 @@ New = list[tuple[int, Tensor]]
 
 
 class Methods(TorchFunctionMode):
-    """Refuses methods of tensors that are no operators: host reads, and hooks on gradients."""
+    """Refuses tensor methods that are not operators: host reads, and hooks on gradients."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _HOST_READS:
             raise CaptureRefused(f"the host reads a tensor ({function.__name__})")
         if function in _HOOKS and not isinstance(args[1], MethodDescriptorType):  # one of torch's own is an operator
-            raise CaptureRefused(f"a hook on a gradient in it would not run ({function.__name__})")
+            raise CaptureRefused(f"a hook on one of its gradients would not run ({function.__name__})")
         return function(*args, **(kwargs or {}))
 
 
 class Watch(TorchDispatchMode):
-    """Refuses operators. `known`: memory that they may read and that no capture makes."""
+    """Refuses operators. `known`: memory that they may read and that no capture allocates."""
 
     def __init__(self, known: Ranges) -> None:
         super().__init__()
@@ -54,7 +55,8 @@ class Watch(TorchDispatchMode):
                 continue
             if self._known_as(tensor) is None:
                 raise CaptureRefused(
-                    f"{function} reads a tensor of shape {tuple(tensor.shape)} that is no argument, parameter or buffer"
+                    f"{function} reads a tensor of shape {tuple(tensor.shape)} that is not an argument, parameter or "
+                    f"buffer"
                 )
             self.reads.add(range_of(tensor))
         reshapes = torch.Tag.inplace_view in function.tags
@@ -66,10 +68,10 @@ class Watch(TorchDispatchMode):
         before = {storage_of(each) for each in given}
         returned = function(*args, **kwargs)
         results = [*enumerate(returned)] if isinstance(returned, (tuple, list)) else [(-1, returned)]
-        # A number that the function has made a tensor of is a constant, wherever it lies.
+        # A number that the function has made into a tensor is a constant, on any device.
         used = [each for each in given if each.dim() or storage_of(each) not in self.made]
         if len({each.device for each in (*used, *(it for _, it in results)) if isinstance(each, Tensor)}) > 1:
-            raise CaptureRefused(f"it copies between devices, or reads a tensor of another one ({function})")
+            raise CaptureRefused(f"it copies between devices, or reads a tensor on another device ({function})")
         new: New = []
         for place, tensor in results:
             if isinstance(tensor, Tensor) and storage_of(tensor) not in before and tensor.numel():
@@ -79,20 +81,20 @@ class Watch(TorchDispatchMode):
         return returned
 
     def note(self, function: Any, args: tuple, kwargs: dict, given: list[Tensor], new: New) -> None:
-        """An operator ran."""
+        """Check an operator that has run."""
 
     def memory(self) -> Ranges:
-        """What the operators made."""
+        """The memory that the operators allocated."""
         return [(start, start + nbytes, False) for start, nbytes in self.made.items()]
 
     def _known_as(self, tensor: Tensor) -> bool | None:
-        """Whether known memory in which `tensor` begins may be written to; None for unknown memory."""
+        """Return whether the known memory that `tensor` begins in may be written to; None for unknown memory."""
         address = tensor.data_ptr()
         return next((writable for start, stop, writable in self._known if start <= address < stop), None)
 
 
 def storage_of(tensor: Tensor) -> int:
-    """The address of a tensor's storage."""
+    """Return the address of a tensor's storage."""
     return tensor.untyped_storage().data_ptr()
 
 
@@ -108,14 +110,14 @@ def _check(function: Any, args: tuple, kwargs: dict, given: list[Tensor]) -> Non
     if function.namespace in _COLLECTIVES:
         raise CaptureRefused(f"it contains a collective ({function})")
     if name == "lift_fresh":
-        raise CaptureRefused("it makes a tensor of numbers of the host, such as torch.tensor([...])")
+        raise CaptureRefused("it makes a tensor from numbers on the host, such as torch.tensor([...])")
     for tensor in given:
         if type(tensor) not in _PLAIN:
             raise CaptureRefused(f"it computes with a {type(tensor).__name__}")
 
 
 def _written(function: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The tensors that an operator changes."""
+    """Return the tensors that an operator writes to."""
     if not function._schema.is_mutable:
         return
     for place, argument in enumerate(function._schema.arguments):
@@ -125,8 +127,9 @@ def _written(function: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def _draws(function: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether an operator with the tag of random numbers draws some: attention has the tag, and draws none without
-    dropout."""
+    """Return whether an operator with the tag of random operators draws random numbers: attention has the tag, but
+    draws none without dropout.
+    """
     for place, argument in enumerate(function._schema.arguments):
         if argument.name == "dropout_p":
             return bool(args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value))

@@ -1,12 +1,12 @@
-"""Gradients of weights that a captured backward writes into the buffers that are reduced.
+"""Weight gradients that a captured backward writes into the buffers that are reduced.
 
 convention         while a backward is tried    while it is captured           before and after each replay
 -----------------  ---------------------------  -----------------------------  -------------------------------------
-weight_gradient    gets scratch; calls noted    gets what the engine answered  the engine is asked again, in order
+weight_gradient    gets scratch; calls noted    gets the engine's buffer       the engine is called again, in order
 main_grad          is scratch; flags noted      is the engine's buffer         `grad_added_to_main_grad` is set again
 
-A graph holds the addresses of these buffers, and whether it writes or adds. So the first microbatch and later ones
-have a recording each.
+A graph contains the addresses of these buffers, and whether it writes or adds. So the first microbatch and later ones
+have separate recordings.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +20,7 @@ from weft.fsdp.gradients.direct import answering, weight_gradient
 from weft.graphs.capture import CaptureRefused
 from weft.graphs.places import Ranges, local, range_of
 
-_OTHERS = (
-    "a backward in it asks for other gradients of weights than the time before: leave its module out of weft.Graphs"
-)
+_OTHERS = "a backward in it needs other weight gradients than the time before: leave its module out of weft.Graphs"
 MOST = 8
 """Recordings of one function: buffers that are new in each backward get none."""
 Target = tuple[Tensor, bool]
@@ -30,7 +28,9 @@ Target = tuple[Tensor, bool]
 
 
 class Writes:
-    """What a backward writes: `asked`, its questions in order; `added`, the parameters whose `main_grad` it adds to."""
+    """The writes of a backward. `asked`: its calls of `weight_gradient`, in order. `added`: the parameters whose
+    `main_grad` it adds to.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.asked: list[nn.Parameter] = []
@@ -42,7 +42,9 @@ class Writes:
 
     @contextmanager
     def tried(self) -> Iterator[Ranges]:
-        """Inside, a backward writes to scratch, and what it writes is noted; yields memory that it may write to."""
+        """Make a backward inside this context write to scratch memory, and record its writes; yields the memory that it
+        may write to.
+        """
         before = [(vars(each).get("main_grad"), each.grad_added_to_main_grad) for each in self._declared]
         scratch = [torch.zeros(each.shape, dtype=each.dtype, device=each.device) for each in self._declared]
         for each, place in zip(self._declared, scratch):
@@ -58,7 +60,7 @@ class Writes:
                     del each.main_grad
 
     def begin(self) -> None:
-        """What writes starts, maybe again."""
+        """Start the writes, possibly again."""
         self.asked.clear()
 
     def _note(self, parameter: nn.Parameter) -> Target:
@@ -67,21 +69,21 @@ class Writes:
 
 
 def _nothing() -> None:
-    """While a backward is tried, any number of questions is right."""
+    """Do nothing: a backward that is tried may make any number of calls."""
 
 
 class Recorded(NamedTuple):
-    """A recording, and what its function returned."""
+    """A recording, and the result of its function."""
 
     recording: Any
     result: Any
 
 
 class Recordings:
-    """Those of one function that may write gradients of weights: one for each set of buffers.
+    """The recordings of one function that may write weight gradients: one for each set of buffers.
 
-    `capture`: records a function that may write to further memory. `restored`: a context in which buffers of modules
-    may change. `count`: is told why a call is eager.
+    `capture`: records a function that may write to additional memory. `restored`: a context in which buffers of modules
+    may change. `count`: called with the reason why a call is eager.
     """
 
     def __init__(
@@ -111,11 +113,11 @@ class Recordings:
 
     @property
     def nbytes(self) -> int:
-        """The memory of all of them."""
+        """The memory of all recordings in bytes."""
         return sum(each.recording.nbytes for each in self._found.values())
 
     def run(self, *, poisoned: bool) -> Any:
-        """Replay into the buffers of now, and return the static result; buffers that are new are recorded first."""
+        """Replay into the current buffers, and return the static result; for new buffers, record first."""
         targets = Targets(self.writes)
         found = self._found.get(targets.key)
         because = f"a backward writes to more than {MOST} sets of buffers"
@@ -141,7 +143,7 @@ class Recordings:
 
 
 class Targets:
-    """The buffers of one backward. `key`: what a recording of it holds of them."""
+    """The buffers of one backward. `key`: the properties that a recording depends on."""
 
     def __init__(self, writes: Writes) -> None:
         self._asked = list(writes.asked)
@@ -158,16 +160,16 @@ class Targets:
         return [*(buffer for buffer, _ in self._answers), *(each.main_grad for each in self._added)]
 
     def ranges(self) -> Ranges:
-        """Where the backward may write."""
+        """Return the memory that the backward may write to."""
         return [range_of(each, writable=True) for each in self._buffers()]
 
     def begin(self) -> None:
-        """What writes starts, maybe again."""
+        """Start the writes, possibly again."""
         self._next = 0
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside, the backward may write any number of times; afterwards the buffers are as they were."""
+        """Allow any number of writes inside this context; restore the buffers at its end."""
         buffers = self._buffers()
         with torch.no_grad():
             before = [each.clone() for each in buffers]
@@ -179,18 +181,18 @@ class Targets:
                     buffer.copy_(values)
 
     def answer(self, parameter: nn.Parameter) -> Target:
-        """The buffer for the next question of the backward."""
+        """Return the buffer for the next call of `weight_gradient` in the backward."""
         if self._next == len(self._asked) or self._asked[self._next] is not parameter:
             raise CaptureRefused(_OTHERS)
         self._next += 1
         return self._answers[self._next - 1]
 
     def end(self) -> None:
-        """What writes is done, maybe to do it again. Raises CaptureRefused if it left out a buffer."""
+        """End the writes, which may be repeated. Raises CaptureRefused if a buffer was left out."""
         if self._next != len(self._asked):
             raise CaptureRefused(_OTHERS)
 
     def written(self) -> None:
-        """The backward is over."""
+        """Note that the backward has ended."""
         for each in self._added:
             each.grad_added_to_main_grad = True

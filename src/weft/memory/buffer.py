@@ -61,12 +61,12 @@ class FlatBuffer:
 
     @property
     def version(self) -> int:
-        """Every write to what lies here makes it higher."""
+        """The version counter, which every write to this memory increments."""
         return self.local._version
 
     @property
     def storage(self) -> torch.UntypedStorage:
-        """The memory of what lies here."""
+        """The storage of this buffer."""
         return self.local.untyped_storage()
 
     def part(self, placements: tuple[Placement, ...]) -> "FlatBuffer":

@@ -76,7 +76,7 @@ class Transient:
         _resize(self.own, 0)
 
     def live_in(self, tensor: torch.Tensor) -> None:
-        """Use the memory of `tensor` from now on."""
+        """Use the memory of `tensor`."""
         self.tensor = tensor
         self.on_move(tensor)
 
@@ -198,8 +198,8 @@ class Pool:
         for rival in self._rivals(transient):
             if not rival.is_evictable():
                 raise RuntimeError(
-                    f"{transient.describe()} and {rival.describe()} never were here together before, are in use at "
-                    "once, and backward needs both where they were in forward: pass "
+                    f"{transient.describe()} and {rival.describe()} share memory in the current plan because they "
+                    f"were never in use at the same time; this backward needs both at their forward addresses: pass "
                     "runtime=weft.RuntimeOptions(allocator='caching') to the root"
                 )
             place = rival.tensor
@@ -278,7 +278,7 @@ class Pool:
             self._places[transient] = old if same else place  # type: ignore[assignment]
 
     def _planned_place(self, transient: Transient) -> torch.Tensor | None:
-        """Return the place of `transient` in the slab; None if it has none or another buffer is there."""
+        """Return the place of `transient` in the slab; None if it has none, or if another buffer occupies it."""
         if self.plan is None:
             self.outdated = True
             return None

@@ -13,7 +13,7 @@ from weft.models.pattern import Pattern, parse
 class HybridConfig(Kinds):
     """The configuration of a hybrid model: the fields of `weft.models.kinds` for all models and for each kind of layer.
 
-    Construction raises ValueError for a wrong value, with the rule and the fix.
+    The constructor raises ValueError for an invalid value, with the rule and the fix.
     """
 
     def __post_init__(self) -> None:

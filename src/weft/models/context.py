@@ -48,7 +48,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Slices:
-    """This rank's slices of the rows of a batch; given to layers in place of `Documents`.
+    """This rank's slices of the rows of a batch; passed to layers in place of `Documents`.
 
     `whole`: the documents of the batch, whose rows are padded to a multiple of 2 `ranks`. `group`: the process group of
     the ranks that share the rows. `rank`: this rank's number in the group.
@@ -80,8 +80,8 @@ class Slices:
         """Raise `ValueError` unless `values` are the slices of this batch."""
         if values.shape != (self.whole.batch, 2 * self.width):
             raise ValueError(
-                f"slices of {self.whole.batch} rows, 2 x {self.width} tokens each, beside a tensor of shape "
-                f"{list(values.shape)}: make them with weft.models.context_part"
+                f"slices of {self.whole.batch} rows, 2 x {self.width} tokens each do not fit a tensor of shape "
+                f"{list(values.shape)}: create them with weft.models.context_part"
             )
 
     def cut(self, values: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ class Slices:
         """Start to gather the last `size` positions of each slice of `parts` [batch, 2 width, ...].
 
         The returned function waits and returns this rank's slices, each with the `size` positions before it, or zeros
-        at the begin of a row: [2 batch, size + width, ...].
+        at the beginning of a row: [2 batch, size + width, ...].
         """
         rows = [self.rows(part) for part in parts]
         finish = start_gathering(self.group, *(self._tails(each, size) for each in rows))
@@ -200,7 +200,7 @@ class Slices:
         return self.kept(device, "numbers", lambda: self._numbers)
 
     def before(self, device: torch.device) -> Tensor:
-        """Return the number of the document before each slice, [2 batch]; -1 at the begin of a row."""
+        """Return the number of the document before each slice, [2 batch]; -1 at the beginning of a row."""
 
         def make() -> Tensor:
             numbers = F.pad(self.whole.numbers(), (1, 0), value=PADDING)
@@ -220,8 +220,8 @@ class Slices:
         """
         if self.width < size:
             raise ValueError(
-                f"slices of {self.width} tokens: a convolution sees {size} tokens before a slice, and takes them from "
-                f"one other; use rows of at least {2 * self.ranks * size} tokens, or fewer context ranks"
+                f"slices of {self.width} tokens: a convolution needs the {size} tokens before its slice from a single "
+                f"other slice; use rows of at least {2 * self.ranks * size} tokens, or fewer context ranks"
             )
         rows = self._ahead(gathered(self.group, self._tails(self.rows(x), size))[0])
         first = self.numbers(x.device)[:, :1]
@@ -276,7 +276,8 @@ class Slices:
 
     def _ahead(self, tails: Tensor) -> Tensor:
         """Return, from the tails of all ranks, those before this rank's slices, [2 batch, size, ...]; zeros at the
-        begin of a row."""
+        beginning of a row.
+        """
         by_slice = self._by_slice(tails)
         found = [by_slice[number - 1] if number else torch.zeros_like(by_slice[0]) for number in self.mine]
         return torch.stack(found, dim=1).flatten(0, 1)
@@ -304,7 +305,7 @@ def require_borders(documents: Any, tokens: Tensor) -> None:
     """Raise `TypeError` or `ValueError` unless `documents` are None or have the shape of `tokens`."""
     if not isinstance(documents, Documents | Slices | None):
         raise TypeError(
-            f"documents is a {type(documents).__name__}: make it with weft.models.Documents, such as "
+            f"documents is a {type(documents).__name__}: create it with weft.models.Documents, such as "
             "Documents.from_ids(ids), Documents.from_position_ids(position_ids) or Documents.from_mask(attention_mask)"
         )
     if documents is not None:
@@ -322,20 +323,20 @@ def context_part(batch: Mapping[str, Any], meshes: Meshes) -> dict[str, Any]:
         part = context_part({"tokens": tokens, "labels": labels, "documents": documents}, meshes)
         loss = model(part.pop("tokens"), **part)
 
-    Raises `ValueError` without `meshes.cp`, and for values that are no tensors or begin with another shape than
+    Raises `ValueError` without `meshes.cp`, and for values that are not tensors or do not begin with the shape of
     "tokens". Raises `TypeError` for a batch without "tokens", and for documents of another type or already cut.
     """
     if meshes.cp is None:
         raise ValueError(
-            "meshes have no context ranks: make them with weft.init_meshes(cp=...), or leave this call out"
+            "meshes have no context ranks: create them with weft.init_meshes(cp=...), or leave this call out"
         )
     if not isinstance(batch, Mapping) or not isinstance(batch.get("tokens"), Tensor):
-        raise TypeError('a batch is a dict of tensors [batch, seq, ...], of which one is "tokens"')
+        raise TypeError('pass a batch as a dict of tensors [batch, seq, ...] with the key "tokens"')
     group = group_of(meshes.cp, 0)
     tokens, given = batch["tokens"], batch.get("documents")
     require_borders(given, tokens)
     if isinstance(given, Slices):
-        raise TypeError("documents of this batch are slices already: cut each batch once")
+        raise TypeError("documents of this batch are already slices: cut each batch once")
     rows, seq = tokens.shape
     shared = 1 if meshes.tp is None else meshes.tp.size()  # tensor-parallel ranks cut a rank's positions again
     missing = -seq % (2 * group.size() * shared // math.gcd(2, shared))
@@ -347,11 +348,13 @@ def context_part(batch: Mapping[str, Any], meshes: Meshes) -> dict[str, Any]:
             continue
         if not isinstance(value, Tensor):
             raise ValueError(
-                f"{name!r} is a {type(value).__name__}: beside documents a batch has tensors [batch, seq, ...], which "
-                "are cut; leave it out, or give it to the model by itself"
+                f"{name!r} is a {type(value).__name__}: a batch with documents can contain only tensors [batch, seq, "
+                f"...], which are cut; leave it out, or pass it to the model separately"
             )
         if value.shape[:2] != tokens.shape:
-            raise ValueError(f"{name!r} has shape {list(value.shape)}: it begins with that of tokens, {[rows, seq]}")
+            raise ValueError(
+                f"{name!r} has shape {list(value.shape)}: it must begin with the shape of tokens, {[rows, seq]}"
+            )
         filling = IGNORED_LABEL if name == "labels" else 0
         if name == "labels" and given is not None:
             value = given.labels(value)

@@ -22,25 +22,26 @@ from weft.pipeline.placement import Cut, balanced
 
 
 def cut_of(cfg: HybridConfig, meshes: Meshes | None, chunks: int | None, placement: str) -> Cut | None:
-    """Return the cut of a model of `cfg` over the pipeline of `meshes`; None for a model in one piece.
+    """Return the cut of a model of `cfg` over the pipeline of `meshes`; None for a model without stages.
 
-    `chunks`: the number of stages per rank; None: as many as the pattern's segments give, 1 if it has no `|`.
+    `chunks`: the number of stages per rank; None: from the pattern's segments, 1 if it has no `|`.
     """
     mesh = meshes.pp if meshes is not None else None
     ranks = mesh.size() if mesh is not None else 1
     segments = cfg.parsed.segments
     if chunks is not None and (isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1):
-        raise ValueError(f"chunks={chunks!r}: each rank has at least 1 stage; give a positive integer, or None")
+        raise ValueError(f"chunks={chunks!r}: each rank has at least 1 stage; pass a positive integer, or None")
     if mesh is None and chunks in (None, 1):
         if placement != LOOP:
-            raise ValueError(f"placement={placement!r} of a model in one piece: nothing is placed; leave it out")
+            raise ValueError(f"placement={placement!r} has no effect on a model without pipeline stages; leave it out")
         return None
     if len(segments) > 1:
         cfg.parsed.stage(0, pp_size=ranks)  # the number of segments fits
         if chunks is not None and len(segments) != ranks * chunks:
             raise ValueError(
-                f"chunks={chunks} on pp={ranks} ranks are {ranks * chunks} stages, and pattern {cfg.pattern!r} has "
-                f"{len(segments)} segments: write as many, or none for equal ones, or leave chunks out"
+                f"chunks={chunks} on pp={ranks} ranks are {ranks * chunks} stages, but pattern {cfg.pattern!r} has "
+                f"{len(segments)} segments: write one segment per stage, or no '|' for equal stages, or leave "
+                f"chunks out"
             )
         bounds = [0]
         for segment in segments:

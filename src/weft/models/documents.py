@@ -47,13 +47,13 @@ class ConvolutionLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class Documents:
-    """The begins of documents in a batch of `batch` rows of `seq` tokens; checked on construction, on the host.
+    """The starts of documents in a batch of `batch` rows of `seq` tokens; checked on construction, on the host.
 
     `starts`: the first position of each document and of each run of padding, in the flattened batch. `padding`: the
     indices into `starts` of runs of padding. `continues`: the last document of each row continues after the row, so
     that the label at its last position is used. Two values are equal if they describe the same documents.
 
-    Raises `ValueError` for starts that do not ascend, lack the begin of a row or are outside of the batch.
+    Raises `ValueError` for starts that do not ascend, lack the beginning of a row or are outside of the batch.
     """
 
     batch: int
@@ -68,17 +68,18 @@ class Documents:
             raise ValueError(f"batch={self.batch}, seq={self.seq}: a batch has at least one row of one token")
         starts = torch.tensor(self.starts, dtype=torch.int64)
         if not len(starts) or starts[0] != 0 or bool((starts[1:] <= starts[:-1]).any()):
-            raise ValueError(f"starts={_some(self.starts)}: must begin with 0 and ascend; give each start once")
+            raise ValueError(f"starts={_some(self.starts)}: must begin with 0 and ascend; pass each start once")
         if starts[-1] >= self.batch * self.seq:
             raise ValueError(
-                f"starts={_some(self.starts)}: the last document begins behind the batch of {self.batch} x {self.seq} "
+                f"starts={_some(self.starts)}: the last document begins after the end of the batch of {self.batch} x "
+                f"{self.seq} "
                 f"tokens; starts are at most {self.batch * self.seq - 1}"
             )
         rows = torch.arange(self.batch) * self.seq
         missing = rows[~torch.isin(rows, starts)]
         if len(missing):
             raise ValueError(
-                f"row {int(missing[0]) // self.seq} begins inside of a document: no document crosses rows of "
+                f"row {int(missing[0]) // self.seq} begins inside a document: documents cannot cross rows of "
                 f"{self.seq} tokens; add the start {int(missing[0])}"
             )
         if not set(self.padding) <= set(range(len(self.starts))):
@@ -88,7 +89,7 @@ class Documents:
 
     @classmethod
     def from_position_ids(cls, position_ids: Tensor) -> "Documents":
-        """Make documents from positions [batch, seq] that restart with 0 at each document, as in transformers.
+        """Create documents from positions [batch, seq] that restart with 0 at each document, as in transformers.
 
         Raises `ValueError` if a position is neither 0 nor one more than the position before it.
         """
@@ -107,7 +108,7 @@ class Documents:
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, batch: int, seq: int) -> "Documents":
-        """Make documents from cumulative lengths in the flattened batch, `[0, n_1, n_1 + n_2, ..., batch * seq]`.
+        """Create documents from cumulative lengths in the flattened batch, `[0, n_1, n_1 + n_2, ..., batch * seq]`.
 
         Raises `ValueError` if they do not begin with 0, ascend and end with `batch * seq`, or if a document crosses
         rows.
@@ -121,13 +122,13 @@ class Documents:
 
     @classmethod
     def from_ids(cls, ids: Tensor) -> "Documents":
-        """Make documents from a number for each position [batch, seq], equal within a document; -1 is padding.
+        """Create documents from a number for each position [batch, seq], equal within a document; -1 is padding.
 
         Raises `ValueError` for a number below -1, and for one that appears in its row again after another number.
         """
         ids = _integers("ids", ids, "[batch, seq]")
         if bool((ids < PADDING).any()):
-            raise ValueError(f"ids has {int(ids.min())}: numbers are at least 0, and {PADDING} is padding")
+            raise ValueError(f"ids has {int(ids.min())}: document numbers must be at least 0, or {PADDING} for padding")
         begins = torch.ones_like(ids, dtype=torch.bool)
         begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
         starts = begins.flatten().nonzero()[:, 0]
@@ -137,7 +138,7 @@ class Documents:
             if number != PADDING and (row, number) in seen:
                 raise ValueError(
                     f"ids[{row}, {start % ids.shape[1]}] is {number}, which appears before another number in this row: "
-                    "a document stands in one piece; give each document a number of its own"
+                    "the tokens of a document must be contiguous; number each document differently"
                 )
             seen.add((row, number))
         padding = (numbers == PADDING).nonzero()[:, 0].tolist()
@@ -145,7 +146,7 @@ class Documents:
 
     @classmethod
     def from_mask(cls, attention_mask: Tensor) -> "Documents":
-        """Make documents from a mask [batch, seq]: 1 or True at tokens, 0 at padding, on the left, the right or both.
+        """Create documents from a mask [batch, seq]: 1 or True at tokens, 0 at padding, on the left, the right or both.
 
         Each row is one document. Raises `ValueError` for a row with padding between tokens.
         """
@@ -154,12 +155,14 @@ class Documents:
             mask = is_one.long()  # floating-point masks are common too
         mask = _integers("attention_mask", mask, "[batch, seq]")
         if bool(((mask != 0) & (mask != 1)).any()):
-            raise ValueError("attention_mask has other values than 0 and 1; several documents: Documents.from_ids")
+            raise ValueError(
+                "attention_mask has values other than 0 and 1; for several documents use Documents.from_ids"
+            )
         begins = mask.diff(dim=1, prepend=torch.zeros_like(mask[:, :1])) == 1
         if bool((several := begins.sum(1) > 1).any()):
             raise ValueError(
                 f"attention_mask has padding between tokens of row {int(several.nonzero()[0])}: each row is one "
-                "document; several documents: Documents.from_ids"
+                f"document; for several documents use Documents.from_ids"
             )
         return cls.from_ids(mask - 1)
 
@@ -239,8 +242,8 @@ class Documents:
         """Raise `ValueError` unless `values` has the shape of this batch."""
         if values.shape != self.shape:
             raise ValueError(
-                f"documents of {self.batch} rows of {self.seq} tokens beside a tensor of shape {list(values.shape)}: "
-                "make them for this batch"
+                f"documents of {self.batch} rows of {self.seq} tokens do not fit a tensor of shape "
+                f"{list(values.shape)}: create them for this batch"
             )
 
     def attention(self, device: torch.device) -> AttentionLayout:
@@ -291,9 +294,9 @@ class Documents:
 def _integers(name: str, values: Any, shape: str) -> Tensor:
     """Return `values` as int64 on the host; raise unless they are integers. `shape`: the expected shape, for errors."""
     if not isinstance(values, Tensor):
-        raise TypeError(f"{name} is a {type(values).__name__}: give a tensor of integers {shape}")
+        raise TypeError(f"{name} is a {type(values).__name__}: pass a tensor of integers {shape}")
     if values.dim() != shape.count(",") + 1 or values.is_floating_point() or not values.numel():
-        raise ValueError(f"{name} has shape {list(values.shape)} and dtype {values.dtype}: give integers {shape}")
+        raise ValueError(f"{name} has shape {list(values.shape)} and dtype {values.dtype}: pass integers {shape}")
     return values.detach().cpu().long()
 
 

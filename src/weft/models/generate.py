@@ -26,7 +26,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, fits, rule in (
-            ("temperature", 0 <= self.temperature < math.inf, "must be at least 0, which takes the best token"),
+            ("temperature", 0 <= self.temperature < math.inf, "must be at least 0; 0 chooses the best token"),
             ("top_k", isinstance(self.top_k, int) and self.top_k >= 0, "must be a whole number, 0 for all tokens"),
             ("top_p", 0 < self.top_p <= 1, "must be more than 0 and at most 1"),
             ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "must be positive, 1 for none"),
@@ -61,11 +61,11 @@ def generate(
     among: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the tokens that follow `tokens` [B, S] int64, [B] per step, without end.
+    """Yield the tokens that follow `tokens` [B, S] int64, [B] per step, endlessly.
 
     `lengths`: the number of prompt tokens in each row; None: S. While a row still reads its prompt, -1 is yielded for
-    it. The model sees no padding: it reads as many tokens as the shortest prompt has at once, then one token of each
-    row per step, taken from the prompt as long as it lasts. `among`: the tokens that may follow, 1-D; None: all.
+    it. The model sees no padding: it reads the length of the shortest prompt at once, then one token of each row per
+    step, from the prompt until that ends. `among`: the tokens to choose from, 1-D; None: all.
     """
     cache: Cache = {}
     lengths = [tokens.shape[1]] * len(tokens) if lengths is None else list(lengths)

@@ -66,7 +66,9 @@ class _CrossEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor, None]:
         if ctx.spent:
-            raise RuntimeError("a cross-entropy loss can be backpropagated once; compute it again for a second time")
+            raise RuntimeError(
+                "a cross-entropy loss can be backpropagated only once; compute the loss again for a second backward"
+            )
         ctx.spent = True
         gradient, count = ctx.saved_tensors
         # The factor (1 / count, times the loss's gradient) is applied here in full precision. Rounded to half

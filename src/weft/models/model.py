@@ -215,8 +215,8 @@ class HybridModel(nn.Module):
         """Raise `ValueError` if the model has context ranks and `documents` are not slices."""
         if self.context_ranks > 1 and not isinstance(documents, Slices):
             raise ValueError(
-                f"cp={self.context_ranks}: each context rank has a part of every row, and this call does not say "
-                "which: cut the batch with weft.models.context_part; a model that generates has no cp"
+                f"cp={self.context_ranks}: each context rank has a part of every row, but this batch is not cut: cut "
+                f"it with weft.models.context_part; to generate, use a model without cp"
             )
 
     def _cross_entropy(self, hidden_BSD: Tensor, labels: Tensor) -> Tensor:
@@ -251,7 +251,7 @@ class HybridModel(nn.Module):
         of routers and prediction depths are added.
 
         cache: a dict for generation, empty at first, that the call updates. `tokens` follow those of earlier calls:
-        several calls with parts of a sequence give the logits of one call with all of it.
+        several calls with parts of a sequence return the logits of one call with the whole sequence.
 
         documents: the documents and the padding in the rows. No information crosses documents. The label at a
         document's last position is ignored.
@@ -263,16 +263,16 @@ class HybridModel(nn.Module):
         """
         if self.cut is not None and self.cut.ranks > 1:
             raise RuntimeError(
-                f"this rank has stages of a model that is cut over pp={self.cut.ranks} ranks, not the whole of it: "
-                "call weft.overlap.forward_backward"
+                f"this rank has stages of a model that is cut over pp={self.cut.ranks} ranks, not the whole model: "
+                f"call weft.overlap.forward_backward"
             )
         self._require_slices(documents)
         if depths and (labels is not None or cache is not None):
-            raise ValueError("depths=True beside labels or a cache: it gives scores of whole rows; leave one out")
+            raise ValueError("depths=True with labels or a cache: it returns logits of whole rows; leave one out")
         if self.ranks is not None and cache is not None:
-            raise ValueError(f"tp={self.ranks.size}: a cache is of whole layers; generate with a model without tp")
+            raise ValueError(f"tp={self.ranks.size}: a cache needs whole layers; generate with a model without tp")
         if documents is not None and cache is not None:
-            raise ValueError("documents beside a cache: a cache continues one sequence per row; leave one out")
+            raise ValueError("documents with a cache: a cache continues one sequence per row; leave one out")
         x_BSD, losses = self.decoder(self.embed(tokens, documents), cache, documents)
         if depths:
             outputs, _ = self._outputs(x_BSD, tokens, self.depths, documents)

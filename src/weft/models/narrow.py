@@ -32,8 +32,8 @@ def choose_weights(model: HybridModel, policy: MixedPrecisionPolicy) -> MixedPre
     count += parsed.depths * sum(len(each.symbols) for each in parsed.prediction)
     if ends.first + ends.last >= count:
         raise ValueError(
-            f"except_ends({ends.first}, {ends.last}) of a model with {count} layers: none is left to quantize; choose "
-            "smaller numbers"
+            f"except_ends({ends.first}, {ends.last}) of a model with {count} layers leaves none to quantize; choose "
+            f"smaller numbers"
         )
     for number, block in _blocks(model):
         if ends.first <= number < count - ends.last:

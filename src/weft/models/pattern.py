@@ -5,7 +5,7 @@
     G        gated delta net              mixer
     *        self-attention (GQA, RoPE)   self_attention
     +        multi-head latent attention  self_attention
-    P        attention beside Mamba-2     mixer
+    P        attention and Mamba-2        mixer
     K        Kimi delta attention         mixer
     -        dense MLP                    mlp
     E        mixture of experts           mlp
@@ -70,8 +70,8 @@ class Pattern:
                 self.text,
                 borders[-1] if borders else 0,
                 "|" if borders else self.text,
-                f"{count} pipeline segment{'s' * (count > 1)} cannot be dealt to pp={pp_size} ranks; write as many '|' "
-                f"as make the number of segments a multiple of {pp_size}",
+                f"{count} pipeline segment{'s' * (count > 1)} cannot be distributed over pp={pp_size} ranks; add '|' "
+                f"until the number of segments is a multiple of {pp_size}",
             )
         for name, value, end in (("pp_rank", pp_rank, pp_size), ("chunk", chunk, count // pp_size)):
             if not 0 <= value < end:
@@ -107,12 +107,12 @@ def parse(text: str) -> Pattern:
             if opened is None:
                 raise error("']' closes a group; put its '[' before it")
             if position == opened + 1:
-                raise PatternError(text, opened, "[]", "a group has at least one layer")
+                raise PatternError(text, opened, "[]", "a group needs at least one layer")
             add(text[opened + 1 : position])
             opened = None
         elif sign == "|":
             if part is not main:
-                raise error("pipeline segments are cut in the main part only, before the first '/'")
+                raise error("only the main part, before the first '/', can be cut into pipeline segments")
             main.append([])
         elif sign == "/":
             depths.append([])
@@ -120,25 +120,25 @@ def parse(text: str) -> Pattern:
             attention = None
         elif sign not in LAYER_KEYS:
             known = " ".join(LAYER_KEYS)
-            raise error(f"unknown symbol; layers are {known}, and the signs are [ ] | /")
+            raise error(f"unknown symbol; layers are {known}, and the other symbols are [ ] | /")
         else:
             if sign in "*+P":
                 heads = "+" if sign == "+" else "*"
                 if attention not in (None, heads):
-                    raise error("one part uses either '*' (or 'P') or '+', not both")
+                    raise error("a part can use either '*' (or 'P') or '+', not both")
                 attention = heads
             if opened is None:
                 add(sign)
                 continue
             members = text[opened + 1 : position]
             if members and members[-1] in TERMINAL:
-                raise error(f"{members[-1]!r} stands last in its group", position - 1)
+                raise error(f"{members[-1]!r} must be the last layer of its group", position - 1)
             if LAYER_KEYS[sign] in {LAYER_KEYS[member] for member in members}:
                 raise error(f"two members of one group would share the checkpoint key {LAYER_KEYS[sign]!r}")
     if opened is not None:
         raise PatternError(text, opened, text[opened:], "'[' opens a group; put its ']' after its last layer")
     if not any(main):
-        rule = "the main part has at least one layer, and only segments beside others may be empty"
+        rule = "the main part needs at least one layer, and only one of several segments may be empty"
         raise PatternError(text, 0, text[:1], rule)
     return Pattern(text, tuple(map(tuple, main)), *_prediction(text, depths))
 
@@ -152,8 +152,8 @@ def _prediction(text: str, depths: list[list[LogicalLayer]]) -> tuple[tuple[Logi
     for layers in depths:
         written = text[position:].partition("/")[0]
         if not layers:
-            raise PatternError(text, position - 1, "/", "a prediction part has at least one layer")
+            raise PatternError(text, position - 1, "/", "a prediction part needs at least one layer")
         if layers != depths[0]:
-            raise PatternError(text, position, written, "every prediction part is spelled like the first")
+            raise PatternError(text, position, written, "every prediction part must be written like the first")
         position += len(written) + 1
     return tuple(depths[0]), len(depths)

@@ -63,7 +63,7 @@ class PredictionDepth(Stack):
 
         `following`: the embeddings. `previous`: the output.
         """
-        previous = previous.view_as(previous)  # a node of its own, so that autograd always sums in the same order
+        previous = previous.view_as(previous)  # a separate node, so that autograd always sums in the same order
         return self.project(torch.cat((self.embedding_norm(following), self.hidden_norm(previous)), dim=-1))
 
     def leave(self, hidden: Tensor) -> Tensor:

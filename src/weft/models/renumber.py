@@ -1,4 +1,4 @@
-"""Loads checkpoints of the same layers in other groups: a model `[*-][*E]` loads those of `*-*E`, and the reverse.
+"""Loads checkpoints of the same layers, grouped differently: a model `[*-][*E]` loads those of `*-*E`, and the reverse.
 
 Two patterns with the same symbols differ only in the numbers of their logical layers:
 
@@ -25,7 +25,7 @@ Numbers = Mapping[tuple[str, int, str], int]
 
 
 def renumbered(state: Mapping[str, Any], cfg: HybridConfig) -> dict[str, Any]:
-    """Wrap `state` for `CheckpointManager.load` from a checkpoint with other groups of the same symbols as `cfg`.
+    """Wrap `state` for `CheckpointManager.load` from a checkpoint that groups the symbols of `cfg` differently.
 
     Its first entry must be the model. If the checkpoint has other symbols, keys are unchanged, and loading lists them.
     """

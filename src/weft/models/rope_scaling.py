@@ -27,7 +27,7 @@ def check_rope_scaling(scaling: Mapping[str, Any], pairs: int) -> None:
     if needed - given.keys() or given.keys() - needed - more:
         raise ValueError(
             f"rope_scaling={scaling!r}: rope_type {kind!r} needs {', '.join(sorted(needed)) or 'nothing'}"
-            f"{', may have ' * bool(more)}{', '.join(sorted(more))}, and knows nothing else"
+            f"{', may have ' * bool(more)}{', '.join(sorted(more))}, and nothing else"
         )
     for name, value in given.items():
         if name == "truncate":

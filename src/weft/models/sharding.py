@@ -20,7 +20,7 @@ def shard(model: HybridModel, meshes: Meshes, **options: Any) -> HybridModel:
     the head.
 
     `options` are passed to each `weft.fully_shard` call, `runtime` to the root's only. The `output_dtype` of
-    `mp_policy` also applies to the root only: activations between layers and rows of experts stay in `param_dtype`.
+    `mp_policy` also applies only to the root: activations between layers and rows of experts stay in `param_dtype`.
     With `param_quantization` and without `quantize`, the projections of layers and the experts are quantized;
     `weft.quantize.except_ends` excludes layers.
     """

@@ -22,8 +22,8 @@ def check_context(cfg: HybridConfig, context: int, size: int) -> None:
     for kinds, (name, kernel) in _KERNELS.items():
         if context > 1 and set(cfg.pattern) & set(kinds) and getattr(cfg, name) == kernel:
             raise ValueError(
-                f"{name}={kernel!r} on cp={context} ranks: this kernel does not take a state from another slice of a "
-                "row; choose 'auto' or 'torch'"
+                f"{name}={kernel!r} on cp={context} ranks: this kernel cannot continue from the state of another "
+                f"slice of a row; choose 'auto' or 'torch'"
             )
     heads = cfg.num_attention_heads // size
     if cfg.context_attention == "heads" and set(cfg.pattern) & set("*P") and heads % context:
@@ -34,8 +34,9 @@ def check_context(cfg: HybridConfig, context: int, size: int) -> None:
 
 
 def least_row(cfg: HybridConfig, context: int) -> int:
-    """Return the length of the shortest rows that `context` ranks can share: what a convolution sees before a slice
-    must be in the previous slice."""
+    """Return the length of the shortest rows that `context` ranks can share: the positions that a convolution sees
+    before a slice must be in the previous slice.
+    """
     widths = [getattr(cfg, name) for kinds, name in _CONVOLUTIONS.items() if set(cfg.pattern) & set(kinds)]
     return 2 * context * max(max(widths, default=1) - 2, 0) + 1 if context > 1 else 1
 
@@ -50,8 +51,8 @@ def check_shared(cfg: HybridConfig, size: int, experts: int) -> None:
     for kinds, name in _FEW.items():
         if symbols & set(kinds) and (units := getattr(cfg, name)) % size and size % units:
             raise ValueError(
-                f"{name}={units} on tp={size} ranks: each has as many, or as many ranks share each; make one a "
-                "multiple of the other"
+                f"{name}={units} on tp={size} ranks: every rank must have the same number, or every one must be "
+                f"shared by the same number of ranks; make one a multiple of the other"
             )
     if "E" in symbols:
         for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
@@ -62,8 +63,8 @@ def check_shared(cfg: HybridConfig, size: int, experts: int) -> None:
                 )
         if experts == 1 and cfg.capacity_factor is not None:
             raise ValueError(
-                f"capacity_factor={cfg.capacity_factor} with etp=1: what is dropped is decided among all positions of "
-                f"a row, and each of tp={size} ranks routes its own; set etp={size}, or leave the capacity out"
+                f"capacity_factor={cfg.capacity_factor} with etp=1: dropping needs all positions of a row, but each "
+                f"of tp={size} ranks routes only its own; set etp={size}, or leave the capacity out"
             )
     if cfg.vocab_size < size:
-        raise ValueError(f"vocab_size={cfg.vocab_size} is cut over tp={size} ranks: it has at least one token for each")
+        raise ValueError(f"vocab_size={cfg.vocab_size} is cut over tp={size} ranks: each needs at least one token")

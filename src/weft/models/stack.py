@@ -76,8 +76,8 @@ class Layer(nn.Module):
         terminal = getattr(self, key)
         if hasattr(terminal, "_checkpoint_wrapped_module"):
             raise ValueError(
-                f"{key} is inside an activation checkpoint, and the stages of its layer would go past it: "
-                "set HybridConfig(recompute=('experts',)), or checkpoint the whole layer"
+                f"{key} is inside an activation checkpoint, which the stages of its layer would bypass: set "
+                f"HybridConfig(recompute=('experts',)), or checkpoint the whole layer"
             )
         return terminal
 
@@ -86,8 +86,9 @@ class Layer(nn.Module):
         terminal = self._terminal
         if terminal is not None and (what := beside_forward(terminal)):
             raise ValueError(
-                f"{LAYER_KEYS[self.symbols[-1]]} ({type(terminal).__name__}) {what}, and its layer calls its parts, "
-                f"not it: {'compile' if 'compiled' in what else 'put hooks on'} the layer or the modules inside"
+                f"{LAYER_KEYS[self.symbols[-1]]} ({type(terminal).__name__}) {what}, but its layer calls the parts of "
+                f"this module, not the module: {'compile' if 'compiled' in what else 'put hooks on'} the layer or the "
+                f"modules inside"
             )
         if documents is not None and documents.is_plain:
             documents = None
@@ -111,7 +112,7 @@ class Layer(nn.Module):
 
 
 class Layers(nn.ModuleList):
-    """Layers named by their numbers in the whole model. An index counts the layers of this rank."""
+    """Layers named by their numbers in the whole model. Indices count the layers of this rank."""
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):

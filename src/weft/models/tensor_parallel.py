@@ -5,9 +5,9 @@ computes with its heads, groups or columns. The output of its last projection is
 
     x [B, S/tp, D]   norm   gather   [B, S, D]   this rank's heads   last projection   sum, scatter   [B, S/tp, D]
 
-`cuts_of` lists how each parameter is divided. A parameter that is not cut has a partial gradient on each rank, which
-is summed over the ranks: norms see this rank's positions only, modules between gathering and scattering see this
-rank's heads only. See `weft.moe.parts`.
+`cuts_of` lists how each parameter is divided. A parameter that is not cut has a partial gradient on each rank, which is
+summed over the ranks: norms see only this rank's positions, and modules between gathering and scattering see only this
+rank's heads. See `weft.moe.parts`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -88,8 +88,8 @@ class TensorRanks:
         """Raise `ValueError` unless the number of ranks divides the positions of `tokens` [B, S]."""
         if tokens.shape[1] % self.size:
             raise ValueError(
-                f"{tokens.shape[1]} positions on tp={self.size} ranks, of which each has as many: make the rows a "
-                f"multiple of {self.size} long, with labels of -100 at their end"
+                f"{tokens.shape[1]} positions on tp={self.size} ranks, which must all have the same number: pad the "
+                f"rows to a multiple of {self.size}, with labels of -100 at their end"
             )
 
 
@@ -128,7 +128,9 @@ def _columns(*sections: tuple[int, int], dim: int = 0) -> Cut:
 
 
 def cuts_of(symbol: str, cfg: HybridConfig, experts: str = CUT) -> dict[str, Lies]:
-    """Return how each parameter of a block is divided, by its name or its module's; `experts`: see `TensorRanks`."""
+    """Return how each parameter of a block is divided, by its name or by its module's name; `experts`: see
+    `TensorRanks`.
+    """
     norms: dict[str, Lies] = {"norm": WHOLE, "post_norm": WHOLE}
     lies = norms | _KINDS[symbol](cfg)
     if symbol != "E" or experts == CUT:
@@ -259,7 +261,7 @@ def ends_of(cfg: HybridConfig) -> dict[str, Lies]:
 def share(module: nn.Module, lies: Mapping[str, Lies], ranks: TensorRanks, path: str = "") -> None:
     """Replace the parameters of `module` by this rank's parts.
 
-    `lies`: how each parameter is divided, by its name or its module's. `path`: the name of `module` in `lies`.
+    `lies`: how each parameter is divided, by its name or by its module's name. `path`: the name of `module` in `lies`.
     """
     for owner_name, owner in module.named_modules():
         where = ".".join(filter(None, (path, owner_name)))

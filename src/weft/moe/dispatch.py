@@ -1,4 +1,4 @@
-"""Exchange of tokens with the ranks of their experts, in both directions.
+"""Exchanges tokens with the ranks of their experts, in both directions.
 
     handle = dispatcher.plan(counts, rows)        starts to exchange the numbers of rows between ranks
     ...                                           computation
@@ -11,7 +11,7 @@ The dispatcher's `rows_per` defines a row. "rank": a token's row for all of its 
 `weft.moe.visits`). "expert": a row for each expert, sorted by expert.
 
 Both directions only move rows, so each is the other's backward. They do not use autograd; `exchange` is the autograd
-function around them for callers that wait at once.
+function around them for callers that wait immediately.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,13 +57,14 @@ class Handle:
     arrived: Permutation | None = None
 
     def ready(self) -> None:
-        """Wait until the sizes are known. Further calls return at once."""
+        """Wait until the sizes are known. Further calls return immediately."""
 
 
 class Halves(Handle):
     """The handles of the two halves of the tokens. `sizes`: the number of rows to send for each half.
 
-    `weft.overlap` sends the halves one after another, each with its own handle. A dispatcher never gets this one.
+    `weft.overlap` sends the halves one after another, each with its own handle. This class is never passed to a
+    dispatcher.
     """
 
     def __init__(self, parts: Sequence[Handle], sizes: Sequence[int], shape: tuple[int, int]) -> None:
@@ -93,7 +94,7 @@ class Arrival:
             self._ticket.abandon()
 
     def wait(self) -> Tensor:
-        """Wait for the rows and return them. Further calls return at once."""
+        """Wait for the rows and return them. Further calls return immediately."""
         if self._ticket is not None:
             self._ticket.wait()
             self._ticket = self._source = None
@@ -123,13 +124,13 @@ class Dispatcher(Protocol):
         """Start to send rows, sorted by rank, to their experts' ranks; [sent or more, hidden] -> [received, hidden].
 
         On a device with streams the host waits for the sizes; on CPU the rows are sent in the background when the sizes
-        are known. Rows after the first `handle.sent` are not sent. `behind`: the moment (`weft.comm.streams.moment`) at
-        which `rows` were complete; the exchange waits for it only. None: the exchange waits for all issued so far.
+        are known. Rows after the first `handle.sent` are not sent. `behind`: an event (`weft.comm.streams.moment`) at
+        which `rows` are complete; the exchange waits only for it. None: the exchange waits for all work issued so far.
         """
         ...
 
     def combine(self, rows: Tensor, handle: Handle) -> Arrival:
-        """Start to send rows back to where they came from; [received, hidden] -> as many rows as were dispatched.
+        """Start to send rows back to their ranks; [received, hidden] -> the number of dispatched rows.
 
         Rows after the first `handle.sent` are zeros.
         """
@@ -185,7 +186,7 @@ class AllToAll:
 
     Collective: every rank of the group builds it, in the same order. Rows use an exchange lane. Counts use a second
     lane and, where a communicator runs one operation after another, a second communicator, so that they never queue
-    behind rows. If ranks run different numbers of expert layers, the rank that waits for an exchange gets a
+    behind rows. If ranks run different numbers of expert layers, the rank that waits for an exchange raises
     CollectiveMismatch within seconds (on CPU, over gloo).
     """
 
@@ -198,7 +199,7 @@ class AllToAll:
         if num_experts % self.size:
             raise ValueError(
                 f"num_experts={num_experts} cannot be spread evenly over ep={self.size} ranks; choose a multiple of "
-                f"{self.size}, or an ep that divides it"
+                f"{self.size}, or an ep that divides num_experts"
             )
         self.num_experts = num_experts
         self.rows_per = rows_per
@@ -219,8 +220,8 @@ class AllToAll:
         if (rows is None) != (self.rows_per == "expert"):
             given = "no numbers of rows" if rows is None else "numbers of rows"
             raise ValueError(
-                f"plan() got {given} per rank, and rows_per={self.rows_per!r}: pass them with 'rank' and not with "
-                "'expert', where each assignment is a row"
+                f"plan() got {given} per rank, and rows_per={self.rows_per!r}: pass them with 'rank', and leave them "
+                f"out with 'expert', where each assignment is a row"
             )
         if rows is not None:
             counts = torch.cat([counts.view(self.size, -1), rows.unsqueeze(1)], 1).flatten()
@@ -260,7 +261,7 @@ class AllToAll:
         return Arrival(known, ticket, rows)
 
     def combine(self, rows: Tensor, handle: Handle) -> Arrival:
-        """Start to send rows back to where they came from; [received, hidden] -> [sent or more, hidden]."""
+        """Start to send rows back to their ranks; [received, hidden] -> [sent or more, hidden]."""
         handle = _known(handle)
         output = self._memory(rows, max(handle.room, handle.sent))
         output[handle.sent :].zero_()
@@ -313,7 +314,7 @@ class _ExchangeHandle(Handle):
         return None if self._arriving is None else self._arriving[-1]
 
     def leaving(self) -> list[int]:
-        """Return the rows to each rank, which this rank's own counts give without waiting."""
+        """Return the rows to each rank, which this rank's own counts determine without waiting."""
         return self.sent_to if self._arriving is None else self._rows(self._arriving[0].view(self._ranks, -1))
 
     def arriving(self) -> list[int]:
@@ -349,8 +350,8 @@ def _planned(rows: Tensor, leaving: list[int]) -> Tensor:
     """Return the contiguous data of `rows`. Raises ValueError if their number is not the planned one."""
     if rows.shape[0] != sum(leaving):
         raise ValueError(
-            f"{rows.shape[0]} rows to send, but the counts of this handle's plan say {sum(leaving)}, and that is "
-            "what the other ranks wait for: pass plan() the counts of these rows"
+            f"{rows.shape[0]} rows to send, but this handle's plan counted {sum(leaving)}, and the other ranks wait "
+            f"for that number: pass plan() the counts of these rows"
         )
     return rows.detach().contiguous()
 
@@ -375,7 +376,7 @@ Direction = Literal["dispatch", "combine"]
 
 
 def exchange(rows: Tensor, dispatcher: Dispatcher, handle: Handle, direction: Direction) -> Tensor:
-    """Run `dispatcher.dispatch` or `.combine` and wait for the rows. Differentiable once."""
+    """Run `dispatcher.dispatch` or `.combine` and wait for the rows. It can be differentiated once."""
     return _Exchange.apply(rows, dispatcher, handle, direction)
 
 

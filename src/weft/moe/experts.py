@@ -89,7 +89,7 @@ class GroupedExperts(nn.Module):
         return (
             None
             if self.has_fixed_rows
-            else "how many rows an expert gets differs from call to call; set pad_to_capacity"
+            else "the number of rows of an expert changes between calls; set pad_to_capacity"
         )
 
     @torch.no_grad()
@@ -153,7 +153,10 @@ class GroupedExperts(nn.Module):
 
     def _fits(self, rows: Tensor) -> bool:
         if rows.dtype.itemsize > torch.float32.itemsize:
-            _log_once(f"experts in {rows.dtype} run one after another: grouped_mm multiplies up to torch.float32")
+            _log_once(
+                f"experts in {rows.dtype} run one after another: grouped_mm does not support dtypes wider than "
+                f"torch.float32"
+            )
             return False
         widths = {"hidden_size": self.up_proj.shape[1], "intermediate_size": self.up_proj.shape[2]}
         odd = [f"{name}={width}" for name, width in widths.items() if width * rows.itemsize % ALIGNMENT_BYTES]
@@ -165,8 +168,8 @@ class GroupedExperts(nn.Module):
             return False
         if rows.is_cuda and not torch.compiler.is_compiling() and not leaves_zeros(rows.device, rows.dtype):
             _log_once(
-                f"experts in {rows.dtype} run one after another: on {rows.device} torch's grouped_mm leaves gradients "
-                "of experts without rows as their memory was"
+                f"experts in {rows.dtype} run one after another: on {rows.device} torch's grouped_mm does not write "
+                f"the gradients of experts without rows"
             )
             return False
         return True
@@ -200,7 +203,7 @@ def _owners(rows: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _nothing(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Return the product of no rows, without reading the offsets from the device."""
+    """Return an empty product for zero rows, without reading the offsets from the device."""
     return rows @ weight[0]
 
 

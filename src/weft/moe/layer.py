@@ -35,17 +35,15 @@ class Sent(NamedTuple):
 
 
 class MoE(nn.Module):
-    """Each token visits `top_k` of `num_experts` experts, which are spread over the dispatcher's ranks.
+    """Each token is processed by `top_k` of `num_experts` experts, which are spread over the dispatcher's ranks.
 
-    `dispatcher`: None keeps all experts on this rank. Layers with the same number of experts can share one.
-    `act`: the kind of all MLPs (see `weft.moe.mlp`). `clamp`: the constants of "clamped_swiglu".
-    `bias`: whether the shared expert and the latent projections have biases.
-    `experts_bias`, `router_bias`: whether the routed experts and the router have biases.
-    `latent_size`: the width of tokens in the exchange and in the routed experts, with a projection before and one after
-    (Nemotron-H); None: the hidden size.
-    `shared_intermediate_size`: the inner width of an expert that every token visits, 0 for none.
-    `shared_expert_gate`: multiply its output by a learned sigmoid (Qwen2-MoE, arXiv:2407.10671).
-    `backend`: the backend of `GroupedExperts`. `router_options`: arguments of `Router`.
+    `dispatcher`: None keeps all experts on this rank. Layers with the same number of experts can share one. `act`: the
+    kind of all MLPs (see `weft.moe.mlp`). `clamp`: the constants of "clamped_swiglu". `bias`: whether the shared expert
+    and the latent projections have biases. `experts_bias`, `router_bias`: whether the routed experts and the router
+    have biases. `latent_size`: the width of tokens in the exchange and in the routed experts, with a projection before
+    and one after (Nemotron-H); None: the hidden size. `shared_intermediate_size`: the inner width of an expert that
+    processes every token, 0 for none. `shared_expert_gate`: multiply its output by a learned sigmoid (Qwen2-MoE,
+    arXiv:2407.10671). `backend`: the backend of `GroupedExperts`. `router_options`: arguments of `Router`.
 
     `forward` is `send`, `exchange`, `run_experts`, `exchange`, `receive`. A schedule calls these parts one by one.
     """
@@ -126,8 +124,8 @@ class MoE(nn.Module):
         if scope != "moe_preprocess":
             return None
         if self.router.capacity_factor is not None and not self.router.pad_to_capacity:
-            return "with a capacity_factor the host reads how many rows are left; set pad_to_capacity"
-        return "with one row per rank the host reads how many there are" if self.dispatcher.rows_per == "rank" else None
+            return "with a capacity_factor the host reads the number of remaining rows; set pad_to_capacity"
+        return "with one row per rank the host reads the number of rows" if self.dispatcher.rows_per == "rank" else None
 
     def reset_parameters(self) -> None:
         """Set the statistics to zero. Submodules reset their own parameters."""

@@ -26,11 +26,11 @@ TINY = 1e-20
 class Routing(NamedTuple):
     """The router's choice for batch * seq tokens, with k experts for each.
 
-    `experts` [tokens, k] int64: the chosen experts, best first; among equals the lower number first.
-    `weights` [tokens, k] fp32, differentiable; 0 for dropped assignments.
-    `loss`: the sum of the auxiliary losses with their coefficients, a scalar; None if there are none.
-    `counts` [num_experts] int64: the rows to send to each expert, including padding, without dropped assignments.
-    `kept` [tokens, k] bool: False for assignments dropped by the capacity; None without a capacity.
+    `experts` [tokens, k] int64: the chosen experts, best first; among equal scores the lower number first. `weights`
+    [tokens, k] fp32, differentiable; 0 for dropped assignments. `loss`: the sum of the auxiliary losses with their
+    coefficients, a scalar; None if there are none. `counts` [num_experts] int64: the rows to send to each expert,
+    including padding, without dropped assignments. `kept` [tokens, k] bool: False for assignments dropped by the
+    capacity; None without a capacity.
     """
 
     experts: Tensor
@@ -43,24 +43,21 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Top-k router (Shazeer et al. 2017, arXiv:1701.06538).
 
-    `bias`: add a learned bias to the logits.
-    `score`: "softmax" (Mixtral, arXiv:2401.04088) or "sigmoid" (DeepSeek-V3, arXiv:2412.19437).
-    `norm_topk_prob`: divide the weights of a token's experts by their sum. With `top_k=1` the weight is then always
-    1, and the router learns from auxiliary losses only.
-    `num_groups`, `topk_groups`: choose experts among the best groups only. A group's score is the sum of its two best
-    experts' scores (DeepSeek-V3, section 2.1.2).
-    `expert_bias`: add a buffer `expert_bias` to the scores for the choice, but not for the weights. `update_bias`
-    moves it towards a balanced load (auxiliary-loss-free balancing, arXiv:2408.15664). It is always fp32.
-    `aux_loss_coef`: the coefficient of the balance loss of DeepSeek-V3 (equations 17 to 20): per sequence, the sum over
-    experts of (share of assignments, 1 when balanced) * (mean normalised score), averaged over the sequences. Sequences
-    are independent, so the mean over data-parallel ranks equals the loss of one process on all of them. The share
-    counts assignments before any are dropped.
-    `z_loss_coef`: that of the mean over tokens of logsumexp(logits)^2 (ST-MoE, arXiv:2202.08906, equation 5).
-    `capacity_factor`: an expert takes at most ceil(factor * seq * k / num_experts) assignments of a sequence, those
-    with the highest score and among equals the earlier. The others are dropped and contribute nothing (GShard,
-    arXiv:2006.16668; per sequence, so that the result does not depend on the rest of the batch).
-    `pad_to_capacity`: pad each expert's rows with zeros to the capacity, so that shapes do not depend on values.
-    """
+    `bias`: add a learned bias to the logits. `score`: "softmax" (Mixtral, arXiv:2401.04088) or "sigmoid" (DeepSeek-V3,
+    arXiv:2412.19437). `norm_topk_prob`: divide the weights of a token's experts by their sum. With `top_k=1` the weight
+    is then always 1, and the router learns only from auxiliary losses. `num_groups`, `topk_groups`: choose experts only
+    from the best groups. A group's score is the sum of its two best experts' scores (DeepSeek-V3, section 2.1.2).
+    `expert_bias`: add a buffer `expert_bias` to the scores for the choice, but not for the weights. `update_bias` moves
+    it towards a balanced load (auxiliary-loss-free balancing, arXiv:2408.15664). It is always fp32. `aux_loss_coef`:
+    the coefficient of the balance loss of DeepSeek-V3 (equations 17 to 20): per sequence, the sum over experts of
+    (share of assignments, 1 when balanced) * (mean normalised score), averaged over the sequences. Sequences are
+    independent, so the mean over data-parallel ranks equals the loss of one process on all of them. The share counts
+    assignments before any are dropped. `z_loss_coef`: the coefficient of the mean over tokens of logsumexp(logits)^2
+    (ST-MoE, arXiv:2202.08906, equation 5). `capacity_factor`: an expert accepts at most ceil(factor * seq * k /
+    num_experts) assignments of a sequence: those with the highest scores, and among equal scores the earlier ones. The
+    others are dropped and contribute nothing (GShard, arXiv:2006.16668; per sequence, so that the result does not
+    depend on the rest of the batch). `pad_to_capacity`: pad each expert's rows with zeros to the capacity, so that
+    shapes do not depend on values."""
 
     graph_scopes: ClassVar = {"forward": ("moe_router", None)}
     over_positions: Callable[[Tensor], Tensor] | None = None
@@ -183,7 +180,9 @@ class Router(nn.Module):
         return experts, weights.masked_fill(~kept, 0), counts, kept, *means
 
     def capacity(self, seq: int) -> int:
-        """Return the most assignments that an expert takes from a sequence of length `seq`; needs `capacity_factor`."""
+        """Return the maximum number of assignments that an expert accepts from a sequence of length `seq`; needs
+        `capacity_factor`.
+        """
         assert self.capacity_factor is not None
         return math.ceil(self.capacity_factor * seq * self.top_k / self.num_experts)
 
@@ -265,5 +264,6 @@ def _require_groups(num_experts: int, top_k: int, num_groups: int, topk_groups: 
     if topk_groups * size < top_k:
         raise ValueError(
             f"topk_groups={topk_groups} groups of {size} experts (num_experts={num_experts}, num_groups="
-            f"{num_groups}) leave {topk_groups * size} for top_k={top_k}: choose more groups or a smaller top_k"
+            f"{num_groups}) leave only {topk_groups * size} experts for top_k={top_k}: choose more groups or a "
+            f"smaller top_k"
         )

@@ -16,9 +16,9 @@ Ranks = dist.ProcessGroup | DeviceMesh | None
 def load_statistics(model: nn.Module, reset: bool = True, group: Ranks = None) -> dict[str, Tensor]:
     """Return the assignments per expert since the last reset: [num_experts] int64 for each layer, by name in `model`.
 
-    They count forwards in training mode, with dropped assignments and without recomputation. `group`: sum over its
-    ranks (for a mesh over all axes), which must all call this, and over tensor-parallel ranks if each counts only its
-    positions; None: this rank's counts.
+    They count forward passes in training mode, including dropped assignments, excluding recomputation. `group`: sum
+    over its ranks (for a mesh over all axes), which must all call this, and over tensor-parallel ranks if each counts
+    only its positions; None: this rank's counts.
     """
     return _read(model, "load", reset, group)
 

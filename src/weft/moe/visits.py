@@ -48,7 +48,7 @@ class Visits:
 
 
 def width_of(k: int, experts: int) -> int:
-    """Return the most experts on one rank, which has `experts`, that a token with `k` experts can visit."""
+    """Return the maximum number of a token's `k` experts that can be on one rank, which has `experts` experts."""
     return min(k, experts)
 
 
@@ -97,7 +97,7 @@ _mode = _Mode()
 
 @contextmanager
 def in_halves(on: bool) -> Iterator[None]:
-    """Make layers that send one row per rank build separate rows for each half of the tokens, if `on`."""
+    """If `on`, layers that send one row per rank build separate rows for each half of the tokens in this context."""
     before, _mode.halves = _mode.halves, on
     try:
         yield
@@ -111,7 +111,7 @@ def goes_in_halves() -> bool:
 
 
 def halved(routing: Routing) -> list[Routing]:
-    """Split `routing` into those of the first and of the second half of the tokens."""
+    """Split `routing` into the routings of the first and of the second half of the tokens."""
     experts = len(routing.counts)
     parts = []
     for half in range(2):

@@ -1,4 +1,4 @@
-"""Optimizers over flat tensors: a handful of kernels for thousands of parameters.
+"""Optimizers over flat tensors: a few kernels for thousands of parameters.
 
     optimizer = weft.optim.flat(torch.optim.AdamW, model, no_decay=lambda name, p: p.ndim < 2, lr=3e-4, fused=True)
     ...
@@ -35,7 +35,7 @@ def flat(
     no_decay: Callable[[str, nn.Parameter], bool] | None = None,
     **options: Any,
 ) -> torch.optim.Optimizer:
-    """Return an `optimizer` over the flat tensors of a sharded model: same results, far fewer tensors.
+    """Return an `optimizer` over the flat tensors of a sharded model: the same results with far fewer tensors.
 
     Args:
         optimizer: an element-wise class of `torch.optim`.
@@ -60,12 +60,13 @@ def flat(
     """
     if not isinstance(optimizer, type):
         raise TypeError(
-            f"got {type(optimizer).__name__}, not a class: pass one such as torch.optim.AdamW, its options beside it"
+            f"got {type(optimizer).__name__}, not a class: pass a class such as torch.optim.AdamW, and its options as "
+            f"arguments"
         )
     if optimizer.__name__ not in ELEMENT_WISE:
         raise ValueError(
-            f"{optimizer.__name__} is not element-wise: it needs each parameter by itself; "
-            f"pass model.parameters() to it, or choose one of {', '.join(ELEMENT_WISE)}"
+            f"{optimizer.__name__} is not element-wise: it needs each parameter separately; pass model.parameters() "
+            f"to it, or choose one of {', '.join(ELEMENT_WISE)}"
         )
     units = units_of(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -103,7 +104,7 @@ def flat(
 def _refuse_unsharded(names: Iterable[str]) -> None:
     listed = ", ".join(names)
     if listed:
-        raise ValueError(f"{listed}: not sharded, so not part of a flat tensor; shard the root as well")
+        raise ValueError(f"{listed}: not sharded, and therefore not part of a flat tensor; shard the root as well")
 
 
 class FlatOptimizer(torch.optim.Optimizer):
@@ -135,8 +136,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         _refuse_unsharded(name for name, p in self._outside.items() if p.requires_grad and p.grad is not None)
         if late := ", ".join(name for name, p in self._resting.items() if p.grad is not None):
             raise ValueError(
-                f"{late}: frozen and without main weights when the optimizer was built, and has a gradient now; build "
-                "the optimizer again after you unfreeze parameters"
+                f"{late}: was frozen and without main weights when the optimizer was built, but has a gradient now; "
+                f"build the optimizer again after you unfreeze parameters"
             )
         for group in self._groups:
             group.gradients.main.take_over()
@@ -159,7 +160,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step_over(self, runs: Sequence[FlatRun], step: Callable[[], Any]) -> None:
-        """`step`, which finds gradients of these runs alone: of one of those that are widened for it."""
+        """Call the class's `step` so that it finds only the gradients of these runs, or of one run whose gradients are
+        widened.
+        """
         wide = self._room_for(runs[0]) if runs and runs[0].group in self._widened else None
         try:
             for run in runs:
@@ -171,7 +174,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 run.drop_gradient()
 
     def _room_for(self, run: FlatRun) -> torch.Tensor:
-        """Memory for the gradient of `run` in the dtype of its weights, which is kept for all of them."""
+        """Return memory for the gradient of `run` in the dtype of its weights; all runs share it."""
         kind = run.flat.dtype, run.flat.device
         if kind not in self._rooms:
             alike = [each for each in self._runs if each.group in self._widened and each.flat.dtype == kind[0]]
@@ -192,8 +195,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Raise ValueError once the optimizer is built: the model and `no_decay` determine its groups."""
         if hasattr(self, "_runs"):
             raise ValueError(
-                f"{type(self).__name__} has all parameters of its model: build it again when the model has more, and "
-                "pass model.parameters() to the ordinary optimizer where groups need options of their own"
+                f"{type(self).__name__} always has all parameters of its model: build it again after the model has "
+                f"new ones, and use the ordinary optimizer with model.parameters() if groups need different options"
             )
         super().add_param_group(param_group)
 
@@ -284,8 +287,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         if moved or len(groups) != len(self.param_groups):
             listed = ", ".join(f"{name} from {theirs[name]} to {mine[name]}" for name in moved[:8])
             raise ValueError(
-                f"optimizer state with other parameter groups: {len(groups)} there, {len(self.param_groups)} here"
-                f"{'; other groups for ' + listed if moved else ''}: give flat() the no_decay that it was saved with"
+                f"optimizer state with other parameter groups: {len(groups)} saved, {len(self.param_groups)} here"
+                f"{'; other groups for ' + listed if moved else ''}: pass flat() the no_decay that it was saved with"
             )
 
 
@@ -297,8 +300,8 @@ def _by_name(state_dict: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], 
         return state, groups
     if not all("param_names" in group for group in groups):
         raise ValueError(
-            "the optimizer state has numbers in place of parameter names: save that of an optimizer that was built "
-            "from model.named_parameters(), or convert it with the model that it belongs to by "
+            "the optimizer state has numbers in place of parameter names: save the state of an optimizer built from "
+            "model.named_parameters(), or convert it with its model, using "
             "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)"
         )
     names = dict(zip(numbers, (name for group in groups for name in group["param_names"]), strict=True))
@@ -318,7 +321,7 @@ _classes: dict[type, Any] = {}
 
 
 def _takes_dtypes(group: ParameterGroup, optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> bool:
-    """Return whether `optimizer` steps with gradients in the group's dtype; a step of one element tries it.
+    """Return whether `optimizer` can step with gradients in the group's dtype, which a step of one element tests.
 
     Raises ValueError if they cannot be widened for it.
     """

@@ -61,8 +61,8 @@ def clip_grad_norm_(
     norm = _norm_of(model, groups, norm_type, unsharded)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
-            f"the norm of order {norm_type} of all gradients is {norm.item()}: there is nothing to clip; look for the "
-            "cause, or leave out error_if_nonfinite and skip the step"
+            f"the norm of order {norm_type} of all gradients is {norm.item()}: it cannot be clipped; look for the "
+            f"cause, or leave out error_if_nonfinite and skip the step"
         )
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     by_device: dict[torch.device, list[torch.Tensor]] = {}  # offloaded gradients are in CPU memory
@@ -146,7 +146,8 @@ class ModelRanks:
                 continue
             if not self._everyone.issuperset(ranks):
                 raise ValueError(
-                    f"{group.parameters[0].name} and its like lie on ranks {ranks}, which are not among the ranks "
+                    f"{group.parameters[0].name} and other parameters lie on ranks {ranks}, which are not all among "
+                    f"the ranks "
                     f"{sorted(self._everyone)} of the model's largest mesh: shard the root over all ranks of the model"
                 )
 

@@ -1,4 +1,4 @@
-"""Neighbouring parameters of one group as one flat parameter, whose gradient is looked up on access.
+"""Adjacent parameters of one group as one flat parameter, whose gradient is looked up on access.
 
 main weights of a group     | norm | qkv .... | out .... | up ......... |
 one run                            |<------------------->|

@@ -2,8 +2,8 @@
 
     ranks                         must have the same
     ---------------------------   -----------------------------------------------------------------------
-    the ranks of a pipeline       schedule, switches, mode, number of microbatches, their tokens and labels
-    the ranks of a set of experts the same without tokens and labels, of which each has its own
+    the ranks of a pipeline       schedule, options, mode, number of microbatches, their tokens and labels
+    the ranks of a set of experts the same, except tokens and labels: each rank has its own
 
 A difference raises an error on every rank that would have waited for another. Without the check, messages of different
 sizes would be mixed, or tokens of one batch trained with the labels of another.
@@ -28,8 +28,8 @@ from weft.pipeline.placement import Cut
 
 _MOMENT = "beginning of a schedule"
 _RULE = (
-    "each calls with the same schedule and switches, in the same mode, and as many microbatches; on the ranks of one "
-    "pipeline these are the same tokens and labels"
+    "all ranks must call with the same schedule and options, in the same mode, with the same number of microbatches; "
+    "the ranks of one pipeline also need the same tokens and labels"
 )
 _computes_in: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
 """For each model, a checksum of its compute dtypes in its last schedule."""

@@ -1,4 +1,4 @@
-"""Validation of the arguments of a schedule."""
+"""Validates the arguments of a schedule."""
 
 import math
 import weakref
@@ -24,13 +24,13 @@ def layers_of(model: Any) -> Sequence[StagedLayer]:
     if not isinstance(model, StagedModel):
         missing = [name for name in ("embed", "staged_layers", "loss") if not hasattr(model, name)]
         raise TypeError(
-            f"{type(model).__name__} is no weft.overlap.StagedModel, it lacks {', '.join(missing)}: give it these "
-            "members, or use weft.models.HybridModel"
+            f"{type(model).__name__} is not a weft.overlap.StagedModel, because it lacks {', '.join(missing)}: add "
+            f"these members, or use weft.models.HybridModel"
         )
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"{type(model).__name__} is a weft.overlap.StagedModel, but no torch.nn.Module, and its parameters cannot "
-            "be found: derive it from torch.nn.Module, with what it wraps as its submodules"
+            f"{type(model).__name__} is a weft.overlap.StagedModel, but not a torch.nn.Module, so its parameters "
+            f"cannot be found: derive it from torch.nn.Module, and register the modules that it wraps as submodules"
         )
     for number, layer in enumerate(model.staged_layers):
         _check_layer(f"layer {number}", layer)
@@ -50,7 +50,7 @@ def depths_of(model: Any) -> list[Sequence[StagedLayer]]:
         if hasattr(depth, "_checkpoint_wrapped_module"):
             raise ValueError(f"{name} is inside an activation checkpoint: recompute inside the stages of its layers")
         if not depth.staged_layers:
-            raise ValueError(f"{name}, a {type(depth).__name__}, has no layers: give it at least one")
+            raise ValueError(f"{name}, a {type(depth).__name__}, has no layers: it needs at least one")
         for place, layer in enumerate(depth.staged_layers):
             _check_layer(f"layer {place} of {name}", layer)
         _refuse_hooks(model, depth.staged_layers)
@@ -60,7 +60,7 @@ def depths_of(model: Any) -> list[Sequence[StagedLayer]]:
 def _require(name: str, value: Any, kind: Any, members: Sequence[str]) -> None:
     if not isinstance(value, kind):
         missing = ", ".join(member for member in members if not hasattr(value, member))
-        raise TypeError(f"{name} is no weft.overlap.{kind.__name__}, it lacks {missing}: give it these members")
+        raise TypeError(f"{name} is not a weft.overlap.{kind.__name__}, because it lacks {missing}: add these members")
 
 
 def _check_layer(name: str, layer: Any) -> None:
@@ -72,13 +72,13 @@ def _check_layer(name: str, layer: Any) -> None:
     _require(f"{name}, a {type(layer).__name__},", layer, StagedLayer, _LAYER_MEMBERS)
     if not isinstance(layer, nn.Module):
         raise TypeError(
-            f"{name}, a {type(layer).__name__}, is a weft.overlap.StagedLayer, but no torch.nn.Module, and "
-            "its parameters cannot be found: derive it from torch.nn.Module"
+            f"{name}, a {type(layer).__name__}, is a weft.overlap.StagedLayer, but not a torch.nn.Module, so its "
+            f"parameters cannot be found: derive it from torch.nn.Module"
         )
     if layer.stages not in STAGES or (layer.dispatcher is None) == ("dispatch" in layer.stages):
         raise ValueError(
             f"{name} has the stages {layer.stages} and {'no' if layer.dispatcher is None else 'a'} "
-            f"dispatcher: choose from {', '.join(map(str, STAGES))}; a dispatcher belongs to the last"
+            f"dispatcher: choose from {', '.join(map(str, STAGES))}; only the last has a dispatcher"
         )
 
 
@@ -90,8 +90,9 @@ def _refuse_hooks(model: nn.Module, layers: Sequence[StagedLayer]) -> None:
         what = beside_forward(module)
         if what and module not in experts and not inside.isdisjoint(module.modules()):
             raise ValueError(
-                f"{name or 'the model'} ({type(module).__name__}) {what}, and a schedule runs its stages without its "
-                f"forward: {'compile' if 'compiled' in what else 'put hooks on'} the modules inside the stages instead"
+                f"{name or 'the model'} ({type(module).__name__}) {what}, but a schedule runs its stages without "
+                f"calling its forward: {'compile' if 'compiled' in what else 'put hooks on'} the modules inside the "
+                f"stages instead"
             )
 
 
@@ -103,11 +104,11 @@ def require_taken(model: Any, layers: Sequence[StagedLayer], cut: Cut, microbatc
         return
     parts = [getattr(model, name) for name in _PARTS if hasattr(model, name)]
     mine = taken_by([*parts, *(layer.attend for layer in layers)], names)
-    everyone = [mine] if cut.group is None else exchange_objects(mine, cut.group, "what the stages of a model take")
+    everyone = [mine] if cut.group is None else exchange_objects(mine, cut.group, "the arguments of a model's stages")
     if missing := sorted(names.difference(*everyone)):
         raise ValueError(
-            f"microbatches have {', '.join(map(repr, missing))}, which nothing in {type(model).__name__} takes: leave "
-            "it out, or give a parameter of this name, with a default, to one of embed, attend of layers and "
+            f"microbatches have {', '.join(map(repr, missing))}, which nothing in {type(model).__name__} accepts: "
+            f"leave it out, or add a parameter of this name, with a default, to one of embed, attend of layers and "
             f"{', '.join(_PARTS[1:])}"
         )
     known |= names
@@ -118,15 +119,17 @@ def require_outputs(model: Any, microbatches: Sequence[Microbatch], depths: Sequ
     if outputs is None:
         return
     if outputs not in ("last", "all"):
-        raise ValueError(f"outputs={outputs!r}: choose 'last', 'all', or None for losses alone")
+        raise ValueError(f"outputs={outputs!r}: choose 'last', 'all', or None for losses only")
     if not hasattr(model, "logits"):
-        raise TypeError(f"{type(model).__name__} has no method logits(hidden): outputs come from there; add it")
+        raise TypeError(f"{type(model).__name__} has no method logits(hidden), which computes the outputs; add it")
     if depths:
         raise ValueError("outputs of a model with prediction depths in training mode: call model.eval() first")
     if len(shapes := {tuple(each.tokens.shape[1:]) for each in microbatches}) > 1:
-        raise ValueError(f"outputs of microbatches of lengths {sorted(shapes)} are not merged: evaluate them apart")
+        raise ValueError(
+            f"outputs of microbatches of lengths {sorted(shapes)} cannot be merged: evaluate them separately"
+        )
     if len({each.labels is None for each in microbatches}) > 1:
-        raise ValueError("some microbatches have labels and some have none: give labels to all of them, or to none")
+        raise ValueError("some microbatches have labels and some have none: pass labels for all of them, or for none")
 
 
 _PARTS = ("embed", "following", "loss", "total_loss", "logits")
@@ -162,8 +165,8 @@ def cut_of(model: Any, layers: Sequence[StagedLayer]) -> Cut:
     here = sum(map(len, cut.mine))
     if here != len(layers):
         raise ValueError(
-            f"{type(model).__name__}: its cut has {here} layers on rank {cut.rank} of the pipeline, its staged_layers "
-            f"are {len(layers)}: they are those of this rank's chunks, one chunk after the other"
+            f"{type(model).__name__}: its cut has {here} layers on rank {cut.rank} of the pipeline, but it has "
+            f"{len(layers)} staged_layers: these must be the layers of this rank's chunks, chunk by chunk"
         )
     return cut
 
@@ -183,11 +186,12 @@ def table_of(schedule: Any, cut: Cut, microbatches: int) -> Table:
     ):
         if asked != given:
             raise ValueError(
-                f"schedule {found.name!r} is for {asked} {what}, and there are {given}: make the table for these"
+                f"schedule {found.name!r} is for {asked} {what}, but there are {given}: create a table for these"
             )
     if len(cut.segments) > 1 and found.chunks > 1 and found.placement != cut.placement:
         raise ValueError(
-            f"schedule {found.name!r} deals stages by {found.placement!r}, the model by {cut.placement!r}: build the "
+            f"schedule {found.name!r} places stages as {found.placement!r}, but the model as {cut.placement!r}: build "
+            f"the "
             f"model with placement={found.placement!r}"
         )
     return found

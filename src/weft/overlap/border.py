@@ -1,4 +1,4 @@
-"""Borders between stages: they carry values to the next stage and gradients back.
+"""Borders between stages, which pass values to the next stage and gradients back.
 
 both stages are     the next stage gets         gradients
 ------------------  --------------------------  -----------------------------------------------

@@ -155,7 +155,7 @@ class ChunkPass:
         if not isinstance(hidden, Tensor):
             raise TypeError(
                 f"{self._name}: embed of {type(self._model).__name__} returned a {type(hidden).__name__}, not a "
-                "tensor: return the hidden states alone"
+                "tensor: return only the hidden states"
             )
         return [hidden]
 

@@ -25,7 +25,9 @@ def hidden_fraction(intervals: Iterable[Interval], lane: str = EXCHANGE) -> floa
     intervals = list(intervals)
     moving = busy(intervals, lane)
     if not moving:
-        raise ValueError(f"nothing ran on the lane {lane!r}; lanes here: {sorted({each.lane for each in intervals})}")
+        raise ValueError(
+            f"nothing ran on the lane {lane!r}; recorded lanes: {sorted({each.lane for each in intervals})}"
+        )
     return overlap(intervals, lane, COMPUTE, without="wait") / moving
 
 

@@ -2,7 +2,7 @@
 
     stage      lane       holds
     ---------  ---------  -------------------------------------------------------------------------------------------
-    attend     compute    everything up to the experts: attention, norms, router, shared expert, sorting for sending
+    attend     compute    everything before the experts: attention, norms, router, shared expert, sorting for sending
     dispatch   exchange   all-to-all of the rows to the ranks of their experts
     experts    compute    the expert MLPs; for a dense layer its MLP
     combine    exchange   all-to-all back

@@ -182,7 +182,7 @@ class LayerPass:
             if not isinstance(value, Tensor):
                 raise TypeError(
                     f"{self._name}: the {name} of its Crossing is a {type(value).__name__}, not a tensor: leave it "
-                    "out, or put what has no gradient into the handle"
+                    f"out, or put values without gradient into the handle"
                 )
         return crossing
 

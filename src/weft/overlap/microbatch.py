@@ -84,11 +84,13 @@ def _of_mapping(number: int, given: Mapping[str, Any], labels: bool) -> Microbat
     for name in ("tokens", "labels") if labels else ("tokens",):
         if not isinstance(beside.get(name), Tensor):
             what = f"a {type(beside[name]).__name__}" if name in beside else "missing"
-            raise TypeError(f"microbatch {number}: {name!r} is {what}; give a tensor [batch, seq]")
+            raise TypeError(f"microbatch {number}: {name!r} is {what}; pass a tensor [batch, seq]")
     tokens, targets = beside.pop("tokens"), beside.pop("labels", None)
     for name in beside:
         if not isinstance(name, str) or name in OWN:
-            raise ValueError(f"microbatch {number}: {name!r} names no entry of a microbatch; use another name")
+            raise ValueError(
+                f"microbatch {number}: {name!r} cannot be the name of an entry of a microbatch; use another name"
+            )
     return Microbatch(tokens, targets, {name: value for name, value in beside.items() if value is not None})
 
 

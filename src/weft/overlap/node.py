@@ -32,7 +32,7 @@ class Value:
     def take(self) -> Tensor:
         """Return the data and drop the reference to it. It can be taken once."""
         tensor, self._tensor = self._tensor, None
-        assert tensor is not None, "the data was taken before"
+        assert tensor is not None, "the data was already taken"
         return tensor
 
     def take_gradient(self) -> Tensor:
@@ -147,15 +147,15 @@ def _refuse_undeclared(name: str, roots: Iterable[Any], border: set, first: int,
         if leaf is not None:
             if id(leaf) in parameters:
                 continue
-            what = f"a leaf of shape {tuple(leaf.shape)} that is no parameter of {type(owner).__name__}"
+            what = f"a leaf of shape {tuple(leaf.shape)} that is not a parameter of {type(owner).__name__}"
         elif node._sequence_nr() < first and not _is_cached_cast(node):
-            what = f"a result of {node.name()} that was computed before"
+            what = f"a result of {node.name()} that was already computed"
         else:
             following = {edge[0] for edge in node.next_functions if edge[0] is not None} - seen
             seen |= following
             ahead.extend(following)
             continue
         raise UndeclaredTensor(
-            f"node {name} uses {what}: what crosses from one stage to a later one goes through the Crossing, or "
-            "its gradient would be lost or counted twice"
+            f"node {name} uses {what}: pass tensors from one stage to a later one through the Crossing, or their "
+            f"gradients would be lost or counted twice"
         )

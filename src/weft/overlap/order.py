@@ -21,11 +21,11 @@ in the right column are issued first and run on the exchange lane under the comp
 
 B.combine is the backward of combine: it sends gradients to the experts. A is the layer whose backward ran before that
 of B. Its delayed weight gradients run under B.combine for two reasons: the last backward, which has no partner, has no
-other work there, and meanwhile the ranks exchange the sizes of F.dispatch, which F.attend has sent. On a device with
-streams, the host queues B.experts before it waits for these sizes, so that the device has work meanwhile; the exchange
-lane waits for F.attend only, so both run at once. The layers of prediction depths follow those of the last chunk. A
-depth has a step "enter" before its first layer and "leave" after its last. A chunk has a step before and one after its
-layers:
+other work there, and in that time the ranks exchange the sizes of F.dispatch, which F.attend has sent. On a device with
+streams, the host queues B.experts before it waits for these sizes, so that the device has work in that time; the
+exchange lane waits for F.attend only, so both run at once. The layers of prediction depths follow those of the last
+chunk. A depth has a step "enter" before its first layer and "leave" after its last. A chunk has a step before and one
+after its layers:
 
     chunk       before its layers          after its layers
     ----------  -------------------------  ---------------------------------------------------------------
@@ -36,7 +36,7 @@ layers:
 B.send is the backward of send: it receives gradients. Messages are sent as soon as their data is computed. If a table
 has separate weight gradients, those of the head are computed with them (head.weights), as is the backward of embed.
 
-A pair may also be of two forwards, or of two backwards. F and S are then the first and the second microbatch. The
+A pair may also consist of two forwards or of two backwards. F and S are then the first and the second microbatch. The
 second is half a layer behind, so that one computes while the rows of the other are in flight. A is the previous layer:
 of F in steps marked so, else of S.
 

@@ -249,13 +249,13 @@ class SharedEnds:
         if any(getattr(each, "_post_accumulate_grad_hooks", None) for each in self._parameters):
             raise ValueError(
                 "the first and the last stage share a parameter that has a hook on its accumulated gradient, which "
-                "would see the share of its own stage alone: step the optimizer after the call"
+                "would see only the gradient of its own stage: step the optimizer after the call"
             )
         apart = () if isinstance(model, FSDPModule) else getattr(model, "tied_ends", ())  # sharding sums both shares
         if any(getattr(each, "_post_accumulate_grad_hooks", None) for module in apart for each in module.parameters()):
             raise ValueError(
-                "the model uses a parameter before its layers and behind them that has a hook on its accumulated "
-                "gradient, which a schedule would call for each of the two shares: step the optimizer after the call, "
+                "a parameter that the model uses both before and after its layers has a hook on its accumulated "
+                "gradient, which a schedule would call once for each use: step the optimizer after the call, "
                 "or shard the model"
             )
         self._cut = cut

@@ -70,8 +70,8 @@ def forward_backward(
         ValueError: there are no microbatches, or one has an entry that no part of the model takes; layers are inside an
             activation checkpoint; modules whose `forward` a schedule does not call have hooks; `overlap` has no
             exchange to hide; `early_release` or `halves` without `overlap`; `halves` without one row per rank, or with
-            a table of pairs only; `loss_scale` has infinite factors or not one for each microbatch; the table does not
-            fit the model or the microbatches.
+            a table of only pairs; `loss_scale` has infinite factors, or their number is not that of the
+            microbatches; the table does not fit the model or the microbatches.
         UndeclaredTensor: a layer passes a tensor between stages outside its `Crossing`.
         CollectiveMismatch: ranks of a pipeline, or of a set of experts, called different schedules, or ranks of a
             pipeline passed different tokens or labels.
@@ -82,11 +82,13 @@ def forward_backward(
     checked = checked_microbatches(microbatches)
     scales = checked_scales(loss_scale, len(checked))
     if early_release and not overlap:
-        raise ValueError("early_release=True without overlap: it is about the order of two microbatches; leave it out")
+        raise ValueError(
+            "early_release=True without overlap: it changes the order of two overlapped microbatches; leave it out"
+        )
     everything = [*layers, *(layer for depth in depths for layer in depth)]
     if halves and not overlap:
         raise ValueError(
-            "halves=True without overlap: it is about what stands alone in an overlapped step; leave it out"
+            "halves=True without overlap: it divides microbatches that run alone in an overlapped step; leave it out"
         )
     if halves and not any(layer.dispatcher is not None and layer.dispatcher.rows_per == "rank" for layer in everything):
         raise ValueError(
@@ -96,8 +98,8 @@ def forward_backward(
     if not torch.is_grad_enabled():
         inside = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise RuntimeError(
-            f"forward_backward inside torch.{inside}: there are no gradients; call it outside, or evaluate(...), which "
-            "has no backward"
+            f"forward_backward inside torch.{inside}: there would be no gradients; call it outside, or call "
+            f"evaluate(...), which has no backward"
         )
     if overlap and schedule is None and cut.group is None and all(layer.dispatcher is None for layer in everything):
         raise ValueError(
@@ -109,8 +111,8 @@ def forward_backward(
     table = table_of(schedule, cut, len(checked))
     if halves and all(len(entry) == 2 or entry[0].kind == "W" for entries in table.ranks for entry in entries):
         raise ValueError(
-            f"halves=True, but in the schedule {table.name!r} nothing stands alone: there is nothing to divide; leave "
-            "it out"
+            f"halves=True, but in the schedule {table.name!r} no microbatch runs alone: there is nothing to divide; "
+            f"leave it out"
         )
     order = table.ranks, overlap, delay_wgrad, early_release, halves
     converted = agree_on_schedule(model, everything, cut, f"schedule {table.name!r}", checked, order)

@@ -91,8 +91,8 @@ class ModelUnits:
         outside = tuple(unit for unit in units_under(model) if unit not in inside)
         if inside and not isinstance(model, FSDPModule):
             raise ValueError(
-                f"layers of {type(model).__name__} are sharded, the model around them is not: call fully_shard on it "
-                "too, last"
+                f"layers of {type(model).__name__} are sharded, but the model around them is not: call fully_shard on "
+                f"it too, last"
             )
         engine = runtime_of(model) if inside or outside else None
         return cls(tuple(found), tuple(around), outside, _policy_of(model), engine)

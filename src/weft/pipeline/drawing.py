@@ -118,7 +118,10 @@ class _Chart:
             yield Text("")
         if self._drawn < self._bands:
             last, time = borders[-1] / self.scale, self.simulation.time
-            yield Text(f"... and so on from time {last:g} to {time:g}: fewer microbatches are drawn as a whole\n")
+            yield Text(
+                f"... and so on from time {last:g} to {time:g}: only schedules with fewer microbatches are "
+                f"drawn completely\n"
+            )
         if self.labelled:
             several = table.chunks > 1
             yield Text("F2.1: microbatch 2 through chunk 1" if several else "F2: microbatch 2", style="dim")

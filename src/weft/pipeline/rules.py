@@ -1,6 +1,6 @@
 """The rules for the entries of a single rank of a table.
 
-F0.1 F1.1        a chunk takes microbatches in order, each once: gradients are then summed as in one process, and
+F0.1 F1.1        a chunk runs microbatches in order, each once: gradients are then summed as in one process, and
                  messages between stages arrive in the order in which they are received
 F2.0 ... B2.0    a backward comes after its forward
 I2.0 ... W2.0    or in two parts, the gradients of inputs before those of weights
@@ -13,7 +13,7 @@ from weft.errors import TableError
 from weft.pipeline.actions import LOOP, Action, Entry, Table, V
 
 PAIRS = ("FB", "FF", "BB")
-KINDS = {"F": "forward", "B": "backward", "I": "gradients of what came in", "W": "gradients of weights"}
+KINDS = {"F": "forward", "B": "backward", "I": "gradients of the inputs", "W": "gradients of weights"}
 
 
 def fault_of(table: Table, rank: int, position: int, reason: str) -> TableError:
@@ -52,11 +52,11 @@ def _check_shape(table: Table) -> None:
 def _pair_fault(entry: Entry) -> str | None:
     kinds = [action.kind for action in entry]
     if unknown := [kind for kind in kinds if kind not in KINDS]:
-        return f"{unknown[0]!r} is no kind of action; there are: {', '.join(KINDS)}"
+        return f"{unknown[0]!r} is not a kind of action; choose from {', '.join(KINDS)}"
     if len(entry) != 1 and "".join(kinds) not in PAIRS:
-        return "an entry is one action, or a pair: an F and a B in this order, two F, or two B"
+        return "an entry is one action or a pair: F and B in this order, two F, or two B"
     if len(entry) == 2 and entry[0][1:] == entry[1][1:]:
-        return f"{entry[1]} needs {entry[0]}: the two of a pair are of different microbatches or chunks"
+        return f"{entry[1]} needs {entry[0]}: the two actions of a pair must have different microbatches or chunks"
     return None
 
 
@@ -91,9 +91,9 @@ class _Ledger:
 
     def _range_fault(self, action: Action) -> str | None:
         if not 0 <= action.chunk < self._table.chunks:
-            return f"there is no chunk {action.chunk}: chunks go from 0 to {self._table.chunks - 1}"
+            return f"there is no chunk {action.chunk}: chunks are numbered from 0 to {self._table.chunks - 1}"
         if not 0 <= action.microbatch < self._table.microbatches:
-            return f"there is no microbatch {action.microbatch}: they go from 0 to {self._table.microbatches - 1}"
+            return f"microbatches are numbered from 0 to {self._table.microbatches - 1}, not {action.microbatch}"
         return None
 
     def _order_fault(self, action: Action) -> str | None:
@@ -101,13 +101,13 @@ class _Ledger:
         for part in _parts(action):
             due = self._next[part, chunk]
             if microbatch < due:
-                return f"{action} comes a second time: each chunk takes each microbatch once"
+                return f"{action} appears twice: each chunk runs each microbatch once"
             if microbatch > due:
-                return f"{self._due(part, chunk)} has not come: each chunk takes the microbatches in order"
+                return f"{self._due(part, chunk)} has not run: each chunk runs the microbatches in order"
         if kind in "BI" and microbatch >= self._next["F", chunk]:
-            return f"its forward {Action('F', microbatch, chunk)} has not come"
+            return f"its forward {Action('F', microbatch, chunk)} has not run"
         if kind == "W" and microbatch >= self._next["I", chunk]:
-            return f"its first part {Action('I', microbatch, chunk)} has not come"
+            return f"its first part {Action('I', microbatch, chunk)} has not run"
         return None
 
 

@@ -10,7 +10,7 @@
     dualpipev     2        in a V       2p or more         forwards; pairs F+B; separate I and W at both ends
     zbv           2        in a V       any                forwards; F, I, W of one chunk and the other; I; W
 
-A number in brackets is a schedule's default. In each table a chunk takes the microbatches in order, forward and
+A number in brackets is a schedule's default. In each table a chunk runs the microbatches in order, forward and
 backward, so gradients are summed as in one process.
 """
 
@@ -117,7 +117,7 @@ def table(name: str, ranks: int | None = None, chunks: int | None = None, microb
             raise ValueError(f"{name}: a schedule needs a number of ranks and of microbatches (--pp, --microbatches)")
         return _published(name, ranks, SCHEDULES[name].chunks if chunks is None else chunks, microbatches)
     if not Path(name).exists():
-        raise ValueError(f"{name!r} is no schedule and no file; there are: {', '.join(SCHEDULES)}")
+        raise ValueError(f"{name!r} is neither a schedule nor a file; schedules: {', '.join(SCHEDULES)}")
     made = read_table(name)
     has = {"ranks": len(made.ranks), "microbatches": made.microbatches, "chunks": made.chunks}
     for what, value in sizes.items():
@@ -134,14 +134,14 @@ def _published(name: str, ranks: int, chunks: int, microbatches: int) -> Table:
             raise ValueError(f"{name}: {what} = {value}; must be at least 1")
     if chunks != schedule.chunks and not schedule.any_chunks:
         raise ValueError(
-            f"{name}: chunks = {chunks}; it has {schedule.chunks} on each rank: leave chunks out, "
-            "or take interleaved or combined"
+            f"{name}: chunks = {chunks}; it has {schedule.chunks} on each rank: leave chunks out, or use interleaved "
+            f"or combined"
         )
     least = schedule.microbatches_per_rank * ranks
     if microbatches < least:
         raise ValueError(
-            f"{name}: microbatches = {microbatches}; on {ranks} ranks it needs {least} or more: "
-            "take more microbatches, fewer ranks, or combined"
+            f"{name}: microbatches = {microbatches}; on {ranks} ranks it needs {least} or more: use more "
+            f"microbatches, fewer ranks, or combined"
         )
     made = schedule.generate(ranks, chunks, microbatches)
     check(made)

@@ -49,9 +49,9 @@ class Costs:
         for name, value in vars(self).items():
             times = value if isinstance(value, Sequence) else [value]
             if isinstance(value, Sequence) and len(value) != stages:
-                raise ValueError(f"costs: {name} has {len(value)} times; give one, or one for each of {stages} stages")
+                raise ValueError(f"costs: {name} has {len(value)} times; pass one, or one for each of {stages} stages")
             if not all(0 <= time < float("inf") for time in times):
-                raise ValueError(f"costs: {name} = {value}; times are finite and not negative")
+                raise ValueError(f"costs: {name} = {value}; times must be finite and not negative")
 
 
 def _at(cost: Cost, stage: int) -> float:

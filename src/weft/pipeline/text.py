@@ -1,6 +1,6 @@
 """The text form of a table, in which you can write a schedule:
 
-    # one microbatch less alive than in 1f1b on the first rank
+    # one live microbatch less than in 1f1b on the first rank
     table mine: chunks 1, microbatches 2, placement loop
     rank 0: F0.0 B0.0
             F1.0 B1.0
@@ -63,19 +63,21 @@ def parse_table(text: str, source: str = "table") -> Table:
             continue
         if head is None:
             head = _HEAD.fullmatch(words) or _fail(
-                where, words, "the first line is `table NAME: chunks C, microbatches M, placement loop` (or `v`)"
+                where, words, "the first line must be `table NAME: chunks C, microbatches M, placement loop` (or `v`)"
             )
             continue
         if label := _RANK.match(words):
             if int(label[1]) != len(ranks):
-                _fail(where, label[0], f"ranks come in order; `rank {len(ranks)}:` is next")
+                _fail(where, label[0], f"ranks must be in order; `rank {len(ranks)}:` is next")
             ranks.append([])
             words = words[label.end() :]
         elif not ranks:
-            _fail(where, words, "entries belong to a rank; begin with `rank 0:`")
+            _fail(where, words, "entries must belong to a rank; begin with `rank 0:`")
         ranks[-1].extend(_parse_entry(word, where) for word in words.split())
     if head is None:
-        raise ValueError(f"{source}: is empty; it begins with `table NAME: chunks C, microbatches M, placement loop`")
+        raise ValueError(
+            f"{source}: is empty; it must begin with `table NAME: chunks C, microbatches M, placement loop`"
+        )
     table = Table(head[1], tuple(map(tuple, ranks)), int(head[2]), int(head[3]), head[4])
     check(table)
     return table

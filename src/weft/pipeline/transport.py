@@ -79,8 +79,8 @@ class Channel:
             self._known[key] = shapes
         elif self._known[key] != shapes:
             raise RuntimeError(
-                f"{self._title} were {_shown(self._known[key])} for microbatches of this shape, and are now "
-                f"{_shown(shapes)}: the other stage expects the former; build the model anew"
+                f"{self._title} were {_shown(self._known[key])} for microbatches of this shape, but are now "
+                f"{_shown(shapes)}: the other stage expects the earlier ones; build the model again"
             )
         while self._sent and self._sent[0][0].ended:
             self._sent[0][0].wait()  # before its memory is freed
@@ -90,7 +90,7 @@ class Channel:
         self._sent.append((ticket, tensors if streams.has_streams(self._device) else ()))
 
     def finish(self) -> None:
-        """Wait until everything that was sent on this channel has arrived."""
+        """Wait until all messages sent on this channel have arrived."""
         while self._told:
             self._told.pop().complete()
         for ticket, _ in self._sent:
@@ -121,7 +121,7 @@ class Channel:
         self.knows(key, like._known[key])
 
     def knows(self, key: Hashable, shapes: Shapes) -> None:
-        """Set the shapes for `key`, so that the sender need not send them."""
+        """Set the shapes for `key`, so that the sender does not need to send them."""
         self._known[key] = shapes
         self._expect()
 
@@ -152,13 +152,13 @@ class Channel:
         return self._lane.run(collective, tensors, self.group, self._peer, channel=self._number)
 
     def _tell(self, shapes: Shapes) -> None:
-        """Send the shapes of a message from host to host."""
+        """Send the shapes of a message between the hosts."""
         words = []
         for shape, dtype in shapes:
             if dtype not in _DTYPES or len(shape) > _MOST_DIMS:
                 raise TypeError(
-                    f"{self._title} are {_shown(shapes)}: what crosses stages is of {', '.join(map(str, _DTYPES))} and "
-                    f"has at most {_MOST_DIMS} dimensions"
+                    f"{self._title} are {_shown(shapes)}: tensors between stages must be of "
+                    f"{', '.join(map(str, _DTYPES))} and have at most {_MOST_DIMS} dimensions"
                 )
             words += [_DTYPES.index(dtype) + 1, len(shape), *shape, *[0] * (_MOST_DIMS - len(shape))]
         host = host_group(self.group)
@@ -197,7 +197,7 @@ class Transport:
                 continue
             title = f"activations from stage {border} to stage {border + 1}"
             if border == ENDS:
-                title = "gradients of what the first and the last stage share"
+                title = "gradients of parameters that the first and the last stage share"
             elif way == BACKWARD:
                 title = f"gradients from stage {border + 1} to stage {border}"
             channel = Channel(group, 1 - group.rank(), next_channel(group), title, device)
@@ -209,7 +209,7 @@ class Transport:
         return self._channels.get((border, direction))
 
     def finish(self) -> None:
-        """Wait until everything that this rank sent has arrived."""
+        """Wait until all messages sent by this rank have arrived."""
         for channel in self._channels.values():
             channel.finish()
 
@@ -227,7 +227,7 @@ class Transport:
         return other
 
     def forget_shapes(self) -> None:
-        """Drop all shapes, because messages have other dtypes from now on. Call it on all ranks of the pipeline."""
+        """Drop all shapes, because messages will have other dtypes. Call it on all ranks of the pipeline."""
         for channel in self._channels.values():
             channel.forget_shapes()
 

@@ -1,4 +1,4 @@
-"""Selects the weights to quantize by numbers of layers."""
+"""Selects the weights to quantize by the numbers of their layers."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ class ExceptEnds:
     def __post_init__(self) -> None:
         for name, value in (("first", self.first), ("last", self.last)):
             if value < 0:
-                raise ValueError(f"except_ends({name}={value}): a number of layers is not negative")
+                raise ValueError(f"except_ends({name}={value}): a number of layers must not be negative")
 
     def __call__(self, name: str, parameter: Any) -> bool:
         raise ValueError(

@@ -85,16 +85,16 @@ def missing_product(
 ) -> str | None:
     """Return why a quantized weight of this shape cannot be multiplied; None if it can."""
     if dtype.itemsize > 4:
-        return f"products of quantized operands are taken in fp32, which is narrower than {dtype}"
+        return f"products of quantized operands accumulate in fp32, which is narrower than {dtype}"
     if len(shape) == 3 and recipe.kind in ("rowwise", "nvfp4"):
         return (
-            f"stacks of [in, out] matrices, such as experts, are summed over their rows, along which the scales of "
-            f"{recipe} differ; choose tensorwise(), blockwise() or mx(32)"
+            f"stacks of [in, out] matrices, such as experts, are summed over their rows, but the scales of {recipe} "
+            f"differ along rows; choose tensorwise(), blockwise() or mx(32)"
         )
     if device.type != "cuda":
         return None
     if recipe.kind not in ("tensorwise", "rowwise") or len(shape) != 2:
-        return f"torch has no such product on {device} that weft uses; choose tensorwise() or rowwise() of matrices"
+        return f"weft has no such product on {device}; choose tensorwise() or rowwise() of matrices"
     if any(side % MULTIPLE for side in shape):
         return f"on {device} both sides of the weight must be multiples of {MULTIPLE}"
     failure = _kernel_failure(recipe.kind, dtype, device)

@@ -47,9 +47,9 @@ class Quantization:
 
     def __post_init__(self) -> None:
         if any(not isinstance(size, int) or size < 0 for size in self.block):
-            raise ValueError(f"{self.kind}{self.block}: the sides of a block are positive whole numbers")
+            raise ValueError(f"{self.kind}{self.block}: the sides of a block must be positive integers")
         if self.kind == "mx" and (size := max(self.block)) & (size - 1):
-            raise ValueError(f"mx({size}): a block has a power of two elements; the standard's has 32")
+            raise ValueError(f"mx({size}): the size of a block must be a power of two; the standard uses 32")
         if self.via is not None and self.via not in _VIA:
             raise ValueError(f"via={self.via!r}: choose {', '.join(map(str, _VIA))}, or None for the compute dtype")
         if self.compute not in ("dequantize", "scaled"):
@@ -57,7 +57,7 @@ class Quantization:
         if self.keep_transpose and not self.is_scaled:
             raise ValueError('keep_transpose=True without compute="scaled": no product would read the transposed codes')
         if self.keep_transpose and self.kind not in ("tensorwise", "blockwise"):
-            why = "backward has a copy of its own" if self.kind == "mx" else "backward multiplies dequantized weights"
+            why = "backward already has its own copy" if self.kind == "mx" else "backward dequantizes the weights"
             raise ValueError(f"{self.kind} with keep_transpose=True: {why}; leave it out")
 
     def __str__(self) -> str:
@@ -122,12 +122,13 @@ class Quantization:
         named = f"{self} for {what} of shape {tuple(shape)}"
         if len(shape) > 3 or len(shape) < (1 if self.kind == "tensorwise" else 2):
             raise ValueError(
-                f"{named}: a quantized weight has two dimensions, or three for a stack of matrices; leave this one out"
+                f"{named}: a quantized weight must have two dimensions, or three for a stack of matrices; exclude "
+                f"this one"
             )
         step = self.block[1] if self.kind in ("mx", "nvfp4") else 1
         if shape and shape[-1] % step:
             raise ValueError(
-                f"{named}: the last dimension must be a multiple of {step}; leave this one out, or choose rowwise()"
+                f"{named}: the last dimension must be a multiple of {step}; exclude this one, or choose rowwise()"
             )
 
 
@@ -177,7 +178,7 @@ def mx(
     """Return a recipe for MXFP8 (OCP Microscaling Formats, 2023): e4m3 with a power of two per `block` elements of a
     row."""
     if block == 0:
-        raise ValueError("mx(0): a block has at least one element; the standard's has 32")
+        raise ValueError("mx(0): a block needs at least one element; the standard uses 32")
     return Quantization("mx", (1, block), False, via, compute, keep_transpose)
 
 

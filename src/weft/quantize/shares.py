@@ -28,7 +28,7 @@ def count_losses(
     codes, scales = quantize(tensor, recipe, largest=largest)
     found = dequantize(codes, scales, recipe)
     largest_value, next_value = (E2M1_MAX, 8.0) if recipe.kind == "nvfp4" else (E4M3_MAX, 480.0)
-    # A magnitude above the largest by less than half a step is rounded to it, which is no saturation.
+    # A magnitude above the largest by less than half a step is rounded to it, which is not saturation.
     reduced = values.abs() > found.abs() * ((largest_value + next_value) / 2 / largest_value)
     at_the_end = torch.stack([codes & 7, codes >> 4 & 7], -1).flatten(-2) == 7 if recipe.kind == "nvfp4" else None
     at_the_end = (codes & 0x7F) == 0x7E if at_the_end is None else at_the_end

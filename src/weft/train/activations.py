@@ -2,7 +2,7 @@
 
 an operation     its newly allocated memory counts from here ...
                  ... until nothing refers to it any more
-end of a step    memory that is still referred to (gradients, buffers) is no activation and does not count
+end of a step    memory that is still referred to (gradients, buffers) is not an activation and does not count
 """
 
 import weakref

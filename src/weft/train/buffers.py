@@ -34,8 +34,8 @@ def buffers_of(model: nn.Module, rule: Rule) -> "Buffers | None":
         return Buffers(model, rule)
     if rule != "broadcast":
         raise ConfigError(
-            f'train.buffers = "{rule}": has no effect on a model that a pattern describes, whose buffers are alike on '
-            "all ranks; leave it out"
+            f'train.buffers = "{rule}": has no effect on a model described by a pattern, '
+            "whose buffers are the same on all ranks; leave it out"
         )
     return None
 

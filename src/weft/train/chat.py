@@ -52,7 +52,7 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(text)
         except TemplateError as error:
-            raise ConfigError(f"{name}: is no chat template ({error}); take an undamaged copy") from error
+            raise ConfigError(f"{name}: is not a chat template ({error}); use an undamaged copy") from error
 
     def render(self, messages: Messages, *, prompt: bool = False) -> str:
         """Return a conversation as text. With `prompt`, the beginning of the assistant's next message is appended."""
@@ -74,8 +74,8 @@ class ChatTemplate:
             until = self.render(messages[: number + 1])
             if not (until.startswith(before) and text.startswith(until)):
                 raise ConfigError(
-                    f"{self.name}: has no {{% generation %}} around what an assistant writes, and writes message "
-                    f"{number + 1} otherwise when others follow; put {{% generation %}} into the template"
+                    f"{self.name}: has no {{% generation %}} around the assistant's text, and renders message "
+                    f"{number + 1} differently when others follow; add {{% generation %}} to the template"
                 )
             found.append((len(before), len(until)))
         return text, found
@@ -95,7 +95,7 @@ def template_of(files: Mapping[str, bytes], name: str) -> ChatTemplate | None:
         config = json.loads(files.get("tokenizer_config.json", b"{}"))
         text = files["chat_template.jinja"].decode() if "chat_template.jinja" in files else config.get("chat_template")
     except (ValueError, AttributeError) as error:
-        raise ConfigError(f"{name}: tokenizer_config.json is damaged ({error}); take an undamaged copy") from error
+        raise ConfigError(f"{name}: tokenizer_config.json is damaged ({error}); use an undamaged copy") from error
     if isinstance(text, list):  # several named templates; "default" is for plain conversations
         text = {each.get("name"): each.get("template") for each in text if isinstance(each, dict)}.get("default")
     if text is None:

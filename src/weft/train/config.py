@@ -79,7 +79,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         self.schedule.check(self.train.steps)
         crosses, packs = self.train.cross_documents, self.data.packing == "whole"
-        rule = 'has no effect with data.packing = "stream", where it is so; set data.packing = "whole", or leave it out'
+        rule = (
+            'has no effect with data.packing = "stream", which always does this; set it to "whole", or leave this out'
+        )
         require("train.cross_documents", crosses, packs or not crosses, rule)
         if isinstance(self.model, HybridConfig):
             check_pattern(self.model, self.data, self.train, self.sharding)
@@ -161,7 +163,7 @@ class TrainConfig:
             "train.overlap",
             self.train.overlap,
             microbatches > 1 or not self.train.overlap,
-            "runs two microbatches beside each other, and a step of each rank has one: it would hide nothing; set "
+            "overlaps two microbatches, but a step of each rank has one, so it would hide nothing; set "
             f"train.global_batch_size = {least} or more, a smaller train.microbatch_size, or train.overlap = false",
         )
         check_sizes(self.model, self.data, self.train)
@@ -172,7 +174,7 @@ class TrainConfig:
             "model.vocab_size",
             self.model.vocab_size,
             self.model.vocab_size >= tokenizer.vocab_size,
-            f"must be at least the vocabulary of the tokenizer {self.data.tokenizer!r}; "
+            f"must be at least the vocabulary size of the tokenizer {self.data.tokenizer!r}; "
             f"set model.vocab_size = {tokenizer.vocab_size}",
         )
 
@@ -190,12 +192,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
         text = read_bounded(path, _LARGEST).decode("utf-8-sig")  # some editors put a byte order mark first
     except OSError as error:
         raise ConfigError(
-            f"configuration {str(path)!r}: cannot be read ({error.strerror}); give the path of a TOML file"
+            f"configuration {str(path)!r}: cannot be read ({error.strerror}); pass the path of a TOML file"
         ) from error
     except NotReadable as error:
-        raise ConfigError(f"configuration {str(path)!r}: {error}; give the path of a TOML file") from error
+        raise ConfigError(f"configuration {str(path)!r}: {error}; pass the path of a TOML file") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"configuration {str(path)!r}: is not UTF-8 text; give a TOML file") from error
+        raise ConfigError(f"configuration {str(path)!r}: is not UTF-8 text; pass a TOML file") from error
     return parse_config(text, overrides, name=str(path))
 
 
@@ -206,7 +208,7 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, name: str = "confi
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{name}: is not valid TOML: {error}; correct that line") from error
     except NotReadable as error:
-        raise ConfigError(f"{name}: is not valid TOML for weft: {error}; write it flatter") from error
+        raise ConfigError(f"{name}: cannot be read: {error}; write it flatter") from error
     changed = {_apply_override(tables, override) for override in overrides}
     shortened = "train.steps" in changed and "schedule.warmup_steps" not in changed
     notes = _unpin_warmup(tables) if shortened else ()
@@ -305,11 +307,11 @@ def _unknown(section: str, name: str | None) -> str:
 
 def _unknown_beside_factory(name: str) -> str:
     known = ", ".join(f.name for f in dataclasses.fields(OwnModelConfig))
-    return f"model.{name}: unknown beside model.factory, which knows {known}; give it to the factory in model.options"
+    return f"model.{name}: unknown together with model.factory; known: {known}; pass it to the factory in model.options"
 
 
 def _no_table(section: str, value: Any) -> str:
-    return f"{section} = {show(value)}: is a section; write [{section}] and its settings below it"
+    return f"{section} = {show(value)}: this is a section; write [{section}] and its settings below it"
 
 
 def _unpin_warmup(tables: dict[str, Any]) -> tuple[str, ...]:
@@ -327,7 +329,7 @@ def _unpin_warmup(tables: dict[str, Any]) -> tuple[str, ...]:
         rise = _build(ScheduleConfig, schedule, "schedule").warmup(steps)
         return (
             f"schedule.warmup_steps = {pinned} does not fit into train.steps = {steps}: the learning rate rises over "
-            f"{rise} steps, as without that setting",
+            f"{rise} steps, the default",
         )
     return ()
 

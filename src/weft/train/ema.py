@@ -24,7 +24,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Use the averages as the model's weights inside of the block."""
+        """Use the averages as the model's weights inside the block."""
         self._exchange()
         try:
             yield
@@ -42,7 +42,7 @@ class WeightAverage:
         return dict(self._averages)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Do nothing: the averages were filled in place."""
+        """Do nothing: the averages were already filled in place."""
 
 
 def _local(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Distinguishes errors of wrong user input from faults in code."""
+"""Distinguishes errors caused by invalid user input from bugs in code."""
 
 import sys
 from traceback import walk_tb
@@ -9,8 +9,9 @@ _OURS = {"weft", "torch", "numpy", *sys.stdlib_module_names}
 
 
 def is_refusal(error: Exception) -> bool:
-    """Return whether `error` rejects user input, so that its message is enough. A ValueError of code that weft only
-    calls, such as `model.factory`, is a fault in that code, which needs a traceback."""
+    """Return whether `error` rejects user input, so that its message is enough. A ValueError raised by code that weft
+    only calls, such as `model.factory`, is a bug in that code, which needs a traceback.
+    """
     if isinstance(error, ConfigError):
         return True
     packages = {frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in walk_tb(error.__traceback__)}

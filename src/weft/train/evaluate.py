@@ -80,15 +80,14 @@ def evaluate(
     trust: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> dict[str, float]:
-    """Return the validation loss of a run's newest intact checkpoint, or of that of `step`, in this process alone.
+    """Return the validation loss of a run's newest intact checkpoint, or of the checkpoint of `step`, in this process
+    alone.
 
-    average: use the moving average of the weights. overrides: changes of the run's settings, as of `--set`.
-    trust: import the code that the configuration names even if this user did not make the run here. say: called with a
-    line about each damaged checkpoint that is skipped.
-    Raises ConfigError for an override on which the loss does not depend.
-    """
+    average: use the moving average of the weights. overrides: changes of the run's settings, as of `--set`. trust:
+    import the code that the configuration names even if this user did not create the run here. say: called with a line
+    about each damaged checkpoint that is skipped. Raises ConfigError for an override that does not affect the loss."""
     if not (run / CONFIG).is_file():
-        raise ConfigError(f"{run}: holds no {CONFIG}; name the directory of a run")
+        raise ConfigError(f"{run}: contains no {CONFIG}; name the directory of a run")
     refuse_own_task(run)
     config = load_config(run / CONFIG, overrides)
     _refuse_without_effect(overrides, config)
@@ -125,16 +124,17 @@ def evaluate(
 
 
 def _refuse_without_effect(overrides: list[str], config: TrainConfig) -> None:
-    """Raise ConfigError for an override on which the validation loss does not depend."""
+    """Raise ConfigError for an override that does not affect the validation loss."""
     names = [override.partition("=")[0].strip() for override in overrides]
     apart = bool(config.data.validation_paths) and "data.validation_paths" not in names
     for name, override in zip(names, overrides):
         why = ""
         if not name.startswith(("model.", "data.")) and name not in _WITH_EFFECT:
-            why = f"it depends on [model], [data] and {', '.join(_WITH_EFFECT)}; leave it out"
+            why = f"which depends only on [model], [data] and {', '.join(_WITH_EFFECT)}; leave it out"
         elif name in ("data.paths", "data.weights") and apart:
-            why = f"the run validates on data.validation_paths = {show(list(config.data.validation_paths))}; set that"
+            paths = show(list(config.data.validation_paths))
+            why = f"because the run validates on data.validation_paths = {paths}; set that"
         elif name in ("data.seed", "data.factory"):
-            why = "it is about what is trained on; leave it out"
+            why = "because it only affects the training text; leave it out"
         if why:
             raise ConfigError(f"--set {override}: has no effect on the validation loss, {why}")

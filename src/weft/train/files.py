@@ -46,7 +46,7 @@ def read_bounded(path: str | Path, limit: int) -> bytes:
             raise NotReadable("it is not an ordinary file")
         content = stream.read(limit + 1)
     if len(content) > limit:
-        raise NotReadable(f"it has {max(status.st_size, len(content)):,} bytes, and {limit:,} are the most")
+        raise NotReadable(f"it has {max(status.st_size, len(content)):,} bytes, more than the {limit:,} allowed")
     return content
 
 

@@ -9,10 +9,12 @@ from weft.train.errors import ConfigError
 
 
 def imported(setting: str, place: str) -> Any:
-    """Import the object `place`, also from the working directory. Raises ConfigError that names `setting`."""
+    """Import the object with the path `place`, also from the working directory. Raises ConfigError that names
+    `setting`.
+    """
     module, colon, attribute = place.partition(":")
     if not (colon and module and attribute):
-        raise ConfigError(f'{setting} = "{place}": must be the place of a Python object: "package.module:name"')
+        raise ConfigError(f'{setting} = "{place}": must be the path of a Python object: "package.module:name"')
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
@@ -20,10 +22,10 @@ def imported(setting: str, place: str) -> Any:
         found: Any = importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f'{setting} = "{place}": cannot be imported ({error}); install the package, or start where it lies'
+            f'{setting} = "{place}": cannot be imported ({error}); install the package, or start in its folder'
         ) from error
     for name in attribute.split("."):
         if not hasattr(found, name):
-            raise ConfigError(f'{setting} = "{place}": {module} has no {name}; name something that it has')
+            raise ConfigError(f'{setting} = "{place}": {module} has no {name}; name one of its attributes')
         found = getattr(found, name)
     return found

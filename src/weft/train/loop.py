@@ -210,7 +210,7 @@ class Trainer:
         if position.step >= config.train.steps or self._is_settled():
             reached = f"the run is at step {position.step} of {config.train.steps}; raise train.steps to train longer"
             if not self.account.is_complete(position) and self.stages.have_first_rank:
-                self.say(f"nothing is left to train, and the report is missing: {reached}")
+                self.say(f"nothing is left to train, but the report is missing: {reached}")
                 self.account.end(position, self.optimizer, self.passes)
             else:
                 self.say(f"nothing to do: {self._settled() if self._is_settled() else reached}")
@@ -274,7 +274,7 @@ class Trainer:
 
     def _settled(self) -> str:
         best = f"{self.position.best_loss:.4f} of step {self.position.best_step}"
-        return f"{self.position.worse} validations in a row had no lower loss than {best} (train.stop_after)"
+        return f"{self.position.worse} validations in a row did not lower the loss below {best} (train.stop_after)"
 
     def moment(self, name: str, numbers: dict[str, Any]) -> None:
         """Do nothing. Called on all ranks at "start", after each "step" and "validation", at "save" and at "end"."""

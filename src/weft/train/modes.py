@@ -8,7 +8,7 @@ from torch import nn
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put `model` in evaluation mode in this context. Afterwards each module has its own mode again."""
+    """Put `model` in evaluation mode inside this context. Afterwards each module has its previous mode again."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -55,7 +55,7 @@ def made_by(make: Callable[[nn.Module], torch.optim.Optimizer], model: nn.Module
     found = make(model)
     if not isinstance(found, torch.optim.Optimizer):
         raise ConfigError(
-            f"optimizer: {told(make)} gives {told(found)}, no torch.optim.Optimizer; return the optimizer"
+            f"optimizer: {told(make)} returns {told(found)}, not a torch.optim.Optimizer; return the optimizer"
         )
     _refuse_closures("optimizer", type(found))
     return found
@@ -83,7 +83,7 @@ def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
         return getattr(torch.optim, config.name)
     found = imported("optimizer.name", config.name)
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise ConfigError(f'optimizer.name = "{config.name}": is no torch.optim.Optimizer; name a class that is one')
+        raise ConfigError(f'optimizer.name = "{config.name}": is not a torch.optim.Optimizer; name a subclass of it')
     _refuse_closures(f'optimizer.name = "{config.name}"', found)
     return found
 
@@ -93,8 +93,8 @@ def _refuse_closures(what: str, cls: type[torch.optim.Optimizer]) -> None:
     closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ConfigError(
-            f"{what}: {cls.__name__} computes the loss anew within a step (it needs a closure), and a step here has "
-            "its gradients before; take one whose step needs none"
+            f"{what}: {cls.__name__} recomputes the loss within a step (it needs a closure), but the trainer computes "
+            f"gradients before the step; choose an optimizer that needs no closure"
         )
 
 
@@ -129,7 +129,7 @@ class Joined(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> Any:
         if closure is not None:
-            raise ValueError("joined optimizers take no closure: compute the loss before step()")
+            raise ValueError("several optimizers together take no closure: compute the loss before step()")
         for part in self.parts:
             part.step()
 
@@ -143,8 +143,8 @@ def _muon_and_adamw(model: nn.Module, config: OptimizerConfig) -> Joined:
     in_stages = parts_of(model) is not None
     if not any(Stages(model).all_of(bool(muon))):
         raise ConfigError(
-            f'optimizer.name = "Muon": no matrix is left for it beside optimizer.adamw_for = '
-            f"{show(list(config.adamw_for))}; take patterns out there, or choose AdamW"
+            f'optimizer.name = "Muon": optimizer.adamw_for = {show(list(config.adamw_for))} leaves no matrix for it; '
+            "remove patterns there, or choose AdamW"
         )
     # With this adjustment the same learning rate suits both optimizers.
     options = {"lr": config.lr, "weight_decay": config.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
@@ -187,7 +187,8 @@ def _options(cls: type[torch.optim.Optimizer], config: OptimizerConfig) -> dict[
             found[name] = value
         elif value != getattr(OptimizerConfig, name):
             raise ConfigError(
-                f"optimizer.{name} = {show(plain(value))}: has no effect, {config.name} takes none; leave it out"
+                f"optimizer.{name} = {show(plain(value))}: has no effect, because {config.name} has no such option; "
+                f"leave it out"
             )
     if cls.__module__.startswith("torch.optim") and config.name in _FUSED and not _OTHERWISE & set(config.options):
         found["fused"] = True
@@ -199,7 +200,7 @@ def _known_options(cls: type[torch.optim.Optimizer], config: OptimizerConfig) ->
     unknown = [name for name in config.options if name not in takes]
     if unknown and not any(each.kind is each.VAR_KEYWORD for each in takes.values()):
         raise ConfigError(
-            f"optimizer.options = {show(config.options)}: {config.name} has no option {unknown[0]!r}; it takes "
+            f"optimizer.options = {show(config.options)}: {config.name} has no option {unknown[0]!r}; its options are "
             f"{', '.join(name for name in takes if name not in ('params', 'lr', 'betas', 'eps', 'weight_decay'))}"
         )
     hints = _plain_hints(cls)

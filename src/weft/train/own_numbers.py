@@ -26,10 +26,12 @@ class OwnNumbers:
         self._counts: dict[str, int] = {}
 
     def add(self, numbers: Mapping[str, Any]) -> None:
-        """Add the numbers of one microbatch. Raises ConfigError for a reserved name or a value that is no scalar."""
+        """Add the numbers of one microbatch. Raises ConfigError for a reserved name or a value that is not a scalar."""
         for name, value in numbers.items():
             if not isinstance(name, str) or not is_own(name):
-                raise ConfigError(f"loss: gives a number the name {name!r}, which is taken; choose another")
+                raise ConfigError(
+                    f"loss: uses the name {name!r} for a number, but that name is reserved; choose another"
+                )
             scalar = _scalar(name, value, self._device)
             self._totals[name] = self._totals[name] + scalar if name in self._totals else scalar
             self._counts[name] = self._counts.get(name, 0) + 1
@@ -65,7 +67,7 @@ def _scalar(name: str, value: Any, device: torch.device) -> torch.Tensor:
         return torch.as_tensor(float(value), dtype=torch.float64, device=device)
     if not isinstance(value, torch.Tensor) or value.dim() or value.is_complex():
         kind = f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-        raise ConfigError(f"loss: the number {name!r} is {kind}, not one real number; give its mean or sum")
+        raise ConfigError(f"loss: the number {name!r} is {kind}, not one real number; return its mean or sum")
     return value.detach().to(device=device, dtype=torch.float64)
 
 
@@ -74,6 +76,6 @@ def _differ(names: list[str]) -> ConfigError:
     other = next(rank for rank, found in enumerate(of_all) if found != of_all[0])
     first, second = (", ".join(found) or "none" for found in (of_all[0], of_all[other]))
     return ConfigError(
-        f"loss: the names of its numbers differ between ranks ({first} on rank 0, {second} on rank {other}); "
-        "give the same on every rank"
+        f"loss: the names of its numbers differ between ranks ({first} on rank 0, {second} on rank {other}); return "
+        f"the same names on every rank"
     )

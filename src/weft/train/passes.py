@@ -85,7 +85,7 @@ class Passes:
                 self.activations = looking.enter_context(Activations())
             losses = self._forward_backward(step, microbatches)
         if self.operations is not None:
-            eagerly = ", which were counted in a step that is not compiled" if loop.compile else ""
+            eagerly = ", counted in an uncompiled step" if loop.compile else ""
             self._note(f"a step of one rank is {self.operations}{eagerly}")
         return losses
 

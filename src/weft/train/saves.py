@@ -44,7 +44,7 @@ class Saves:
         if config.memory_every and memory is None:
             raise ConfigError(
                 f"checkpoint.memory_every = {config.memory_every}: only `weft train --ranks N --restarts M` keeps "
-                "copies while ranks start again; start the run with it, or set checkpoint.memory_every = 0"
+                f"copies while ranks restart; start the run that way, or set checkpoint.memory_every = 0"
             )
         self._config, self._state, self._say = config, state, say
         self.checkpoints = CheckpointManager(folder, keep=config.keep, progress=say)
@@ -72,7 +72,7 @@ class Saves:
                 self._remove_copies(self.copies)
             else:
                 self.saved_step = newest
-                self._say(f"step {step} is in memory, the newest checkpoint on disk is that of step {newest}")
+                self._say(f"step {step} is in memory, but the newest checkpoint on disk is from step {newest}")
                 return step
         self.saved_step = self.checkpoints.load(state)
         return self.saved_step
@@ -94,7 +94,8 @@ class Saves:
         if 2 * needed > free:
             raise ConfigError(
                 f"checkpoint.memory_every = {self._config.memory_every}: two copies of {readable_size(needed)} do not "
-                f"fit into the {readable_size(free)} that are free in {self.copies.directory.parent}; make room there, "
+                f"fit into the {readable_size(free)} of free space in {self.copies.directory.parent}; free space "
+                f"there, "
                 "or set checkpoint.memory_every = 0"
             )
 
@@ -132,7 +133,7 @@ class Saves:
         try:
             copies.wait()
         except CheckpointError as error:
-            self._say(f"a copy in memory failed, and the one before it stays: {error}")
+            self._say(f"a copy in memory failed, and the previous one is kept: {error}")
 
     @staticmethod
     def _remove_copies(copies: CheckpointManager) -> None:

@@ -36,7 +36,7 @@ class Source:
 
     For a run, the newest intact checkpoint at the time of loading is used. `say` is called with a line about each
     damaged checkpoint that is skipped. `ignored`: fields of config.json to ignore (see `hf.config_of`). Raises
-    ConfigError for a path that is no run, checkpoint or model directory.
+    ConfigError for a path that is not a run, checkpoint or model directory.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class Source:
             self.run = path
         if self.run is None or not (self.run / CONFIG).is_file():
             raise ConfigError(
-                f"{path}: is no run with a checkpoint, no checkpoint where its run has it "
-                "(RUN/checkpoints/step-00000010), and no model's directory; name one of these"
+                f"{path}: must be a run with a checkpoint, a checkpoint in its run's directory "
+                f"(RUN/checkpoints/step-00000010), or a model's directory; name one of these"
             )
 
     @cached_property
@@ -69,7 +69,9 @@ class Source:
             return hf.config_of(self.path, ignored=self.ignored)
         model = self._run_config.model
         if not isinstance(model, HybridConfig):
-            raise ConfigError(f"{self.run}: is a run of your own model, {model.factory}; load it where that is")
+            raise ConfigError(
+                f"{self.run}: is a run of your own model, {model.factory}; load it in a program that has that model"
+            )
         return model
 
     @cached_property
@@ -79,19 +81,19 @@ class Source:
             if self._run_config.data.kind == "tokens":
                 raise ConfigError(
                     f'{self.run}: data.kind = "tokens", and the tokenizer that made them is unknown; write the model '
-                    "with weft convert, put the tokenizer.json beside it, and name that directory"
+                    "with weft convert, add the tokenizer.json, and name that directory"
                 )
             return load_tokenizer(self._run_config.data.tokenizer)
         if not (path := self.path / "tokenizer.json").is_file():
             raise ConfigError(
-                f"{self.path}: has no {path.name}; put that of the model there, or name the run "
+                f"{self.path}: has no {path.name}; put the model's {path.name} there, or name the run "
                 "(transformers writes one from older files: AutoTokenizer.from_pretrained(...).save_pretrained(...))"
             )
         return load_tokenizer(str(path))
 
     @property
     def tokenizer_file(self) -> Path | None:
-        """The tokenizer.json of the run's text; None if the run has none, or the source is no run."""
+        """The tokenizer.json of the run's text; None if the run has none, or the source is not a run."""
         if self.run is None or self._run_config.data.kind == "tokens" or self._run_config.data.tokenizer == "bytes":
             return None
         return Path(self._run_config.data.tokenizer)
@@ -104,8 +106,8 @@ class Source:
         """
         if different := hf.differences(model.cfg, self.model_config):
             raise ConfigError(
-                f"{self.path}: has the weights of another model: {'; '.join(different)}; take that in [model], the "
-                "pattern in any grouping"
+                f"{self.path}: has the weights of another model: {'; '.join(different)}; use that model in [model], "
+                f"with the pattern in any grouping"
             )
         if self.run is None:
             hf.load(model, self.path, ignored=self.ignored)
@@ -131,7 +133,7 @@ class Source:
         """The chat template. Raises ConfigError if the model has none."""
         found = template_of(self.origin.files, str(self.path)) if self.origin is not None else None
         if found is None:
-            raise ConfigError(f"{self.path}: has no chat template; use weft sample, or take a model that has one")
+            raise ConfigError(f"{self.path}: has no chat template; use weft sample, or a model that has one")
         return found
 
     @cached_property
@@ -191,11 +193,11 @@ class Source:
         if len(encoded) and self.run is None:
             encoded = self.tokenizer.prompt(prompt)
         if not len(encoded):
-            raise ConfigError("the prompt is empty: give a text to continue")
+            raise ConfigError("the prompt is empty: pass a text to continue")
         if (largest := int(encoded.max())) >= self.model_config.vocab_size:
             raise ConfigError(
-                f"{self.path}: its tokenizer makes token {largest} of the prompt, and the model has "
-                f"{self.model_config.vocab_size}; put the tokenizer.json of that model there"
+                f"{self.path}: its tokenizer maps the prompt to token {largest}, but the model has "
+                f"{self.model_config.vocab_size} tokens; put the tokenizer.json of that model there"
             )
         return encoded.tolist()
 

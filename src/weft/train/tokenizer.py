@@ -66,7 +66,7 @@ class HuggingFaceTokenizer:
         except (OSError, NotReadable) as error:
             why = error.strerror if isinstance(error, OSError) else str(error)
             raise ConfigError(
-                f'data.tokenizer = {str(path)!r}: cannot be read ({why}); give "bytes" or the path of a tokenizer.json'
+                f'data.tokenizer = {str(path)!r}: cannot be read ({why}); use "bytes" or the path of a tokenizer.json'
             ) from error
         try:
             import tokenizers
@@ -79,7 +79,7 @@ class HuggingFaceTokenizer:
         except Exception as error:  # the package raises plain Exception for files it cannot parse
             raise ConfigError(
                 f"data.tokenizer = {str(path)!r}: is not a tokenizer.json "
-                f'({" ".join(str(error).split())}); give one, or "bytes"'
+                f'({" ".join(str(error).split())}); use one, or "bytes"'
             ) from error
         # Truncation and padding are for batches of short texts; here they would lose or add tokens.
         self._tokenizer.no_truncation()
@@ -114,7 +114,7 @@ def _known(tokens: np.ndarray, ids: np.ndarray) -> np.ndarray:
     tokens = np.asarray(tokens)
     strange = tokens[~np.isin(tokens, ids)]
     if strange.size:
-        raise ValueError(f"token {strange[0]}: the tokenizer has none of that number; decode with the model's own")
+        raise ValueError(f"token {strange[0]}: the tokenizer has no such token; decode with the model's own tokenizer")
     return tokens
 
 

@@ -14,7 +14,9 @@ from weft.train.files import parse_toml
 
 
 def typed(name: str, value: Any, hint: Any) -> Any:
-    """Return `value` as the annotated type. Integers pass as floats, nothing else converts. Raises ConfigError."""
+    """Return `value` as the annotated type. Integers are accepted as floats; nothing else is converted. Raises
+    ConfigError.
+    """
     accepted, result = _convert(value, hint)
     if not accepted:
         fix = ""
@@ -29,13 +31,13 @@ def typed(name: str, value: Any, hint: Any) -> Any:
 
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """Return a list of the word in `known` that was probably meant, ignoring case; empty if none is near."""
+    """Return a list with the word in `known` that was probably meant, ignoring case; empty if none is similar."""
     by_lower = {each.lower(): each for each in known}
     return [by_lower[each] for each in difflib.get_close_matches(word.lower(), by_lower, n=1)]
 
 
 def _lists(value: Any) -> Iterator[list[Any]]:
-    """Yield lists that may have been meant by a value that is no list, likely ones first."""
+    """Yield lists that may have been meant by a value that is not a list, likely ones first."""
     if isinstance(value, str):
         inside = value.strip().removeprefix("[").removesuffix("]")
         with suppress(ValueError):

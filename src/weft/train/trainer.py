@@ -50,7 +50,7 @@ class Trainer(loop.Trainer):
     (trainer, dictionary of numbers), called on all ranks. resume: as `weft train --resume`: True, a run's directory,
     or "or-start". say: called with lines of text; default: prints them on rank 0.
 
-    Raises ConfigError for a wrong configuration or argument, CheckpointError, CheckpointMismatch.
+    Raises ConfigError for an invalid configuration or argument, CheckpointError, CheckpointMismatch.
     """
 
     def __init__(
@@ -69,17 +69,17 @@ class Trainer(loop.Trainer):
     ) -> None:
         self.callbacks = dict(callbacks or {})
         if strange := set(self.callbacks) - set(MOMENTS):
-            raise ConfigError(f"callbacks: {sorted(strange)[0]!r} is no moment; choose from {', '.join(MOMENTS)}")
+            raise ConfigError(f"callbacks: {sorted(strange)[0]!r} is not an event; choose from {', '.join(MOMENTS)}")
         for moment, called in self.callbacks.items():
             check_callable(f"callbacks: {moment!r}", called, ["trainer", "numbers"], "a function (trainer, numbers)")
         if optimizer is not None:
             check_callable("optimizer", optimizer, ["model"], "a function that makes one for the sharded model")
         if say is not None:
-            check_callable("say", say, ["line"], "a function that is told lines, such as print")
+            check_callable("say", say, ["line"], "a function that receives lines, such as print")
         if isinstance(resume, Path):
             resume = str(resume)
         if not isinstance(resume, (bool, str)):
-            raise ConfigError(f"resume: {told(resume)}; give True, False, the directory of a run, or {OR_START!r}")
+            raise ConfigError(f"resume: {told(resume)}; pass True, False, the directory of a run, or {OR_START!r}")
         settings = _configuration(config)
         stop = StopRequest()
         if threading.current_thread() is threading.main_thread():
@@ -121,7 +121,7 @@ class Trainer(loop.Trainer):
             self.stop.release()
 
     def moment(self, name: str, numbers: dict[str, Any]) -> None:
-        """Call the callback of this moment, if there is one."""
+        """Call the callback of this event, if there is one."""
         if name in self.callbacks:
             self.callbacks[name](self, numbers)
 
@@ -134,7 +134,7 @@ def _configuration(config: TrainConfig | Mapping[str, Mapping[str, Any]] | str |
         return from_tables(tables)
     if not isinstance(config, (str, Path)):
         raise ConfigError(
-            f"config: {told(config)}; give the path of a TOML file, its tables as a dictionary, or a TrainConfig"
+            f"config: {told(config)}; pass the path of a TOML file, its tables as a dictionary, or a TrainConfig"
         )
     return load_config(config)
 

@@ -151,7 +151,7 @@ def test_a_unit_that_begins_in_place_is_told_what_to_change():
     net = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8)))
     weft.fully_shard(net[1])
     weft.fully_shard(net)
-    with pytest.raises(RuntimeError, match=r"1 \(Sequential\) changes its input in place.* ReLU\(inplace=False\)"):
+    with pytest.raises(RuntimeError, match=r"1 \(Sequential\) modifies its input in place.* ReLU\(inplace=False\)"):
         net(torch.ones(2, 8))
 
 

@@ -220,7 +220,7 @@ def test_what_releases_have_in_other_words_means_the_same(tmp_path, kind, change
 
 WRONG_WIDTHS = [
     ("bamba", {"attn_rotary_emb": 8}, "attn_rotary_emb=8: weft's bamba rotates half of a head, 4"),
-    ("granitemoehybrid", {"mamba_d_head": 5}, "mamba_n_heads=4 of mamba_d_head=5 must be as wide .* 64"),
+    ("granitemoehybrid", {"mamba_d_head": 5}, "mamba_n_heads=4 times mamba_d_head=5 must equal .* 64"),
 ]
 
 
@@ -254,8 +254,8 @@ def test_a_target_that_cannot_be_made_is_one_line(there, tmp_path, capsys, below
     target = tmp_path / "file" / below
     assert main(["convert", str(there), str(target)]) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and f"{target} cannot be made (" in said and "name a new directory" in said
-    with pytest.raises(ConversionError, match="cannot be made"):
+    assert said.count("\n") == 1 and f"{target} cannot be created (" in said and "name a new directory" in said
+    with pytest.raises(ConversionError, match="cannot be created"):
         hf.save(HybridModel(HybridConfig(pattern="[*-]", hidden_size=16)), target)
     assert (tmp_path / "file").read_text() == "as it was"
 
@@ -263,7 +263,7 @@ def test_a_target_that_cannot_be_made_is_one_line(there, tmp_path, capsys, below
 def test_a_directory_with_a_model_is_not_written_over(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     hf.save(make_small(), tmp_path)
-    with pytest.raises(ConversionError, match=r"holds a model already \(config\.json, model\.safetensors\)"):
+    with pytest.raises(ConversionError, match=r"already contains a model \(config\.json, model\.safetensors\)"):
         hf.save(make_small(), tmp_path)
 
 
@@ -277,7 +277,7 @@ def test_a_width_that_follows_from_others_is_that_width(tmp_path):
 @pytest.mark.parametrize("file", ["../model.safetensors", "/model.safetensors", "", "..", 3])
 def test_an_index_names_files_beside_it_only(tmp_path, file):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
-    with pytest.raises(ConversionError, match="no file beside it"):
+    with pytest.raises(ConversionError, match="not a file in its directory"):
         TensorFiles(tmp_path)
 
 

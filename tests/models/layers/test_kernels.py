@@ -179,8 +179,8 @@ def test_what_fla_is_handed_and_gives_back_is_the_delta_rule_with_its_gradients(
 @pytest.mark.parametrize(
     "given, reason",
     [
-        ({"dtype": torch.float32}, "it computes in half precision, and the tensors are float32"),
-        ({"dtype": torch.bfloat16, "width": 320}, "its heads of keys are at most 256 wide, and these 320"),
+        ({"dtype": torch.float32}, "it computes in half precision, but the tensors are float32"),
+        ({"dtype": torch.bfloat16, "width": 320}, "its key heads are at most 256 wide, but these are 320 wide"),
     ],
 )
 def test_what_fla_does_not_take_is_left_to_torch_or_refused(installed, monkeypatch, caplog, given, reason):
@@ -198,13 +198,13 @@ def test_why_a_kernel_is_not_used_is_logged_once(caplog, symbol):
         for _ in range(2):
             model(symbol)(torch.arange(10)[None])
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line == f"{KINDS[symbol][1][0]} is not used: it is not installed; torch's operations do its work"
+    assert line == f"{KINDS[symbol][1][0]} is not used: it is not installed; torch's operations are used instead"
 
 
 def test_a_kernel_that_is_installed_says_why_it_cannot_be_used_on_the_cpu(installed, caplog):
     with caplog.at_level(logging.INFO, logger=kernels.__name__):
         model("M")(torch.arange(10)[None])
-    assert "mamba_ssm is not used: it runs on CUDA, and the tensors are on cpu" in caplog.text
+    assert "mamba_ssm is not used: it runs on CUDA, but the tensors are on cpu" in caplog.text
     assert installed == []
 
 

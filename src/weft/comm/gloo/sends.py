@@ -14,6 +14,8 @@ import torch.distributed as dist
 BREAK_TAG = 98
 """The tag of a message that is never sent."""
 Parts = Sequence[torch.Tensor] | torch.Tensor
+Swap = tuple[Parts, Parts]
+"""What arrives from each rank and what leaves for it."""
 
 
 def swap(arriving: Parts, leaving: Parts, group: dist.ProcessGroup, tag: int) -> list[Any]:
@@ -21,9 +23,14 @@ def swap(arriving: Parts, leaving: Parts, group: dist.ProcessGroup, tag: int) ->
 
     Returns the works.
     """
-    others = peers(dist.get_rank(group), len(arriving))
-    works = [group.recv([arriving[peer]], peer, tag) for peer in others if arriving[peer].numel()]
-    works += [group.send([leaving[peer]], peer, tag) for peer in others if leaving[peer].numel()]
+    return swap_all([(arriving, leaving)], group, tag)
+
+
+def swap_all(swaps: Sequence[Swap], group: dist.ProcessGroup, tag: int) -> list[Any]:
+    """Start several swaps, with the receives of all of them before the sends."""
+    others = peers(dist.get_rank(group), group.size())
+    works = [group.recv([each[peer]], peer, tag) for each, _ in swaps for peer in others if each[peer].numel()]
+    works += [group.send([each[peer]], peer, tag) for _, each in swaps for peer in others if each[peer].numel()]
     return works
 
 
@@ -41,7 +48,7 @@ def peers(rank: int, size: int) -> list[int]:
 
 
 def break_waits(group: Any) -> None:
-    """End all waits for messages of `group` on all its ranks, by a receive that times out, which closes connections.
+    """End all waits for messages of `group` on all its ranks: a receive that times out closes the connections.
 
     Does nothing for other backends: a rank that waits for a device checks for the detector's verdict.
     """

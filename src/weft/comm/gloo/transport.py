@@ -5,13 +5,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from weft.comm.gloo.sends import swap, terms_of
+from weft.comm.gloo.sends import Swap, swap, swap_all, terms_of
 from weft.comm.pending import Pending
 from weft.comm.sums import add_up, sum_into
 from weft.comm.transport import Adds, Capabilities, Scales, Several, Sizes, Sum, Wanted
 
 SECOND_ROUND = 500
 """The offset of the tag of a second round of transfers from the lane's tag."""
+
+ALONE_BYTES = 1 << 18
+"""A tensor of a bundle with at least this many bytes for each rank is a message of its own: copying it into the
+bundle's message would take longer than a second message, which is sent at the same time."""
 
 
 class Gloo:
@@ -36,19 +40,35 @@ class Gloo:
     def all_gather_bundle(
         self, fulls: Wanted, sources: Several, group: ProcessGroup, tag: int, dtype: torch.dtype
     ) -> Pending:
-        """Send one message to each rank. Row r of the `table` is the message from rank r: the tensors, concatenated."""
+        """Send the small tensors to each rank in one message, concatenated, and each large one as it is.
+
+        Row r of the `table` is the message from rank r.
+        """
         rank, size = dist.get_rank(group), group.size()
-        widths = [*map(Tensor.numel, sources)]
+        swaps: list[Swap] = []
+        small: list[tuple[Tensor | None, Tensor]] = []
+        for full, source in zip(fulls, sources):
+            if source.nbytes < ALONE_BYTES or source.dtype != dtype:
+                small.append((full, source.detach()))
+                continue
+            slices = (source.new_empty(size * source.numel()) if full is None else full).view(size, -1)
+            swaps.append((slices, [source] * size))
+        widths = [source.numel() for _, source in small]
         table = torch.empty(size, sum(widths), dtype=dtype, device=sources[0].device)
-        torch.cat([*map(Tensor.detach, sources)], out=table[rank])
+        if small:
+            torch.cat([source for _, source in small], out=table[rank])
+        works = swap_all([*swaps, (table, [table[rank]] * size)], group, tag)
+        for slices, leaving in swaps:
+            if leaving[rank].data_ptr() != slices[rank].data_ptr():
+                slices[rank].copy_(leaving[rank])
 
         def spread() -> None:
             columns = table.split(widths, dim=1)
-            kept = [(full.view(size, -1), column) for full, column in zip(fulls, columns) if full is not None]
+            kept = [(full.view(size, -1), column) for (full, _), column in zip(small, columns) if full is not None]
             if kept:
                 torch._foreach_copy_([full for full, _ in kept], [column for _, column in kept])
 
-        return Pending(swap(table, [table[rank]] * size, group, tag), spread)
+        return Pending(works, spread if small else None)
 
     def all_gather_uneven(self, parts: Several, rank: int, group: ProcessGroup, tag: int) -> Pending:
         """Send this rank's part to each rank, unless it is empty."""
@@ -64,24 +84,43 @@ class Gloo:
     def reduce_scatter_bundle(
         self, outputs: Several, partials: Several, scales: Scales, adds: Adds, group: ProcessGroup, tag: int
     ) -> Pending:
-        """Send one message to each rank. The sums are bitwise equal to those of one reduction per tensor."""
+        """Send the small tensors to each rank in one message, concatenated, and each large one as it is.
+
+        The sums are bitwise equal to those of one reduction per tensor.
+        """
         rank, size = dist.get_rank(group), group.size()
-        slices = [partial.view(size, -1) for partial in partials]
-        leaving = torch.cat(slices, dim=1)
+        swaps: list[Swap] = []
+        small, large = [], []
+        for each in zip(outputs, partials, scales, adds):
+            slices = each[1].view(size, -1)
+            if slices[rank].nbytes < ALONE_BYTES:
+                small.append(each)
+                continue
+            terms = terms_of(slices[rank], slices.new_empty((size - 1) * slices.shape[1]), rank, size)
+            swaps.append((terms, slices))
+            large.append((each[0], terms, each[2], each[3]))
+        rows = [partial.view(size, -1) for _, partial, _, _ in small]
+        leaving = torch.cat(rows, dim=1) if small else partials[0].new_empty(size, 0)
         arriving = torch.empty_like(leaving)
+        works = swap_all([*swaps, (arriving, leaving)], group, tag)
 
         def take_sums() -> None:
-            widths = [each.shape[1] for each in slices]
+            for each in large:
+                add_up(*each)
+            if not small:
+                return
+            widths = [each.shape[1] for each in rows]
             arriving[rank] = leaving[rank]
+            targets, _, scales, adds = zip(*small)
             alike = not any(adds) and len(set(scales)) == 1  # then sum all at once, into a row that is already sent
-            sums = [leaving[0]] if alike else outputs
+            sums = [leaving[0]] if alike else targets
             columns = [arriving] if alike else arriving.split(widths, dim=1)
             for total, column, scale, add in zip(sums, columns, scales, adds):
                 add_up(total, column.unbind(), scale, add)
             if alike:
-                torch._foreach_copy_(list(outputs), leaving[0].split(widths))
+                torch._foreach_copy_(list(targets), leaving[0].split(widths))
 
-        return Pending(swap(arriving, leaving, group, tag), take_sums)
+        return Pending(works, take_sums)
 
     def all_reduce(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
         """All-reduce in one or two rounds of messages.

@@ -8,10 +8,11 @@ decides which ranks are stuck, also after exceptions and exits. For stuck ranks:
     none can                                                       CollectiveMismatch, on every one that waits in weft
 
 A published state may be old if the detector's thread got no CPU time. Therefore a rank that finds others stuck asks a
-question, and counts only states published after it: a rank whose state is unchanged then has waited all the time.
+question, and counts only states published after it: a rank whose state is unchanged then has been waiting all the time.
 
 Without long waits this costs two assignments per wait and a check every tenth of a second. A rank that has joined a
-collective of others will probably have to again, for each unit that it skips, so all ranks then check more often.
+collective of other ranks will probably have to join more, one for each unit that it skips, so all ranks then check more
+often.
 """
 
 import atexit
@@ -52,8 +53,8 @@ GOODBYE_S = 10.0
 
 _NO_WORLD = object()
 _RULE = (
-    "every rank must run the same units and passes, evaluations and state dicts too, and as many microbatches: one "
-    "that has nothing to do takes part with another rank's batch"
+    "every rank must run the same units and passes, including evaluations and state dicts, and the same number of "
+    "microbatches: a rank without data must still run, for example with another rank's batch"
 )
 
 
@@ -198,8 +199,8 @@ class HangDetector:
         others = [rank for rank in call.ranks if rank != self._rank]
         return (
             f"{note}, and the process of {'rank' if len(others) == 1 else 'one of the ranks'} "
-            f"{', '.join(map(str, others))} has gone without a word, as one does that is killed or that finds no "
-            "memory: its output, or its host, may know why"
+            f"{', '.join(map(str, others))} exited without an error, as when it is killed or out of memory: its "
+            f"output or the log of its host may say why"
         )
 
     def _of_who_left(self, call: Call) -> str:
@@ -242,7 +243,7 @@ class HangDetector:
     def _last_words(self) -> str:
         error = getattr(sys, "last_value", None) if self._over.is_set() else None
         if error is not None:
-            return f"its program ended by {type(error).__name__}: {error}"
+            return f"its program ended with {type(error).__name__}: {error}"
         return f"{self._failed}, then its program ended" if self._failed else "its program ended"
 
     def _look(self) -> bool:

@@ -12,8 +12,8 @@
       done nothing of weft since                                   catch it               `ABANDONED_S`
     has exited                             that, and why         never                  immediately
 
-So an exception alone is no error for other ranks. It appears in the error of a rank that waits for a collective that
-the failed rank never began. A rank that has caught an exception and waits again, or computes, is like any other.
+So an exception alone is not an error for other ranks. It appears in the error of a rank that waits for a collective
+that the failed rank never began. A rank that has caught an exception and waits again, or computes, is like any other.
 """
 
 from collections.abc import Callable, Iterable, Mapping

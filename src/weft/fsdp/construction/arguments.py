@@ -78,22 +78,23 @@ class Request:
         reshard = self.reshard_after_forward
         if isinstance(reshard, int) and not isinstance(reshard, bool):
             raise ValueError(
-                f"reshard_after_forward={reshard} where shard_placement_fn gives parameters a mesh of their own: "
-                "choose True, False or None, or shard their module by a call of its own"
+                f"reshard_after_forward={reshard} where shard_placement_fn gives parameters their own mesh: choose "
+                f"True, False or None, or shard their module in a separate call"
             )
         if own.device_type != self.mesh.device_type:
             raise ValueError(
-                f"shard_placement_fn returned a mesh of {own.device_type} beside one of {self.mesh.device_type}"
+                f"shard_placement_fn returned a mesh on {own.device_type}, but the module's mesh is on "
+                f"{self.mesh.device_type}"
             )
         return checked_mesh(own)
 
 
 def checked_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return `mesh`. Raises ValueError if it has not 1 or 2 axes, or does not contain this rank."""
+    """Return `mesh`. Raises ValueError if it does not have 1 or 2 axes, or does not contain this rank."""
     if mesh.ndim not in (1, 2):
         raise ValueError(
             f"mesh has {mesh.ndim} axes{f' {mesh.mesh_dim_names}' if mesh.mesh_dim_names else ''}: pass a 1-D one "
-            "(shard) or a 2-D one (outer, shard), or say with dp_mesh_dims which axes of a larger one are data-parallel"
+            "(shard) or a 2-D one (outer, shard), or name the data-parallel axes of a larger one with dp_mesh_dims"
         )
     if mesh.get_coordinate() is None:
         raise ValueError(
@@ -109,9 +110,11 @@ def _checked_modules(module: Any) -> list[nn.Module]:
         if not isinstance(one, nn.Module):
             raise TypeError(f"fully_shard got a {type(one).__name__}: pass an nn.Module or a list of them")
         if isinstance(one, (nn.ModuleList, nn.ModuleDict)) and type(one).forward is nn.Module.forward:
-            raise ValueError(f"{type(one).__name__} has no forward that could gather it: shard its members instead")
+            raise ValueError(
+                f"{type(one).__name__} has no forward that could gather its weights: shard its members instead"
+            )
         if isinstance(one, FSDPModule):
-            raise ValueError(f"{kind_of(one)} is sharded already: call fully_shard once per module")
+            raise ValueError(f"{kind_of(one)} is already sharded: call fully_shard once per module")
     if not modules:
         raise ValueError("fully_shard got an empty list: pass at least one module")
     return modules
@@ -138,7 +141,9 @@ def _checked_reshard(choice: Any, placements: Placements, shards: int) -> bool |
 
 
 def _checked_ignored(parameters: Any) -> set[int]:
-    """Return the ids of `ignored_params`. It may contain parameters of other modules, as every call may get one set."""
+    """Return the ids of `ignored_params`. It may contain parameters of other modules, because the same set may be
+    passed to every call.
+    """
     fix = "pass the parameters themselves, such as ignored_params=set(module.parameters())"
     if parameters is None:
         return set()

@@ -18,9 +18,9 @@ from weft.dtensor.uneven import UnevenDTensor
 def copy_assigned(
     module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict, strict: bool, *lists: list
 ) -> None:
-    """Copy values of `state_dict` into sharded parameters, and put these in place of the values.
+    """Copy values of `state_dict` into sharded parameters, and replace the values by these parameters in `state_dict`.
 
-    A hook that runs before `module` assigns the entries of `state_dict`.
+    This is a hook that runs before `module` assigns the entries of `state_dict`.
     """
     if not local_metadata.get("assign_to_params_buffers"):
         return
@@ -32,9 +32,9 @@ def copy_assigned(
             continue
         if value.dtype != parameter.dtype:
             raise ValueError(
-                f"load_state_dict(assign=True): {prefix + name!r} is {value.dtype}, and the sharded parameter "
-                f"{parameter.dtype}, which it keeps: leave out assign, which casts, or cast the state dict, or convert "
-                "the module before fully_shard"
+                f"load_state_dict(assign=True): {prefix + name!r} is {value.dtype}, but the sharded parameter is "
+                f"{parameter.dtype} and cannot change: leave out assign, so that the values are cast, or cast the "
+                f"state dict, or convert the module before fully_shard"
             )
         if value is not parameter:
             with torch.no_grad():

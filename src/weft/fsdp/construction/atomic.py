@@ -20,7 +20,7 @@ class TensorAtomic:
 
 @dataclass(frozen=True)
 class BlockAtomic:
-    """The tensor is only cut between blocks of `rows` dim-0 rows. For formats with blocks, such as MXFP8 with 32."""
+    """The tensor is cut only between blocks of `rows` rows (dim 0). For block formats, such as MXFP8 with 32."""
 
     rows: int
 
@@ -49,7 +49,7 @@ def choice_of(
 
 
 def granularity_of(parameter: nn.Parameter, name: str, choice: Any) -> tuple[int, int]:
-    """Return how many elements of `parameter` cuts keep together, and the dimension that is cut, for `choice`.
+    """Return how many elements of `parameter` stay together, and the dimension that is cut, for `choice`.
 
     `choice`: the placement from `shard_placement_fn`. For a tensor-parallel parameter, both are those of this rank's
     slice. Raises ValueError for a placement that weft does not support, or that does not fit the parameter.

@@ -205,7 +205,7 @@ def _take_over(where: dict[str, Any], name: str, memory: torch.Tensor) -> None:
         if assigned.shape != memory.shape:
             raise ValueError(
                 f"reset_parameters() replaced {name!r} of shape {tuple(memory.shape)} by one of "
-                f"{tuple(assigned.shape)}: it must keep the shapes with which the module was built"
+                f"{tuple(assigned.shape)}: it must keep the shapes that the module was built with"
             )
         with torch.no_grad():
             memory.copy_(assigned)
@@ -216,8 +216,8 @@ def _check_filled(filled: torch.Tensor, module: nn.Module, name: str, called: st
     if has_blank(local_of(filled).detach()):
         raise ValueError(
             f"{called!r} is not initialised: it was built on the meta device, and the reset_parameters() of "
-            f"{type(module).__name__} left memory of its {name!r} as it was; fill all of it there, or load or build it "
-            "on a real device"
+            f"{type(module).__name__} left part of its {name!r} unwritten; fill all of it there, or load it, or build "
+            f"it on a real device"
         )
 
 

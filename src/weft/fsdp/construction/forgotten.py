@@ -8,7 +8,7 @@ a parameter of a unit, or a DTensor                nothing
 with gradient hooks, or in `ignored_params`        nothing: the user handles it
 in a module around the root, in DDP or FSDP        nothing
 in a module around the root                        RuntimeError, before the backward begins
-in no module around the root                       nothing: it is no parameter of the model
+in no module around the root                       nothing: it is not a parameter of the model
 """
 
 import gc
@@ -58,9 +58,10 @@ def _refuse(suspects: set[Any], roots: Iterable[Any]) -> None:
                 if parameter in suspects and not _is_managed(parameter, around, parents):
                     inside = next((path for path, each in around.named_modules() if each is unit.modules[0]()), "")
                     raise RuntimeError(
-                        f"parameter {name!r} of {type(around).__name__} is in no unit, though {inside!r} of it is "
-                        "sharded: each rank would train it for itself. Call fully_shard on the "
-                        f"{type(around).__name__} too, last, or name it in ignored_params and reduce its gradient"
+                        f"parameter {name!r} of {type(around).__name__} is in no unit, although {inside!r} inside it "
+                        f"is sharded: each rank would train its own copy. Call fully_shard on the "
+                        f"{type(around).__name__} too, last, or name the parameter in ignored_params and reduce its "
+                        f"gradient yourself"
                     )
 
 

@@ -50,7 +50,7 @@ class Members:
         self._members: list[list[Unsharded]] = []
 
     def _member(self, parameter: nn.Parameter, slot: Slot) -> Unsharded:
-        """Return how to shard a parameter that no other unit has. Raises ValueError if it cannot be sharded."""
+        """Return how to shard a parameter that belongs to no other unit. Raises ValueError if it cannot be sharded."""
         request, name = self._request, slot.name
         choice, own_mesh, replicas = choice_of(parameter, request.choose, request.mesh, request.replicas)
         mesh = request.checked_own_mesh(own_mesh)
@@ -67,8 +67,8 @@ class Members:
             around = [one for ref in tied.unit.modules if (one := ref()) is not None]
             if any(one in other.modules() for other in around for one in modules):
                 raise ValueError(
-                    f"parameter {slot.name!r} of {kind_of(modules[0])} is sharded already, by a module around it: "
-                    "call fully_shard bottom-up, children first"
+                    f"parameter {slot.name!r} of {kind_of(modules[0])} is already sharded, by a module around it: "
+                    f"call fully_shard bottom-up, children first"
                 )
 
     def _refuse_other_precision(self) -> None:
@@ -80,14 +80,14 @@ class Members:
             if narrow != policy.param_quantization and (narrow is not None or demands(policy, slot.name, parameter)):
                 raise ValueError(
                     f"parameter {slot.name!r} of {kind} is shared with {tied.name!r} of {tied.unit.kind}, a unit with "
-                    f"param_quantization={narrow}, and here mp_policy has {policy.param_quantization}: what is shared "
-                    "is gathered once. Give both units one mp_policy, or let `quantize` leave it out of both"
+                    f"param_quantization={narrow}, but this unit's is {policy.param_quantization}: a shared parameter "
+                    f"is gathered once. Use the same mp_policy for both units, or exclude it from both with `quantize`"
                 )
             if asked != computes:
                 raise ValueError(
                     f"parameter {slot.name!r} of {kind} is shared with {tied.name!r} of {tied.unit.kind}, a unit that "
-                    f"computes in {computes}, and here mp_policy asks for {asked}: what is shared is gathered once. "
-                    "Give both units one mp_policy, or shard both modules in one call, fully_shard([...])"
+                    f"computes in {computes}, but this unit computes in {asked}: a shared parameter is gathered once. "
+                    f"Use the same mp_policy for both units, or shard both modules in one call, fully_shard([...])"
                 )
 
     def groups(self) -> list[ParameterGroup]:
@@ -146,7 +146,7 @@ def _owners(modules: list[nn.Module]) -> dict[nn.Module, str]:
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
                 f"{name.removesuffix('.') or 'the module itself'} is a {type(module).__name__} of torch.jit, whose "
-                "parameters cannot be exchanged: shard the module that it was made from, and use torch.compile"
+                f"parameters cannot be replaced: shard the original module, and use torch.compile"
             )
         refuse_foreign(module, name)
         names[module] = name

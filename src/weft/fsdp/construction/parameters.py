@@ -39,14 +39,14 @@ def checked_parameter(
     `where`: its name in errors. `replicas`: the names of the data-parallel axes, for DTensors over a whole mesh.
     """
     if isinstance(parameter, (UnevenDTensor, Original)):
-        raise ValueError(f"{where} is sharded already, by a unit that is gone: build the module anew")
+        raise ValueError(f"{where} is already sharded, by a unit that no longer exists: build the module again")
     if is_lazy(parameter):
         raise ValueError(f"{where} has no shape yet: run one forward of the module before fully_shard")
     _refuse_own_operators(parameter, where)
     if _ANNOTATION in vars(parameter):
         raise ValueError(
             f"{where} is annotated by spmd_types as {vars(parameter)[_ANNOTATION]}, which says over which axes its "
-            "gradient is reduced, and which sharding would lose: give it as a DTensor, as torchtitan does with "
+            f"gradient is reduced. Sharding would lose this: pass it as a DTensor, as torchtitan does with "
             "parallelism.spmd_backend 'partial_dtensor' or 'full_dtensor'"
         )
     if why := never_runs(parameter):
@@ -66,10 +66,10 @@ def _refuse_own_operators(parameter: nn.Parameter, where: str) -> None:
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or _function_of(kind) not in _PLAIN_FUNCTIONS:
         protocol = " and its fsdp_pre_all_gather would never be called" if hasattr(kind, "fsdp_pre_all_gather") else ""
         raise ValueError(
-            f"{where} is a {kind.__name__}, a tensor with operators of its own: flat buffers hold plain elements, in "
-            f"which its class would be lost{protocol}. Name it in ignored_params, or keep the weight plain, such as "
-            "torchao's float8 training does with enable_fsdp_float8_all_gather=False and its int8 training with "
-            "module_swap=True"
+            f"{where} is a {kind.__name__}, a tensor subclass with its own operators: flat buffers hold plain "
+            f"elements, so its class would be lost{protocol}. Name it in ignored_params, or keep the weight plain, as "
+            f"torchao's float8 training does with enable_fsdp_float8_all_gather=False and its int8 training with "
+            f"module_swap=True"
         )
 
 

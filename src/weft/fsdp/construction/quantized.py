@@ -41,8 +41,8 @@ def recipe_of(
     keep, recipe = keeps_dtype(parameter), policy.param_quantization
     if parameter.dtype.is_floating_point and parameter.dtype.itemsize == 1:
         raise ValueError(
-            f"parameter {name!r} is of {parameter.dtype}, whose scales are not known here: put the values in its "
-            "place, module.weight = nn.Parameter(weft.quantize.dequantize(payload, scales, recipe)), and let "
+            f"parameter {name!r} is of {parameter.dtype}, whose scales are unknown: replace it by its values, "
+            f"module.weight = nn.Parameter(weft.quantize.dequantize(payload, scales, recipe)), and let "
             "param_quantization= quantize them, or name it in ignored_params"
         )
     quantized = False
@@ -61,7 +61,7 @@ def recipe_of(
             why = missing_product(recipe, shape, policy.param_dtype or parameter.dtype, device)
             beyond = parallel.beyond if parallel is not None else ()
             if parallel is not None and (len(shape) == 2 or any(isinstance(p, Shard) and p.dim for p in beyond)):
-                why = "products of tensor-parallel weights are those of DTensors"
+                why = "products of tensor-parallel weights are computed by DTensor"
             if why is not None:
                 raise ValueError(f'{recipe} for parameter {name!r} of shape {shape}: {why}, or compute="dequantize"')
     return policy.resolve(parameter.dtype, keep=keep, quantized=quantized, frozen=not parameter.requires_grad)
@@ -102,8 +102,8 @@ def uncut(parameter: nn.Parameter, name: str, cutting: tuple[int, int], recipe: 
     shape = tuple(local_of(parameter).shape)
     if dim and not (recipe.kind == "tensorwise" and len(shape) == 2):
         raise ValueError(
-            f"shard_placement_fn returned Shard({dim}) for parameter {name!r} of shape {shape}, which travels as "
-            f"{recipe}: blocks lie along rows; choose None, or let `quantize` leave it out"
+            f"shard_placement_fn returned Shard({dim}) for parameter {name!r} of shape {shape}, which is gathered as "
+            f"{recipe}: its blocks lie along rows; choose None, or exclude it with `quantize`"
         )
     if step >= math.prod(shape):
         return cutting

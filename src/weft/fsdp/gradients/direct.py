@@ -61,7 +61,7 @@ def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
     buffer is its `.grad`. Raises ValueError for a frozen parameter.
     """
     if not parameter.requires_grad:
-        raise ValueError("weight_gradient of a frozen parameter: ask only where parameter.requires_grad")
+        raise ValueError("weight_gradient of a frozen parameter: call it only if parameter.requires_grad")
     if _answer is not None:
         return _answer(parameter)
     if parameter in known:

@@ -11,15 +11,16 @@ from torch import nn
 
 _HOOK_NEVER_RUNS = (
     "a hook on its gradient (register_hook, register_multi_grad_hook) would never run, since autograd computes the "
-    "gradient of what is gathered. Use register_post_accumulate_grad_hook after fully_shard: it finds the reduced "
-    "gradient in parameter.grad, and may change it"
+    "gradient of the gathered weights. Use register_post_accumulate_grad_hook after fully_shard: it finds the "
+    "reduced gradient in parameter.grad, and may change it"
 )
 
 IN_BACKWARD = "_in_backward_optimizers"
 """The attribute in which torch's `_apply_optimizer_in_backward` stores the optimizers of a parameter."""
 _OPTIMIZER_NEVER_RUNS = (
-    "_apply_optimizer_in_backward would train nothing: it waits for a gradient of this very parameter, and autograd "
-    "computes the gradient of what is gathered. Step in a register_post_accumulate_grad_hook after fully_shard, where "
+    "_apply_optimizer_in_backward would train nothing: it waits for a gradient of this parameter, but autograd "
+    "computes the gradient of the gathered weights. Step in a register_post_accumulate_grad_hook after fully_shard, "
+    "where "
     "parameter.grad is the reduced gradient: parameter.register_post_accumulate_grad_hook(lambda p: (optimizer.step(), "
     "optimizer.zero_grad()))"
 )

@@ -2,7 +2,7 @@
 
 After `publish` they belong to the user: the engine reads them, and only adds the gradients of a further backward, as
 torch does to a `.grad` that is set. During reductions they belong to the engine, and `.grad` is None. If other code
-sets `.grad` meanwhile, such as to the gradient of a penalty, that is added in `publish`. Published memory is only
+sets `.grad` during that time, for example to the gradient of a penalty, `publish` adds it. Published memory is only
 reused if no other code refers to it.
 """
 

@@ -2,7 +2,7 @@
 
 product          operands                                                `beside`        weight
 ---------------  ------------------------------------------------------  --------------  -------------------------------
-`Linear`         [..., in] by a parameter [out, in]                      a bias          in the compute dtype
+`Linear`         [..., in] by a parameter [out, in] a bias          in the compute dtype
 `Grouped`        [rows, in] by a parameter [groups, in, out]             ends of groups  in the compute dtype
 `ScaledLinear`   as `Linear`                                             a bias          quantized (`weft.fsdp.scaled`)
 `ScaledGrouped`  as `Grouped`                                            ends of groups  quantized
@@ -157,7 +157,7 @@ def _compute(parameter: Any, kind: Any, gradient: Tensor, x: Tensor, beside: Ten
 def _operand(weight: Tensor, *, backward: bool) -> tuple[Tensor, Any, Quantization]:
     """Return payload, scales and recipe of a full weight, of the copy for forward or for `backward`.
 
-    Gathers that copy if the unit has the other one, as when a module is recomputed inside of its unit's backward.
+    Gathers this copy if the other one is in memory, for example when a module is recomputed inside its unit's backward.
     Raises WeightsGone if the memory of the weight was freed.
     """
     codes = weight.detach()

@@ -22,7 +22,7 @@ class BackwardCalls:
         self.makes_graph = in_backward() and torch.is_grad_enabled()
 
     def refuse_graph(self, unit: Unit) -> NoReturn:
-        """Raise RuntimeError: gradients of `unit` are to be reduced in a backward with `create_graph=True`."""
+        """Raise RuntimeError, because gradients of `unit` cannot be reduced in a backward with `create_graph=True`."""
         raise RuntimeError(
             f"backward(create_graph=True) through {unit}: gradients of parameters are reduced over the ranks and "
             "cannot be differentiated; call torch.autograd.grad with respect to inputs"
@@ -33,8 +33,9 @@ class BackwardCalls:
         unended = [call.unit for call in self._calls if call.begun]
         if self.makes_graph and unended:
             raise RuntimeError(
-                f"create_graph=True: a gradient was taken inside {unended[0]}, and a backward through it could not "
-                "know when it needs the weights: take gradients with respect to inputs of sharded modules"
+                f"create_graph=True: a gradient was taken inside {unended[0]}, and a backward through that gradient "
+                f"could not tell when the unit needs its weights: take gradients with respect to inputs of sharded "
+                f"modules"
             )
         for call in reversed(self._calls):
             if call.begun:

@@ -8,8 +8,9 @@ from torch import nn
 
 
 class CaptureTable(Protocol):
-    """The captures of one model. `failed`: which parts had one that failed here since the ranks agreed last. `agree`:
-    the pass is over; `failed`: which parts had one that failed on any rank."""
+    """The captures of one model. `failed`: the parts whose capture failed on this rank since the last agreement.
+    `agree`: called after a pass with the parts whose capture failed on any rank.
+    """
 
     @property
     def failed(self) -> list[bool]: ...
@@ -18,8 +19,9 @@ class CaptureTable(Protocol):
 
 @runtime_checkable
 class Captures(Protocol):
-    """A choice of parts. `table`: the captures of the model `root`. `unit_of`: the unit of each sharded module. `owns`:
-    whether a parameter is sharded."""
+    """The parts of a model to capture. `table`: the captures of the model `root`. `unit_of`: the unit of each sharded
+    module. `owns`: whether a parameter is sharded.
+    """
 
     def table(
         self,

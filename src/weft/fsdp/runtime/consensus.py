@@ -8,7 +8,7 @@
       backward           units that wait for a turn, groups that it      rank; units that waited on a rank are reduced;
                          trains now, failed graph captures               the order of the units, if it was the same
 
-With `check_collectives=False` the ranks exchange nothing. Each then assumes that every gradient exists that may exist.
+With `check_collectives=False` the ranks exchange nothing. Each rank then assumes that every possible gradient exists.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,8 @@ _others, _present, _resharded = map(attrgetter, ("others", "gradient.present", "
 
 class Consensus:
     """Exchanges the state of one model with the other ranks. `agreement`: the log of collectives, and the exchange.
-    `checked`: `check_collectives`."""
+    `checked`: the option `check_collectives`.
+    """
 
     def __init__(self, every: UnitSet, reductions: Reductions, agreement: Agreement, *, checked: bool) -> None:
         self._every = every
@@ -58,7 +59,7 @@ class Consensus:
         return trains
 
     def take(self, trains: Sequence[bool] | None) -> None:
-        """Reduce the groups that `ask` has returned from now on. Without an exchange, reduce those that train here."""
+        """Reduce the groups that `ask` has returned. Without an exchange, reduce those that train here."""
         if self.is_alone or not self._checked:
             self._reduce([group.trainable for group in self._every.groups])
         elif trains is not None:
@@ -120,7 +121,7 @@ class Consensus:
         return not (unit.requires_all_reduce and self._reductions.is_last) or self._reductions.defers(unit)
 
     def _reduce(self, trains: Sequence[bool]) -> None:
-        """Set, per group, whether its gradients are reduced from now on."""
+        """Set, per group, whether its gradients are reduced."""
         if trains != self._reduced:
             self._reduced = trains
             numbered = iter(trains)

@@ -1,4 +1,4 @@
-"""Lets a rank join gathers that other ranks wait for and whose weights it does not need.
+"""Lets a rank join gathers that other ranks wait for although it does not need the weights.
 
 The hang detector, which watches all waits from the first pass on, calls the joins.
 """

@@ -72,8 +72,8 @@ class Inventory:
             if parameter.requires_grad:
                 raise RuntimeError(
                     f"parameter {name!r} was added to {self._name} after fully_shard and is in no unit: each rank "
-                    f"would train it for itself. {_remedy(parameter, modules)}; or freeze it, add it before, or name "
-                    "it in ignored_params"
+                    f"would train its own copy. {_remedy(parameter, modules)}; or freeze it, add it before "
+                    f"fully_shard, or name it in ignored_params"
                 )
         plain = [module for module in modules if {"_modules", "_parameters"} <= vars(module).keys()]  # not of torch.jit
         self._modules = [*map(weakref.ref, plain)]
@@ -95,5 +95,5 @@ def _contents(modules: list[Any]) -> list[int]:
 def _remedy(parameter: nn.Parameter, modules: Iterable[nn.Module]) -> str:
     for module in modules:
         if any(each is parameter for each in module._parameters.values()) and any(map(record_of, module.parameters())):
-            return "Units have other parameters of its module: put it into a module of its own and shard that"
+            return "Units have other parameters of its module: move it into a separate module and shard that"
     return "To train it, call fully_shard on its module"

@@ -33,7 +33,7 @@ class JointBackward:
         _models.add(self)
 
     def begin(self) -> None:
-        """Note that a pass begins whose backward may follow."""
+        """Note the beginning of a pass that a backward may follow."""
         self._began = next(_moments)
 
     def settle(self) -> None:
@@ -48,7 +48,8 @@ class JointBackward:
     def may_share_backward(self) -> bool:
         """Return whether the backward that runs now may also be that of another model.
 
-        That is so if another model has begun a pass after this one's last backward, and has calls without a backward.
+        That is the case if another model has begun a pass after this one's last backward, and has calls without a
+        backward.
         """
         # Not compared with the other model's last backward: if that never came, the model would always count.
         others = [other for other in _models if other is not self and other._began > self._settled]

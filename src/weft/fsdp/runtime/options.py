@@ -62,8 +62,8 @@ class RuntimeOptions:
             raise TypeError(f"graphs={self.graphs!r}: pass a weft.Graphs, or None")
         if self.graphs is not None and self.allocator == "caching":
             raise ValueError(
-                "graphs with allocator='caching': a graph holds the addresses of weights, which change there from pass "
-                "to pass; choose 'trace'"
+                "graphs with allocator='caching': a graph needs fixed addresses of weights, and these change from "
+                "pass to pass; choose 'trace'"
             )
         if self.max_live_reduce_buffers < 1:
             raise ValueError(f"max_live_reduce_buffers={self.max_live_reduce_buffers}: at least 1 is needed")

@@ -6,7 +6,7 @@
     idle          begin evaluation  evaluation    the outermost forward without
     idle          begin schedule    schedule      `weft.overlap.forward_backward`
     idle          begin backward    backward      the first unit that a backward reaches
-    forward,      begin backward    backward      a gradient that is taken inside of a forward; its end leads back
+    forward,      begin backward    backward      a gradient that is taken inside a forward; its end leads back
     evaluation
     any of them   end               what was      its end
                                     around it
@@ -14,8 +14,8 @@
     failed        recover           idle          the next call: a forward, a backward, a schedule, `unshard()`, a
                                                   state dict that is read or loaded
 
-A forward inside of a backward is a recomputation, not a pass. `weft.fsdp.runtime.joint_backward` detects the end and
-the failure of a backward, which may go through several models.
+A forward inside a backward is a recomputation, not a pass. `weft.fsdp.runtime.joint_backward` detects the end and the
+failure of a backward, which may go through several models.
 """
 
 import enum

@@ -1,4 +1,4 @@
-"""Plans a model's next step with `weft.layout.plan` from its last passes, and arranges memory by the plan."""
+"""Plans a model's next step with `weft.layout.plan` from its last passes, and arranges memory according to the plan."""
 
 from collections.abc import Callable, Mapping, Sequence
 

@@ -72,8 +72,9 @@ class Reductions(ReductionOrder):
         return unit.requires_all_reduce and self.last_backward and not self.more_to_come
 
     def begin(self, *, taking_turns: bool = True) -> None:
-        """Plan the turns at the begin of a backward, or reset them after an abandoned one. `taking_turns`: False for a
-        schedule, which determines the order."""
+        """Plan the turns at the beginning of a backward, or reset them after an abandoned one. `taking_turns`: False
+        for a schedule, which determines the order.
+        """
         if not taking_turns:
             self.take_turns(None)
             return

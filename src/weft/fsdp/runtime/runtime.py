@@ -38,7 +38,7 @@ from weft.layout.trace import Trace
 
 
 class Runtime(Shared):
-    """The engine of one model, from the first pass of its root on."""
+    """The engine of one model, created at the first pass of its root."""
 
     def __init__(
         self,
@@ -325,7 +325,8 @@ class Runtime(Shared):
             return self.passes.current is Pass.SCHEDULE
         if self._depth:
             raise RuntimeError(
-                "a backward inside of a forward failed, and the forward went on: let the exception leave the forward"
+                "a backward inside a forward failed, and the forward continued: let the exception propagate out "
+                "of the forward"
             )
         self._recover()
         return False

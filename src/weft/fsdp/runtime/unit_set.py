@@ -40,7 +40,7 @@ class UnitSet:
             unit.begin_pass()
 
     def renew(self) -> None:
-        """Gather held weights again that are older than the main weights, at the beginning of a pass."""
+        """Gather again, at the beginning of a pass, those held weights that are older than the main weights."""
         for unit in self.units:
             if unit.holders and unit.is_stale:
                 unit.renew()
@@ -66,7 +66,7 @@ class UnitSet:
         for unit in self.units if complete else ():
             if unit.holders and unit.computes:
                 leaked = ", ".join(holder.name for holder in unit.holders if holder.computes)
-                raise RuntimeError(f"{unit}: its weights are still held by {leaked} when the pass is over")
+                raise RuntimeError(f"{unit}: its weights are still held by {leaked} at the end of the pass")
         for unit in self.units:
             if unit.resident and (stays is None or not stays(unit)):
                 unit.free()

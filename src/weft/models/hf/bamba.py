@@ -33,8 +33,7 @@ def read_mamba(raw: Raw) -> Raw:
     inner = raw.get("mamba_expand", 2) * raw.get("hidden_size", 4096)
     if inner != (inner // heads if width == "auto" else width) * heads:
         raise ConversionError(
-            f"mamba_n_heads={heads} of mamba_d_head={width!r} must be as wide together as mamba_expand times "
-            f"hidden_size, {inner}"
+            f"mamba_n_heads={heads} times mamba_d_head={width!r} must equal mamba_expand times hidden_size, {inner}"
         )
     limits: Any = raw.get("time_step_limit") or (0.0, math.inf)
     low, high = limits
@@ -64,8 +63,8 @@ def read(raw: Raw) -> Raw:
     part = ours["partial_rotary_factor"]
     if raw.get("partial_rotary_factor") not in (None, part):
         raise ConversionError(
-            f"partial_rotary_factor={raw['partial_rotary_factor']}: transformers reads {part} in its place; "
-            "put it into rope_parameters"
+            f"partial_rotary_factor={raw['partial_rotary_factor']}: transformers reads {part} instead; put the value "
+            f"into rope_parameters"
         )
     rotated = raw.get("attn_rotary_emb")  # older files have it, and no code reads it
     width = raw.get("hidden_size", 4096) // raw.get("num_attention_heads", 32)

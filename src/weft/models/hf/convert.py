@@ -1,4 +1,4 @@
-"""Converts Hugging Face files to weft's own directory and back, tensor by tensor.
+"""Converts Hugging Face files to weft's own format and back, tensor by tensor.
 
 weft's own directory has safetensors files with weft's names, `weft-model.json` with the configuration and the original
 config.json, and the other files of the model: tokenizer, chat template and generation settings.
@@ -23,18 +23,20 @@ from weft.models.hf.weights import Renamed, check_fits
 def convert(
     source: str | Path, target: str | Path, model_type: str | None = None, *, ignored: Collection[str] = ()
 ) -> str:
-    """Convert Hugging Face files to weft's own directory, or back. Return a line that says what was written.
+    """Convert Hugging Face files to weft's own format, or back. Return a line that says what was written.
 
-    The form of `source` decides the direction. Weights stay bit-exact, and no tensor is in memory as a whole.
-    `model_type`: the family to write; default: the original one, or the first that can represent the model.
-    `ignored`: unknown fields of config.json to ignore. Raises `ConversionError` before anything is written.
+    The format of `source` determines the direction. Weights stay bit-exact, and no tensor is in memory as a whole.
+    `model_type`: the family to write; default: the original one, or the first that can represent the model. `ignored`:
+    unknown fields of config.json to ignore. Raises `ConversionError` before anything is written.
     """
     source, target = Path(source), Path(target)
     refuse_used(target)
     if (source / OURS).exists():
         return _from_ours(source, target, model_type)
     if model_type is not None:
-        raise ConversionError(f"model_type={model_type!r}: weft's own form, into which {source} goes, has none")
+        raise ConversionError(
+            f"model_type={model_type!r}: {source} is converted to weft's own format, which has no model type"
+        )
     return _to_ours(source, target, ignored)
 
 
@@ -58,7 +60,7 @@ def _to_ours(source: Path, target: Path, ignored: Collection[str]) -> str:
         origin.copy_beside(writer, ours=True)
     origin.write_files(target)
     write_json(target / OURS, {"model": dataclasses.asdict(cfg), **origin.described()})
-    return f"{target}: {len(places)} tensors of {origin.family} in weft's own form, and {_listed(origin)}"
+    return f"{target}: {len(places)} tensors of {origin.family} in weft's own format, and {_listed(origin)}"
 
 
 def _from_ours(source: Path, target: Path, model_type: str | None) -> str:

@@ -29,7 +29,9 @@ def read(raw: Raw) -> Raw:
     width = raw.get("qk_nope_head_dim", 128) + raw.get("qk_rope_head_dim", 64)
     ours, rotated = rope.read(raw), raw.get("qk_rope_head_dim", 64)
     if raw.get("head_dim") not in (None, rotated):
-        raise ConversionError(f"head_dim={raw['head_dim']}: must be qk_rope_head_dim={rotated}, what is rotated")
+        raise ConversionError(
+            f"head_dim={raw['head_dim']}: must be qk_rope_head_dim={rotated}, the width that is rotated"
+        )
     return {
         **ours,
         "pattern": "[+-]" * min(dense, layers) + "[+E]" * (layers - dense),
@@ -59,7 +61,7 @@ def dense_first(cfg: HybridConfig, family: str) -> int:
     """Return the number of layers that end in an MLP. Raises `ConversionError` unless they precede all others."""
     dense = flat(cfg).count("-")
     if "-" in flat(cfg)[2 * dense :]:
-        raise ConversionError(f"{family} has its dense layers first, and pattern {cfg.pattern!r} has not")
+        raise ConversionError(f"{family} has its dense layers first, but pattern {cfg.pattern!r} does not")
     return dense
 
 

@@ -49,7 +49,7 @@ class TensorFiles:
             places = _read_index(directory / INDEX)
             if (directory / WEIGHTS).exists() and WEIGHTS not in places.values():
                 raise ConversionError(
-                    f"{directory} has both {WEIGHTS} and {INDEX}, which names other files: remove the older of the two"
+                    f"{directory} has both {WEIGHTS} and {INDEX}, which names other files: remove the older one"
                 )
         elif (directory / WEIGHTS).exists():
             places = dict.fromkeys(_open(directory / WEIGHTS).keys(), WEIGHTS)
@@ -75,7 +75,7 @@ class TensorFiles:
             return self._files[file].get_slice(name)
         except SafetensorError as error:
             raise ConversionError(
-                f"{self.directory / file} has no tensor {name!r}, which {INDEX} looks for there: take an undamaged copy"
+                f"{self.directory / file} has no tensor {name!r}, which {INDEX} looks for there: use an undamaged copy"
             ) from error
 
     def dtype(self, name: str) -> torch.dtype:
@@ -83,8 +83,8 @@ class TensorFiles:
         kind = self[name].get_dtype()
         if kind not in OF_WEIGHTS:
             raise ConversionError(
-                f"{self.directory / self._places[name]}: {name} has the dtype {kind}, which needs a scale or is no "
-                f"weight: take weights of {', '.join(OF_WEIGHTS)}"
+                f"{self.directory / self._places[name]}: {name} has the dtype {kind}, which needs a scale or is not a "
+                f"weight: use weights of {', '.join(OF_WEIGHTS)}"
             )
         return OF_NAMES[kind]
 
@@ -94,7 +94,7 @@ def _open(path: Path) -> Any:
         return safe_open(path, "pt")
     except (SafetensorError, OSError, ValueError) as error:
         reason = "it is not there" if not path.exists() else " ".join(str(error).split())
-        raise ConversionError(f"{path} is no safetensors file ({reason}): take an undamaged copy") from error
+        raise ConversionError(f"{path} is not a safetensors file ({reason}): use an undamaged copy") from error
 
 
 def make_directory(path: Path) -> None:
@@ -102,11 +102,11 @@ def make_directory(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConversionError(f"{path} cannot be made ({error.strerror}): name a new directory") from error
+        raise ConversionError(f"{path} cannot be created ({error.strerror}): name a new directory") from error
 
 
 def names_in(directory: Path) -> frozenset[str]:
-    """Return the names of the tensors in a directory; empty if it has a configuration only."""
+    """Return the names of the tensors in a directory; empty if it only has a configuration."""
     there = any((directory / name).exists() for name in (INDEX, WEIGHTS))
     return frozenset(TensorFiles(directory)) if there else frozenset()
 
@@ -116,9 +116,9 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConversionError(f"{path} cannot be read ({error.strerror}): take an undamaged copy") from error
+        raise ConversionError(f"{path} cannot be read ({error.strerror}): use an undamaged copy") from error
     except (ValueError, RecursionError) as error:
-        raise ConversionError(f"{path} is no JSON ({error}): take an undamaged copy") from error
+        raise ConversionError(f"{path} is not JSON ({error}): use an undamaged copy") from error
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -130,10 +130,10 @@ def _read_index(path: Path) -> dict[str, str]:
     index = read_json(path)
     places = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(places, dict):
-        raise ConversionError(f"{path} has no weight_map: take an undamaged copy")
+        raise ConversionError(f"{path} has no weight_map: use an undamaged copy")
     for name, file in places.items():
         if not isinstance(file, str) or file in ("", "..") or Path(file).name != file:
-            raise ConversionError(f"{path} looks for {name} in {file!r}, which is no file beside it")
+            raise ConversionError(f"{path} looks for {name} in {file!r}, which is not a file in its directory")
     return places
 
 

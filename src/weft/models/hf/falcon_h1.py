@@ -30,11 +30,11 @@ def read(raw: Raw) -> Raw:
     if inner != (inner // heads if width == "auto" else width) * heads:
         raise ConversionError(f"mamba_n_heads={heads} of mamba_d_head={width!r} must be mamba_d_ssm={inner} together")
     if raw.get("projectors_bias", False) != raw.get("mamba_proj_bias", False):
-        raise ConversionError("projectors_bias differs from mamba_proj_bias: weft's have a bias both or neither")
+        raise ConversionError("projectors_bias differs from mamba_proj_bias: in weft both have a bias or neither")
     into = raw.get("attention_in_multiplier", 1.0), raw.get("ssm_in_multiplier", 1.0)
     for name, bias, multiplier in zip(("attention", "ssm"), ("attention_bias", "mamba_proj_bias"), into):
         if raw.get(bias) and multiplier != 1:
-            raise ConversionError(f"{bias}=True with {name}_in_multiplier={multiplier}: weft has 1 only")
+            raise ConversionError(f"{bias}=True with {name}_in_multiplier={multiplier}: weft supports only 1")
     normed, first = raw.get("mamba_rms_norm", False), raw.get("mamba_norm_before_gate", True)
     limits: Any = raw.get("time_step_limit") or (0.0, math.inf)
     head = raw.get("head_dim") or hidden // raw.get("num_attention_heads", 32)

@@ -49,10 +49,10 @@ def raw_of(directory: Path) -> Raw:
     """Return the content of the directory's config.json."""
     path = directory / THEIRS
     if not path.exists():
-        raise ConversionError(f"{directory} has neither {THEIRS} nor {OURS}: it is no directory of a model")
+        raise ConversionError(f"{directory} has neither {THEIRS} nor {OURS}: it is not a model's directory")
     raw = read_json(path)
     if not isinstance(raw, dict):
-        raise ConversionError(f"{path} holds no fields: take an undamaged copy")
+        raise ConversionError(f"{path} contains no fields: use an undamaged copy")
     return raw
 
 
@@ -63,7 +63,9 @@ def read_ours(directory: Path) -> Raw:
         HybridConfig(**saved["model"])
     except (KeyError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ConversionError(f"{directory / OURS} describes no model ({reason}): take an undamaged copy") from error
+        raise ConversionError(
+            f"{directory / OURS} does not describe a model ({reason}): use an undamaged copy"
+        ) from error
     return saved
 
 
@@ -76,7 +78,7 @@ def family_of(raw: Raw) -> Family:
 
 
 def config_of(directory: str | Path, *, ignored: Collection[str] = ()) -> HybridConfig:
-    """Return the configuration of the model in a directory of Hugging Face files or in weft's own form.
+    """Return the configuration of the model in a directory of Hugging Face files or in weft's own format.
 
     `ignored`: unknown fields of config.json to ignore. Raises `ConversionError` for an unknown family, for quantized
     weights, and for a field that changes the result and has no counterpart in weft.
@@ -102,9 +104,9 @@ def described(
 
 
 def opened(directory: Path, cfg: HybridConfig) -> tuple[dict[str, Place], Any]:
-    """Return the place of each of weft's tensors in a directory, and the directory's tensors by name.
+    """Return the `Place` of each of weft's tensors in a directory, and the directory's tensors by name.
 
-    The pattern in the directory may group the symbols of `cfg` in another way.
+    The pattern in the directory may group the symbols of `cfg` differently.
     """
     files = TensorFiles(directory)
     if (directory / OURS).exists():

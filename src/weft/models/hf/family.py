@@ -34,7 +34,7 @@ class Family:
     """The tables of a family.
 
     `fields`: names in config.json to names in `HybridConfig`, each with the family's default. `required`: fields of
-    config.json for which weft supports this value only. `kept`: fields of config.json that do not affect the result.
+    config.json for which weft supports only this value. `kept`: fields of config.json that do not affect the result.
     `read` and `write` convert the fields that the table cannot express. `outer`: weft's modules outside of layers to
     names on disk. `layer`: the prefix of names in layer {}, which holds `symbols_per_layer` symbols. `tensors`: a table
     for each layer symbol. `depths`: the prediction depths, None if none are published. `memory`: parts of names on disk
@@ -65,7 +65,9 @@ class Family:
         check_values(raw, self.fields)
         if (quantized := raw.get("quantization_config")) is not None:
             method = quantized.get("quant_method", "an unnamed method")
-            raise ConversionError(f"quantization_config: the weights are quantized by {method!r}; take others")
+            raise ConversionError(
+                f"quantization_config: the weights are quantized by {method!r}; use unquantized weights"
+            )
         required = {**REQUIRED, **self.required}
         for name, value in required.items():
             if raw.get(name, value) != value:
@@ -83,8 +85,8 @@ class Family:
         known = {*self.fields, *required, *self.kept, *KEPT, *MEANINGLESS, *written}
         if unknown := lacking(raw, known):
             raise ConversionError(
-                f"{self.model_type} has no {listed(unknown)} in weft: the result could depend on it; "
-                "--ignore-field NAME passes over a field that does not change it"
+                f"{self.model_type} has no {listed(unknown)} in weft: the result could depend on it; use "
+                f"--ignore-field NAME for a field that does not change it"
             )
         if self.depths is None:
             return cfg
@@ -167,13 +169,13 @@ class Family:
         if theirs is None and module in table:
             theirs = f"{table[module]}.{kind}"
         if theirs is None:
-            raise ConversionError(f"{self.model_type} has no place for {name!r} of a layer {symbol!r}")
+            raise ConversionError(f"{self.model_type} has no tensor for {name!r} of a layer {symbol!r}")
         return theirs(prefix, cfg) if callable(theirs) else Same(prefix + theirs)
 
     def _check_symbols(self, cfg: HybridConfig) -> None:
         symbols, prediction, count = cfg.parsed.symbols
         if count and self.depths is None:
-            raise ConversionError(f"{self.model_type} has no prediction depths here (pattern {cfg.pattern!r})")
+            raise ConversionError(f"{self.model_type} has no prediction depths (pattern {cfg.pattern!r})")
         if self.depths is not None and self.depths.most is not None and count > self.depths.most:
             raise ConversionError(f"{self.model_type} has {self.depths.most} prediction depth at most, not {count}")
         if strange := set(symbols + prediction) - set(self.tensors):
@@ -198,7 +200,7 @@ def shapes_of(cfg: HybridConfig) -> dict[str, list[int]]:
             return {name: list(tensor.shape) for name, tensor in HybridModel(cfg).state_dict().items()}
     except (MemoryError, OverflowError, RuntimeError, TypeError) as error:
         raise ConversionError(
-            f"hidden_size={cfg.hidden_size}, vocab_size={cfg.vocab_size}: no tensor can be as large "
+            f"hidden_size={cfg.hidden_size}, vocab_size={cfg.vocab_size}: no tensor can be that large "
             f"({str(error).splitlines()[0][:80]}); correct config.json"
         ) from error
 
@@ -220,7 +222,7 @@ def check_layer_types(raw: Raw, layers: int, known: Collection[str], family: str
         return
     if not isinstance(kinds, list) or len(kinds) != layers:
         given = len(kinds) if isinstance(kinds, list) else repr(kinds)
-        raise ConversionError(f"layer_types: {given}, where {family} needs one for each of num_hidden_layers={layers}")
+        raise ConversionError(f"layer_types: {given}, but {family} needs one for each of num_hidden_layers={layers}")
     if strange := {str(kind) for kind in kinds} - set(known):
         raise ConversionError(f"layer_types: weft's {family} has {listed(known)} only, not {listed(strange)}")
 
@@ -249,13 +251,14 @@ def written_windows(cfg: HybridConfig) -> Raw:
 
 
 def experts(template: str) -> Bound:
-    """Return the place of the matrices of all experts. `template`: their name on disk, with {} for the expert."""
+    """Return the `Place` of the matrices of all experts. `template`: their name on disk, with {} for the expert."""
     return lambda prefix, cfg: PerExpert(prefix + template, cfg.num_experts)
 
 
 def differences(cfg: HybridConfig, there: HybridConfig) -> list[str]:
-    """Describe the fields in which the models of `cfg` and `there` differ, though all shapes may fit. Groups of symbols
-    do not count."""
+    """Describe the fields in which the models of `cfg` and `there` differ, even if all shapes fit. The grouping of
+    symbols is ignored.
+    """
     if cfg.parsed.symbols != there.parsed.symbols:
         return [f"pattern={cfg.pattern!r}, there {there.pattern!r}"]
     return [

@@ -54,9 +54,9 @@ def generation_of(origin: Origin | None) -> Generation:
     try:
         raw = json.loads(origin.files[FILE])
     except (ValueError, RecursionError) as error:
-        raise ConversionError(f"{origin.directory / FILE} is no JSON ({error}): take an undamaged copy") from error
+        raise ConversionError(f"{origin.directory / FILE} is not JSON ({error}): use an undamaged copy") from error
     if not isinstance(raw, dict):
-        raise ConversionError(f"{origin.directory / FILE} holds no fields: take an undamaged copy")
+        raise ConversionError(f"{origin.directory / FILE} contains no fields: use an undamaged copy")
     ends = _ends(raw["eos_token_id"], FILE) if raw.get("eos_token_id") is not None else ends
     strange = tuple(f"{name}={raw[name]!r}" for name, neutral in NEUTRAL.items() if raw.get(name) not in neutral)
     values = {name: raw[name] for name in ("top_k", "top_p", "temperature") if raw.get(name) is not None}

@@ -13,7 +13,7 @@ NAMES = {"M": "linear_attention", "*": "full_attention"}
 
 
 def half(name: str, part: int, *, of_experts: bool = False) -> Bound:
-    """Return the place of gate (`part` 0) or up (1) in a matrix that holds both. `of_experts`: one for each expert."""
+    """Return the `Place` of gate (`part` 0) or up (1) in a matrix that holds both. `of_experts`: one per expert."""
     return lambda prefix, cfg: Half(prefix + name, part, dim=1 if of_experts else 0, turned=of_experts)
 
 
@@ -67,7 +67,7 @@ def write(cfg: HybridConfig) -> Raw:
     """Return config.json fields for the fields of `HybridConfig` that `Family.fields` cannot map."""
     mixers, ends = flat(cfg)[::2], set(flat(cfg)[1::2])
     if len(ends) > 1:
-        raise ConversionError(f"granitemoehybrid has experts in all layers or in none, and {cfg.pattern!r} has both")
+        raise ConversionError(f"granitemoehybrid has experts in all layers or in none, but {cfg.pattern!r} mixes both")
     theirs = {
         "num_hidden_layers": len(mixers),
         "layer_types": [NAMES.get(symbol, "") for symbol in mixers],

@@ -1,4 +1,4 @@
-"""Kimi Linear (arXiv:2510.26692): Kimi delta attention, latent attention without rotation, experts as DeepSeek-V3's."""
+"""Kimi Linear (arXiv:2510.26692): Kimi delta attention, latent attention without rotation, DeepSeek-V3's experts."""
 
 import torch
 
@@ -23,14 +23,14 @@ NESTED = {
 
 
 def in_proj(prefix: str, cfg: HybridConfig) -> Rows:
-    """Return the place of weft's input projection, one matrix that stacks six on disk."""
+    """Return the `Place` of weft's input projection, one matrix that stacks six on disk."""
     inner, width = cfg.kda_num_heads * cfg.kda_head_dim, cfg.kda_head_dim
     names = ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj")
     return _below_each_other(prefix, dict(zip(names, (inner, inner, inner, cfg.kda_num_heads, width, width))))
 
 
 def conv1d(prefix: str, cfg: HybridConfig) -> Rows:
-    """Return the place of weft's convolution, which stacks three on disk."""
+    """Return the `Place` of weft's convolution, which stacks three on disk."""
     inner = cfg.kda_num_heads * cfg.kda_head_dim
     return _below_each_other(prefix, {f"{each}_conv1d": inner for each in "qkv"})
 

@@ -14,9 +14,7 @@ def read(raw: Raw) -> Raw:
     heads, width = raw.get("num_heads", 128), raw.get("head_dim", 64)
     inner = raw.get("expand", 2) * raw.get("hidden_size", 4096)
     if heads * width != inner:
-        raise ConversionError(
-            f"num_heads={heads} of head_dim={width} must be as wide together as expand times hidden_size, {inner}"
-        )
+        raise ConversionError(f"num_heads={heads} times head_dim={width} must equal expand times hidden_size, {inner}")
     low, high = raw.get("time_step_limit") or (0.0, math.inf)
     return {
         "pattern": "M" * raw.get("num_hidden_layers", 64),

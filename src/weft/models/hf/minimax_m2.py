@@ -11,7 +11,9 @@ def read(raw: Raw) -> Raw:
     """Return `HybridConfig` fields for the fields of config.json that `Family.fields` cannot map."""
     layers, width = raw.get("num_hidden_layers", 62), raw.get("head_dim", 128)
     if any(kind != 1 for kind in raw.get("attn_type_list") or ()):
-        raise ConversionError(f"attn_type_list={raw['attn_type_list']}: weft's minimax_m2 has full attention (1) only")
+        raise ConversionError(
+            f"attn_type_list={raw['attn_type_list']}: weft's minimax_m2 supports only full attention (1)"
+        )
     part = raw["rotary_dim"] / width if raw.get("rotary_dim") else None
     return {
         "pattern": "[*E]" * layers,

@@ -28,12 +28,12 @@ def read(raw: Raw) -> Raw:
     if blocks is None and raw.get("hybrid_override_pattern") is None:
         raise ConversionError("nemotron_h: config.json has neither layers_block_type nor hybrid_override_pattern")
     if unknown := set(blocks or ()) - set(SYMBOLS):
-        raise ConversionError(f"layers_block_type: there is no layer {', '.join(sorted(unknown))} in weft")
+        raise ConversionError(f"layers_block_type: unknown layer {', '.join(sorted(unknown))} in weft")
     width = raw.get("head_dim", 128)
     if raw.get("attention_head_dim") not in (None, width):
         raise ConversionError(
-            f"attention_head_dim={raw['attention_head_dim']}: transformers reads head_dim={width} in its place; "
-            "give both the same value"
+            f"attention_head_dim={raw['attention_head_dim']}: transformers reads head_dim={width} instead; set both "
+            f"to the same value"
         )
     return {
         "pattern": "".join(SYMBOLS[name] for name in blocks) if blocks else raw["hybrid_override_pattern"],

@@ -109,7 +109,7 @@ def origin_of(directory: Path, ignored: Collection[str] = ()) -> Origin | None:
             spelling = Spelling(**given, memory=memory)
             model_type = str(saved["family"])
         except (KeyError, TypeError, ValueError) as error:
-            raise ConversionError(f"{directory / OURS} is damaged ({error!r}): take an undamaged copy") from error
+            raise ConversionError(f"{directory / OURS} is damaged ({error!r}): use an undamaged copy") from error
         names = names_in(directory)
         beside = tuple(name.removeprefix(BESIDE) for name in names if name.startswith(BESIDE))
         return Origin(model_type, saved["config"], spelling, directory, files, beside, tuple(saved.get("ignored", ())))

@@ -69,7 +69,7 @@ class Same:
         rows = files[self.name][start:end]
         for copy in (*self.copies, *self.repeats):
             if copy in files and not torch.equal(files[copy][start:end], rows):
-                raise ConversionError(f"{copy} is not equal to {self.name}, of which weft has one only")
+                raise ConversionError(f"{copy} differs from {self.name}, but weft stores one tensor for both")
         return rows
 
     def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -99,7 +99,7 @@ class PerExpert:
         return [self.experts, inputs, outputs]
 
     def fused(self, gated: bool) -> "Turned | Half":
-        """Return the place if one tensor holds all experts. `gated`: gate and up are also one tensor."""
+        """Return the `Place` if one tensor holds all experts. `gated`: gate and up are also one tensor."""
         stem, name = self.template.removesuffix(".weight").split("{}.")
         part = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}.get(name)
         if part is None or not gated:
@@ -270,7 +270,7 @@ class Part:
         """Return the shape that weft's tensor has according to the files."""
         found = list(files[self.name].get_shape())
         if found[0] != self.total:
-            raise ConversionError(f"{self.name} has the shape {found}, and must have {self.total} rows")
+            raise ConversionError(f"{self.name} has the shape {found}, but must have {self.total} rows")
         return [self.size, *found[1:]]
 
     def rows(self, files: Any, start: int, end: int) -> Tensor:

@@ -14,7 +14,7 @@ from weft.models.hf.qwen3_next import DELTA_NET, EXPERTS, NAMES, QWEN3_NEXT
 
 
 def in_proj(prefix: str, cfg: HybridConfig) -> Rows:
-    """Return the place of weft's input projection, one matrix that stacks four on disk."""
+    """Return the `Place` of weft's input projection, one matrix that stacks four on disk."""
     values = cfg.linear_num_value_heads * cfg.linear_value_head_dim
     qkv = 2 * cfg.linear_num_key_heads * cfg.linear_key_head_dim + values
     sizes = {"qkv": qkv, "z": values, "b": cfg.linear_num_value_heads, "a": cfg.linear_num_value_heads}
@@ -25,7 +25,10 @@ def in_proj(prefix: str, cfg: HybridConfig) -> Rows:
 def _family(model_type: str, architecture: str, end: str, ending: Table, layers: int, defaults: Raw) -> Family:
     def read(raw: Raw) -> Raw:
         if raw.get("mlp_only_layers"):
-            raise ConversionError(f"mlp_only_layers={raw['mlp_only_layers']}: all layers of {model_type} end alike")
+            raise ConversionError(
+                f"mlp_only_layers={raw['mlp_only_layers']}: must be empty: all layers of "
+                f"{model_type} end in the same kind of layer"
+            )
         ours = qwen3_next.read({"num_hidden_layers": layers, **raw})
         symbols = ours["pattern"].replace("E", end)
         return {**ours, "pattern": symbols, "shared_expert_gate": end == "E", "norm_topk_prob": True}

@@ -17,7 +17,7 @@ OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 
 def in_proj(prefix: str, cfg: HybridConfig) -> Rows:
-    """Return the place of weft's input projection, whose rows are q, k, v, z, b, a, each for all heads.
+    """Return the `Place` of weft's input projection, whose rows are q, k, v, z, b, a, each for all heads.
 
     On disk two matrices hold these rows, grouped by key head.
     """

@@ -16,8 +16,8 @@ WITH_FIRST_CONTEXT = ("llama3", "yarn", "longrope", "dynamic")
 def read(raw: Raw, *, theta: float = 10000.0, partial: float | None = None, unused: Iterable[str] = ()) -> Raw:
     """Return the RoPE fields of `HybridConfig`. `theta`: the family's default base.
 
-    `partial`: the default fraction of a head that is rotated, None for families that rotate whole heads only.
-    `unused`: names in the table to ignore.
+    `partial`: the default fraction of a head that is rotated, None for families that rotate only whole heads. `unused`:
+    names in the table to ignore.
     """
     return of_table(raw.get("rope_parameters") or raw.get("rope_scaling") or {}, raw, theta, partial, unused)
 
@@ -72,7 +72,7 @@ def by_layer_type(raw: Raw, theta: float, local: float) -> Raw:
         ours = of_table(given.get(FULL) or {}, {**raw, "rope_theta": None}, theta)
         windowed = of_table(given.get(SLIDING) or {}, {**raw, "rope_theta": None}, local)
         if windowed["rope_scaling"] is not None:
-            raise ConversionError(f"rope_parameters[{SLIDING!r}]={given[SLIDING]}: weft has no scaling there")
+            raise ConversionError(f"rope_parameters[{SLIDING!r}]={given[SLIDING]}: weft does not scale these layers")
         local = windowed["rope_theta"]
     else:
         ours = read(raw, theta=theta)

@@ -52,12 +52,13 @@ def save(model: HybridModel, directory: str | Path, model_type: str | None = Non
 
     A loaded model keeps its family, its config.json except the dtype, and its tokenizer and generation files. All ranks
     call it and gather one weight at a time; rank 0 writes. Raises `ConversionError` if no family can represent the
-    model, or if the directory cannot be made or already holds a model, whose files could be taken for the new one's.
+    model, or if the directory cannot be created or already contains a model, whose files could be mistaken for the new
+    ones.
     """
     if model.cut is not None and model.cut.ranks > 1:
         raise ConversionError(
-            f"this rank has stages of a model that is cut over pp={model.cut.ranks} ranks, and a directory holds "
-            "all of it: save a checkpoint, load it with pp=1, and write that"
+            f"this rank has stages of a model that is cut over pp={model.cut.ranks} ranks, but a directory holds the "
+            f"whole model: save a checkpoint, load it with pp=1, and save that model"
         )
     directory, origin = Path(directory), model.origin
     family, raw = family_for(model.cfg, model_type or (origin.family if origin else None))
@@ -134,7 +135,7 @@ class Renamed:
 def _prepare(directory: Path) -> None:
     """Create the directory, or raise `ConversionError` on all ranks.
 
-    Only rank 0 looks: it may begin to write before others have looked.
+    Only rank 0 checks the directory: it may begin to write before others could check.
     """
     refusal: ConversionError | None = None
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -152,7 +153,7 @@ def _prepare(directory: Path) -> None:
 def _refuse_another(directory: Path) -> None:
     files = (directory / INDEX, directory / THEIRS, directory / OURS, *sorted(directory.glob("*.safetensors")))
     if found := [path.name for path in files if path.exists()]:
-        raise ConversionError(f"{directory} holds a model already ({listed(found, 3)}): save into a new directory")
+        raise ConversionError(f"{directory} already contains a model ({listed(found, 3)}): save into a new directory")
 
 
 class _Nowhere(TensorWriter):

@@ -49,7 +49,7 @@ class AnyAttention(Trunk):
         """Raise `ValueError` if `rope_scaling` is set and does not fit the rotation."""
         if self.rope_scaling is None:
             return
-        require(self, "rope_scaling", self.rope_theta > 0, "None where rope_theta is 0")
+        require(self, "rope_scaling", self.rope_theta > 0, "None if rope_theta is 0")
         check_rope_scaling(self.rope_scaling, self.rotated // 2)
 
 
@@ -71,9 +71,9 @@ class Attention(AnyAttention, kind=KIND):
     sliding_window: int | None = optional_size()
     """Number of positions that a query of `*` attends to, itself included; None: all earlier ones."""
     windowed: tuple[int, ...] | None = any_value(None)
-    """Numbers, from 0, of the layers `*` with a sliding window; they count anew in each prediction depth. None: all."""
+    """Numbers, from 0, of the layers `*` with a sliding window; they restart in each prediction depth. None: all."""
     attention_sinks: bool = switch(False)
-    """Whether each head of `*` has an attention sink: a learned logit in the softmax to which no value belongs."""
+    """Whether each head of `*` has an attention sink: a learned logit in the softmax without a value."""
     partial_rotary_factor: float = declared(
         1.0, lambda factor: is_number(factor) and 0 < factor <= 1, "more than 0 and at most 1"
     )
@@ -81,7 +81,7 @@ class Attention(AnyAttention, kind=KIND):
     rope_local_theta: float | None = optional_positive()
     """Base of the rotation, without scaling, of layers `*` with a sliding window; None: that of all layers."""
     unrotated: tuple[int, ...] = any_value(())
-    """Numbers, from 0, of the layers `*` without rotation; they count anew in each prediction depth."""
+    """Numbers, from 0, of the layers `*` without rotation; they restart in each prediction depth."""
 
     context_attention: str = choice("gather", ("gather", "heads"), result=False)
     """How `*` attends to positions on other context ranks: "gather" gathers keys and values, "heads" exchanges
@@ -106,14 +106,14 @@ class Attention(AnyAttention, kind=KIND):
         layers, heads = self.count("*"), self.num_attention_heads
         if self.windowed is not None:
             window = self.sliding_window is not None
-            require(self, "windowed", window, "None where there is no sliding_window; set one")
-            rule = f"different numbers from 0 to {layers - 1} of layers '*', or None"
+            require(self, "windowed", window, "None without sliding_window; set one")
+            rule = f"distinct numbers from 0 to {layers - 1} of layers '*', or None"
             self._order("windowed", layers, rule)
-        self._order("unrotated", layers, f"different numbers of the {layers} layers '*', from 0")
+        self._order("unrotated", layers, f"distinct numbers of the {layers} layers '*', counted from 0")
         if self.head_dim is None and self.hidden_size % heads:
             raise ValueError(
-                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={heads}, so a "
-                f"head has no whole width; change one of them or set head_dim"
+                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={heads}, so the width of a "
+                f"head is not an integer; change one of them or set head_dim"
             )
         if heads % self.num_key_value_heads:
             raise ValueError(

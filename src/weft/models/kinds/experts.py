@@ -33,13 +33,14 @@ class Experts(AnyMLP, kind=KIND):
     """Inner width of one expert."""
     moe_rows_per: str = choice("rank", ROWS_PER, result=False)
     """With expert parallelism, how often a token is sent: once per "rank" that has some of its experts, or once per
-    "expert", which sends more rows and sums them bitwise as one process does."""
+    "expert", which sends more rows but sums them bit for bit as one process does.
+    """
     moe_latent_size: int | None = optional_size()
     """Width of the input and output rows of experts; None: hidden_size."""
     shared_expert_intermediate_size: int = declared(
         0, lambda value: is_whole(value, 0), "an integer, 0 for no shared expert"
     )
-    """Inner width of the shared expert, which every token visits; 0: no shared expert."""
+    """Inner width of the shared expert, which processes every token; 0: no shared expert."""
     shared_expert_gate: bool = switch(False)
     """Whether the output of the shared expert is multiplied by a sigmoid, one number per token."""
     experts_bias: bool = switch(False)
@@ -76,7 +77,7 @@ class Experts(AnyMLP, kind=KIND):
         require(self, "pad_to_capacity", self.capacity_factor is not None or not self.pad_to_capacity, rule)
         rule = 'False with one row per rank; set moe_rows_per="expert"'
         require(self, "pad_to_capacity", self.moe_rows_per == "expert" or not self.pad_to_capacity, rule)
-        rule = "False where there is no shared expert; set shared_expert_intermediate_size"
+        rule = "False without a shared expert; set shared_expert_intermediate_size"
         require(self, "shared_expert_gate", has_shared or not self.shared_expert_gate, rule)
         require(self, "n_group", experts % groups == 0, f"a divisor of num_experts={experts}")
         require(self, "topk_group", self.topk_group <= groups, f"at most n_group={groups}")

@@ -40,7 +40,7 @@ class Mamba2(Trunk, kind=KIND):
     time_step_limit_max: float | None = optional_positive()
     """Upper bound of all time steps of `M`; None: no bound."""
     chunk_size: int = size(128, result=False)
-    """Chunk length of the state space of `M`, in positions; affects rounding and speed only."""
+    """Chunk length of the state space of `M`, in positions; affects only rounding and speed."""
     mamba_kernel: str = choice("auto", ("auto", "torch", "mamba_ssm"), result=False)
     """Kernel of the state space of `M`: "mamba_ssm", "torch", or "auto", the first of these that is usable."""
 

@@ -42,4 +42,4 @@ class MLP(AnyMLP, kind=KIND):
     def check(self) -> None:
         """Raise `ValueError` if an MLP without a gate has a factor for it."""
         gated = self.hidden_act in GATED or self.mlp_multipliers[0] == 1
-        require(self, "mlp_multipliers", gated, f"1 for the gate where hidden_act={self.hidden_act!r} has none")
+        require(self, "mlp_multipliers", gated, f"1, because hidden_act={self.hidden_act!r} has no gate")

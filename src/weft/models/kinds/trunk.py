@@ -53,7 +53,7 @@ class Trunk:
     rms_norm_eps: float = positive(1e-5)
     """Epsilon of RMS norms: added to the mean square before its root."""
     zero_centered_norm: bool = switch(False)
-    """Whether norms multiply by 1 + weight; norms inside of mixers and norms of the latents of `+` never do."""
+    """Whether norms multiply by 1 + weight; norms inside mixers and norms of the latents of `+` never do."""
     norm_order: str = choice("pre", ("pre", "post", "both"))
     """Where each layer is normalised: its input ("pre"), its output ("post"), or "both"."""
     pad_token_id: int | None = any_value(None)

@@ -63,7 +63,7 @@ class Attention(Block):
             (self.source / "sinks").normal_(self.sinks, INITIAL_STD)
 
     def share(self, ranks: TensorRanks) -> None:
-        """Keep this rank's part of the heads, as `Block.share`."""
+        """Keep this rank's part of the heads, like `Block.share`."""
         super().share(ranks)
         self.heads //= ranks.size
         self.key_value_heads = max(1, self.key_value_heads // ranks.size)
@@ -79,7 +79,7 @@ class Attention(Block):
         others = None
         if isinstance(documents, Slices):
             others, attention = self._over(documents, self._keys_and_values(x_BSD, where), how)
-            q_BSHC, gate_BSHC = self._queries(x_BSD, where)  # beside the transfer of keys and values
+            q_BSHC, gate_BSHC = self._queries(x_BSD, where)  # during the transfer of keys and values
             o_BSHC = others.attend(attention, q_BSHC)
         else:
             q_BSHC, gate_BSHC = self._queries(x_BSD, where)
@@ -173,8 +173,8 @@ def attention_over(
 def attention_within(documents: Documents | None, q_BSHC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor, **how: Any) -> Tensor:
     """Compute `causal_attention`, separately for each document if `documents` are given. `how`: its options.
 
-    Documents of one length are computed together. The cost is the sum of the squared lengths. At padding the result is
-    0.
+    Documents of one length are computed together. The cost is the sum of the squared lengths. At padding positions the
+    result is 0.
     """
     if documents is None:
         return causal_attention(q_BSHC, k_BTHC, v_BTHC, **how)

@@ -24,7 +24,7 @@ Cache = dict[nn.Module, State]
 
 
 class Beside(NamedTuple):
-    """Modules and numbers that a layer gets from its stack."""
+    """Modules and numbers that a layer receives from its stack."""
 
     rotary: RotaryEmbedding | None
     """The rotary embedding that all attention of the stack shares."""
@@ -37,7 +37,7 @@ class Beside(NamedTuple):
 class Embedding(nn.Embedding):
     """One vector per token; [...] int64 -> [..., hidden].
 
-    `padding_idx`: a token whose vector gets no gradient from the embedding. With tensor parallelism (`ranks`), each
+    `padding_idx`: a token whose vector receives no gradient from the embedding. With tensor parallelism (`ranks`), each
     rank has the vectors of some tokens and returns the vectors of its positions: [B, S] -> [B, S / tp, hidden].
     """
 

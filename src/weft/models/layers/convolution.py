@@ -52,7 +52,7 @@ class CausalConvolution(nn.Module):
     def _over_documents(self, x_BSC: Tensor, documents: Borders) -> Tensor:
         """Convolve all rows as one sequence, with K - 1 positions before each document.
 
-        They are zeros, or the last positions of the previous slice of the document.
+        These positions are zeros, or the last positions of the previous slice of the document.
         """
         before = self.weight.shape[-1] - 1
         local = documents.local if isinstance(documents, Slices) else documents

@@ -70,7 +70,7 @@ class Experts(MoE):
             self.router.share_positions(ranks.stacked)
 
     def recompute(self) -> None:
-        """Recompute activations in backward; inside of the experts' graph if `weft.Graphs` can capture them."""
+        """Recompute activations in backward; inside the experts' graph if `weft.Graphs` can capture them."""
         if self.experts.has_fixed_rows and self.ranks is None:
             self.experts.recomputes = True
         else:

@@ -1,9 +1,9 @@
 """Attention over context ranks: a block gathers keys and values of all positions, or exchanges positions for heads.
 
-    gathered    forward     gather keys and values     meanwhile queries               attention
-                backward    gather them again          meanwhile last projection       recompute attention, its backward
+    gathered    forward     gather keys and values     under it: queries               attention
+                backward    gather them again          under it: last projection       recompute attention, its backward
 
-    exchanged   forward     send keys and values       meanwhile queries, send them    attention, send its output back
+    exchanged   forward     send keys and values       under it: queries, send them    attention, send its output back
 
 Gathered keys and values, masks and scores over whole rows are not saved for backward: a rank saves its own positions
 only. With exchanged heads, a rank saves its heads at all positions, which take as much memory.
@@ -68,7 +68,7 @@ class Exchanged:
         self._slices = slices
         known = parts[0].shape[2]
         if heads % slices.ranks:
-            raise ValueError(f"{heads} heads on {slices.ranks} context ranks: each has as many")
+            raise ValueError(f"{heads} heads on {slices.ranks} context ranks: each must have the same number")
         copies = slices.ranks // math.gcd(known, slices.ranks)
         if copies > 1:
             parts = tuple(part.repeat_interleave(copies, dim=2) for part in parts)

@@ -5,7 +5,7 @@
     G       fla         ops.gated_delta_rule.chunk_gated_delta_rule           CUDA, in half precision, with heads of
                                                                               keys up to 256 wide
 
-"auto" uses a kernel if it is usable. Otherwise it uses torch's operations and logs the reason once. Asking for a kernel
+"auto" uses a kernel if it is usable. Otherwise it uses torch's operations and logs the reason once. Selecting a kernel
 by name raises `KernelError` if it is not usable. The kernels round differently from the chunked forms in torch.
 """
 
@@ -95,15 +95,15 @@ def fast_rule(asked: str, chunked: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refuse_slices(asked: str, place: tuple[str, str, str]) -> None:
     if asked == place[0]:
-        raise KernelError(f"{place[0]} cannot be used: it is not called with context ranks; choose 'auto' or 'torch'")
+        raise KernelError(f"{place[0]} cannot be used: it does not support context ranks; choose 'auto' or 'torch'")
 
 
 def _not_for_fla(q: Tensor) -> str:
     """Return why fla does not accept such queries; empty if it does."""
     if q.dtype not in HALVES:
-        return f"it computes in half precision, and the tensors are {str(q.dtype).removeprefix('torch.')}"
+        return f"it computes in half precision, but the tensors are {str(q.dtype).removeprefix('torch.')}"
     if q.shape[-1] > WIDEST:
-        return f"its heads of keys are at most {WIDEST} wide, and these {q.shape[-1]}"
+        return f"its key heads are at most {WIDEST} wide, but these are {q.shape[-1]} wide"
     return ""
 
 
@@ -112,13 +112,13 @@ def _chosen(asked: str, place: tuple[str, str, str], x: Tensor, unfit: str = "")
         return None
     kernel, reason = _found(place)
     if kernel is not None and x.device.type not in DEVICES:
-        reason = f"it runs on CUDA, and the tensors are on {x.device.type}"
+        reason = f"it runs on CUDA, but the tensors are on {x.device.type}"
     reason = reason or unfit
     if not reason:
         return kernel
     if asked == place[0]:
         raise KernelError(f"{place[0]} cannot be used: {reason}; choose 'auto' or 'torch'")
-    _tell(f"{place[0]} is not used: {reason}; torch's operations do its work")
+    _tell(f"{place[0]} is not used: {reason}; torch's operations are used instead")
     return None
 
 

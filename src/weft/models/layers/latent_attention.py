@@ -104,7 +104,7 @@ class LatentAttention(Block):
         return torch.cat((k_BTHC, k_rope_BT1C.expand(-1, -1, self.heads, -1)), dim=-1), v_BTHC
 
     def _step(self, q_B1HC: Tensor, latent_BTR: Tensor, k_rope_BT1C: Tensor) -> Tensor:
-        """Return attention of the last position, computed without expanding the latents; [B, 1, H, C of v]."""
+        """Return the attention of the last position, computed without expanding the latents; [B, 1, H, C of v]."""
         of_keys_HCR, of_values_HCR = self.kv_b_proj.weight.unflatten(0, (self.heads, -1)).split(self.up_widths, dim=1)
         q_BHC, q_rope_BHC = q_B1HC[:, 0].split(self.key_widths, dim=-1)
         q_BHR = torch.einsum("bhc,hcr->bhr", q_BHC, of_keys_HCR)

@@ -26,7 +26,7 @@ class Positions:
     """
 
     knows_graphs = True
-    """Tells `weft.Graphs` that it may capture inside of this context; graphs read a copy of `whole`."""
+    """Tells `weft.Graphs` that it may capture inside this context; graphs read a copy of `whole`."""
     _dim = 1
 
     def __init__(self, ranks: TensorRanks | None, part: Tensor) -> None:

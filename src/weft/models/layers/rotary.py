@@ -2,12 +2,12 @@
 
 Pair i of a head's elements at position p is rotated by the angle p * f_i, f_i = theta^(-2i / width). A pair has the
 elements i and i + width / 2, or with `interleave` 2i and 2i + 1. `scaling` changes f for contexts longer than the one
-that the model was trained on first (`original_max_position_embeddings`):
+that the model was first trained on (`original_max_position_embeddings`):
 
     none      f
     linear    f / factor
     llama3    f / factor for long waves, f for short ones, interpolated in between (Llama 3.1, arXiv:2407.21783)
-    yarn      as llama3, by the number of turns in the first context; cos and sin grow a little (arXiv:2309.00071)
+    yarn      like llama3, but by the number of turns in the first context; cos and sin grow a little (arXiv:2309.00071)
     dynamic   f of a larger theta, which grows with a sequence that is longer than the first context
     longrope  f / s_i, with other s for sequences longer than the first context; cos and sin grow (arXiv:2402.13753)
 """

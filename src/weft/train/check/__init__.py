@@ -1,4 +1,4 @@
-"""`weft check`: one step of a small model on all ranks of a configuration, in one process, against one rank.
+"""`weft check`: one step of a small model on all ranks of a configuration, in one process, compared with one rank.
 
 small       the configuration with the same kinds of layers, mesh and options, and small sizes
 run         runs one step in fp64 on one rank, and on all ranks as threads of this process

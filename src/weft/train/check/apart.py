@@ -14,7 +14,7 @@ from weft.train.errors import ConfigError
 def check_apart(config: TrainConfig, rank: int, ranks: int) -> None:
     """Run `weft check` in a separate process of the first rank; the other ranks wait for the result. Collective.
 
-    Raises ConfigError on every rank if the check finds a fault.
+    Raises ConfigError on every rank if the check has findings.
     """
     said = first_rank_s(_said(config, ranks) if rank == 0 else "", what="whether the configuration passes the check")
     if said:

@@ -77,14 +77,14 @@ def _names(alone: Alone, seen: Sequence[Seen]) -> list[str]:
     lines = [f"{_listed(lost)}: on no rank. {rule}."] if lost else []
     strange = sorted(there - set(alone.weights))
     if strange:
-        lines.append(f"{_listed(strange)}: on a rank, and not in the model. {rule}.")
+        lines.append(f"{_listed(strange)}: on a rank, but not in the model. {rule}.")
     shapes = [
         name
         for name, weight in alone.weights.items()
         if any(name in each.weights and each.weights[name].shape != weight.shape for each in seen)
     ]
     if shapes:
-        lines.append(f"{_listed(shapes)}: of another shape, its parts together, than on one rank. {rule}.")
+        lines.append(f"{_listed(shapes)}: the parts together have another shape than on one rank. {rule}.")
     return lines
 
 
@@ -98,11 +98,11 @@ def _weights(alone: Alone, seen: Sequence[Seen]) -> list[str]:
             continue
         here = seen[wrong[0]].weights[name]
         like = [other for other, theirs in alone.weights.items() if theirs.shape == here.shape and _same(here, theirs)]
-        what = f"is that of {like[0]} of the whole model" if like else "is not that of one rank"
+        what = f"is that of {like[0]} of the whole model" if like else "differs from that of one rank"
         axes = f" (axes: {seen[wrong[0]].marks[name]})"
         lines[
-            f"first weight {what} on {_ranks(wrong, seen)}{axes}. First weights depend on the seed and the name alone, "
-            "and a stage names its layers as the whole model does."
+            f"first weight {what} on {_ranks(wrong, seen)}{axes}. First weights depend only on the seed and the name, "
+            f"so a stage must name its layers as the whole model does."
         ].append(name)
     return [f"{_listed(names)}: {line}" for line, names in lines.items()]
 
@@ -118,9 +118,9 @@ def _losses(alone: Alone, seen: Sequence[Seen]) -> list[str]:
     first = min(wrong)
     number = wrong[first][0]
     return [
-        f"loss of microbatch {number} on rank {first}: {seen[first].losses[number]:.9g}, and "
-        f"{alone.losses[number]:.9g} on one rank; wrong on {_ranks(sorted(wrong), seen)}. Every rank returns the loss "
-        f"of one process{_unlike_along(seen, {rank: seen[rank].losses for rank in wrong})}."
+        f"loss of microbatch {number} on rank {first}: {seen[first].losses[number]:.9g}, but "
+        f"{alone.losses[number]:.9g} on one rank; wrong on {_ranks(sorted(wrong), seen)}. Every rank must return the "
+        f"loss of one process{_unlike_along(seen, {rank: seen[rank].losses for rank in wrong})}."
     ]
 
 
@@ -144,7 +144,7 @@ def _explained(
     `here`: rank -> gradient. `without`: ranks that have no gradient.
     """
     if without:
-        return f"there is none on {_ranks(without, seen)}. A parameter that trains gets its gradient on every rank."
+        return f"it is missing on {_ranks(without, seen)}. A parameter that trains must get its gradient on every rank."
     sizes = {axis: 1 + max(each.at[axis] for each in seen) for axis in seen[0].at}
     for axis, size in sizes.items():
         if size == 1 or axis == "pp":
@@ -155,23 +155,24 @@ def _explained(
         for what, total in (("sum", 1.0), ("mean", 1.0 / size)):
             if all(_same(torch.stack([here[rank] for rank in row]).sum(0) * total, expected) for row in rows):
                 return (
-                    f"partial over {axis}, and nothing reduces it: its ranks have different values, whose {what} is "
-                    f"the gradient. What is the same on all ranks of {axis} has its gradient reduced over {axis}."
+                    f"partial over {axis}, and not reduced: its ranks have different values, whose {what} is the "
+                    f"gradient. A parameter that is the same on all ranks of {axis} needs its gradient reduced over "
+                    f"{axis}."
                 )
     factors = {_factor(here[rank], expected) for rank in here}
     if len(factors) == 1 and (factor := factors.pop()) is not None:
         fits = [axis for axis, size in sizes.items() if size > 1 and (_near(factor, size) or _near(factor, 1 / size))]
-        axes = f", as many as {' or '.join(fits)} has ranks" if fits else ""
+        axes = f", the number of ranks of {' or '.join(fits)}" if fits else ""
         if factor == 0:
-            return "it is 0 on all ranks. What a rank computes must reach the ranks that keep the gradient."
+            return "it is 0 on all ranks. The gradients that a rank computes must reach the ranks that keep them."
         times = f"{factor:.6g} times" if factor >= 1 else f"1 / {1 / factor:.6g} of"
         return (
-            f"{times} that of one rank{axes}. A gradient is the mean over data-parallel ranks; an expert's is divided "
-            "by the ranks whose tokens it sees; each part is counted once."
+            f"{times} that of one rank{axes}. A gradient is the mean over data-parallel ranks. That of an expert is "
+            f"divided by the number of ranks whose tokens it sees. Each part is counted once."
         )
     return (
-        f"wrong on {_ranks(wrong, seen)}{_unlike_along(seen, here)}. The gradient is that of one process: its parts "
-        "are reduced over the ranks that hold parts of it, and over no others."
+        f"wrong on {_ranks(wrong, seen)}{_unlike_along(seen, here)}. The gradient must equal that of one process: its "
+        f"parts are reduced over the ranks that hold parts of it, and over no others."
     )
 
 
@@ -191,11 +192,13 @@ def _norm(alone: Alone, seen: Sequence[Seen]) -> list[str]:
             lines[f"counted differently on the ranks, from {least:.4g} to {most:.4g} times"].append(name)
     first = wrong[0] if wrong else 0
     rule = (
-        f"The norm for clipping is {seen[first].norm:.9g} on rank {first}, and {alone.norm:.9g} on one rank: every "
-        "parameter counts once, wherever it lies"
+        f"The norm for clipping is {seen[first].norm:.9g} on rank {first}, but {alone.norm:.9g} on one rank: every "
+        f"parameter must count once, wherever it lies"
     )
     if wrong and not lines:
-        return [f"norm for clipping: wrong on {_ranks(wrong, seen)}, though each parameter alone counts once. {rule}."]
+        return [
+            f"norm for clipping: wrong on {_ranks(wrong, seen)}, although each parameter alone counts once. {rule}."
+        ]
     marks = {name: mark for each in seen for name, mark in each.marks.items()}
     return [
         f"norm for clipping: {_listed(names)} {'is' if len(names) == 1 else 'are'} {how} "
@@ -213,7 +216,10 @@ def _clipped(alone: Alone, seen: Sequence[Seen]) -> list[str]:
         if any(name in each.clipped and not _same(each.clipped[name], gradient * each.factor, 1e-5) for each in seen)
     ]
     return (
-        [f"{_listed(names)}: not scaled by clipping as all others are. Clipping scales all gradients alike."]
+        [
+            f"{_listed(names)}: not scaled by clipping like all others. Clipping must scale all gradients by the same "
+            f"factor."
+        ]
         if names
         else []
     )

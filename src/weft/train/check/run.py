@@ -54,8 +54,8 @@ def check(config: TrainConfig, ranks: int, *, sizes_are_small: bool = False) -> 
     """
     if not isinstance(config.model, weft.models.HybridConfig):
         raise ConfigError(
-            "model.factory makes the model, and the step of such a model is not known to the check; check models "
-            "that model.pattern describes"
+            "the model comes from model.factory, and the check does not know the step of such a model; check models "
+            "described by model.pattern"
         )
     if not sizes_are_small:
         config, ranks = smaller(config, ranks)
@@ -111,7 +111,7 @@ def _quiet(model: HybridModel) -> HybridModel:
 
 
 def _on_one_rank(config: TrainConfig, rows: list[dict[str, Any]]) -> Alone:
-    """Run the step with the mean loss of all microbatches on one rank, with plain autograd."""
+    """Run the step on one rank, on the mean loss of all microbatches, with plain autograd."""
     torch.manual_seed(config.train.seed)
     model = _quiet(HybridModel(config.hybrid).double())
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""Makes a configuration small: the same kinds of layers, mesh axes and options with smaller sizes.
+"""Shrinks a configuration: the same kinds of layers, mesh axes and options with smaller sizes.
 
 a size that an axis cuts          as few units per rank as possible; the ratio of heads to groups stays
 layers                            one of each kind in each segment

@@ -1,6 +1,6 @@
 """Sequences of conversations, in which only tokens that the assistant writes are labels.
 
-In files, a token that is no label is stored as the token plus the vocabulary's size; in rows it is -101 - token.
+In files, a token that is not a label is stored as the token plus the vocabulary's size; in rows it is -101 - token.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ _AT_ONCE = 4096
 
 
 def marked(tokens: np.ndarray, labelled: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Return tokens as files store them. Tokens that are not `labelled` are marked as no labels."""
+    """Return tokens as files store them. Tokens that are not `labelled` are marked as non-labels."""
     return np.where(labelled, tokens, tokens + vocab_size).astype(np.min_scalar_type(2 * vocab_size - 1))
 
 
@@ -31,7 +31,7 @@ class Answered:
         return len(self.numbers)
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
-        """Return rows as `Sequences.rows`; tokens that are no labels are below -100."""
+        """Return rows as `Sequences.rows`; tokens that are not labels are below -100."""
         found = self.sequences.rows(self.numbers[indices])
         return np.where(found >= self.vocab_size, WITHOUT - (found - self.vocab_size), found)
 

@@ -26,7 +26,7 @@ def _whole(batch: Batch) -> Batch:
 class Batches:
     """An endless iterator of the training microbatches of one rank (see `Batch`).
 
-    Each epoch of a text has a new shuffled order, determined by `seed` alone. Every sequence comes once per epoch, and
+    Each epoch of a text has a new shuffled order, determined by `seed` alone. Every sequence occurs once per epoch, and
     step k has the same `global_batch_size` sequences for any `dp_size`.
 
     tokens: 1-D token array, or several texts, mixed by `weights`. vocabulary: tokens must be below it; None: not
@@ -110,21 +110,25 @@ class Batches:
         for name in ("sequence_length", "seed"):
             if int(state[name]) != own[name]:
                 raise ConfigError(
-                    f"data.{name}: the checkpoint's data has {name} = {int(state[name])}, this run's {own[name]}; "
-                    f"resume with the data.{name} of the checkpoint or start a new run"
+                    f"data.{name}: the checkpoint's data has {name} = {int(state[name])}, but this run's has "
+                    f"{own[name]}; resume with the data.{name} of the checkpoint or start a new run"
                 )
         before = state["texts"]
         if len(before) != len(self._known):
             raise ConfigError(
-                f"data.paths: the checkpoint's data are {len(before)} texts with those for validation, this run's "
+                f"data.paths: the checkpoint's data has {len(before)} texts, including validation, but this run's has "
                 f"{len(self._known)}; resume with the data.paths of the checkpoint or start a new run"
             )
         for name, then, here in zip(self._names, before, self._known):
             if list(then) != here:
-                how = f"was {then[0]} long and is {here[0]}" if then[0] != here[0] else "is as long, with other tokens"
+                how = (
+                    f"was {then[0]} long and is now {here[0]} long"
+                    if then[0] != here[0]
+                    else "has the same length but other tokens"
+                )
                 raise ConfigError(
-                    f"{name}: is another text than that of the checkpoint (it {how}); bring that one back with its "
-                    "data.tokenizer, in any place, or start a new run without --resume"
+                    f"{name}: differs from the text of the checkpoint (it {how}); restore that text and its "
+                    f"data.tokenizer, at any path, or start a new run without --resume"
                 )
         self.position = int(state["position"])
 
@@ -138,8 +142,8 @@ def _weights(labels: np.ndarray) -> np.ndarray:
 class Validation:
     """A fixed set of `batches` global batches, evenly spread over the validation tokens.
 
-    Iterating yields this rank's microbatches, equally many on every rank. The set does not depend on `dp_size`. It is
-    smaller if the tokens hold fewer global batches. Raises ConfigError if they hold less than one.
+    Iterating yields this rank's microbatches, the same number on every rank. The set does not depend on `dp_size`. It
+    is smaller if the tokens contain fewer global batches. Raises ConfigError if they contain less than one.
     """
 
     def __init__(
@@ -170,7 +174,7 @@ class Validation:
         if batches < 1:
             raise ConfigError(
                 f"{name}: holds {held} sequences for validation, less than one global batch of {global_batch_size}; "
-                "take more text or lower train.global_batch_size"
+                "use more text or lower train.global_batch_size"
             )
         count = batches * global_batch_size
         self._texts, numbers = self._mixture.place(np.arange(count))

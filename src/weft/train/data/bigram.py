@@ -34,8 +34,9 @@ class Bigram:
 
     @classmethod
     def fit(cls, tokens: np.ndarray, vocab_size: int, *, strengths: Sequence[float] = STRENGTHS) -> "Bigram":
-        """Fit a table to 1-D `tokens`. The strength is the one that predicts their last tenth best with the counts of
-        the rest. Raises ValueError for fewer than two tokens."""
+        """Fit a table to 1-D `tokens`. The strength is the one whose table of the other tokens best predicts the last
+        tenth. Raises ValueError for fewer than two tokens.
+        """
         if len(tokens) < 2:
             raise ValueError(f"a bigram table needs at least 2 tokens, got {len(tokens)}")
         cut = max(2, len(tokens) * 9 // 10)

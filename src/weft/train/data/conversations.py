@@ -17,7 +17,7 @@ FILES = ("chat_template.jinja", "tokenizer_config.json")
 class ConversationTokenizer:
     """A tokenizer.json with the chat template in its folder. Raises ConfigError if there is no template.
 
-    A token that the assistant does not write is marked (see `weft.train.data.answers`), so that it is no label.
+    A token that the assistant does not write is marked (see `weft.train.data.answers`), so that it is not a label.
     """
 
     def __init__(self, path: str) -> None:
@@ -26,7 +26,7 @@ class ConversationTokenizer:
         template = template_of(files, str(folder))
         if template is None:
             raise ConfigError(
-                f"data.tokenizer = {path!r}: has no chat template beside it, in {' or '.join(FILES)}, which "
+                f"data.tokenizer = {path!r}: has no chat template in its folder, in {' or '.join(FILES)}, which "
                 'data.kind = "messages" needs'
             )
         self.template, self.tokenizer = template, HuggingFaceTokenizer(path)

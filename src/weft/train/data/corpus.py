@@ -113,7 +113,7 @@ def load_corpus(
             raise ConfigError(
                 f"{part.name}: {len(part.tokens)} {what} tokens are {have} sequences of "
                 f"{data.sequence_length}, fewer than one for each of {dp_size} ranks; "
-                "take more text or lower data.sequence_length"
+                "use more text or lower data.sequence_length"
             )
     return corpus
 
@@ -127,7 +127,7 @@ def _tokenised(
     data: DataConfig, text: Text, tokenizer: Tokenizer, fraction: float, say: Say
 ) -> tuple[Part, Part, dict[str, int]]:
     if not sum(size for _, size, _ in text.files):
-        raise ConfigError(f"{text}: no text found there; name files or folders that hold some")
+        raise ConfigError(f"{text}: no text found; name files or folders that contain text")
     key = _key(data, text.files, tokenizer, fraction)
     folder = cache.cache_folder(data.cache_dir)
     try:
@@ -139,7 +139,7 @@ def _tokenised(
         _build(data, folder, key, text, tokenizer, fraction, say)
         found = cache.open_cache(folder, key)
     if found is None:
-        raise RuntimeError(f"{folder}: the token file that was just written there is gone")
+        raise RuntimeError(f"{folder}: the token file that was just written there has disappeared")
     return found
 
 
@@ -158,8 +158,8 @@ def _build(
         )
     except OSError as error:
         raise ConfigError(
-            f"data.cache_dir = {str(folder)!r}: tokens of {text.name} cannot be written there ({error}); "
-            "name a folder with room in data.cache_dir"
+            f"data.cache_dir = {str(folder)!r}: tokens of {text.name} cannot be written there ({error}); set "
+            f"data.cache_dir to a folder with free space"
         ) from error
 
 
@@ -195,7 +195,7 @@ def _of_token_files(data: DataConfig, text: Text, apart: Text | None, say: Say) 
 
 def _mapped(data: DataConfig, text: Text) -> list[np.ndarray]:
     if not text.files:
-        raise ConfigError(f"{text}: no token files (*.npy, *.bin) found there; name some")
+        raise ConfigError(f"{text}: no token files (*.npy, *.bin) found; name some")
     found = []
     for path, _, _ in text.files:
         try:
@@ -205,12 +205,13 @@ def _mapped(data: DataConfig, text: Text) -> list[np.ndarray]:
                 tokens = np.memmap(path, dtype=data.token_dtype, mode="r")
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{text.setting}: {path!r} cannot be mapped as tokens ({' '.join(str(error).split())}); name another"
+                f"{text.setting}: {path!r} cannot be mapped as tokens ({' '.join(str(error).split())}); name another "
+                f"file"
             ) from error
         if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
             raise ConfigError(
                 f"{text.setting}: {path!r} holds {tokens.dtype} {list(tokens.shape)}; "
-                "token files hold one row of whole numbers"
+                "a token file must contain a one-dimensional array of integers"
             )
         found.append(tokens)
     return found

@@ -73,13 +73,13 @@ def _paths(data: DataConfig, setting: str, paths: Sequence[str], written: Sequen
             yield os.path.realpath(path)
         elif os.path.realpath(path) in closed:
             raise ConfigError(
-                f"{setting}: {path!r} is run.directory or data.cache_dir itself, where runs write; put these into "
-                "another folder"
+                f"{setting}: {path!r} is run.directory or data.cache_dir itself, to which runs write; set these to "
+                f"another folder"
             )
         elif os.path.isdir(path):
             yield from _walk(path, patterns, set(), closed, binary=binary)
         else:
-            raise ConfigError(f"{setting}: {path!r} is no file or folder; correct it or leave it out")
+            raise ConfigError(f"{setting}: {path!r} is not a file or folder; correct it or leave it out")
 
 
 def documents(data: DataConfig, setting: str, files: Sequence[File], fraction: float) -> Iterator[Document]:
@@ -124,7 +124,7 @@ def _lines(path: str, field: str) -> Iterator[tuple[str, float]]:
     for number, record, share in _records(path):
         if not isinstance(record, dict) or not isinstance(record.get(field), str):
             raise ConfigError(
-                f"data.field = {field!r}: {path}, line {number}: must be an object with text there, has "
+                f"data.field = {field!r}: {path}, line {number}: must be an object with text in this field, but has "
                 f"{_found(record, field)}"
             )
         yield record[field], share
@@ -138,8 +138,8 @@ def _conversations(path: str, field: str) -> Iterator[tuple[str, float]]:
         )
         if not messages or not each_has_a_role:
             raise ConfigError(
-                f"data.field = {field!r}: {path}, line {number}: must be an object with a list of messages there, each "
-                f'an object with a "role" and "content", has {_found(record, field)}'
+                f"data.field = {field!r}: {path}, line {number}: must be an object with a list of messages in this "
+                f'field, each an object with a "role" and "content", but has {_found(record, field)}'
             )
         yield json.dumps(messages, ensure_ascii=False), share
 
@@ -190,7 +190,8 @@ def _texts_of(batches: Any, path: str, field: str, rows: int) -> Iterator[tuple[
             text = value.as_py()
             if text is not None and not isinstance(text, str):
                 raise ConfigError(
-                    f"data.field = {field!r}: {path}, row {row}: must be text, is a {type(text).__name__}; name another"
+                    f"data.field = {field!r}: {path}, row {row}: must be text, but is a {type(text).__name__}; name "
+                    f"another field"
                 )
             yield text or "", row / rows
 
@@ -216,11 +217,13 @@ def _dataset_files(setting: str, path: str) -> list[str]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         splits = sorted(each.parent.name for each in folder.glob("*/state.json"))
         fix = (
-            f"it has {', '.join(splits)}: name one of these below it" if splits else "name one that save_to_disk wrote"
+            f"it has {', '.join(splits)}: name one of these subdirectories"
+            if splits
+            else "name one that save_to_disk wrote"
         )
-        raise ConfigError(f"{setting}: {path!r} is no directory of one `datasets` data set; {fix}") from error
+        raise ConfigError(f"{setting}: {path!r} is not the directory of a `datasets` dataset; {fix}") from error
     if state.get("_indices_data_files"):
-        raise ConfigError(f"{setting}: {path!r} has rows in another order; save it again after flatten_indices()")
+        raise ConfigError(f"{setting}: {path!r} has reordered rows; save it again after flatten_indices()")
     if any(Path(name).name != name or not (folder / name).is_file() for name in names):
         raise ConfigError(f"{setting}: {path!r} names files that are not in it; save it again")
     return [os.path.realpath(folder / name) for name in names]

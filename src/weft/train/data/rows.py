@@ -6,7 +6,7 @@ import numpy as np
 
 
 class Sequences(Protocol):
-    """Numbered sequences of one length."""
+    """Numbered sequences of equal length."""
 
     length: int
     apart: bool

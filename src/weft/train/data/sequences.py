@@ -45,7 +45,9 @@ class Windows:
         length = self.length
         found = np.stack([self.tokens[i * length : (i + 1) * length + 1] for i in indices.tolist()]).astype(np.int64)
         if (least := int(found.min(initial=0))) < 0:
-            raise ConfigError(f"{self.name}: a token file holds {least}; tokens are not negative, correct it")
+            raise ConfigError(
+                f"{self.name}: the token file contains {least}; tokens must not be negative; correct the file"
+            )
         return found
 
     def documents(self, indices: np.ndarray) -> np.ndarray:
@@ -92,7 +94,7 @@ class WholeDocuments:
 
 
 def _packed(part: Part, room: int) -> np.ndarray:
-    """Return the begin and end of each sequence, [sequence, 2], at most `room` apart, without those of one token."""
+    """Return the start and end of each sequence, [sequence, 2], at most `room` apart, without those of one token."""
     found: list[tuple[int, int]] = []
     begin = reach = 0
     for end in [*part.starts[1:].tolist(), len(part.tokens)]:
@@ -119,15 +121,16 @@ def sequences(
     if len(found) < at_least:
         raise ConfigError(
             f"data.sequence_length = {length}: {len(part.tokens)} tokens are {len(found)} sequences, "
-            f"fewer than one for each of {at_least} ranks; name more text or lower it"
+            f"fewer than one for each of {at_least} ranks; use more text or lower data.sequence_length"
         )
     if part.conversations is None:
         return found
     answered = Answered(found, part.conversations)
     if len(answered) < at_least:
         raise ConfigError(
-            f"data.sequence_length = {length}: of {len(found)} sequences {len(answered)} hold something that an "
-            f"assistant writes, fewer than one for each of {at_least} ranks; name more conversations or raise it"
+            f"data.sequence_length = {length}: only {len(answered)} of {len(found)} sequences contain text of an "
+            f"assistant, fewer than one for each of {at_least} ranks; use more conversations or raise "
+            f"data.sequence_length"
         )
     return answered
 
@@ -164,8 +167,8 @@ class Mixture:
         largest = int(found.max(initial=0))
         if self.vocabulary is not None and largest >= self.vocabulary:
             raise ConfigError(
-                f"model.vocab_size = {self.vocabulary}: must be above the largest token, and the files have {largest}; "
-                f"set model.vocab_size = {largest + 1} or more"
+                f"model.vocab_size = {self.vocabulary}: must be above the largest token, which is {largest} in the "
+                f"files; set model.vocab_size = {largest + 1} or more"
             )
         return found
 

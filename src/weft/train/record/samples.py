@@ -19,7 +19,7 @@ class Samples:
 
     def __init__(self, config: TrainConfig, model: HybridModel, device: torch.device) -> None:
         prompt, sharding = config.train.sample, config.sharding
-        rule = "needs a model of [model] and [data] with a tokenizer; leave it out"
+        rule = "needs a model described by [model] and a tokenizer; leave it out"
         require("train.sample", prompt, isinstance(config.model, HybridConfig) and config.data.kind != "tokens", rule)
         for name, value in (("pp", sharding.pp), ("cp", sharding.cp), ("tp", sharding.tp)):
             rule = f"each rank needs the whole model and whole sequences, and sharding.{name} = {value}; leave it out"
@@ -27,7 +27,7 @@ class Samples:
         self._model, self._tokens = model, config.train.sample_tokens
         self._tokenizer = load_tokenizer(config.data.tokenizer)
         self._prompt = torch.tensor(self._tokenizer.prompt(prompt).astype(np.int64), device=device)[None]
-        require("train.sample", prompt, self._prompt.numel() > 0, "has no token; give some text")
+        require("train.sample", prompt, self._prompt.numel() > 0, "has no token; set it to some text")
         self._among = torch.tensor(self._tokenizer.ids, device=device)
 
     def write(self) -> str:

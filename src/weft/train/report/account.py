@@ -114,7 +114,7 @@ class Account:
         try:
             self._write(position, passes, *zip(*found))
         except Exception as error:  # the run is complete, even if a parser or a drawing fails
-            said = f"{self._folder}: its report cannot be written ({type(error).__name__}: {error}); correct that"
+            said = f"{self._folder}: its report cannot be written ({type(error).__name__}: {error}); correct the cause"
             said = " ".join(str(error if isinstance(error, ConfigError) else said).split())
             self._say(f"{said}, then: weft report {shlex.quote(str(self._folder))}")
 

@@ -75,7 +75,9 @@ def _rows_saved(loads: list[dict[str, Any]]) -> str:
     moved = [rows for record in loads for rows in record.get("exchanged", {}).values()]
     assignments, rows = sum(each[0] for each in moved), sum(each[1] for each in moved)
     return (
-        f"; one row per rank saves {1 - rows / assignments:.0%} of the rows between ranks" if rows < assignments else ""
+        f"; one row per rank saves {1 - rows / assignments:.0%} of the rows sent between ranks"
+        if rows < assignments
+        else ""
     )
 
 

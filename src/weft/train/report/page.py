@@ -37,7 +37,7 @@ def write_report(run_directory: str | Path, *, live_s: float = 0) -> Path:
         why = str(error)  # names the file
         if not isinstance(error, StorageError):
             why = f"{error.strerror}: {error.filename2 or error.filename}"
-        raise ConfigError(f"{run_directory}: its report cannot be written ({why}); make room for it there") from error
+        raise ConfigError(f"{run_directory}: its report cannot be written ({why}); free space there") from error
 
 
 def _written(folder: Path, live_s: float) -> Path:
@@ -84,7 +84,7 @@ def _about(records: list[dict[str, Any]], facts: Mapping[str, Any], coming: int)
     steps = max((record["step"] for record in records), default=0)
     what = f"A training run of weft, {steps:,} steps"
     if coming:
-        what = f"A run of weft that trains, at step {steps:,} of {coming:,},"
+        what = f"A weft run in progress, at step {steps:,} of {coming:,},"
     if "parameters" in facts:
         what += f" of a model with {format_count(facts['parameters'])} parameters"
     found = [("", what)]
@@ -261,7 +261,7 @@ def _page(
     if units:
         body.append(f"<h2>Sharded units</h2><pre>{html.escape(units)}</pre>")
     if config:
-        note = "Sizes, and what differs from the defaults; config.toml has every setting."
+        note = "The model's sizes and the settings that differ from the defaults; config.toml has every setting."
         body.append(
             f"<details><summary><h2>Configuration</h2></summary><p>{note}</p><pre>{html.escape(config)}</pre></details>"
         )

@@ -42,7 +42,7 @@ def slow_ranks(seconds: Sequence[float]) -> str:
     """
     mean = sum(seconds) / len(seconds) if seconds else 0.0
     slow = {rank: each / mean for rank, each in enumerate(seconds) if each > SLOW * mean}
-    return ", ".join(f"rank {rank} computes {times:.2f} x the mean" for rank, times in slow.items())
+    return ", ".join(f"rank {rank} computes for {times:.2f} x the mean time" for rank, times in slow.items())
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,6 @@ class HiddenExchange:
 
     def __str__(self) -> str:
         return (
-            f"tokens were on their way between ranks for {self.seconds * 1e3:.0f} ms, "
+            f"tokens were in transit between ranks for {self.seconds * 1e3:.0f} ms, "
             f"{self.fraction:.0%} of it under computation"
         )

@@ -1,9 +1,9 @@
 """Compares the settings of a resumed run with those in its config.toml, and decides which may differ.
 
     REFUSED   the setting determines the function or the data that the weights were trained with, or would have no
-              effect any more. A pattern with the same layers in other groups is TOLD with `run.renumber`
-    TOLD      takes effect, and is printed before the first step
-    QUIET     changes how the run computes; results differ by rounding only
+              effect any more. A pattern that groups the same layers differently is PRINTED with `run.renumber`
+    PRINTED   takes effect, and is printed before the first step
+    SILENT    changes how the run computes; results differ only by rounding
 
 docs/training.md has this table for users.
 """
@@ -18,23 +18,23 @@ from weft.train.errors import ConfigError
 from weft.train.run.runs import CONFIG
 from weft.train.toml_values import show
 
-Treatment = Literal["refused", "told", "quiet"]
+Treatment = Literal["refused", "printed", "silent"]
 REFUSED: Treatment = "refused"
-TOLD: Treatment = "told"
-QUIET: Treatment = "quiet"
+PRINTED: Treatment = "printed"
+SILENT: Treatment = "silent"
 
 _SECTIONS: dict[str, Treatment] = {
     "model": REFUSED,
     "data": REFUSED,
-    "train": QUIET,
-    "optimizer": TOLD,
-    "schedule": TOLD,
-    "sharding": QUIET,
-    "checkpoint": QUIET,
-    "run": QUIET,
+    "train": SILENT,
+    "optimizer": PRINTED,
+    "schedule": PRINTED,
+    "sharding": SILENT,
+    "checkpoint": SILENT,
+    "run": SILENT,
 }
 _SETTINGS: dict[str, Treatment] = {
-    **dict.fromkeys(("model.aux_loss_coef", "model.z_loss_coef", "model.mtp_loss_coef"), TOLD),
+    **dict.fromkeys(("model.aux_loss_coef", "model.z_loss_coef", "model.mtp_loss_coef"), PRINTED),
     **dict.fromkeys(
         (
             "model.recompute",
@@ -43,15 +43,15 @@ _SETTINGS: dict[str, Treatment] = {
             "model.delta_kernel",
             "model.context_attention",
         ),
-        QUIET,
+        SILENT,
     ),
     # Paths may change if the tokens stay the same, which their fingerprints show.
-    **dict.fromkeys(("data.paths", "data.validation_paths", "data.tokenizer"), TOLD),
-    "data.cache_dir": QUIET,
+    **dict.fromkeys(("data.paths", "data.validation_paths", "data.tokenizer"), PRINTED),
+    "data.cache_dir": SILENT,
     **dict.fromkeys(
         ("train.seed", "train.ema_decay", "train.skip_spikes", "optimizer.name", "optimizer.adamw_for"), REFUSED
     ),
-    "optimizer.flat": QUIET,
+    "optimizer.flat": SILENT,
     **dict.fromkeys(
         (
             "train.steps",
@@ -65,7 +65,7 @@ _SETTINGS: dict[str, Treatment] = {
             "train.expert_bias_rate",
             "train.buffers",
         ),
-        TOLD,
+        PRINTED,
     ),
 }
 
@@ -82,7 +82,7 @@ def changed(directory: Path, config: TrainConfig, step: int) -> list[str]:
     """
     path = directory / CONFIG
     if not path.is_file():
-        return [f"{path} is gone: these settings cannot be compared with those of the run"]
+        return [f"{path} no longer exists: these settings cannot be compared with those of the run"]
     before = load_config(path)
     differences = dict(_differences(to_dict(before), to_dict(config)))
     kinds = {name: treatment(name) for name in differences}
@@ -91,11 +91,11 @@ def changed(directory: Path, config: TrainConfig, step: int) -> list[str]:
         if not config.run.renumber:
             old, new = differences["model.pattern"]
             raise ConfigError(
-                f"model.pattern = {new} (it is {old}): the same layers in other groups; resume with --set "
-                "run.renumber=true, which gives weights and optimizer state the new numbers, or leave the pattern as "
-                f"it is in {path}"
+                f"model.pattern = {new} (it is {old}): the same layers, grouped differently; resume with --set "
+                f"run.renumber=true, which renumbers weights and optimizer state, or leave the pattern as it is in "
+                f"{path}"
             )
-        kinds["model.pattern"] = TOLD
+        kinds["model.pattern"] = PRINTED
     refused = [f"{name} = {new} (it is {old})" for name, (old, new) in differences.items() if kinds[name] == REFUSED]
     if refused:
         raise ConfigError(
@@ -103,11 +103,14 @@ def changed(directory: Path, config: TrainConfig, step: int) -> list[str]:
             "run without --resume"
         )
     told = [
-        f"{name} = {new} from here on, it was {old}" for name, (old, new) in differences.items() if kinds[name] == TOLD
+        f"{name} = {new} from here on, was {old}" for name, (old, new) in differences.items() if kinds[name] == PRINTED
     ]
     rates = [each.optimizer.lr * each.schedule.factor(step, each.train.steps) for each in (before, config)]
     if told and rates[0] != rates[1]:
-        told.append(f"the learning rate of step {step + 1} is {rates[1]:.3g}, it would have been {rates[0]:.3g}")
+        told.append(
+            f"the learning rate of step {step + 1} is {rates[1]:.3g}, with the old settings it would have "
+            f"been {rates[0]:.3g}"
+        )
     return told
 
 

@@ -36,12 +36,12 @@ def in_one_line(error: BaseException) -> str | None:
     if isinstance(error, StorageError) or (isinstance(error, OSError) and error.errno in _STORAGE):
         where = f" ({error.filename})" if error.filename else ""
         room = ": make room" if error.errno in _STORAGE else ""
-        return f"{error.strerror}{where}{room}; what was saved before is as it was"
+        return f"{error.strerror}{where}{room}; earlier files are unchanged"
     no_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     if no_memory or "can't allocate memory" in str(error):
         first = " ".join(str(error).split())[:200]
         return (
-            f"no memory left ({first}): lower train.microbatch_size or data.sequence_length, set "
+            f"out of memory ({first}): lower train.microbatch_size or data.sequence_length, set "
             "train.activation_checkpointing = true, or use more ranks"
         )
     return None

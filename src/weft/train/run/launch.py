@@ -60,7 +60,7 @@ def launch(
 ) -> int:
     """Run `python -m weft *arguments` as `ranks` local processes; return the exit code of the command.
 
-    0: all ranks succeeded. 2: the configuration is wrong. 3: the ranks were asked to stop, and the run has a
+    0: all ranks succeeded. 2: the configuration is invalid. 3: the ranks were asked to stop, and the run has a
     checkpoint. 4: they were asked to stop before there was one. 1: any other failure; stderr then names the rank that
     failed or died first, and `resume_command` if there is a checkpoint to resume from. The directory of a new run is
     removed if the run did not begin and one line explains the failure; otherwise it stays, for its logs.
@@ -83,7 +83,10 @@ def launch(
                 step = max(saved, copied)
                 before, failed = failed, f"{step}: {supervisor.error}" if supervisor.error else ""
                 if failed and failed == before:
-                    supervisor._say("the restart failed as the start before it did, so there is no other restart")
+                    supervisor._say(
+                        "the restart failed with the same error as the previous start, so the ranks are "
+                        "not restarted again"
+                    )
                     break
                 ranks, run = restart_ranks or ranks, replace(run, step=step or None, note="")
                 start = f"step {step}{' in memory' * (copied > saved)}" if step else "the beginning"

@@ -76,7 +76,7 @@ def meet(
 
 
 def _leave(store: dist.Store, ranks: int) -> bool:
-    """Withdraw this rank unless all have arrived, because another rank may then have continued already.
+    """Withdraw this rank, unless all ranks have arrived: another rank may then have continued already.
 
     Returns whether it is withdrawn.
     """
@@ -122,7 +122,7 @@ def _absent(store: dist.Store, keys: list[str]) -> str:
 
 
 class _Wait:
-    """A wait with limited patience. `silent`: text that names the store if it does not answer."""
+    """A wait with a time limit, the patience. `silent`: text that names the store if it does not answer."""
 
     def __init__(self, patience: float, stop: StopRequest, say: Callable[[str], None], silent: str) -> None:
         self.patience, self.stop, self.say, self.silent = patience, stop, say, silent
@@ -131,7 +131,9 @@ class _Wait:
         self.left: float | None = None
 
     def is_over_for_others(self) -> bool:
-        """Return whether another rank has left for more than a second. In less, `_leave` may undo its withdrawal."""
+        """Return whether another rank withdrew more than a second ago. Within a second, `_leave` may undo its
+        withdrawal.
+        """
         self.left = self.left or time.monotonic()
         return time.monotonic() - self.left > 1
 

@@ -33,7 +33,8 @@ def folder_in_memory() -> Iterator[Path]:
         made = Path(tempfile.mkdtemp(prefix=f"weft-{os.getpid()}-", dir=HOST_MEMORY))
     except OSError as error:
         raise ConfigError(
-            f"checkpoint.memory_every: no folder can be made in {HOST_MEMORY} ({error.strerror}); mount a tmpfs there, "
+            f"checkpoint.memory_every: no folder can be created in {HOST_MEMORY} ({error.strerror}); mount a tmpfs "
+            f"there, "
             "or set checkpoint.memory_every = 0"
         ) from error
     try:

@@ -49,6 +49,6 @@ def agree_to_begin(stop: StopRequest, step: int, device: torch.device) -> None:
     asked = torch.tensor(float(stop.requested), device=device)
     reduce_now(asked, dist.ReduceOp.SUM, None, "whether anything asked to stop")
     if asked.item():
-        state = f"step {step} stays the newest checkpoint" if step else "nothing was trained, nothing is saved"
+        state = f"step {step} is still the newest checkpoint" if step else "nothing was trained and nothing was saved"
         raise Interrupted(f"stopped before step {step + 1}: {state}", is_saved=step > 0)
     stop.is_training = True

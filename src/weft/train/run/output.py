@@ -1,4 +1,4 @@
-"""Output that survives the loss of its reader: `weft train … | head`, a closed terminal, a full disk of a log."""
+"""Keeps a run alive if its output cannot be written: `weft train … | head`, a closed terminal, a full disk."""
 
 import io
 import sys

@@ -26,7 +26,7 @@ _ANSWER_S = 5.0
 
 
 class Peers:
-    """The other ranks of a job. `state()` returns this rank's answer. `heard` is called with messages of others."""
+    """The other ranks of a job. `state()` returns this rank's answer. `heard` is called with their messages."""
 
     def __init__(self, state: Callable[[], Mapping[str, Any]], heard: Callable[[dict[str, Any]], None]) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
@@ -65,7 +65,7 @@ class Peers:
         return self._each(lambda rank: self._send(rank, {"kind": _ASK}, patience))
 
     def tell(self, message: Mapping[str, Any], patience: float) -> None:
-        """Send `message` to the other ranks. Ranks that do not listen miss it."""
+        """Send `message` to the other ranks. Ranks that do not listen do not receive it."""
         self._each(lambda rank: self._send(rank, {"kind": _TELL, "said": dict(message)}, patience))
 
     def _each(self, action: Callable[[int], Any]) -> dict[int, Any]:
@@ -91,7 +91,7 @@ class Peers:
         """Exchange the addresses of all ranks over the store."""
         store, waiting = self._default_store, set(range(self.ranks)) - {self.rank}
         self._asked = time.monotonic()
-        with suppress(RuntimeError):  # the store is gone: missing addresses stay unknown
+        with suppress(RuntimeError):  # the store no longer exists: missing addresses stay unknown
             with suppress(RuntimeError, AttributeError):
                 store = getattr(store, "clone")()  # noqa: B009  a second connection, because the main thread may wait in the other
             number = store.add(f"weft/peers-of-{self.rank}", 1)  # the same on all ranks

@@ -110,11 +110,12 @@ def refuse_other_directories(folder: Path, asked: str) -> None:
     runs = sorted(path for path in folder.iterdir() if committed_steps(path / CHECKPOINTS))
     if runs:
         named = ", ".join(map(str, runs[:5])) + (f" and {len(runs) - 5} more" if len(runs) > 5 else "")
-        raise ConfigError(f"{asked}: is no run, but a folder of runs; name one of them: {named}")
+        raise ConfigError(f"{asked}: is not a run, but a folder of runs; name one of them: {named}")
     for run in folder.resolve().parents[:2]:
         if (run / CONFIG).is_file() and committed_steps(run / CHECKPOINTS):
             raise ConfigError(
-                f"{asked}: is no run, but lies in one, which resumes from its newest checkpoint; name the run: {run}"
+                f"{asked}: is not a run, but lies inside one; a run resumes from its newest checkpoint, so name the "
+                f"run: {run}"
             )
 
 
@@ -124,28 +125,30 @@ def refuse_no_run(folder: Path, asked: str) -> None:
         return
     if committed_steps(folder / CHECKPOINTS):
         raise ConfigError(
-            f"{asked}: its {CONFIG} is gone; name its configuration too: weft train CONFIG.toml --resume "
+            f"{asked}: its {CONFIG} is missing; name its configuration too: weft train CONFIG.toml --resume "
             f"{shlex.quote(str(folder))}"
         )
-    raise ConfigError(f"{asked}: is no run, it holds no {CONFIG} and no checkpoint; name the directory of a run")
+    raise ConfigError(
+        f"{asked}: is not a run, because it has no {CONFIG} and no checkpoint; name the directory of a run"
+    )
 
 
 def refuse_own_task(directory: Path, *, goes_on: bool = False) -> None:
     """Raise ConfigError for a run whose model and data a program passed to `weft.train.Trainer`.
 
-    goes_on: whether the run would be resumed; otherwise its weights would be read. For the message.
+    goes_on: for the message: whether the run would be resumed; otherwise only its weights would be read.
     """
     if _describes_task(directory) is False:
         checkpoints = str(directory / CHECKPOINTS)
         way = (
             f"run that program again (with resume={str(directory)!r} it resumes)"
             if goes_on
-            else "its weights load into the model that the program makes: "
+            else "its weights can be loaded into the model that the program builds: "
             f"weft.checkpoint.CheckpointManager({checkpoints!r}).load({{'model': weft.checkpoint.ModelState(model)}})"
         )
         raise ConfigError(
-            f"{directory}: is a run of a program that gave its own model and data to weft.train.Trainer, and they are "
-            f"not in {CONFIG}; {way}"
+            f"{directory}: is a run of a program that passed its own model and data to weft.train.Trainer, and they "
+            f"are not in {CONFIG}; {way}"
         )
 
 
@@ -153,8 +156,8 @@ def refuse_described_task(directory: Path) -> None:
     """Raise ConfigError for a run whose configuration describes model and data, which a program cannot resume."""
     if _describes_task(directory):
         raise ConfigError(
-            f"{directory}: is a run of a model and data that its {CONFIG} describes, not of a program's own; it goes "
-            f"on with: weft train --resume {shlex.quote(str(directory))}"
+            f"{directory}: is a run of a model and data that its {CONFIG} describes, not of a program's own; resume "
+            f"with: weft train --resume {shlex.quote(str(directory))}"
         )
 
 
@@ -197,14 +200,14 @@ def _new_run(config: RunConfig, command: str | None) -> Run:
             number += 1
         except OSError as error:
             raise ConfigError(
-                f"run.directory = {config.directory!r}: {directory} cannot be made ({error.strerror}); "
-                "name a folder that can be written to"
+                f"run.directory = {config.directory!r}: {directory} cannot be created ({error.strerror}); name a "
+                f"writable folder"
             ) from error
     if not earlier:
         return Run(directory, None, f"a new run in {directory}")
     steps = committed_steps(earlier[-1] / CHECKPOINTS)
     go_on = f"; it resumes from step {steps[-1]} with: {resuming(command, earlier[-1])}" if steps else ""
-    return Run(directory, None, f"a new run in {directory}; {earlier[-1]} is left as it is{go_on}")
+    return Run(directory, None, f"a new run in {directory}; {earlier[-1]} is unchanged{go_on}")
 
 
 def _runs_of_name(config: RunConfig) -> list[Path]:
@@ -219,6 +222,6 @@ def _runs_of_name(config: RunConfig) -> list[Path]:
 
 
 def _number(path: Path, name: str) -> int:
-    """Return the number of a run from its path, from 1; 0 if `path` is no run of that name."""
+    """Return the number of a run from its path, from 1; 0 if `path` is not a run of that name."""
     match = re.fullmatch(rf"{re.escape(name)}(?:-(\d+))?", path.name)
     return int(match[1] or 1) if match else 0

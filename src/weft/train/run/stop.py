@@ -43,15 +43,15 @@ def on_stop_signals(handler: Callable[[int, FrameType | None], None]) -> dict[in
     return before
 
 
-_STOPPING = "stopping after this step and saving a checkpoint; Ctrl-C again ends at once"
-_NOT_BEGUN = "stopping before the first step, without a new checkpoint; Ctrl-C again ends at once"
+_STOPPING = "stopping after this step and saving a checkpoint; Ctrl-C again ends immediately"
+_NOT_BEGUN = "stopping before the first step, without a new checkpoint; Ctrl-C again ends immediately"
 
 
 class StopRequest:
     """A request to stop by SIGINT, SIGTERM or SIGHUP, or through the control pipe of the process that started this one.
 
-    One byte in the pipe asks to stop. If the pipe closes, the starting process is gone, and this process exits at once.
-    A second request by signal ends the process at once too.
+    One byte in the pipe asks to stop. If the pipe closes, the starting process has died, and this process exits
+    immediately. A second request by signal also ends the process immediately.
     """
 
     def __init__(self) -> None:

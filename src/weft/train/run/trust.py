@@ -45,8 +45,8 @@ def require_trust(directory: Path, config: TrainConfig, overrides: Sequence[str]
         return
     named = "; ".join(f"{name} = {value}" for name, value in code.items())
     raise ConfigError(
-        f"{asked}: its configuration names code that would be imported ({named}), and it is not known to be made by "
-        "this user at this place; look at that code, and add --trust"
+        f"{asked}: its configuration names code that would be imported ({named}), and the run is not known to be "
+        f"created by this user in this place; inspect that code, and add --trust"
     )
 
 

@@ -3,7 +3,7 @@
 Each rank records its progress, the stack of its main thread, and its current file operation. A file operation that
 takes longer than the limit counts as a hang. A rank without progress for longer than the limit asks all others:
 
-    a rank does not answer                       it is stopped, or its host is gone
+    a rank does not answer                       it is stopped, or its host is down
     a rank makes progress                        the others wait for it, and so does this one
     a rank is in a file operation                it hangs there, and the others wait for it
     a rank is not in a collective                likewise
@@ -98,7 +98,7 @@ class Watchdog:
         self._moves += 1
 
     def rest(self) -> None:
-        """Watch only file operations from now on, while the program does work outside of the run."""
+        """Watch only file operations, while the program does work outside of the run."""
         self.at("")
 
     def tell(self, line: str) -> None:
@@ -169,7 +169,7 @@ class Watchdog:
         if self._peers is None:
             return None
         if self._peers.store_is_silent:
-            return "the store of the job, which rank 0 or the launcher holds, does not answer"
+            return "the store of the job, which rank 0 or the launcher hosts, does not answer"
         states: dict[int, Any] = {self.rank: self._state(), **self._peers.ask(_MOMENT_S)}
         silent = [rank for rank, state in sorted(states.items()) if state is None]
         if silent:
@@ -224,4 +224,4 @@ def _standing(thread: int) -> tuple[str, bool]:
 
 
 def _doing(state: dict[str, Any]) -> str:
-    return f"in {state['what'] or 'nothing that is watched'} ({state['place']})"
+    return f"in {state['what'] or 'code outside of any stage'} ({state['place']})"

@@ -42,7 +42,7 @@ class Place:
             return torch.device("cpu")
         if count < self.local_ranks:
             raise ConfigError(
-                f"{self.local_ranks} ranks on this host, which has {count} GPU: each rank needs one; start "
+                f"{self.local_ranks} ranks on this host, which has {count} GPU: each rank needs its own; start "
                 f"{count}, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
             )
         return torch.device("cuda", self.local_rank)
@@ -90,7 +90,9 @@ def end_with_interpreter() -> None:
 
 
 def place_from(environment: Mapping[str, str]) -> Place | None:
-    """Return the place that torchrun, SLURM or `weft train` gave this process; None without a launcher."""
+    """Return the rank and the numbers of ranks that torchrun, SLURM or `weft train` gave this process; None without a
+    launcher.
+    """
     if "RANK" in environment and "WORLD_SIZE" in environment:
         rank, ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         local = int(environment.get("LOCAL_RANK", rank)), int(environment.get("LOCAL_WORLD_SIZE", ranks))

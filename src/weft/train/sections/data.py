@@ -9,22 +9,24 @@ from weft.train.toml_values import plain, show
 
 @dataclass(frozen=True)
 class DataConfig:
-    """[data]: the text, how it becomes tokens, and how they are cut."""
+    """[data]: the text, how it is tokenised, and how tokens are divided into sequences."""
 
     kind: Literal["text", "jsonl", "messages", "parquet", "datasets", "tokens"] = "text"
     """Kind of `paths`: text, JSON lines of text or of "messages", Parquet, saved `datasets`, or token arrays."""
     paths: tuple[str, ...] = ()
     """Files or folders, relative to the working directory; empty: Python's standard library."""
     include: tuple[str, ...] = ("*",)
-    """File name patterns that are taken from folders (files named in `paths` are always taken)."""
+    """Patterns of file names to read from folders (files named in `paths` are always read)."""
     field: str = "text"
-    """Field of a record (JSON lines, Parquet, datasets) with its text; for conversations "text" means "messages"."""
+    """Field of a record (JSON lines, Parquet, datasets) that contains its text; for conversations "text" means
+    "messages".
+    """
     weights: tuple[float, ...] = ()
-    """Relative frequency of the sequences of each of `paths`; empty: all paths are one text."""
+    """Relative frequency of sequences from each of `paths`; empty: all paths are one text."""
     separator: str = ""
     """Text after each document, such as a tokenizer's end token; empty: none."""
     packing: Literal["stream", "whole"] = "stream"
-    """Documents one after the other, cut anywhere ("stream"), or packed whole into sequences, the rest empty."""
+    """"stream": documents follow each other and are cut anywhere; "whole": sequences contain whole documents."""
     token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
     """With token arrays: dtype of files other than .npy."""
     validation_paths: tuple[str, ...] = ()
@@ -52,12 +54,12 @@ class DataConfig:
             0 < self.validation_fraction < 1,
             "must lie strictly between 0 and 1; 0.05 keeps a twentieth of the text for validation",
         )
-        require("data.seed", self.seed, 0 <= self.seed < 1 << 63, "must not be negative, and below 2**63")
+        require("data.seed", self.seed, 0 <= self.seed < 1 << 63, "must be from 0 to 2**63 - 1")
         require(
             "data.include",
             list(self.include),
             bool(self.include),
-            'must name at least one pattern; ["*"] takes every text file',
+            'must name at least one pattern; ["*"] selects every text file',
         )
         for name in ("include", "kind", "weights", "validation_paths"):
             value = getattr(self, name)
@@ -72,7 +74,7 @@ class DataConfig:
             "data.tokenizer",
             self.tokenizer,
             self.kind != "messages" or self.tokenizer != "bytes",
-            'must be the path of a tokenizer.json with a chat template beside it for data.kind = "messages"',
+            'must be the path of a tokenizer.json with a chat template in the same folder, for data.kind = "messages"',
         )
         require(
             "data.weights",
@@ -89,7 +91,7 @@ class DataConfig:
 
         for name in ("factory", "validation_factory"):
             value = getattr(self, name)
-            rule = 'must be the place of a function: "package.module:function"'
+            rule = 'must be the path of a function: "package.module:function"'
             require(f"data.{name}", value, not value or ":" in value, rule)
         require(
             "data.validation_factory",

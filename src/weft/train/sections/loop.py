@@ -8,7 +8,7 @@ from weft.train.sections.rules import microbatches_per_step, require
 
 @dataclass(frozen=True)
 class LoopConfig:
-    """[train]: steps, batch sizes, precision and what happens every so many steps."""
+    """[train]: steps, batch sizes, precision and periodic actions."""
 
     steps: int = 1000
     """Optimizer steps of the whole run."""
@@ -19,7 +19,7 @@ class LoopConfig:
     precision: Literal["fp32", "bf16", "fp8", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4"] = "fp32"
     """Dtype of computation and communication, or bf16 with quantized weights. Main weights are fp32."""
     unquantized_ends: int = 0
-    """With a quantized `precision`: number of layers at either end of the model whose weights travel in bf16."""
+    """With a quantized `precision`: number of layers at each end of the model whose weights are gathered in bf16."""
     seed: int = 0
     """Seed of the initial weights and of all other random choices except the data order."""
     validate_every: int = 100
@@ -31,25 +31,25 @@ class LoopConfig:
     sample_tokens: int = 64
     """With `sample`: number of tokens to add, each the most likely one."""
     ema_decay: float = 0.0
-    """Decay of a moving average of the weights, which is validated and saved too; 0: none."""
+    """Decay of a moving average of the weights, which is also validated and saved; 0: none."""
     stop_after: int = 0
-    """Validations in a row without a lower loss after which the run ends; 0: it trains all its steps."""
+    """Number of consecutive validations without a lower loss after which the run ends; 0: never."""
     gradient_clip: float = 1.0
     """Largest norm of the whole gradient; 0: no clipping."""
     skip_spikes: float = 0.0
     """Skip a step whose gradient norm is above this many times the median of the last hundred; 0: skip none."""
     log_every: int = 10
-    """Steps between two lines of output when the output is no terminal."""
+    """Steps between two lines of output if the output is not a terminal."""
     parameter_norms_every: int = 0
     """Steps between two records of the norms of every parameter and of its gradient; 0: none."""
     quantization_shares_every: int = 0
     """With a quantized `precision`: steps between two records of saturated and underflowed weights by unit; 0: none."""
     profile_step: int = 0
-    """First of the steps that torch's profiler records, a trace for each rank; 0: none."""
+    """First step that torch's profiler records, with a trace for each rank; 0: none."""
     profile_steps: int = 3
     """With `profile_step`: number of steps to record."""
     peak_tflops: float = 0.0
-    """Peak of one device, in 10^12 operations per second, for logging the utilisation as mfu; 0: not logged."""
+    """Peak of one device, in 10^12 operations per second, to log the utilisation as mfu; 0: not logged."""
     activation_checkpointing: bool = False
     """Recompute each layer's activations in the backward instead of keeping them."""
     pipeline_schedule: str = ""
@@ -95,7 +95,7 @@ class LoopConfig:
             "train.compile",
             self.compile,
             not (self.compile and self.overlap),
-            "cannot compile layers that train.overlap runs in stages; choose one of the two",
+            "compiles whole layers, but train.overlap runs them in stages; choose one of the two",
         )
         for name in (
             *("seed", "validate_every", "stop_after", "gradient_clip", "parameter_norms_every", "watchdog"),
@@ -106,13 +106,13 @@ class LoopConfig:
             "train.skip_spikes",
             self.skip_spikes,
             self.skip_spikes == 0 or self.skip_spikes > 1,
-            "must be above 1, or half of all steps are left out; 5 leaves out what is far off, 0 nothing",
+            "must be above 1, because 1 skips half of all steps; 5 skips clear outliers, 0 skips nothing",
         )
         require(
             "train.stop_after",
             self.stop_after,
             not self.stop_after or self.validate_every > 0,
-            "counts validations, and train.validate_every = 0 has one at the end alone; set that, or leave it out",
+            "counts validations, but train.validate_every = 0 validates only at the end; set that, or leave it out",
         )
         require("train.profile_steps", self.profile_steps, self.profile_steps >= 1, "must be at least 1")
         require(
@@ -134,14 +134,14 @@ class LoopConfig:
             "train.unquantized_ends",
             self.unquantized_ends,
             self.unquantized_ends >= 0 and (not self.unquantized_ends or self.precision not in ("fp32", "bf16")),
-            'is a number of layers, and has no effect without a quantized train.precision, such as "mxfp8"',
+            'is a number of layers and has no effect without a quantized train.precision, such as "mxfp8"',
         )
         every = self.quantization_shares_every
         require(
             "train.quantization_shares_every",
             every,
             every >= 0 and (not every or self.precision not in ("fp32", "bf16")),
-            'is a number of steps, and has no effect without a quantized train.precision, such as "mxfp8"',
+            'is a number of steps and has no effect without a quantized train.precision, such as "mxfp8"',
         )
         for name in ("delay_wgrad", "early_release", "halves"):
             value = getattr(self, name)
@@ -150,7 +150,7 @@ class LoopConfig:
             "train.overlap",
             self.overlap,
             not (self.overlap and self.activation_checkpointing),
-            "cannot run layers in stages that train.activation_checkpointing recomputes as a whole; leave that out and "
+            "runs layers in stages, but train.activation_checkpointing recomputes whole layers; leave that out and "
             'recompute inside the stages: model.recompute = ["attend"]',
         )
         microbatches_per_step(self.global_batch_size, self.microbatch_size, 1)

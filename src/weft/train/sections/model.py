@@ -19,5 +19,5 @@ class OwnModelConfig:
     def __post_init__(self) -> None:
         for name in ("factory", "loss"):
             value = getattr(self, name)
-            rule = 'must be the place of a Python object: "package.module:name"'
+            rule = 'must be the path of a Python object: "package.module:name"'
             require(f"model.{name}", value, ":" in value or not (value or name == "factory"), rule)

@@ -36,7 +36,7 @@ class OptimizerConfig:
     flat: bool = False
     """Update a few flat tensors instead of each parameter (`weft.optim.flat`): same results, fewer kernels."""
     adamw_for: tuple[str, ...] = ("*embed*", "*wte*", "*wpe*", "*lm_head*", "head.*", "output_layer.*")
-    """With "Muon": patterns of names whose matrices AdamW steps."""
+    """With "Muon": patterns of parameter names; AdamW steps the matrices that match."""
 
     def __post_init__(self) -> None:
         package, colon, attribute = self.name.partition(":")
@@ -45,7 +45,7 @@ class OptimizerConfig:
             "optimizer.name",
             self.name,
             named or self.name in NAMES,
-            _meant(self.name) + f'must be one of {", ".join(NAMES)}, or the place of a class: "package.module:Class"',
+            _meant(self.name) + f'must be one of {", ".join(NAMES)}, or the path of a class: "package.module:Class"',
         )
         require("optimizer.lr", self.lr, self.lr > 0, "must be positive")
         require("optimizer.eps", self.eps, self.eps > 0, "must be positive")
@@ -57,7 +57,9 @@ class OptimizerConfig:
             "must each be at least 0 and less than 1",
         )
         own = [name for name in self.options if name in _OWN]
-        require("optimizer.options", self.options, not own, f"must not have {own}: these are settings of [optimizer]")
+        require(
+            "optimizer.options", self.options, not own, f"must not contain {own}: these are settings of [optimizer]"
+        )
         require(
             "optimizer.flat",
             self.flat,
@@ -107,8 +109,8 @@ class ScheduleConfig:
             "schedule.warmup_steps",
             warmup,
             warmup <= steps,
-            f"must be at most train.steps = {steps}, or the learning rate never reaches its peak; lower it, "
-            "or leave it out for a tenth of the steps",
+            f"must be at most train.steps = {steps}, or the learning rate never reaches its peak; lower it, or leave "
+            f"it out to use a tenth of the steps",
         )
         most = math.floor(steps - decay + 1e-6)  # the tolerance is for rounding of fractions such as 0.1
         require(

@@ -16,12 +16,14 @@ def check_pattern(model: HybridConfig, data: DataConfig, loop: LoopConfig, shard
         "data.factory",
         data.factory,
         not data.factory,
-        "has no effect on a model of tokens; name a model.factory, too, or leave it out",
+        "has no effect on a model described by a pattern, which reads tokens; set model.factory too, or leave it out",
     )
     require("model.pattern", model.pattern, bool(model.pattern), f"has no layer; try {show('[*-][*-]')}")
     _check_experts(model, loop, sharding.ep)
     fixed = "experts" not in sharding.graphs or model.pad_to_capacity
-    rule = 'must leave "experts" out: their rows differ from call to call; set model.pad_to_capacity = true'
+    rule = (
+        'must not contain "experts", whose number of rows changes between calls, without model.pad_to_capacity = true'
+    )
     require("sharding.graphs", list(sharding.graphs), fixed, rule)
     _check_shared_layers(model, data, sharding)
     _check_stages(model, loop, sharding.pp)
@@ -32,7 +34,7 @@ def _check_experts(model: HybridConfig, loop: LoopConfig, ep: int) -> None:
         "sharding.ep",
         ep,
         ep == 1 or "E" in model.pattern,
-        f"model.pattern = {show(model.pattern)} has no experts (E) to spread; set sharding.ep = 1",
+        f"model.pattern = {show(model.pattern)} has no experts (E) to distribute; set sharding.ep = 1",
     )
     fits = [size for size in range(1, model.num_experts + 1) if model.num_experts % size == 0]
     require("sharding.ep", ep, ep in fits, f"must divide model.num_experts = {model.num_experts}; choose from {fits}")
@@ -40,14 +42,15 @@ def _check_experts(model: HybridConfig, loop: LoopConfig, ep: int) -> None:
         "train.overlap",
         loop.overlap,
         ep > 1 or not loop.overlap,
-        "hides the exchange of tokens between ranks, and sharding.ep = 1 has none; set sharding.ep = 2 or more, or "
+        "hides the exchange of tokens between ranks, but sharding.ep = 1 has no exchange; set sharding.ep = 2 or "
+        "more, or "
         "train.overlap = false",
     )
     require(
         "train.halves",
         loop.halves,
         not loop.halves or model.moe_rows_per == "rank",
-        f'divides the rows of ranks, and model.moe_rows_per = {show(model.moe_rows_per)}; set that to "rank", or '
+        f'needs one row per rank, but model.moe_rows_per = {show(model.moe_rows_per)}; set that to "rank", or '
         "train.halves = false",
     )
     has_bias = model.expert_bias and "E" in model.pattern
@@ -63,7 +66,7 @@ def _check_shared_layers(model: HybridConfig, data: DataConfig, sharding: Shardi
     tp, cp, length = sharding.tp, sharding.cp, data.sequence_length
     how, used = model.context_attention, set(model.pattern) & set("*P")
     exchanged = how != "heads" or (cp > 1 and bool(used))
-    rule = "has no effect without layers * or P, and with sharding.cp = 1; leave it out"
+    rule = "has no effect without layers * or P, or with sharding.cp = 1; leave it out"
     require("model.context_attention", how, exchanged, rule)
     try:
         check_context(model, cp, tp)
@@ -74,7 +77,7 @@ def _check_shared_layers(model: HybridConfig, data: DataConfig, sharding: Shardi
         shared = ", ".join(f"{name} = {size}" for name, size in axes.items() if size > 1)
         raise ConfigError(f"{shared}: model.{error}") from error
     least = least_row(model, cp)
-    rule = f"must be at least {least} with sharding.cp = {cp}, so that a slice is as long as a convolution reaches back"
+    rule = f"must be at least {least} with sharding.cp = {cp}, so that a convolution needs only one other slice"
     require("data.sequence_length", length, length >= least, rule)
     if tp == 1:
         return
@@ -93,18 +96,19 @@ def _check_stages(model: HybridConfig, loop: LoopConfig, pp: int) -> None:
         "sharding.pp",
         pp,
         segments == 1 or segments % pp == 0,
-        f"must divide the {segments} segments of model.pattern = {show(model.pattern)}, or that has no '|'",
+        f"must divide the {segments} segments of model.pattern = {show(model.pattern)}, or the pattern must have "
+        f"no '|'",
     )
     require(
         "train.activation_checkpointing",
         loop.activation_checkpointing,
         pp == 1 or not loop.activation_checkpointing,
-        "recomputes layers as a whole, and with sharding.pp they run in stages; leave it out and recompute inside "
-        'of them: model.recompute = ["attend", "experts"]',
+        "recomputes whole layers, but with sharding.pp they run in stages; leave it out and recompute inside the "
+        'stages: model.recompute = ["attend", "experts"]',
     )
     require(
         "train.compile",
         loop.compile,
         pp == 1 or not loop.compile,
-        "compiles layers as a whole, and with sharding.pp they run in stages; leave it out",
+        "compiles whole layers, but with sharding.pp they run in stages; leave it out",
     )

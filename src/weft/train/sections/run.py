@@ -17,7 +17,7 @@ class CheckpointConfig:
     keep: int = 3
     """Number of newest checkpoints to keep."""
     keep_best: bool = False
-    """Save after each validation that is better than all before, and keep the best checkpoint too."""
+    """Save after each validation with a new lowest loss, and also keep the best checkpoint."""
     asynchronous: bool = True
     """Write while training continues."""
     memory_every: int = 0
@@ -48,7 +48,7 @@ class RunConfig:
     units: dict = field(default_factory=dict)
     """Units of the named scalars that your loss returns: {accuracy = "%"}."""
     renumber: bool = False
-    """Resume with the same layers in other groups, such as `*-*E` after `[*-][*E]`."""
+    """Resume with the same layers, grouped differently, such as `*-*E` after `[*-][*E]`."""
     weights: str = ""
     """Weights that a new run starts from: a run, a checkpoint or a directory of a model; empty: initial weights."""
 
@@ -56,10 +56,10 @@ class RunConfig:
         unknown = [name for name in self.loggers if name not in ("tensorboard", "wandb") and ":" not in name]
         near = nearest(unknown[0], ("tensorboard", "wandb")) if unknown else []
         meant = f"; did you mean {show(near[0])}?" if near else ""
-        rule = f'must be of "tensorboard", "wandb" and "package.module:Class"; {unknown} is none of them{meant}'
+        rule = f'must contain only "tensorboard", "wandb" and "package.module:Class", not {unknown}{meant}'
         require("run.loggers", list(self.loggers), not unknown, rule)
         wrong = [name for name, unit in self.units.items() if not is_own(name) or not isinstance(unit, str)]
-        rule = f'must give each number that a loss gives a text, such as {{accuracy = "%"}}; {wrong} is none'
+        rule = f'must map the name of each number to a text, such as {{accuracy = "%"}}; {wrong} is not a text'
         require("run.units", self.units, not wrong, rule)
         require("run.report_every", self.report_every, self.report_every >= 0, "must not be negative")
         require("run.patience", self.patience, self.patience > 0, "must be positive")

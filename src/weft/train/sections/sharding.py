@@ -24,15 +24,15 @@ class ShardingConfig:
     cp: int = 1
     """Ranks that share every sequence: each has two slices of it."""
     tp: int = 1
-    """Ranks that share every layer: heads, widths and the vocabulary are cut, and positions between layers."""
+    """Ranks that share every layer: heads, widths and the vocabulary are sharded, and positions between layers."""
     etp: int | None = None
-    """Ranks over which each expert is cut: as many as `tp`, or 1 for whole experts; unset: `tp`."""
+    """Ranks over which each expert is sharded: the same number as `tp`, or 1 for whole experts; unset: `tp`."""
     pp: int = 1
-    """Ranks of a pipeline, over which the layers are cut: by `|` in the pattern, or into segments of equal cost."""
+    """Ranks of a pipeline, over which the layers are divided: by `|` in the pattern, or into segments of equal cost."""
     chunks: int | None = None
     """With `pp`: stages of each rank; unset: by the pattern's segments, otherwise the schedule's default."""
     reshard_after_forward: bool | int | None = None
-    """Whether weights are freed after forward, or how many ranks to reshard over; unset: all but the root's are."""
+    """Whether weights are freed after forward, or how many ranks to reshard over; unset: all except the root's."""
     offload: bool = False
     """Keep sharded weights, gradients and optimizer state in CPU memory."""
     prefetch_bytes: int | None = None
@@ -46,20 +46,22 @@ class ShardingConfig:
     allocator: Literal["trace", "caching"] = "trace"
     """ "trace" plans one slab of transient memory from the first step, "caching" uses torch's allocator."""
     check_collectives: bool = True
-    """Compare after each backward what every rank issued."""
+    """Compare after each backward the collectives that every rank issued."""
     graphs: tuple[str, ...] = ()
     """Scopes that graphs capture: "attn", "mamba", "mlp", "moe_router", "moe_preprocess", "experts", "finish"."""
     graphs_backend: Literal["cuda", "tape"] = "cuda"
     """With `graphs`: "cuda", or on the CPU "tape", which replays operators one by one and saves no time."""
 
     def __post_init__(self) -> None:
-        require("sharding.ep", self.ep, self.ep >= 1, "must be a number of ranks, 1 for every expert on every rank")
-        require("sharding.cp", self.cp, self.cp >= 1, "must be a number of ranks, 1 for whole sequences on every rank")
-        require("sharding.tp", self.tp, self.tp >= 1, "must be a number of ranks, 1 for whole layers on every rank")
+        require("sharding.ep", self.ep, self.ep >= 1, "must be a number of ranks; 1 keeps every expert on every rank")
+        require(
+            "sharding.cp", self.cp, self.cp >= 1, "must be a number of ranks; 1 keeps whole sequences on every rank"
+        )
+        require("sharding.tp", self.tp, self.tp >= 1, "must be a number of ranks; 1 keeps whole layers on every rank")
         fits = sorted({1, self.tp})
         rule = f"must be 1 or sharding.tp = {self.tp}; choose from {fits}"
         require("sharding.etp", self.etp, self.etp is None or self.etp in fits, rule)
-        require("sharding.pp", self.pp, self.pp >= 1, "must be a number of ranks, 1 for all layers on every rank")
+        require("sharding.pp", self.pp, self.pp >= 1, "must be a number of ranks; 1 keeps all layers on every rank")
         require("sharding.chunks", self.chunks, (self.chunks or 1) >= 1, "must be at least 1")
         without = "has no effect with sharding.pp = 1"
         require("sharding.chunks", self.chunks, self.chunks is None or self.pp > 1, without)
@@ -69,31 +71,36 @@ class ShardingConfig:
             self.dp_shard == -1 or self.dp_shard >= 1,
             "must be a number of ranks, or -1 for all of them",
         )
-        require("sharding.dp_replicate", self.dp_replicate, self.dp_replicate >= 1, "must be at least 1, for one copy")
+        require(
+            "sharding.dp_replicate",
+            self.dp_replicate,
+            self.dp_replicate >= 1,
+            "must be at least 1; 1 means a single replica",
+        )
         require(
             "sharding.outer_strategy",
             self.outer_strategy,
             self.dp_replicate > 1 or self.outer_strategy == "no_shard",
-            "has no effect with one copy; set sharding.dp_replicate = 2 or more, or leave it out",
+            "has no effect with a single replica; set sharding.dp_replicate = 2 or more, or leave it out",
         )
         require(
             "sharding.outer_strategy",
             self.outer_strategy,
             self.strategy != "no_shard" or self.outer_strategy == "no_shard",
-            'cannot cut what sharding.strategy = "no_shard" keeps whole; choose another strategy',
+            'cannot shard with sharding.strategy = "no_shard", which keeps everything whole; choose another strategy',
         )
         choice = self.reshard_after_forward
         require(
             "sharding.reshard_after_forward",
             choice,
             choice is None or self.strategy == "optim_grads_params",
-            'has no effect where each rank keeps all weights; set sharding.strategy = "optim_grads_params"',
+            'has no effect if each rank keeps all weights; set sharding.strategy = "optim_grads_params"',
         )
         require(
             "sharding.reshard_after_forward",
             choice,
             choice is None or choice >= 1 or choice is False,
-            "must be true, false, or a number of ranks of at least 1",
+            "must be true, false, or a number of ranks that is at least 1",
         )
 
         for name in ("prefetch_bytes", "bucket_bytes"):
@@ -104,12 +111,17 @@ class ShardingConfig:
         known = ("attn", "mamba", "mlp", "moe_router", "moe_preprocess", "experts", "finish")
         unknown = [scope for scope in self.graphs if scope not in known]
         require(
-            "sharding.graphs", list(self.graphs), not unknown, f"must be of {list(known)}; {unknown} is none of them"
+            "sharding.graphs",
+            list(self.graphs),
+            not unknown,
+            f"must contain only names from {list(known)}, not {unknown}",
         )
         pair = "moe_preprocess" not in self.graphs or "moe_router" in self.graphs
-        require("sharding.graphs", list(self.graphs), pair, 'must have "moe_router" beside "moe_preprocess"')
+        require("sharding.graphs", list(self.graphs), pair, 'must contain "moe_router" if it contains "moe_preprocess"')
         fixed = not self.graphs or self.allocator == "trace"
-        require("sharding.graphs", list(self.graphs), fixed, 'needs sharding.allocator = "trace", with fixed places')
+        require(
+            "sharding.graphs", list(self.graphs), fixed, 'needs sharding.allocator = "trace", which has fixed addresses'
+        )
         used = bool(self.graphs) or self.graphs_backend == "cuda"
         require("sharding.graphs_backend", self.graphs_backend, used, "has no effect without sharding.graphs")
 
@@ -149,5 +161,5 @@ class ShardingConfig:
             "sharding.reshard_after_forward",
             choice,
             choice is None or isinstance(choice, bool) or choice in sizes,
-            f"must divide the {least} ranks over which weights are cut; choose from {sizes}, true or false",
+            f"must divide the {least} ranks over which weights are sharded; choose from {sizes}, true or false",
         )

@@ -26,5 +26,5 @@ def check_sizes(model: HybridConfig | OwnModelConfig, data: DataConfig, loop: Lo
             (f"model.{wide}", widest, 4 * hidden, f"one weight, with model.hidden_size = {hidden},"),
         ]
     for name, value, each, what in sorted(sizes, key=lambda size: -size[1]):
-        rule = f"{what} takes {value * each:.3g} bytes, and this host has {have:.3g}; lower it"
+        rule = f"{what} takes {value * each:.3g} bytes, but this host has only {have:.3g}; lower it"
         require(name, value, value * each <= have, rule)

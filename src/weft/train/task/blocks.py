@@ -57,7 +57,7 @@ def repeated_blocks(model: nn.Module) -> list[Place]:
 
 
 def outermost(places: Sequence[Place]) -> list[Place]:
-    """Return the places whose blocks are not inside another one of `places`."""
+    """Return those of `places` whose blocks are not inside another one."""
     within = {id(inner) for row, at in places for inner in row[at].modules() if inner is not row[at]}
     return [(row, at) for row, at in places if id(row[at]) not in within]
 

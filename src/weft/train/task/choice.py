@@ -21,9 +21,11 @@ def task_of(config: TrainConfig, device: torch.device, say: Callable[[str], None
         return TextTask(config, device, say)
     assert isinstance(model, OwnModelConfig)
     if dataclasses.replace(data, factory="", validation_factory="") != DataConfig():
-        raise ConfigError("[data]: has no effect beside data.factory; leave the other settings out")
+        raise ConfigError("[data]: has no effect with data.factory; leave the other settings out")
     if not model.loss:
-        raise ConfigError('model.loss = "": your own data (data.factory) needs its own loss; name its place')
+        raise ConfigError(
+            'model.loss = "": your own data (data.factory) needs its own loss; set model.loss to its path'
+        )
     held = imported("data.validation_factory", data.validation_factory) if data.validation_factory else None
     loss = imported("model.loss", model.loss)
     return OwnTask(factory_of(model), loss, imported("data.factory", data.factory), held, None, config, device)

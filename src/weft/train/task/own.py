@@ -46,8 +46,8 @@ class OwnTask:
     ) -> None:
         if config.train.validation_batches != LoopConfig.validation_batches:
             raise ConfigError(
-                f"train.validation_batches = {config.train.validation_batches}: has no effect on validation data of "
-                "one's own, which is gone through as a whole; leave it out"
+                f"train.validation_batches = {config.train.validation_batches}: has no effect on your own validation "
+                f"data, which is read completely; leave it out"
             )
         _check_loss(loss)
         meshes = meshes_of(config, device)
@@ -87,9 +87,9 @@ class OwnTask:
             if loss.numel() == 1:
                 if loss.requires_grad or not torch.is_grad_enabled():
                     return loss, numbers
-                what += " that no parameter of the model leads to"
+                what += " that does not depend on any parameter of the model"
         raise ConfigError(
-            f"loss: gives {what}; give the mean over the microbatch, a scalar that can go backward, or (mean, "
+            f"loss: returns {what}; return the mean over the microbatch, a scalar with a gradient, or (mean, "
             '{"name": number})'
         )
 
@@ -115,8 +115,8 @@ def with_numbers(found: Any) -> Losses:
         return found[0], found[1]
     inside = ", ".join(f"a tensor {list(each.shape)}" if torch.is_tensor(each) else told(each) for each in found[:4])
     raise ConfigError(
-        f"loss: gives a tuple of {len(found)} ({inside}); give the mean over the microbatch alone, or a tuple of it "
-        'and numbers by name: (mean, {"accuracy": number})'
+        f"loss: returns a tuple of {len(found)} ({inside}); return only the mean over the microbatch, or the mean and "
+        'numbers by name: (mean, {"accuracy": number})'
     )
 
 
@@ -165,10 +165,10 @@ class Stream:
                 return microbatch
         if self.epoch:
             raise ConfigError(
-                f"data: {told(self.source)}, ended after {self._last} microbatches of this rank and yields none when "
-                "it is gone through again; give what starts anew, such as a list or a loader, or end the run before"
+                f"data: {told(self.source)}, ended after {self._last} microbatches of this rank and yields none the "
+                f"second time; pass data that starts again, such as a list or a loader, or end the run earlier"
             )
-        raise ConfigError("data: yields no microbatch when it is gone through; give an iterable that starts anew")
+        raise ConfigError("data: yields no microbatch; pass an iterable that starts again each time")
 
     def _start(self) -> Iterator[Any]:
         self._set_epoch()
@@ -193,12 +193,12 @@ class Stream:
         if (size := int(state["microbatch_size"])) != self.microbatch_size:
             raise ConfigError(
                 f"train.microbatch_size = {self.microbatch_size} (it was {size}): the position in your own data is "
-                "counted in microbatches, and would be another; leave it as it was, or start a new run"
+                f"counted in microbatches, and would change; leave the setting as it was, or start a new run"
             )
         self.epoch, self.taken, self._iterator = int(state["epoch"]), int(state["taken"]), None
         own, begun, *_ = state["own"]
         if (own is not None) != hasattr(self.source, "load_state_dict"):
-            raise ConfigError("data: the checkpoint is of data with state_dict and this has none, or the other way")
+            raise ConfigError("data: only one of the checkpoint's data and this data has a state_dict")
         self._set_epoch()  # first, because some loaders restart the epoch with it
         if own is not None:
             self.source.load_state_dict(own)  # type: ignore[attr-defined]
@@ -211,8 +211,8 @@ class Stream:
             for done in range(self.taken):
                 if next(self._iterator, self) is self:
                     raise ConfigError(
-                        f"data: the checkpoint is {self.taken} microbatches into a pass, and this data has "
-                        f"{done}; resume with the data that it was saved with"
+                        f"data: the checkpoint is {self.taken} microbatches into a pass, but this data has {done}; "
+                        f"resume with the data that it was saved with"
                     )
             self._random.load_state_dict(now)
 
@@ -220,8 +220,8 @@ class Stream:
         own, _, *known = state["own"]
         if own is not None or not known:
             raise ConfigError(
-                f"data: its position was saved by another number of ranks than {ranks}, and data with a state_dict of "
-                "its own has one for each rank; resume on as many"
+                f"data: its position was saved by a number of ranks other than {ranks}, and data with its own "
+                f"state_dict has one position for each rank; resume on the same number"
             )
         before = state["taken"] * known[0]
         if before % self.ranks:
@@ -246,7 +246,8 @@ def own_model(
     built = model if isinstance(model, nn.Module) else _on_meta(model)
     if not any(parameter.requires_grad for parameter in built.parameters()):
         raise ConfigError(
-            f"model: {told(built)} in which no parameter requires a gradient has nothing to train; leave some that do"
+            f"model: {told(built)} has no parameter that requires a gradient, so there is nothing to train; unfreeze "
+            f"some"
         )
     if not any(parameter.is_meta for parameter in built.parameters()):
         built = built.to(device)
@@ -270,7 +271,7 @@ def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     with torch.device("meta"):
         built = build()
     if not isinstance(built, nn.Module):
-        raise ConfigError(f"model: {told(build)} gives {told(built)}, no torch.nn.Module; give {wanted}")
+        raise ConfigError(f"model: {told(build)} returns {told(built)}, not a torch.nn.Module; pass {wanted}")
     return built
 
 
@@ -279,7 +280,7 @@ def _check_loss(loss: LossFunction) -> None:
     compares = isinstance(loss, nn.modules.loss._Loss) or getattr(loss, "__module__", None) == F.__name__
     if compares:
         raise ConfigError(
-            f"loss: {told(loss)} compares outputs with targets and does not call the model; give {wanted}, such as "
+            f"loss: {told(loss)} compares outputs with targets and does not call the model; pass {wanted}, such as "
             "lambda model, batch: compare(model(batch[0]), batch[1])"
         )
     check_callable("loss", loss, ["model", "batch"], wanted)
@@ -289,14 +290,14 @@ def _of_rank(name: str, data: Data, rank: int, ranks: int) -> Iterable[Any]:
     wanted = "an iterable of microbatches, or a function (rank, ranks) that returns one"
     if isinstance(data, Iterator):
         raise ConfigError(
-            f"{name}: is an iterator, which can be gone through once; give a list, a loader or a function"
+            f"{name}: is an iterator, which can be iterated only once; pass a list, a loader or a function"
         )
     if isinstance(data, Iterable) and not isinstance(data, type):
         return data
     if not callable(data):
-        raise ConfigError(f"{name}: {told(data)} is neither an iterable nor a function (rank, ranks); give one")
+        raise ConfigError(f"{name}: {told(data)} is neither an iterable nor a function (rank, ranks); pass one")
     check_callable(name, data, ["rank", "ranks"], wanted)
     found = data(rank, ranks)
     if not isinstance(found, Iterable):
-        raise ConfigError(f"{name}: {told(data)} gives {told(found)}, which has no microbatches; give {wanted}")
+        raise ConfigError(f"{name}: {told(data)} returns {told(found)}, which has no microbatches; pass {wanted}")
     return found

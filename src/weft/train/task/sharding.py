@@ -67,7 +67,8 @@ _RECIPES: dict[str, Callable[[], quantize.Quantization]] = {
 def mixed_precision(name: str, unquantized_ends: int = 0) -> weft.MixedPrecisionPolicy:
     """Return the policy of `train.precision`. All but "fp32" compute in bf16, and reduce and keep fp32.
 
-    "bf16" gathers weights in bf16, the others quantized. `unquantized_ends`: layers at either end that are not.
+    "bf16" gathers weights in bf16, the other precisions quantize them. `unquantized_ends`: the number of layers at each
+    end that are not quantized.
     """
     if name == "fp32":
         return weft.MixedPrecisionPolicy()

@@ -18,7 +18,7 @@ class Batches(Protocol):
     """The weight of each microbatch of the last step; 1.0 each for equal weights."""
 
     def next_step(self) -> list[Any]:
-        """Return the microbatches of the next optimizer step, equally many on every rank."""
+        """Return the microbatches of the next optimizer step, the same number on every rank."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -49,7 +49,7 @@ class Task(Protocol):
 
     @property
     def validation(self) -> Iterable[Any]:
-        """This rank's microbatches of the validation set, equally many on every rank; empty without a set."""
+        """This rank's microbatches of the validation set, the same number on every rank; empty without a set."""
         ...
 
     @property

@@ -118,15 +118,15 @@ class TextTask:
 
 def _compare(names: Sequence[str], texts: list[Any]) -> None:
     """Raise ConfigError on every rank if a rank has other texts than the first. Collective."""
-    everyone = exchange_objects(texts, what="which texts the ranks have")
+    everyone = exchange_objects(texts, what="the texts of the ranks")
     for rank, theirs in enumerate(everyone):
         for name, first, other in zip(names, everyone[0], theirs):
             if first != other:
                 length = f"it is {other[0]} long there and {first[0]} on rank 0"
-                how = length if first[0] != other[0] else "it is as long, with other tokens"
+                how = length if first[0] != other[0] else "it has the same length but other tokens"
                 raise ConfigError(
-                    f"{name}: is another text on rank {rank} than on rank 0 ({how}); bring the same files to every "
-                    "host, or name a folder that all of them share"
+                    f"{name}: differs between rank {rank} and rank 0 ({how}); copy the same files to every host, or "
+                    f"name a folder that all of them share"
                 )
 
 
@@ -141,7 +141,8 @@ def _context_part(batch: Batch, meshes: weft.Meshes) -> Batch:
 
 
 def for_own_model(microbatch: Batch) -> Batch:
-    """Return a microbatch with documents as a dictionary for models of transformers, any other one unchanged.
+    """Return a microbatch with documents as a dictionary for models of transformers, and any other microbatch
+    unchanged.
 
     Its keys are "tokens", "labels", "position_ids" and "cu_seqlens".
     """
@@ -156,31 +157,33 @@ DOCUMENT_NAMES = ("position_ids", "cu_seqlens")
 
 
 def _require_documents(model: nn.Module, text: torch.Tensor) -> None:
-    """Raise ConfigError for a model whose forward takes no positions of documents, or that looks beyond them.
+    """Raise ConfigError for a model whose forward does not accept document positions, or whose documents attend to each
+    other.
 
     `text`: tokens of the shape of a microbatch, so that nothing is compiled for another shape.
     """
     takes = inspect.signature(model.forward).parameters
     if not any(name in takes for name in DOCUMENT_NAMES):
         raise ConfigError(
-            f'data.packing = "whole": {type(model).__name__}.forward takes neither position_ids nor cu_seqlens, and '
-            "documents of a sequence would see each other; add one of them, name a model.loss of your own, or set "
-            "train.cross_documents = true"
+            f'data.packing = "whole": {type(model).__name__}.forward takes neither position_ids nor cu_seqlens, so '
+            "documents of a sequence would attend to each other; add one of them, set model.loss to "
+            "your own loss, or set train.cross_documents = true"
         )
     change = _seen_of_others(model, text)
     if change > 0:
         raise ConfigError(
-            f'data.packing = "whole": {type(model).__name__} is told where documents begin, but the scores of a '
-            f"document change by {change:.1%} with the tokens of the one before it; some layers of many models, such "
-            "as recurrences and convolutions, do not see borders; use a model.pattern, name a model.loss of your own, "
-            "or set train.cross_documents = true"
+            f'data.packing = "whole": {type(model).__name__} receives the document boundaries, but the logits of a '
+            f"document change by {change:.1%} with the tokens of the previous one; layers such as recurrences and "
+            "convolutions often ignore boundaries; use a model.pattern, set model.loss to your own loss, or set "
+            "train.cross_documents = true"
         )
 
 
 @torch.no_grad()
 def _seen_of_others(model: nn.Module, text: torch.Tensor) -> float:
-    """Return the largest change of a document's scores with the tokens of the document before it, as a part of the
-    largest score; 0 for a change within rounding. `text`: tokens [batch, seq]."""
+    """Return the largest change of a document's logits with the tokens of the previous document, as a fraction of the
+    largest logit; 0 for a change within rounding. `text`: tokens [batch, seq].
+    """
     half, found = text.shape[1] // 2, []
     documents = Documents.from_ids((torch.arange(text.shape[1]) >= half).long().expand(text.shape))
     other = text.clone()
@@ -247,7 +250,7 @@ def _build(config: TrainConfig, sizes: HybridConfig, meshes: weft.Meshes, device
     except (RuntimeError, OverflowError, MemoryError) as error:
         raise ConfigError(
             f"model.hidden_size = {sizes.hidden_size}, model.vocab_size = {sizes.vocab_size}, "
-            f"model.pattern = {sizes.pattern!r}: finds no memory ({' '.join(str(error).split())[:120]}); make "
+            f"model.pattern = {sizes.pattern!r}: does not fit into memory ({' '.join(str(error).split())[:120]}); make "
             "the model smaller"
         ) from error
 

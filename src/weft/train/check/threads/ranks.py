@@ -35,7 +35,10 @@ from weft.train.check.threads.mailbox import Ended, Mailbox
 
 IN_PROCESS = "threads"
 """The name of the backend in torch."""
-_STUCK, _RULE = "wait for messages that no rank sends", "every rank of a group issues the same messages in one order"
+_STUCK, _RULE = (
+    "wait for messages that no rank sends",
+    "every rank of a group must issue the same messages in one order",
+)
 _c10d: Any = torch._C._distributed_c10d
 _COLLECTIVES = 90
 """The tag of messages of torch's own collectives."""
@@ -54,11 +57,11 @@ class _Receipt:
         if self._is_here:
             return True
         if timeout and not box.has(self._key, self._number):
-            raise RuntimeError("the message has not come within the timeout")
+            raise RuntimeError("the message did not arrive within the timeout")
         found = box.take(self._key, self._number, self._group.world_rank, self._title)
         if [(each.numel(), each.dtype) for each in found] != [(each.numel(), each.dtype) for each in self._tensors]:
             raise CollectiveMismatch(
-                f"{self._title()}, and gets {_shown(found)} where it expects {_shown(self._tensors)}"
+                f"{self._title()}, but gets {_shown(found)} where it expects {_shown(self._tensors)}"
             )
         with torch.no_grad():
             for target, source in zip(self._tensors, found):
@@ -203,7 +206,9 @@ def _reduced(tensors: Sequence[Tensor], op: Any) -> Tensor:
     for known, reduced in _REDUCTIONS.items():
         if op == known:  # `op` on the left: wrapped operations define the comparison
             return reduced(stacked)
-    raise NotImplementedError(f"{op} between ranks in one process: there are sums, averages, maxima and minima")
+    raise NotImplementedError(
+        f"{op} between ranks in one process: only sums, averages, maxima and minima are supported"
+    )
 
 
 _REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
@@ -318,7 +323,7 @@ def _instead(owner: Any, name: str, value: Any) -> Iterator[None]:
 def _threads_for_ranks() -> Iterator[None]:
     """Make torch and weft use a separate world per thread. Raises RuntimeError in a process that is a rank already."""
     if dist.is_initialized():
-        raise RuntimeError("this process is a rank already: ranks as threads need a process without process groups")
+        raise RuntimeError("this process is already a rank: ranks as threads need a process without process groups")
     if IN_PROCESS not in dist.Backend.backend_list:
         dist.Backend.register_backend(IN_PROCESS, _create, extended_api=True, devices=["cpu"])
     _c10d._set_thread_isolation_mode(True)
