@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.train.command import alone, forked, metrics, weft, write_config
+from tests.train.command import alone, metrics, weft, write_config
 from tests.train.test_source import run_of
 from weft.train.errors import ConfigError
 from weft.train.run.world import STORE, first_host, place_from
@@ -121,9 +121,8 @@ def test_torchrun_slurm_and_weft_itself_give_the_same_losses(tmp_path):
 
 
 @pytest.mark.slow
-def test_under_torchrun_a_configuration_that_is_refused_leaves_no_directory(pool, tmp_path):
-    arguments = ["train", write_config(tmp_path), "--set", 'data.paths=["none"]']
-    assert forked(pool, *arguments, folder=tmp_path, **alone())[0] == 2
+def test_under_torchrun_a_configuration_that_is_refused_leaves_no_directory(tmp_path):
+    assert weft("train", write_config(tmp_path), "--set", 'data.paths=["none"]', **alone()).returncode == 2
     assert list((tmp_path / "runs").iterdir()) == []
 
 
