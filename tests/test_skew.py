@@ -52,7 +52,7 @@ def test_the_table_names_slow_ranks_and_what_rows_per_rank_save(capsys, tmp_path
     _skew.table([skew])
     printed = capsys.readouterr().out
     assert "70%" in printed and "22%" in printed and "0.60" in printed
-    assert "rank 1 computes 1.33 x the mean" in printed and "rank 0" not in printed
+    assert "rank 1 computes for 1.33 x the mean time" in printed and "rank 0" not in printed
     pytest.importorskip("matplotlib")
     _skew.picture([skew, skew._replace(routing="uniform")], str(tmp_path / "skew.png"))
     assert (tmp_path / "skew.png").stat().st_size > 1000

@@ -149,7 +149,7 @@ def test_resume_of_one_checkpoint_names_the_run(tmp_path, capsys, monkeypatch, n
     for inside in (run / "checkpoints", run / "checkpoints" / "step-00000003", "checkpoints"):
         line = refused(capsys, "train", *config, "--resume", inside)
         assert f"--resume {inside}: is not a run, but lies inside one" in line and line.endswith(
-            f"; name the run: {run}\n"
+            f", so name the run: {run}\n"
         )
 
 

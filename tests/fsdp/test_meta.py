@@ -129,7 +129,7 @@ def test_state_dicts_that_are_assigned_are_copied_whatever_their_cuts():
         assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
         compare(model, copy.deepcopy(reference))
     narrow = {name: value.bfloat16() for name, value in full.items()}
-    with pytest.raises(ValueError, match=r"'table' is torch.bfloat16, and the sharded parameter torch.float32"):
+    with pytest.raises(ValueError, match=r"'table' is torch.bfloat16, but the sharded parameter is torch.float32"):
         on_meta().load_state_dict(narrow, assign=True)
     with pytest.raises(RuntimeError, match="size mismatch for table"):
         on_meta().load_state_dict({**full, "table": torch.ones(2, 7)}, assign=True)

@@ -47,7 +47,7 @@ WRONG = [  # options, what the message shows
     ({"sliding_window": 0}, ["sliding_window=0", "or None"]),
     ({"windowed": [0]}, ["windowed=[0]", "without sliding_window; set one"]),
     ({"windowed": [1], "sliding_window": 4}, ["windowed=[1]", "from 0 to 0"]),
-    ({"windowed": [0, 0], "sliding_window": 4}, ["windowed=[0, 0]", "different"]),
+    ({"windowed": [0, 0], "sliding_window": 4}, ["windowed=[0, 0]", "distinct"]),
     ({"residual_multiplier": 0}, ["residual_multiplier=0", "positive number"]),
     ({"hidden_act": "gelu"}, ["hidden_act='gelu'", "'silu' or 'clamped_swiglu' or 'gelu_tanh' or 'relu2'"]),
     ({"pad_token_id": 256}, ["pad_token_id=256", "below vocab_size=256"]),

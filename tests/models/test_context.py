@@ -298,7 +298,7 @@ def test_what_cannot_be_is_refused():
         context_part(context_part(given, meshes), meshes)
     with pytest.raises(ValueError, match="mamba_kernel='mamba_ssm' on cp=2 ranks"):
         build(config("M", mamba_kernel="mamba_ssm"), meshes)
-    with pytest.raises(ValueError, match="slices of 2 tokens: a convolution sees 3"):
+    with pytest.raises(ValueError, match="slices of 2 tokens: a convolution needs the 3 tokens before"):
         model(**context_part(batch(None, 8), meshes))
     with pytest.raises(ValueError, match="meshes have no context ranks"):
         context_part(given, dataclasses.replace(meshes, cp=None))

@@ -22,7 +22,7 @@ STRUCTURE = [  # pattern, position, offending part, a word of the rule
     ("[**-]", 2, "*", "checkpoint key 'self_attention'"),
     ("M[*|-]", 3, "|", "before the next segment"),
     ("M[*/-]", 3, "/", "before the next segment or prediction part"),
-    ("*/*|*", 3, "|", "main part only"),
+    ("*/*|*", 3, "|", "only the main part"),
     ("*-/[*-]/*-", 8, "*-", "written like the first"),
     ("*-//*-", 2, "/", "at least one layer"),
     ("*-M+", 3, "+", "not both"),

@@ -211,7 +211,7 @@ def test_rows_that_were_not_planned_are_refused():
     handle.ready()
     with pytest.raises(ValueError, match=r"4 rows to send, but this handle's plan counted 3"):
         dispatcher.dispatch(torch.ones(4, 8), handle)
-    with pytest.raises(ValueError, match=rf"5 rows to send, but .* say {handle.received}, .*pass plan"):
+    with pytest.raises(ValueError, match=rf"5 rows to send, but .* counted {handle.received}, .*pass plan"):
         dispatcher.combine(torch.ones(5, 8), handle)
     with pytest.raises(ValueError, match=r"plan\(\) got numbers of rows per rank, and rows_per='expert'"):
         dispatcher.plan(torch.tensor([2, 1]), torch.tensor([2, 1]))

@@ -206,7 +206,7 @@ WRONG = {
     "z_loss_coef=-1": {"z_loss_coef": -1},
     "num_groups=3: num_groups must be a divisor of num_experts=8": {"num_groups": 3},
     "topk_groups=3: topk_groups must be at most num_groups=2": {"num_groups": 2, "topk_groups": 3},
-    "topk_groups=1 groups of 2 experts (num_experts=8, num_groups=4) leave 2 for top_k=3": {
+    "topk_groups=1 groups of 2 experts (num_experts=8, num_groups=4) leave only 2 experts for top_k=3": {
         "num_groups": 4,
         "top_k": 3,
     },

@@ -147,7 +147,7 @@ def test_each_part_gets_what_it_names_and_what_nobody_takes_is_refused():
     same(with_pictures, [model.loss(x_BSD, tokens, labels, losses).detach()])
     assert with_pictures != forward_backward(model, [(tokens, labels)], overlap=False)
     with pytest.raises(
-        ValueError, match="microbatches have 'attention_mask', 'sounds', which nothing in Pictured takes"
+        ValueError, match="microbatches have 'attention_mask', 'sounds', which nothing in Pictured accepts"
     ):
         forward_backward(model, [given | {"sounds": tokens, "attention_mask": tokens}], overlap=False)
     model.decoder.layers[1] = Doubling()

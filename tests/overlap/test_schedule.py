@@ -406,7 +406,7 @@ def test_wrong_calls_are_refused_with_the_fix():
     with pytest.raises(ValueError, match=r"early_release=True without overlap"):
         forward_backward(model, [batch], overlap=False, early_release=True)
     for without in (torch.inference_mode, torch.no_grad):
-        said = f"inside torch.{without.__name__}: there are no gradients; call it outside"
+        said = f"inside torch.{without.__name__}: there would be no gradients; call it outside"
         with without(), pytest.raises(RuntimeError, match=said):
             forward_backward(model, [batch], overlap=False)
     for scale, error, said in (

@@ -261,7 +261,7 @@ def test_hooks_on_what_both_ends_use_see_the_whole_gradient_or_are_refused(kind,
     model.embedding.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.full_tensor().clone()))
     run = {"schedule": "zbv"} if how else {"overlap": False}
     if strategy == "none":
-        with pytest.raises(ValueError, match="before and after its layers that has a hook"):
+        with pytest.raises(ValueError, match="before and after its layers has a hook"):
             forward_backward(model, data(1, cfg), **run)
         return
     forward_backward(model, data(1, cfg), **run)

@@ -97,7 +97,7 @@ def test_another_shape_for_what_is_known_is_refused():
             channel.send(1, [torch.zeros(2, 4, dtype=torch.bfloat16)])
         with pytest.raises(TypeError, match=r"\[2\] int64: tensors between stages must be of torch.float32"):
             channel.send(2, [torch.zeros(2, dtype=torch.int64)])
-        with pytest.raises(TypeError, match="has at most 6 dimensions"):
+        with pytest.raises(TypeError, match="have at most 6 dimensions"):
             channel.send(3, [torch.zeros((1,) * 7)])
         channel.finish()
 

@@ -199,7 +199,7 @@ def found(ranks, pattern, *changes, patch):
 def test_a_norm_whose_gradient_is_not_summed():
     said = found(2, "[*-]", "sharding.tp=2", patch=without_sum_of(lambda gradient: gradient.dim() == 1))
     assert "gradient of decoder.layers.0.self_attention.norm.weight" in said
-    assert "partial over tp and not reduced" in said and "proj" not in said
+    assert "partial over tp, and not reduced" in said and "proj" not in said
 
 
 def test_a_router_whose_gradient_is_not_summed():

@@ -123,7 +123,7 @@ def test_a_template_without_marks_says_it_by_its_prompts_or_is_refused(tmp_path)
     assert tokens.tolist() == expected.tolist() and written.sum() > ends.sum()  # and the line's end behind each answer
     assert (written | ~ends).all()
     last = "{{ messages[-1].content }}"
-    with pytest.raises(ConfigError, match=r"no \{% generation %\} .*message 2 otherwise"):
+    with pytest.raises(ConfigError, match=r"no \{% generation %\} .*message 2 differently"):
         template_of({"chat_template.jinja": last.encode()}, "x").spans([*messages, *messages])
 
 

@@ -250,7 +250,7 @@ def test_data_goes_on_with_the_same_texts_wherever_they_lie(kept, tmp_path):
             {"b": "xyy\n"},
             r'data\.paths = \[".*/b.*"\]: differs from the text .* has the same length but other tokens',
         ),
-        ("ab", {"a": "abcdef\n"}, r'data\.paths = \[".*/a.*"\]: differs from the text .* was \d+ long and is \d+'),
+        ("ab", {"a": "abcdef\n"}, r'data\.paths = \[".*/a.*"\]: differs from the text .* was \d+ long and is now \d+'),
         ("ba", {}, r'data\.paths = \[".*/b.*"\]: differs from the text'),
         ("ab", {"held": "124\n"}, r'data\.validation_paths = \[".*/held.*"\]: differs from the text'),
     ],
@@ -426,7 +426,9 @@ def test_tokens_below_zero_are_named():
 
 def test_tokens_beyond_the_vocabulary_are_named():
     sizes = {"sequence_length": 4, "microbatch_size": 5, "global_batch_size": 5}
-    with pytest.raises(ConfigError, match=r"model\.vocab_size = 2: .*files have 2; set model.vocab_size = 3"):
+    with pytest.raises(
+        ConfigError, match=r"model\.vocab_size = 2: .*which is 2 in the files; set model.vocab_size = 3"
+    ):
         for _ in range(20):
             Batches(parts(50, 30, 70), weights=(1, 1, 1), vocabulary=2, **sizes).next_step()
 

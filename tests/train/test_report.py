@@ -223,10 +223,10 @@ def test_a_recorded_step_is_drawn_and_said_in_words(tmp_path):
     write_timeline(tmp_path, intervals)
     assert read_timeline(tmp_path) == intervals
     assert computing(intervals) == pytest.approx(0.5)
-    assert slow_ranks([1.0, 1.0, 1.3]) == "rank 2 computes 1.18 x the mean" and not slow_ranks([1.0, 1.1])
+    assert slow_ranks([1.0, 1.0, 1.3]) == "rank 2 computes for 1.18 x the mean time" and not slow_ranks([1.0, 1.1])
     keep_facts(tmp_path, {"computed": [0.5, 1.5]})
     _, page = read(write_report(tmp_path))
-    assert "rank 1 computes 1.50 x the mean" in page.text
+    assert "rank 1 computes for 1.50 x the mean time" in page.text
     assert "tokens were in transit between ranks for 200 ms, 50% of it under computation" in page.text
     assert (tmp_path / "lanes.svg").exists()
 

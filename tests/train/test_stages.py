@@ -133,5 +133,5 @@ def test_a_step_that_cannot_be_measured_or_kept_ends_no_run_and_a_line_says_why(
         (measured, tmp_path / "measured", "ValueError: no such microbatch"),
     ):
         assert said[-1].startswith(f"{run}: its report cannot be written ({why}")
-        assert said[-1].endswith(f"; correct that, then: weft report {run}")
+        assert said[-1].endswith(f"; correct the cause, then: weft report {run}")
         assert committed(run) == [2]

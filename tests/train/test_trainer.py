@@ -388,7 +388,7 @@ WRONG = {
     "model: a float cannot be called": {"model": 3.0},
     "model: the class Deep is called without arguments: missing a required argument: 'depth'": {"model": Deep},
     "model: the function nothing returns None, not a torch.nn.Module": {"model": nothing},
-    "model: the class int gives a int": {"model": int},
+    "model: the class int returns a int": {"model": int},
     "has no parameter that requires a gradient": {"model": frozen},
     "loss: None cannot be called": {"loss": None},
     "loss: a Tensor cannot be called": {"loss": torch.zeros(())},

@@ -70,8 +70,8 @@ class PostForwardShard:
     def __init__(self, plan: GroupPlan, group: dist.ProcessGroup, describe: Callable[[], str]) -> None:
         if plan.recipe.gathered.itemsize == 1:
             raise ValueError(
-                f"reshard_after_forward={group.size()} for {describe()}: shards of weights that remain quantized "
-                'cannot be gathered again; choose True or False, or compute="dequantize"'
+                f"reshard_after_forward={group.size()}: shards of weights that remain quantized cannot be gathered "
+                'again; choose True or False, or compute="dequantize"'
             )
         numel = plan.layout.numel // group.size()
         self.transient = Transient(numel, plan.recipe.gathered, plan.device, describe=describe)

@@ -119,7 +119,7 @@ CHANGES = [
     ({"quantization_config": {"quant_method": "fp8"}}, "quantized by 'fp8'"),
     ({"model_type": "bert"}, "model_type='bert': there are llama"),
     ({"layer_types": ["linear_attention", "windowed"]}, "full_attention, linear_attention only, not windowed"),
-    ({"layer_types": ["linear_attention"] * 3}, "layer_types: 3, where qwen3_next needs .*num_hidden_layers=2"),
+    ({"layer_types": ["linear_attention"] * 3}, "layer_types: 3, but qwen3_next needs .*num_hidden_layers=2"),
     ({"layer_types": 2}, "layer_types=2: must be a list"),
     ({"layer_types": None, "full_attention_interval": 0}, "full_attention_interval=0"),
     ({"decoder_sparse_step": 0}, "decoder_sparse_step=0"),

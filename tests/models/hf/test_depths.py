@@ -115,7 +115,7 @@ def test_a_copy_that_is_not_equal_is_refused_and_one_that_is_missing_is_not(tmp_
     replace_tensors(tmp_path, {each: tensor for each, tensor in files.items() if each != name})
     hf.load(model, tmp_path)
     replace_tensors(tmp_path, {**files, name: files[name] + 1})
-    with pytest.raises(ConversionError, match=r"layers\.3\.embed_tokens\.weight is not equal to model\.embed_tokens"):
+    with pytest.raises(ConversionError, match=r"layers\.3\.embed_tokens\.weight differs from model\.embed_tokens"):
         hf.load(model, tmp_path)
 
 

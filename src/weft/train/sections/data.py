@@ -18,9 +18,7 @@ class DataConfig:
     include: tuple[str, ...] = ("*",)
     """Patterns of file names to read from folders (files named in `paths` are always read)."""
     field: str = "text"
-    """Field of a record (JSON lines, Parquet, datasets) that contains its text; for conversations "text" means
-    "messages".
-    """
+    """Field of a record (JSON lines, Parquet, datasets) with its text; for conversations "text" means "messages"."""
     weights: tuple[float, ...] = ()
     """Relative frequency of sequences from each of `paths`; empty: all paths are one text."""
     separator: str = ""
