@@ -99,7 +99,7 @@ def test_meshes_of_two_axes_equal_one_process():
     for outer, recipe in (("no_shard", tensorwise(compute="scaled")), ("optim", mx(compute="scaled"))):
         # After a step weights differ in their last bits, and a few activations round to other codes.
         assert_trains(recipe, steps=1, mesh=mesh, outer_strategy=outer)
-    with pytest.raises(ValueError, match=r"reshard_after_forward=2 .*remain quantized"):
+    with pytest.raises(ValueError, match=r"reshard_after_forward=2: .*remain quantized"):
         sharded(mx(compute="scaled"), reshard_after_forward=2)
 
 

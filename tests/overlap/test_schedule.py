@@ -422,11 +422,11 @@ def test_wrong_calls_are_refused_with_the_fix():
     ):
         with pytest.raises(error, match=said):
             forward_backward(model, [batch, batch], overlap=False, loss_scale=scale)
-    with pytest.raises(TypeError, match=r"Plain is no .*it lacks staged_layers"):
+    with pytest.raises(TypeError, match=r"Plain is not a .*it lacks staged_layers"):
         forward_backward(Plain(), [batch], overlap=False)
     unstaged = Plain()
     unstaged.staged_layers = [nn.Linear(2, 2)]
-    with pytest.raises(TypeError, match=r"layer 0, a Linear, is no .*stages, dispatcher, attend"):
+    with pytest.raises(TypeError, match=r"layer 0, a Linear, is not a .*stages, dispatcher, attend"):
         forward_backward(unstaged, [batch], overlap=False)
     for module, what in (
         (model, "the model"),
