@@ -68,10 +68,12 @@ def plain(net: HybridModel, microbatches: list) -> None:
 
 
 DELAYED, PAIRED = "combined, wgrad delayed", "paired, wgrad delayed"
+HALVES = "combined, delayed, halves"
+"""Not with one row per expert: there is nothing to divide."""
 SIDES: dict[str, Callable[[HybridModel, list], object]] = {
     "combined": forward_backward,
     DELAYED: lambda net, data: forward_backward(net, data, delay_wgrad=True),
-    "combined, delayed, halves": lambda net, data: forward_backward(net, data, delay_wgrad=True, halves=True),
+    HALVES: lambda net, data: forward_backward(net, data, delay_wgrad=True, halves=True),
     "paired": lambda net, data: forward_backward(net, data, schedule="paired"),
     PAIRED: lambda net, data: forward_backward(net, data, schedule="paired", delay_wgrad=True),
     "unpaired nodes": lambda net, data: forward_backward(net, data, overlap=False),
@@ -124,10 +126,11 @@ def main() -> None:
                 if options.picture:
                     _skew.picture(skews, options.picture)
             return
-        nets = {name: model(options.rows_per) for name in SIDES}
+        sides = {name: run for name, run in SIDES.items() if options.rows_per == "rank" or name != HALVES}
+        nets = {name: model(options.rows_per) for name in sides}
         for net in nets.values() if options.routing else ():
             _routing.assign(net, shares[options.routing], MICROBATCHES, seed=100 * dist.get_rank())
-        steps = {name: partial(run, nets[name], data) for name, run in SIDES.items()}
+        steps = {name: partial(run, nets[name], data) for name, run in sides.items()}
         taken = _report.in_turn(steps, options.rounds, 1)
         recorded = {name: lanes(step) for name, step in steps.items()}
         if dist.get_rank() == 0:
