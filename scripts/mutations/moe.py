@@ -107,6 +107,13 @@ MUTATIONS = [
         STREAMS + ROWS,
     ),
     Mutation(
+        "rows that are copied first leave before the copy",
+        "AllToAll._move",
+        "behind = None",
+        "pass",
+        "moe/test_dispatch.py::test_rows_that_must_be_copied_first_leave_after_the_copy[2]",
+    ),
+    Mutation(
         "the gradient of a router is rounded before it is summed",
         "Router._scored",
         "scores = logits.softmax(-1) if self.score == 'softmax' else logits.sigmoid()",

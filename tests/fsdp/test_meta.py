@@ -195,3 +195,23 @@ def test_a_meta_model_with_tensor_parallel_slices_is_filled_by_its_own_initialis
     torch.testing.assert_close(nets.full(scale.weight), torch.arange(8.0))
     with pytest.raises(ValueError, match=r"buffer '0.offset'"):
         model(torch.ones(2, 8))
+
+
+class WithParameterAsBuffer(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 3)
+        self.register_buffer("scale", nn.Parameter(torch.empty(3), requires_grad=False))
+
+    def reset_parameters(self):
+        super().reset_parameters()
+        if hasattr(self, "scale"):
+            nn.init.ones_(self.scale)
+
+
+@distributed(2)
+def test_a_parameter_that_is_a_buffer_is_filled_as_one():
+    with torch.device("meta"):
+        module = WithParameterAsBuffer()
+    weft.fully_shard(module)
+    assert torch.equal(module.scale, torch.ones(3)) and "scale" not in dict(module.named_parameters())
+    assert module(torch.ones(1, 3)).isfinite().all()

@@ -344,3 +344,8 @@ def test_weights_that_numpy_has_had_keep_their_memory_and_their_values():
         assert seen == [layer.weight[0, 0].item() for layer in list(plain)[:used]]
     for mine, whole in zip(net.parameters(), plain.parameters()):
         torch.testing.assert_close(mine.grad.full_tensor(), whole.grad)
+
+
+def test_a_report_of_parameters_asks_for_the_model():
+    with pytest.raises(TypeError, match="got generator, not a module: pass the sharded model itself"):
+        weft.memory_report(nn.Linear(2, 2).parameters())

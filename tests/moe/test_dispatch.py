@@ -8,7 +8,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.pool import distributed
+from weft.comm import streams
 from weft.comm.groups import exchange_objects
+from weft.debug import check_streams
 from weft.errors import CollectiveMismatch
 from weft.moe import AllToAll, LocalDispatcher, MoE, exchange
 
@@ -186,6 +188,19 @@ def test_ranks_that_wait_for_different_exchanges_are_told():
     said = r"rank 0: counts.*, which rank 1 never began; rank 1: exchange.*, which rank 0 never began"
     with pytest.raises(CollectiveMismatch, match=said):
         layer(hidden) if dist.get_rank() == 0 else output.backward()
+
+
+@distributed(2)
+def test_rows_that_must_be_copied_first_leave_after_the_copy():
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    with check_streams():
+        dispatcher = AllToAll(dist.group.WORLD, LOCAL * ranks, rows_per="expert")
+        counts = some_counts(0, dispatcher.num_experts, ranks)
+        handle = dispatcher.plan(counts[rank])
+        rows = labelled(rank, counts[rank]).t().contiguous().t()
+        moment = streams.moment(rows.device)
+        arrived = dispatcher.dispatch(rows, handle, moment).wait()
+        assert torch.equal(arrived, expected_arrival(counts, dispatcher.experts))
 
 
 @distributed(2)

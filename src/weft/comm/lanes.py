@@ -30,7 +30,7 @@ ABANDONED_TIMEOUT = timedelta(seconds=10)
 """How long to wait for the end of transfers whose result is not used."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Ticket:
     """A handle of communication in flight. `wait` orders subsequent computation after it; waiting again is free.
     `after`: the ticket that this one runs after. `home`: the stream that started it and owns its memory. `name`: its

@@ -71,7 +71,7 @@ class Timeline:
     def __exit__(self, *exception: Any) -> None:
         recording.clear()
         for works in self._under_way:
-            with suppress(BaseException):  # raised where the result is waited for
+            with suppress(Exception):  # raised where the result is waited for
                 works.wait()
         if self._zero_event is not None:
             torch.cuda.synchronize()

@@ -55,9 +55,10 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
         allocations   number of allocations: of a slab, or of one buffer outside of it
         fallbacks     number of buffers outside of the slab because the plan did not include them
     """
+    mine = units_of(model)
     roots = [driver for driver in drivers_under([model]) if driver.root is driver and driver.runtime is not None]
     kept = [unit for root in roots for unit in root.engine.units]  # also of modules that were replaced
-    units = list(dict.fromkeys([*units_of(model), *kept]))
+    units = list(dict.fromkeys([*mine, *kept]))
     persistent, offloaded = {"weights": 0, "gradients": 0}, {"weights": 0, "gradients": 0}
     for unit in units:
         for group in unit.groups:

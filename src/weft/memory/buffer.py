@@ -32,7 +32,7 @@ from weft.memory.blank import blank
 from weft.mesh import position_on, ranks_over
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class FlatBuffer:
     """This rank's part, `local`, of a flat layout that is placed on a mesh, with one placement per mesh axis."""
 

@@ -45,9 +45,10 @@ class Gloo:
         swaps: list[Swap] = []
         small: list[tuple[Tensor | None, Tensor]] = []
         for full, source in zip(fulls, sources):
-            if source.nbytes < ALONE_BYTES or source.dtype != dtype:
+            if source.numel() * dtype.itemsize < ALONE_BYTES:
                 small.append((full, source.detach()))
                 continue
+            source = source.detach().to(dtype)
             slices = (source.new_empty(size * source.numel()) if full is None else full).view(size, -1)
             swaps.append((slices, [source] * size))
         widths = [source.numel() for _, source in small]

@@ -211,6 +211,8 @@ def _computes(frame: tuple[str, int, str]) -> bool:
 def _standing(thread: int) -> tuple[str, bool]:
     """Return text on the current line of a thread, and whether that is in a collective."""
     frames, detector = _frames(thread), hang_detector()
+    if not frames:
+        return "its main thread has ended", False
     (file, line, function), collective = frames[-1], not all(map(_computes, frames))
     waits = detector.waits_for(thread) if detector is not None else ""
     place = f"{Path(file).name}, line {line}, in {function}"
