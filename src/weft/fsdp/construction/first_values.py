@@ -81,13 +81,13 @@ def materialize(
         for group in groups if isinstance(filled, DTensor) else everyone:
             broadcast(local_of(filled).detach(), group, "first weights")
     for module, _, name, tensor in places:  # after the broadcast, so that all ranks raise
-        called = slots[tensor].name if tensor in slots else modules[module] + name
+        called = slots[tensor].name if isinstance(tensor, nn.Parameter) and tensor in slots else modules[module] + name
         _check_filled(real[tensor], module, name, called)
     for tensor in to_slice:
         real[tensor] = _placed(real[tensor], tensor)
     for _, where, name, tensor in places:
         where[name] = real[tensor]
-        if tensor in slots:
+        if isinstance(tensor, nn.Parameter) and tensor in slots:
             vars(real[tensor]).update(vars(tensor))
             slots[tensor].put(real[tensor])
     return {parameter: real[parameter] for parameter in slots if parameter in real}
