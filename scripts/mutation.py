@@ -10,10 +10,10 @@ Where several modules have that name, the first parts of the module's path come 
 |------------------------------------|--------------------------------------------------------------------------------|
 | `self.decay > 0`                   | an expression, where `new` is one too                                          |
 | `first, second`                    | likewise; or neighbours among more elements of a tuple, or arguments of a call |
-| `unit.free()`                      | a statement, or several that follow each other; with an empty `new` they go    |
+| `unit.free()`                      | a statement, or several that follow each other; an empty `new` deletes them    |
 | `halves=self.halves`               | an assignment, or an argument of a call with its name                          |
-| `if skipped: ...`                  | a statement with whatever body it has, which is `...` in `new`                 |
-| `class Mode(threading.local): ...` | so too a class or a function with bases, decorators and defaults; `try`        |
+| `if skipped: ...`                  | a statement with any body, which is `...` in `new`                             |
+| `class Mode(threading.local): ...` | likewise a class or function with bases, decorators and defaults; `try`        |
 """
 
 import ast

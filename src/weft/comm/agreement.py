@@ -49,10 +49,12 @@ class Agreement:
         self._log: list[tuple[int, str, int]] = []
 
     def note(self, unit: int, operation: str, nbytes: int) -> None:
+        """Log a collective of unit number `unit`."""
         if self._check:
             self._log.append((unit, operation, nbytes))
 
     def forget(self) -> None:
+        """Clear the log after an abandoned backward."""
         self._log.clear()
 
     def same_structure(

@@ -57,6 +57,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def transport_of(group: dist.ProcessGroup, device: torch.device) -> Transport:
+    """Return the transport of tensors on `device` between the ranks of `group`."""
     if _instead is not None:
         return _instead
     backend = backend_of(group, device)
@@ -77,6 +78,7 @@ def moving_by(transport: Transport) -> Iterator[None]:
 
 
 def world() -> dist.ProcessGroup:
+    """Return the default process group."""
     assert dist.group.WORLD is not None, "there is no process group"
     return dist.group.WORLD
 

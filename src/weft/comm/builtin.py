@@ -30,6 +30,7 @@ class BuiltIn:
         )
 
     def all_gather(self, full: Tensor, source: Tensor, group: ProcessGroup, tag: int) -> Pending:
+        """Gather in place: copy `source` into `full` first, unless it is a slice of `full`."""
         size = group.size()
         own = full.view(size, -1)[dist.get_rank(group)]
         if source.data_ptr() != own.data_ptr():
@@ -41,6 +42,7 @@ class BuiltIn:
     def all_gather_bundle(
         self, fulls: Wanted, sources: Several, group: ProcessGroup, tag: int, dtype: torch.dtype
     ) -> Pending:
+        """Gather in place. Tensors that are not kept are gathered into temporary memory."""
         rank, size = dist.get_rank(group), group.size()
         wholes = [
             torch.empty(size * source.numel(), dtype=dtype, device=source.device) if full is None else full
@@ -56,6 +58,7 @@ class BuiltIn:
         return Pending([work], wholes.clear)  # keeps the temporary memory until then
 
     def all_gather_uneven(self, parts: Several, rank: int, group: ProcessGroup, tag: int) -> Pending:
+        """Gather parts that are padded to the size of the largest."""
         width = max(part.numel() for part in parts)
         padded = parts[rank].new_zeros(len(parts), width)
         padded[rank, : parts[rank].numel()] = parts[rank]
@@ -70,6 +73,7 @@ class BuiltIn:
         return _started(work, spread)
 
     def reduce_scatter(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
+        """Reduce-scatter with `ReduceOp.AVG` if the scale is that of an average and the backend has it."""
         op, scale = self._scaled(partial, how.scale, group.size(), how.sum_only)
         beside, inbox = _beside(partial), how.inbox
         if not how.accumulate and scale == 1.0 and output.dtype == partial.dtype:
@@ -80,6 +84,7 @@ class BuiltIn:
     def reduce_scatter_bundle(
         self, outputs: Several, partials: Several, scales: Scales, adds: Adds, group: ProcessGroup, tag: int
     ) -> Pending:
+        """Reduce-scatter all tensors into temporary memory, then scale and copy the sums to the outputs."""
         size = group.size()
         alike = len(set(scales)) == 1
         scaled = [self._scaled(partial, scale, size, sum_only=not alike) for partial, scale in zip(partials, scales)]
@@ -95,6 +100,7 @@ class BuiltIn:
         return Pending([work], take_sums)
 
     def all_reduce(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
+        """All-reduce `partial` in place, then scale and copy the sum to `output`."""
         _, scale = self._scaled(partial, how.scale, group.size(), sum_only=True)
         works = [dist.all_reduce(partial, group=group, async_op=True)]
         return Pending(works, lambda: how.take(output, partial, scale))
@@ -102,10 +108,12 @@ class BuiltIn:
     def all_to_all(
         self, output: Tensor, source: Tensor, output_sizes: Sizes, source_sizes: Sizes, group: ProcessGroup, tag: int
     ) -> Pending:
+        """Exchange all rows in one `all_to_all_single`."""
         sizes = list(output_sizes), list(source_sizes)
         return _started(dist.all_to_all_single(output, source, *sizes, group=group, async_op=_beside(output)))
 
     def inbox_numel(self, partial_numel: int, size: int, *, scatters: bool) -> int:
+        """Return the size of a scattered result, which is received before it is added to the output."""
         return partial_numel // size if scatters else 0
 
     def _scaled(self, partial: Tensor, scale: float, size: int, sum_only: bool) -> tuple[Any, float]:

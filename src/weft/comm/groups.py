@@ -49,6 +49,7 @@ def group_of(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
 
 
 def check_alive(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Raise RuntimeError if torch has destroyed one of `groups`."""
     alive = dist.distributed_c10d._world.pg_map
     if any(group not in alive for group in groups):
         raise RuntimeError(_GONE)

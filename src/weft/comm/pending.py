@@ -18,6 +18,7 @@ class Pending:
 
     @property
     def is_over(self) -> bool:
+        """Whether there is nothing to wait for and no work left."""
         return not self.works and self.finish is None and self.second is None
 
     def complete(self) -> None:

@@ -17,12 +17,14 @@ _gate: threading.Event | None = None
 
 
 def expect() -> None:
+    """Hold back the communication of units that is issued until `let_go`."""
     global _gate
     if _gate is None:
         _gate = threading.Event()
 
 
 def let_go() -> None:
+    """Start communication that was held back; do nothing without an earlier `expect`."""
     global _gate
     if _gate is not None:
         _gate.set()

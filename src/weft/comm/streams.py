@@ -79,12 +79,14 @@ def _unused(make: Callable[[], Any]) -> Any:
 
 
 def current(device: torch.device) -> Any:
+    """Return the current stream of `device`; None if it has no streams."""
     if _checker is not None:
         return _checker.current()
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def on(stream: Any) -> AbstractContextManager:
+    """Make `stream` the current stream inside the context; None: change nothing."""
     if stream is None:
         return _NOTHING
     return _checker.on(stream) if _checker is not None else torch.cuda.stream(stream)

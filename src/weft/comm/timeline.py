@@ -107,6 +107,7 @@ class Timeline:
         return entry
 
     def end(self, entry: _Entry) -> None:
+        """Record the end of an operation: now, or at the current position of the current stream."""
         entry.end = self._now()
 
     def noting(self, entry: _Entry, pending: Pending) -> Pending:

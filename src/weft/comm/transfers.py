@@ -119,6 +119,7 @@ class Transfer:
         return self.complete() if timeout is None else self.abandon(timeout)
 
     def abandon(self, timeout: timedelta) -> None:
+        """Wait for the transfers, for at most `timeout`, and discard the result."""
         deadline = time.monotonic() + timeout.total_seconds()
         if self._gate is not None:
             self._gate.set()

@@ -30,6 +30,7 @@ def defer(tensor: UnevenDTensor, bring: Callable[[], None]) -> None:
 
 
 def arrive(tensor: UnevenDTensor) -> None:
+    """Make `tensor` an `UnevenDTensor` again, because its local tensor has memory."""
     vars(tensor).pop("_bring", None)
     tensor.__class__ = UnevenDTensor
 

@@ -38,6 +38,7 @@ def holding(parts: Iterable[torch.Tensor]) -> list[bool]:
 
 
 def filled(parts: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the parts that have elements."""
     return [part for part in parts if part.numel()]
 
 
@@ -50,6 +51,7 @@ _KIND = attrgetter("device", "dtype")
 
 
 def uneven_in(values: Any) -> list[UnevenDTensor]:
+    """Return the `UnevenDTensor`s in the pytree `values`."""
     return [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, UnevenDTensor)]
 
 
@@ -185,6 +187,7 @@ def fits(operand: torch.Tensor, like: UnevenDTensor) -> bool:
 
 
 def whole_of(value: torch.Tensor) -> torch.Tensor:
+    """Return the full tensor. Collective for a DTensor."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 

@@ -59,6 +59,7 @@ def part_norm(part: torch.Tensor, order: float, dtype: torch.dtype | None) -> to
 
 
 def part_norms(parts: list[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """Return the `part_norm` of each of `parts`, which have one dtype, with one foreach operation."""
     here, inner = holding(parts), _inner(parts[0], dtype)
     norms = iter(torch._foreach_norm(list(compress(parts, here)), order, dtype=inner) if any(here) else ())
     if all(here):

@@ -54,6 +54,7 @@ class UnevenStridedShard(_Uneven, _StridedShard):
 
 
 def placements_of(tensor: UnevenDTensor) -> tuple[Placement, ...]:
+    """Return the placements of `tensor`, one per mesh axis."""
     cuts, spec = tensor._cuts, tensor._spec
     if cuts.is_even or not cuts.axes:
         return spec.placements

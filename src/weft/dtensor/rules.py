@@ -62,6 +62,7 @@ def _alias(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def rule_of(func: Any) -> Rule:
+    """Return the function that runs operator `func`, called with `func`, `args` and `kwargs`."""
     name = func._schema.name.removeprefix("aten::")
     if torch.Tag.inplace_view in func.tags and name != "detach_":
         return _refuse

@@ -1,7 +1,7 @@
 """Lets torch's optimizers step over local parts on CPU, over lists of them if they are small.
 
-With sharded tensors, each operator on each tensor calls from torch into Python, which takes as long as the arithmetic
-of 30,000 elements. An operator on a list is one such call, and on local parts there is none.
+With sharded tensors, each operator on each tensor calls from torch into Python, which costs more than a small tensor's
+arithmetic. An operator on a list is one such call, and on local parts there is none.
 
     optimizer            parameters of the group           foreach, fused    steps
     -------------------  --------------------------------  ----------------  -----------------------------------
@@ -14,8 +14,8 @@ of 30,000 elements. An operator on a list is one such call, and on local parts t
                            like gradients and states
     any                  anything else                     anything          as torch chooses
 
-torch also chooses with hyperparameters that are tensors and with differentiable steps. Nesterov momentum goes over no
-lists, because it would change the gradients.
+torch also chooses with hyperparameters that are tensors and with differentiable steps. Nesterov momentum does not
+step over lists, because it would change the gradients there.
 
 torch chooses in the functions that its optimizers call with the parameters of a group. weft wraps these functions, so
 that it sees what the user's hooks have changed, and stores nothing in the optimizer.

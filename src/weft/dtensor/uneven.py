@@ -43,6 +43,7 @@ from weft.mesh import position_on
 def spec_of(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
 ) -> DTensorSpec:
+    """Return the spec of a DTensor with this global shape and stride."""
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
 
 

@@ -243,6 +243,7 @@ def check_views(model: nn.Module) -> None:
 
 
 def named_records(model: nn.Module) -> Iterator[tuple[str, ShardedParameter]]:
+    """Yield all sharded parameters with their names in the model."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for unit in units_of(model):
         for record in (each for group in unit.groups for each in group.parameters):

@@ -319,6 +319,7 @@ def kind_of(module: nn.Module) -> str:
 
 
 def unit_of(module: Any) -> Unit:
+    """Return the unit of a sharded module."""
     return module._weft_unit
 
 

@@ -128,10 +128,12 @@ def record_of(parameter: Any) -> ShardedParameter | None:
 
 
 def ignore(parameter: nn.Parameter) -> None:
+    """Mark a parameter as one of `ignored_params`."""
     vars(parameter)["_weft_ignored"] = True
 
 
 def is_ignored(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter was passed in `ignored_params`."""
     return "_weft_ignored" in vars(parameter)
 
 

@@ -108,6 +108,7 @@ def keep_dtype(parameter: torch.nn.Parameter) -> None:
 
 
 def keeps_dtype(parameter: torch.nn.Parameter) -> bool:
+    """Return whether `parameter` was passed to `keep_dtype`."""
     return getattr(parameter, "keeps_dtype", False)
 
 

@@ -131,6 +131,7 @@ class Unit:
 
     @property
     def computes(self) -> bool:
+        """Whether any holder computes with the full weights."""
         return any(holder.computes for holder in self.holders)
 
     @property
@@ -139,6 +140,7 @@ class Unit:
         return any(group.is_stale for group in self.groups)
 
     def prefetch(self) -> None:
+        """Start the gather, if the weights are at rest."""
         for unit in self.tied:
             unit.prefetch()
         if self.state is State.AT_REST:
@@ -187,6 +189,7 @@ class Unit:
             group.fulls.check_unwritten()
 
     def end_holds(self, *holders: Hold) -> None:
+        """End the given holds, if they exist."""
         for holder in holders:
             if holder in self.holders:
                 self.release(holder)

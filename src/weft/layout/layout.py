@@ -140,6 +140,7 @@ def padding_of(shapes: Sequence[Sequence[int]], shard_size: int, *, dtype: torch
 
 
 def dim_first(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    """Return `shape` with dimension `dim` moved to the front."""
     return (shape[dim], *shape[:dim], *shape[dim + 1 :]) if dim else shape
 
 

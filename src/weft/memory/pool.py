@@ -117,6 +117,7 @@ class Pool:
 
     @property
     def slab_bytes(self) -> int:
+        """The size of the slab in bytes."""
         return self._slab.nbytes if self._slab is not None else 0
 
     def take(self, transient: Transient) -> torch.Tensor:

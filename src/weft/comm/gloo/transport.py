@@ -27,6 +27,7 @@ class Gloo:
     capabilities = Capabilities(tags=True, helpers=True, bundles=True, averages=False, latency=2e-3, bandwidth=2e9)
 
     def all_gather(self, full: Tensor, source: Tensor, group: ProcessGroup, tag: int) -> Pending:
+        """Send `source` to each rank, and meanwhile copy it into `full`, unless it is a slice of `full`."""
         rank, size = dist.get_rank(group), group.size()
         slices = full.view(size, -1)
         works = swap(slices, [source] * size, group, tag)
@@ -69,9 +70,11 @@ class Gloo:
         return Pending(works, spread if small else None)
 
     def all_gather_uneven(self, parts: Several, rank: int, group: ProcessGroup, tag: int) -> Pending:
+        """Send this rank's part to each rank, unless it is empty."""
         return Pending(swap(parts, [parts[rank]] * len(parts), group, tag))
 
     def reduce_scatter(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
+        """Receive this rank's slice from all other ranks, and sum in rank order."""
         rank, size = dist.get_rank(group), group.size()
         slices = partial.view(size, -1)
         terms = terms_of(slices[rank], how.inbox, rank, size)
@@ -146,6 +149,7 @@ class Gloo:
     def all_to_all(
         self, output: Tensor, source: Tensor, output_sizes: Sizes, source_sizes: Sizes, group: ProcessGroup, tag: int
     ) -> Pending:
+        """Receive rows directly in `output`."""
         rank = dist.get_rank(group)
         arriving, leaving = output.split(list(output_sizes)), source.split(list(source_sizes))
         works = swap(arriving, leaving, group, tag)
@@ -153,4 +157,5 @@ class Gloo:
         return Pending(works)
 
     def inbox_numel(self, partial_numel: int, size: int, *, scatters: bool) -> int:
+        """Return the number of elements that the other ranks send to this one."""
         return partial_numel if size == 2 and not scatters else -(-partial_numel // size) * (size - 1)

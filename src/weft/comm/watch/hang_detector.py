@@ -110,6 +110,7 @@ class HangDetector:
     # --- called by this rank's main thread ----------------------------------------------------------------------------
 
     def check(self) -> None:
+        """Raise CollectiveMismatch if this rank knows of one."""
         if self.verdict:
             raise CollectiveMismatch(self.verdict)
 
@@ -123,6 +124,7 @@ class HangDetector:
         return Call(key, number, name, group, self._ranks[group])
 
     def note(self, key: str, number: int) -> None:
+        """Record `number` as the count of issued collectives with `key`."""
         with self._lock:
             self.issued[key] = number
 
@@ -138,6 +140,7 @@ class HangDetector:
         return call.name if call is not None and thread == self._waiter else outside_waits(thread)[0]
 
     def begin_pass(self) -> None:
+        """Forget an earlier failure, because a forward begins."""
         self._failed = ""  # an exception that was caught is over
 
     def fail(self, what: str) -> None:
@@ -369,6 +372,7 @@ def _leave() -> None:
 
 
 def watched(call: Call | None) -> AbstractContextManager:
+    """Return a context that watches a wait for `call`, if there is a hang detector."""
     watch = hang_detector()
     return nullcontext() if call is None or watch is None else watch.waiting(call)
 

@@ -150,18 +150,22 @@ class Reductions(ReductionOrder):
     # --- what `ReductionOrder` calls, and describes -------------------------------------------------------------------
 
     def groups_of(self, unit: int) -> Sequence[int]:
+        """Return the indices of the unit's groups that all ranks reduce."""
         return self._units[unit].reduced
 
     def has_buffer(self, unit: int, group: int) -> bool:
+        """Return whether the group's gradients are packed, or modules have declared to write them."""
         gradients = self._units[unit].groups[group].gradients
         return gradients.where is Where.PACKED or gradients.declared
 
     def pack_group(self, unit: int, group: int, *, defer: bool) -> None:
+        """Copy autograd's gradients into the packed buffer."""
         each = self._units[unit]
         with profiled(each.name, "reduce"):
             each.groups[group].gradients.pack(self._channels.gradients, defer=defer)
 
     def reduce_group(self, unit: int, group: int) -> Ticket:
+        """Pack autograd's gradients, and start the reduction of the packed buffer."""
         each = self._units[unit]
         one = each.groups[group]
         finishes = self._finishes(each)
@@ -170,6 +174,7 @@ class Reductions(ReductionOrder):
             return one.gradients.reduce(self._channels, each.scale_of(one), channel=one.channel, finishes=finishes)
 
     def reduce_turn(self, turn: Sequence[int]) -> Ticket:
+        """Start the reductions of the units of one turn, in one message."""
         units = [self._units[number] for number in turn]
         groups = [group for unit in units for group in unit.trainable_groups]
         scales = [unit.scale_of(group) for unit in units for group in unit.trainable_groups]
@@ -181,5 +186,6 @@ class Reductions(ReductionOrder):
             )
 
     def finish_group(self, unit: int, group: int, under_way: Ticket) -> None:
+        """Wait for the group's reductions, and free their memory."""
         under_way.wait()
         self._units[unit].groups[group].gradients.reduced()

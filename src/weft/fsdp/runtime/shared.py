@@ -100,15 +100,18 @@ class Shared:
                 each.free()
 
     def keep(self, unit: Unit, holder: Any) -> None:
+        """Hold `unit` for `holder` after its use: after a forward until its backward, after a backward permanently."""
         if holder not in unit.holders:
             self.gathers.events.append(("keep", unit.number, 0))
             unit.acquire(holder)
 
     def offer(self, unit: Unit) -> None:
+        """Set `main_grad` for the modules of `unit` that have declared to use it."""
         if unit.writes_gradients:
             self.reductions.offer_main_gradients(unit)
 
     def ready(self, unit: Unit) -> None:
+        """Pack the gradients of `unit`, and reduce them if it is their turn."""
         if self._calls.makes_graph and unit.awaits_reduction:
             raise RuntimeError(
                 f"backward(create_graph=True) through {unit}: gradients of parameters are reduced over the ranks and "
@@ -117,6 +120,7 @@ class Shared:
         self.reductions.reduce(unit)
 
     def expect_more(self, more: bool) -> None:
+        """Set whether a schedule has more microbatches to reduce."""
         self.reductions.more_to_come = more
 
     def _before_gather(self, unit: Unit) -> None:
