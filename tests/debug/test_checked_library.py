@@ -49,9 +49,9 @@ CASES = [
     case(test_behaviour.test_a_block_may_run_twice_in_one_forward),
     case(test_behaviour.test_several_forwards_then_their_backwards_in_any_order),
     case(test_behaviour.test_parameters_tied_across_units_stay_tied, **Z3),
-    case(test_behaviour.test_validation_in_the_middle_of_training_changes_nothing, allocator="trace"),
-    case(test_behaviour.test_evaluation_between_forward_and_backward_changes_nothing),
-    case(test_double_backward.test_what_cannot_be_differentiated_twice_says_so),
+    case(test_behaviour.test_validation_in_the_middle_of_training_changes_nothing, allocator="trace", slow=True),
+    case(test_behaviour.test_evaluation_between_forward_and_backward_changes_nothing, slow=True),
+    case(test_double_backward.test_what_cannot_be_differentiated_twice_says_so, slow=True),
     case(test_narrow.test_a_step_equals_one_process_that_quantizes_in_the_same_places, slow=True),
     case(test_narrow.test_every_recipe_and_option_equals_one_process, slow=True),
     # what is kept elsewhere, and comes back
@@ -62,7 +62,9 @@ CASES = [
     case(
         test_freshness.test_weights_that_are_written_between_microbatches, strategy="optim", flagged=True, way="copy_"
     ),
-    case(test_holds.test_a_root_that_returns_its_heads_weight_for_a_fused_loss, **Z3, microbatches=2, tie=True),
+    case(
+        test_holds.test_a_root_that_returns_its_heads_weight_for_a_fused_loss, **Z3, microbatches=2, tie=True, slow=True
+    ),
     case(test_transients.test_what_memory_held_before_is_in_no_gradient_and_no_norm, strategy="optim"),
     # two roots, exceptions
     case(test_two_roots.test_two_roots_that_step_between_each_others_passes, **Z3),
@@ -84,12 +86,12 @@ CASES = [
     case(test_sharded.test_sharded_experts_train_as_one_process_does, 4, slow=True),
     case(test_schedule.test_one_combined_run_equals_the_plain_one),
     case(test_schedule.test_a_scaled_loss_scales_gradients_and_validation_may_come_between, slow=True),
-    case(test_schedule.test_an_exception_leaves_a_model_that_runs_again),
+    case(test_schedule.test_an_exception_leaves_a_model_that_runs_again, slow=True),
     *(
         case(test_schedule.test_every_way_of_running_equals_plain_forward_and_backward, name=name, slow=True)
         for name in list(test_schedule.MODELS)[:1]
     ),
-    case(test_events.test_each_delayed_product_of_a_sharded_model_runs_in_its_slot),
+    case(test_events.test_each_delayed_product_of_a_sharded_model_runs_in_its_slot, slow=True),
     case(test_main_grad.test_modules_that_add_to_main_grad_find_it_in_every_step_that_needs_it, slow=True),
     case(test_flat.test_a_parameter_without_gradient_keeps_its_value_and_its_state),
 ]

@@ -97,6 +97,7 @@ def test_the_bits_are_those_of_units_that_travel_by_themselves(strategy, microba
     assert lanes["reductions"] and not lanes["reduce"]
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_units_of_one_message_have_divisors_of_their_own_and_add_to_what_is_there():
     def found(bucket_bytes, *, alike):
@@ -136,6 +137,7 @@ def test_a_step_of_small_units_is_a_message_for_each_pass_and_one_for_the_gradie
     assert lanes == {"gather": 2 * DEPTH - 1, "reduce": DEPTH}  # the last unit of a forward stays
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_bucket_holds_as_many_bytes_as_asked_for_and_large_units_travel_by_themselves():
     lanes, layer = Counter(), bytes_of_a_layer()
@@ -207,6 +209,7 @@ def test_ranks_that_run_other_units_of_a_bucket_send_the_same_messages():
     assert equal_bit_by_bit(together, train(model(EACH), skip=skip))
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_rank_that_needs_no_unit_of_a_bucket_takes_part_for_those_that_do():
     def skip(step):
@@ -217,6 +220,7 @@ def test_a_rank_that_needs_no_unit_of_a_bucket_takes_part_for_those_that_do():
     assert equal_bit_by_bit(together, train(model(EACH), steps=2, skip=skip))
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_rank_takes_part_for_a_forward_that_it_is_past_and_for_a_backward_too():
     times, serve = Counter(), GatherHelper.serve_bucket

@@ -90,6 +90,7 @@ def assert_same_bytes(net: nn.Module, whole: list[torch.Tensor], recipe) -> None
     assert_same(travelling(group), group.layout.extents, whole, recipe)
 
 
+@pytest.mark.slow
 @distributed(2, 4)
 def test_bytes_are_those_of_the_whole_weight():
     shapes = [(300, 32), (2, 8, 16 * 6), (0, 32), (3, 40, 32)]
@@ -220,6 +221,7 @@ def assert_trains(recipe, compute=BF16, **options) -> nets.Net:
     return net
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_step_equals_one_process_that_quantizes_in_the_same_places():
     assert_trains(tensorwise(), FP32)
@@ -274,6 +276,7 @@ def spy_on_messages(monkeypatch) -> tuple[list, list]:
     return gathers, maxima
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_gather_brings_the_bytes_of_the_format_and_maxima_are_exchanged_once_in_a_step():
     for recipe, most, exchanges in (
@@ -454,6 +457,7 @@ def test_what_does_not_fit_a_recipe_is_refused():
         sharded(net.two, rowwise())
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_checkpoints_hold_main_weights_alone_and_go_to_any_recipe(tmp_path):
     def made(recipe):

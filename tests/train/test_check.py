@@ -169,6 +169,7 @@ def test_every_mixer_in_every_layout_raises_no_alarm():
         assert not result.found, (pattern, mixer, changes, result.found)
 
 
+@pytest.mark.slow
 def test_a_large_configuration_becomes_small_and_keeps_its_axes():
     changes = ("sharding.tp=2", "sharding.dp_replicate=4", "sharding.ep=8", "train.global_batch_size=128")
     result = checked(128, "[*-][*E]" * 8, *changes)
@@ -227,6 +228,7 @@ def test_sinks_that_the_norm_for_clipping_leaves_out():
     assert "norm for clipping: decoder.layers.0.self_attention.sinks is left out" in said
 
 
+@pytest.mark.slow
 def test_a_sum_over_a_wrong_group():
     patch = mock.patch.object(partial, "group_of", lambda mesh, axis: dist.group.WORLD)
     said = found(4, "[*-]", "sharding.tp=2", patch=patch)

@@ -267,6 +267,7 @@ print("there is one:", dist.is_initialized())
         assert done.returncode == (done is failed), done.stderr
 
 
+@pytest.mark.slow
 def test_a_process_group_that_somebody_else_ended_is_gone_and_a_later_one_is_left_alone():
     program = """
 import atexit, gc, weakref
@@ -422,6 +423,7 @@ def refusals_of_arguments(folder):
     return found
 
 
+@pytest.mark.slow
 def test_an_argument_of_another_kind_is_one_line_with_the_argument_what_it_is_and_the_fix(pool, tmp_path):
     for words, line in zip(WRONG, pool.run(1, refusals_of_arguments, tmp_path)[0], strict=True):
         assert words in line and "\n" not in line and (";" in line), line
@@ -482,6 +484,7 @@ def losses_that_are_none(folder):
     return said
 
 
+@pytest.mark.slow
 def test_what_is_no_loss_is_one_line(pool, tmp_path):
     said = pool.run(1, losses_that_are_none, tmp_path)[0]
     for line, word in zip(
