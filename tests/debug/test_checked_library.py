@@ -41,7 +41,7 @@ CASES = [
     case(
         test_numbers.test_bf16_with_fp32_main_weights_equals_one_process_that_casts_at_the_same_places,
         4,
-        recompute=None,
+        recompute="reentrant",
         slow=True,
     ),
     case(test_behaviour.test_options_for_speed_give_bit_equal_results, slow=True),
@@ -53,7 +53,7 @@ CASES = [
     case(test_behaviour.test_evaluation_between_forward_and_backward_changes_nothing),
     case(test_double_backward.test_what_cannot_be_differentiated_twice_says_so),
     case(test_narrow.test_a_step_equals_one_process_that_quantizes_in_the_same_places, slow=True),
-    case(test_narrow.test_every_recipe_and_option_equals_one_process, slow=True),
+    case(test_narrow.test_every_option_equals_one_process, slow=True),
     # what is kept elsewhere, and comes back
     case(test_offload.test_an_offloaded_run_is_bit_equal_to_one_on_the_device, slow=True),
     case(test_offload.test_accumulation_evaluation_and_flat_optimizers_work_alike, slow=True),
