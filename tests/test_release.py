@@ -153,7 +153,7 @@ def test_the_wheel_trains_in_an_empty_environment_without_the_checkout(built, tm
         assert not (packages / extra).exists()
     run("weft", "train", "--example", "--ranks", "2", *SHORT)
     assert "step 4" in run("weft", "inspect", "runs/example")
-    run("weft", "train", "--resume", "runs/example", "--ranks", "2", "--set=train.steps=6")
+    run("weft", "train", "--resume", "runs/example", "--set=train.steps=6")
     assert not list((tmp_path / "runs" / "example").glob("loss.svg"))
 
     link(needed_by(requirements(wheel, "train")), packages)

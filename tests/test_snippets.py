@@ -206,7 +206,8 @@ def test_commands_that_train_do_what_the_page_says(page, read, monkeypatch):
     with standing_in(read):
         for line in lines:
             if not any(other.startswith(f"{line} ") for other in lines):  # which has options more
-                assert "step" in do(line) or "weft train" not in line
+                said = do(line.replace("steps=200", "steps=6"))
+                assert "step" in said or "weft train" not in line
 
 
 def test_every_block_of_a_page_is_run_or_named_as_run_elsewhere():
