@@ -89,6 +89,8 @@ def reader(tmp_path_factory):
         tables = {name: dict(values) for name, values in weft.train.config.to_dict(own).items()}
         for section, values in SMALL.items():
             tables[section] |= values
+        if own.model.pattern == "[*-][*-][*-][*-]" and own.sharding.pp == 1:
+            tables["model"]["pattern"] = "[*-]"
         if "E" in own.model.pattern:
             tables["model"] |= OF_EXPERTS
             tables["train"] |= {"steps": 6, "validate_every": 0}
