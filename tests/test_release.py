@@ -138,6 +138,7 @@ def test_the_wheel_trains_in_an_empty_environment_without_the_checkout(built, tm
     link(needed_by(requirements(wheel)), packages)
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "WEFT"))}
     plain |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PATH": f"{home / 'bin'}:{os.environ['PATH']}"}
+    plain["OMP_NUM_THREADS"] = "1"
 
     def run(*command: str) -> str:
         done = subprocess.run(command, cwd=tmp_path, env=plain, capture_output=True, text=True, timeout=300)
