@@ -230,10 +230,15 @@ def test_a_step_equals_one_process_that_quantizes_in_the_same_places():
 
 @pytest.mark.long
 @distributed(2)
-def test_every_recipe_and_option_equals_one_process():
+def test_every_recipe_equals_one_process():
     for recipe in RECIPES[1:]:
         assert_trains(recipe, FP32)
-    assert_trains(rowwise(), FP32, reshard_after_forward=False)
+
+
+@pytest.mark.long
+@distributed(2)
+def test_every_option_equals_one_process():
+    assert_trains(nvfp4(), FP32, reshard_after_forward=False)
     assert_trains(tensorwise(), FP32, offload_policy=weft.CPUOffloadPolicy(pin_memory=False))
 
 

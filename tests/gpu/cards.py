@@ -30,11 +30,9 @@ def dawdle() -> None:
 
 
 def on_one_card(body, ranks: int, backend: str, tmp_path, *args) -> None:
-    """Run `body(*args)` on `ranks` ranks that share the first card. Those of a rehearsal share an import, too."""
-    if REHEARSES:
-        mp.set_forkserver_preload(["weft.debug", "weft.fsdp", "weft.models", "weft.overlap", body.__module__])
+    """Run `body(*args)` on `ranks` ranks that share the first card. Those of a rehearsal share this import, too."""
     arguments = (ranks, backend, str(tmp_path / "store"), body, args)
-    mp.start_processes(_serve, arguments, ranks, start_method="forkserver" if REHEARSES else "spawn")
+    mp.start_processes(_serve, arguments, ranks, start_method="fork" if REHEARSES else "spawn")
 
 
 def _serve(rank: int, ranks: int, backend: str, store: str, body, args) -> None:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import weft
 from tests.fsdp import nets
 from tests.programs import run_programs
-from tests.train.command import metrics, rewind
+from tests.train.command import WITHOUT_PICTURES, metrics, rewind
 from tests.train.test_loop import StopAt
 from weft.checkpoint import verify
 from weft.train import Trainer
@@ -259,9 +259,10 @@ print("there is one:", dist.is_initialized())
 
     path = tmp_path / "program.py"
     path.write_text(program("trainer.run()"))
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    environment = {**os.environ, "PYTHONPATH": f"{os.getcwd()}{os.pathsep}{WITHOUT_PICTURES}"}
     launched = subprocess.run([*TORCHRUN, str(path)], capture_output=True, text=True, check=False, env=environment)
-    alone, failed = run_programs([program("trainer.run()"), program("1 / 0")], "import tests.train.test_trainer")
+    imports = "sys.modules['matplotlib'] = None\nimport tests.train.test_trainer"
+    alone, failed = run_programs([program("trainer.run()"), program("1 / 0")], imports)
     for done in (launched, alone, failed):
         assert re.findall("there is one: .*", done.stdout) == ["there is one: True", "there is one: False"]
         assert done.returncode == (done is failed), done.stderr
