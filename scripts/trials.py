@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 LOOK_S = 0.01
 """How often trials are asked whether they are over."""
-JOB_S = 20
+JOB_S = 30
 """For ranks of a test, on a machine that does other things: most take less than one second, but mutants may hang."""
 
 
