@@ -92,8 +92,15 @@ MUTATIONS = [
         "gradients of small units on one rank are added up one by one",
         "bundle_bytes",
         "(each.capabilities.bundle_bytes for each in transports)",
-        "(each.capabilities.bundle_bytes for each in transports if groups[0].groups[-1].size() > 1)",
+        "(each.capabilities.bundle_bytes for each in transports if units[0].groups[-1].groups[-1].size() > 1)",
         BUCKETS + "test_one_rank_adds_up_the_gradients_of_small_units_at_once[1]",
+    ),
+    Mutation(
+        "messages of a large model are as small as those of a small one",
+        "bundle_bytes",
+        "min(4 * least, sum(unit.gathered_bytes for unit in units) // 8)",
+        "least",
+        BUCKETS + "test_messages_of_a_large_model_are_larger_but_at_least_eight[2]",
     ),
     Mutation(
         "a rank that needs nothing of a bucket leaves others waiting",

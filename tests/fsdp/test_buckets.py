@@ -29,13 +29,13 @@ STRATEGIES = ["optim", "optim_grads", "optim_grads_params"]
 class Layers(nn.Module):
     """Layers of one size but for those that are `wide`; a call may skip some of them."""
 
-    def __init__(self, wide=()):
+    def __init__(self, wide=(), depth=DEPTH):
         super().__init__()
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, 40 * WIDTH), nn.Linear(40 * WIDTH, WIDTH))
             if n in wide
             else nn.Linear(WIDTH, WIDTH)
-            for n in range(DEPTH)
+            for n in range(depth)
         )
 
     def forward(self, x, skip=(), spoil=None):
@@ -47,9 +47,9 @@ class Layers(nn.Module):
         return x
 
 
-def model(bucket_bytes, wide=(), frozen=(), runtime=None, **options):
+def model(bucket_bytes, wide=(), frozen=(), runtime=None, depth=DEPTH, **options):
     torch.manual_seed(0)
-    net = Layers(wide)
+    net = Layers(wide, depth)
     for number in frozen:
         net.layers[number].requires_grad_(False)
     for layer in net.layers:
@@ -355,3 +355,14 @@ def test_by_default_a_message_has_the_size_that_takes_as_long_as_its_latency():
         net = model(None)
         train(net, lanes=lanes)
     assert lanes == {"gathers": 2 * (DEPTH // 2), "reductions": DEPTH // 2}
+
+
+@pytest.mark.parametrize("layers, messages", [(32, 8), (64, 8), (72, 9)])
+@distributed(2)
+def test_messages_of_a_large_model_are_larger_but_at_least_eight(layers, messages):
+    transport, layer = transport_of(dist.group.WORLD, torch.device("cpu")), bytes_of_a_layer()
+    small = dataclasses.replace(transport.capabilities, latency=2 * layer / transport.capabilities.bandwidth * 1.001)
+    with mock.patch.object(type(transport), "capabilities", small):
+        lanes = Counter()
+        train(model(None, depth=layers), steps=1, lanes=lanes)
+    assert lanes["gathers"] == 2 * messages

@@ -40,7 +40,8 @@ class RuntimeOptions:
     `allocator`: "trace" plans one slab for transient buffers from the first step, "caching" allocates each buffer.
     `prefetch_bytes`: the number of bytes of weights that may be gathered ahead (None: the next unit).
     `bucket_bytes`: adjacent units of at most this total size share a message. None: the size whose transfer takes as
-    long as the latency of a message, by the transport's capabilities; 0: a message for each unit.
+    long as the latency of a message, by the transport's capabilities; in a large model up to four times that size, but
+    at most an eighth of the model. 0: a message for each unit.
     `max_live_reduce_buffers`: the number of units whose partial gradients may be live at once, including the unit whose
     backward runs. With 2, one unit is reduced while the next computes; with 1, reductions do not overlap.
     `check_collectives`: compare collectives and agree on which parameters have gradients after each backward. False:

@@ -48,7 +48,7 @@ class Shared:
         separate = options.separate_all_gather_group
         self.channels = Channels(device, planned=options.allocator == "trace", separate=bool(separate))
         checked, budget = options.check_collectives, options.prefetch_bytes
-        together = bundle_bytes(groups) if options.bucket_bytes is None else options.bucket_bytes
+        together = bundle_bytes(units) if options.bucket_bytes is None else options.bucket_bytes
         buckets = fill_buckets(units, self.channels, together if budget is None else min(budget, together))
         channel = min((group.channel for group in groups), default=0)
         self.passes = Passes(str(units[0]))
