@@ -203,7 +203,7 @@ def test_every_element_wise_optimizer_steps_as_over_parameters(name):
 @distributed(2)
 def test_an_optimizer_with_state_of_rows_and_columns_refuses_what_is_cut():
     _, model = make_alike(Branch)
-    with pytest.raises(TypeError, match="writes values of a sharded tensor to a plain one"):
+    with pytest.raises(TypeError, match=r"to a plain one of .* needs parameters that are whole"):
         step(model, torch.optim.Adafactor(model.parameters()), torch.ones(2, 5))
 
 

@@ -26,7 +26,18 @@ from torch.utils._pytree import tree_flatten, tree_map
 from weft.comm.collectives import reduce_now
 from weft.comm.groups import group_of
 from weft.dtensor.deferred import DeferredDTensor, bring_all
-from weft.dtensor.local import changed_by, element_wise, filled, fits, on_lists, parts_of, uneven_in, whole_of, wrote
+from weft.dtensor.local import (
+    changed_by,
+    element_wise,
+    filled,
+    fits,
+    on_lists,
+    parts_of,
+    refuse_plain,
+    uneven_in,
+    whole_of,
+    wrote,
+)
 from weft.dtensor.norms import combined_norms, foreach_norm, part_norm, replicated, wide
 from weft.dtensor.uneven import RuledDTensor, UnevenDTensor, local_of
 from weft.dtensor.views import ShardedView, is_view, parents_of, view_of
@@ -311,11 +322,11 @@ def _write_through(func: Any, args: tuple, kwargs: dict) -> Any:
     one process."""
     changed = changed_by(func, args, kwargs)
     parents = parents_of(changed)
+    if not parents:
+        refuse_plain(func, changed[0], uneven_in((args, kwargs))[0])
     if len(parents) != 1 or not all(isinstance(tensor, RuledDTensor) for tensor in changed):
         raise TypeError(
             f"{func} writes to several sharded tensors in a way that their parts do not allow: write to one at a time"
-            if parents
-            else f"{func} writes values of a sharded tensor to a plain one: use its .full_tensor()"
         )
     (parent,) = parents
     whole = parent._gathered()
