@@ -523,6 +523,11 @@ def test_wrong_use_is_named():
         weft.optim.clip_grad_norm_(net.parameters(), 1.0)
     with pytest.raises(ValueError, match="norm_type=0: choose a positive number"):
         weft.optim.grad_norm(net, 0)
+    with pytest.raises(ValueError, match="norm_type='x': choose a positive number"):
+        weft.optim.grad_norm(net, "x")
+    for wrong in (-1, None, math.nan):
+        with pytest.raises(ValueError, match=f"max_norm={wrong}: choose a number of at least 0"):
+            weft.optim.clip_grad_norm_(net, wrong)
     nets.loss_of(net, nets.data(1, 4)[0]).backward()
     net.gain.grad.to_local().fill_(math.nan)
     with pytest.raises(RuntimeError, match=r"norm of order 2\.0 of all gradients is nan"):
