@@ -15,6 +15,7 @@ import weft
 from tests.pairs import all_pairs
 from tests.pool import distributed
 from weft.comm.backends import transport_of
+from weft.comm.gloo import transport
 from weft.comm.lanes import Lane, Ticket
 from weft.comm.watch.hang_detector import hang_detector
 from weft.fsdp.module import units_under
@@ -236,6 +237,28 @@ def test_a_rank_takes_part_for_a_forward_that_it_is_past_and_for_a_backward_too(
         together = train(net, steps=2, skip=lambda step: (0, 1) if dist.get_rank() else ())
     assert times[0] == (4 if dist.get_rank() else 0)  # in each step for the other's forward and its backward
     assert equal_bit_by_bit(together, train(model(EACH), steps=2, skip=lambda step: (0, 1) if dist.get_rank() else ()))
+
+
+@distributed(2)
+def test_a_rank_that_takes_part_for_others_may_change_its_weights_meanwhile():
+    net = model(ALL)
+    runtime = net._weft_driver.engine
+    with torch.no_grad(), mock.patch.object(transport, "ALONE_BYTES", 0):  # all weights travel uncopied
+        net(torch.ones(1, WIDTH))
+        before = [parameter.full_tensor() for parameter in net.parameters()]
+        (bucket,) = runtime._helper._buckets
+        if dist.get_rank():
+            runtime._helper.serve_bucket(0)
+            for group in (group for unit in runtime.units for group in unit.groups):
+                group.main_weight.local.fill_(7.0)
+        dist.barrier()
+        if not dist.get_rank():
+            bucket.gather(False)
+            for layer in net.layers:
+                layer.unshard()
+            for mine, expected in zip(net.parameters(), before, strict=True):
+                assert torch.equal(mine, expected)
+        dist.barrier()
 
 
 @distributed(2)

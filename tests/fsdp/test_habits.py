@@ -66,6 +66,21 @@ def test_hooks_on_accumulated_gradients_run_once_with_the_reduced_gradient():
 
 
 @distributed(2)
+def test_a_hook_on_an_accumulated_gradient_may_remove_itself():
+    for net in (nets.make(), nets.shard(nets.make())):
+        seen = []
+        for parameter in net.parameters():
+            once = parameter.register_post_accumulate_grad_hook(
+                lambda p, seen=seen: (seen.append(p), p.once.remove())[1]
+            )
+            parameter.once = once
+            parameter.register_post_accumulate_grad_hook(seen.append)
+        for _ in range(2):
+            nets.loss_of(net, nets.data(1, 4)[0]).backward()
+        assert len(seen) == 3 * len([*net.parameters()])
+
+
+@distributed(2)
 def test_random_initialisation_in_place_draws_what_one_process_draws():
     plain, net = nets.make(), nets.shard(nets.make())
     for model in (plain, net):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import chain, compress
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -171,6 +171,16 @@ def explain_dtypes(func: Any, dtypes: set[torch.dtype], error: Exception) -> Non
         ) from error
 
 
+def refuse_plain(func: Any, plain: torch.Tensor, sharded: torch.Tensor) -> NoReturn:
+    """Raise TypeError for an operator that writes values of a sharded tensor to a plain one, such as a loaded state."""
+    raise TypeError(
+        f"{func} writes values of a sharded tensor of shape {tuple(sharded.shape)} to a plain one of shape "
+        f"{tuple(plain.shape)}: use its .full_tensor(). If the plain one is an optimizer's state, load whole states "
+        "with set_optimizer_state_dict and StateDictOptions(full_state_dict=True). An optimizer whose states have "
+        "other shapes than parameters, such as Adafactor, needs parameters that are whole: weft.TensorAtomic()"
+    )
+
+
 def fits(operand: torch.Tensor, like: UnevenDTensor) -> bool:
     """Return whether the local part of `operand` can be used with that of `like`: equal cuts, or a scalar."""
     if isinstance(operand, UnevenDTensor):
@@ -241,6 +251,8 @@ def _fitting(func: Any, values: Any, first: Sequence[Any], cuts: Sequence[Any], 
         if not isinstance(like, UnevenDTensor):
             continue
         if not fits(value, like):
+            if written and not isinstance(value, DTensor):
+                refuse_plain(func, value, like)
             if written or value.shape != like.shape:
                 raise TypeError(
                     f"{func}: operands of shape {tuple(like.shape)} are cut differently "

@@ -128,8 +128,8 @@ def find_nonfinite(model: nn.Module) -> list[Nonfinite]:
     the hosts agree on one bit, and exchange their findings if there are any. Raises ValueError for a model without
     sharded modules.
     """
-    found, units, what = _nonfinite_here(model), units_of(model), "search for values that are not finite"
-    parts = parts_of(model)
+    units, what = units_of(model), "search for values that are not finite"
+    found, parts = _nonfinite_here(model), parts_of(model)
     ways: list[tuple[list[dist.ProcessGroup], int]] = []
     if any(unit.groups for unit in units):  # otherwise it is a stage without parameters
         ways.append((groups_to_all_ranks(model), min(group.channel for unit in units for group in unit.groups)))
@@ -244,8 +244,9 @@ def check_views(model: nn.Module) -> None:
 
 def named_records(model: nn.Module) -> Iterator[tuple[str, ShardedParameter]]:
     """Yield all sharded parameters with their names in the model."""
+    units = units_of(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for unit in units_of(model):
+    for unit in units:
         for record in (each for group in unit.groups for each in group.parameters):
             name = names.get(id(record.sharded)) or names.get(id(record.full))
             yield name or f"{unit.name}.{record.name}".lstrip("."), record

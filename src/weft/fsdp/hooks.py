@@ -179,10 +179,12 @@ class HookDriver(ABC):
         nothing in this call."""
         if engine.recover() or self.backwards or id(module) in self._entered:
             return *self.unit.policy.cast_inputs((args, kwargs)), None
-        if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        traced = torch._C._get_tracing_state() is not None
+        if traced or torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+            what = "torch.jit.trace" if traced else "torch.func or forward-mode differentiation"
             raise RuntimeError(
-                f"{self.unit} is called under torch.func or forward-mode differentiation: weights are gathered only "
-                f"around plain calls. Transform a plain copy of the module, or a part of it that is not sharded"
+                f"{self.unit} is called under {what}: weights are gathered only around plain calls. Transform a plain "
+                "copy of the module, or a part of it that is not sharded"
             )
         unit = self.unit
         engine.begin_forward(unit)

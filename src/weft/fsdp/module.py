@@ -66,6 +66,13 @@ class FSDPModule:
             for unit in units_under(self, recurse):
                 unit.register()
 
+    def share_memory(self) -> Any:
+        """Raise ValueError: parameters are views of a flat buffer of this process."""
+        raise ValueError(
+            f"share_memory() of the sharded {kind_of(self)}: its parameters are parts in the flat buffers of this "  # type: ignore[arg-type]
+            "process; share a plain copy, made from get_model_state_dict with full_state_dict=True"
+        )
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters, also of sharded ones while full parameters are registered."""
         super().zero_grad(set_to_none)  # type: ignore[misc]

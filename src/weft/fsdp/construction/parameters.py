@@ -87,8 +87,8 @@ class BlockAtomic:
     rows: int
 
     def __post_init__(self) -> None:
-        if self.rows < 1:
-            raise ValueError(f"BlockAtomic({self.rows}): a block needs at least one row")
+        if not isinstance(self.rows, int) or self.rows < 1:
+            raise ValueError(f"BlockAtomic({self.rows!r}): a block has a whole number of rows, at least one")
 
 
 def granularity_of(parameter: nn.Parameter, name: str, choice: Any) -> tuple[int, int]:

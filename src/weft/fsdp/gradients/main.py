@@ -145,8 +145,8 @@ class MainGradients:
                 present.append(own)
             state.present = state.withdrawn = False
         for own in present:
-            for hook in (own._post_accumulate_grad_hooks or {}).values():  # type: ignore[attr-defined]
-                hook(own)
+            for hook in [*(own._post_accumulate_grad_hooks or {}).values()]:  # type: ignore[attr-defined]
+                hook(own)  # may remove itself
 
     def drop(self) -> None:
         self._is_claimed = False

@@ -89,6 +89,8 @@ class Bucket:
 
     def _start(self, fulls: Sequence[torch.Tensor | None], sources: Sequence[torch.Tensor], copy: int) -> Ticket:
         with torch.no_grad(), profiled(self._name, "gather"):
+            if all(full is None for full in fulls):  # nobody waits: this rank may change its weights meanwhile
+                sources = [source.clone() for source in sources]
             return self._channels.gathers.run(
                 all_gather_bundle,
                 [each if each is None else each.view(self._dtype) for each in fulls],
