@@ -20,8 +20,7 @@ from tests.overlap.small import config, gradients, plain
 from tests.pool import distributed
 from weft.cli import main
 from weft.comm import backends
-from weft.comm.pending import Pending
-from weft.comm.transport import Capabilities
+from weft.comm.transport import Capabilities, Pending
 from weft.fsdp import group, payload
 from weft.models import HybridConfig, HybridModel, hf, kinds, pattern
 from weft.models.hf import families, llama

@@ -14,9 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from weft.comm import streams
-from weft.comm.pending import Pending
-from weft.comm.sums import add_scaled
-from weft.comm.transport import Adds, Capabilities, Scales, Several, Sizes, Sum, Wanted
+from weft.comm.transport import Adds, Capabilities, Pending, Scales, Several, Sizes, Sum, Wanted, add_scaled
 
 
 class BuiltIn:
@@ -127,8 +125,7 @@ class BuiltIn:
 
 
 def _beside(tensor: Tensor) -> bool:
-    """Return whether to start transfers asynchronously. With streams they run on the current stream, so no work handle
-    is needed."""
+    """Return whether to start transfers asynchronously. With streams they run on the current one, without a handle."""
     return not streams.has_streams(tensor.device)
 
 

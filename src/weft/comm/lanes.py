@@ -21,9 +21,9 @@ import torch.distributed as dist
 from weft.comm import priority, streams
 from weft.comm.backends import transport_of
 from weft.comm.groups import CHANNEL_STRIDE
-from weft.comm.pending import Pending
 from weft.comm.timeline import Timeline, recording, span
 from weft.comm.transfers import Transfer, begins_at_once
+from weft.comm.transport import Pending
 from weft.comm.watch.hang_detector import Call, explain, hang_detector, watched
 
 ABANDONED_TIMEOUT = timedelta(seconds=10)

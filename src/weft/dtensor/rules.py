@@ -145,8 +145,7 @@ def _fill_randomly(func: Any, args: tuple, kwargs: dict) -> Any:
     target = args[0]
     if not isinstance(target, UnevenDTensor):  # out=
         return _write_through(func, args, kwargs)
-    drawn = torch.empty(target.shape, dtype=target.dtype, device=target._local_tensor.device)
-    target._local_tensor.copy_(target.slice_of(func(drawn, *args[1:], **kwargs)))
+    target._local_tensor.copy_(_draw_randomly(func, args, kwargs)._local_tensor)
     wrote([target])
     return target
 

@@ -72,10 +72,7 @@ def _dtype_on_cpu(parameters: Sequence[Any], lists: Sequence[Any], options: dict
 
 
 def _are_small(parameters: Sequence[Any]) -> bool:
-    """Return whether arithmetic takes less time than calls.
-
-    The answer must not depend on local parts: ranks must agree, as lists may gather tensors in another order.
-    """
+    """Return whether calls take longer than arithmetic: the same on all ranks, which gather lists in another order."""
     return sum(each._cuts.mean_size for each in parameters) <= SMALL * len(parameters)
 
 

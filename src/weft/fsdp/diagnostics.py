@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft.comm.agreement import agree
 from weft.comm.collectives import reduce_now
-from weft.comm.control import agree
 from weft.comm.groups import exchange_objects, group_of
 from weft.dtensor.uneven import local_of
 from weft.fsdp.group import ParameterGroup

@@ -25,8 +25,9 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import forward_ad
 
 from weft.comm.ranges import Stretch, observed
-from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, DrivenUnit, Engine, Hold, in_backward
+from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, Engine, Hold, in_backward
 from weft.fsdp.trees import give_back, map_tensors, tensors_in
+from weft.fsdp.unit import Unit
 from weft.fsdp.weak import alive
 
 
@@ -139,7 +140,7 @@ _mark: Callable[..., Any] = super(torch.autograd.Function, _EndOfBackward).apply
 class HookDriver(ABC):
     """The code that runs around the calls of one unit's modules, outside of compiled regions."""
 
-    def __init__(self, unit: DrivenUnit) -> None:
+    def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.forward_prefetch: list[weakref.ref[Any]] | None = None
         self.backward_prefetch: list[weakref.ref[Any]] | None = None
@@ -272,7 +273,7 @@ class HookDriver(ABC):
             engine.keep(unit, UNTIL_BACKWARD)
         elif not recomputing:
             if call is not None:
-                unit.keep_post_forward()
+                unit.keeps_post_forward = True
             if len(unit.holders) > 1:
                 unit.end_holds(UNTIL_BACKWARD, USER)
         if self._hold in unit.holders:

@@ -22,8 +22,6 @@ from weft.fsdp.weak import alive
 class UnitDriver(HookDriver):
     """The hook driver of one unit, which is the root of a model or under another driver."""
 
-    unit: Unit
-
     def __init__(self, unit: Unit, options: RuntimeOptions | None) -> None:
         """`options`: the `runtime` argument of `fully_shard`, if given."""
         super().__init__(unit)
@@ -31,7 +29,7 @@ class UnitDriver(HookDriver):
         self._known: weakref.ref[Runtime] | None = None
         self.above: weakref.ref[UnitDriver] | None = None  # the driver of a unit around this one
         self._asked = options
-        self.options = self._given = options or RuntimeOptions()
+        self.options = options or RuntimeOptions()
 
     @property
     def runtime(self) -> Runtime | None:
@@ -62,7 +60,7 @@ class UnitDriver(HookDriver):
             self.above = weakref.ref(around)
         runtime = self.runtime
         changed = self.options if runtime is None else runtime.options
-        around.options = around.options.joined(self._given, changed)
+        around.options = around.options.joined(self._asked or RuntimeOptions(), changed)
         self._own = self._known = None
 
     def _start(self) -> Runtime:
@@ -79,7 +77,7 @@ class UnitDriver(HookDriver):
                     )
         inventory = Inventory(modules, units)
         for driver in drivers:
-            if driver._asked not in (None, self._given):
+            if driver._asked not in (None, self._asked or RuntimeOptions()):
                 raise ValueError(
                     f"runtime={driver._asked} of {driver.unit}, which is not the root: the root's options count for "
                     "all units; pass them to fully_shard of the root, the last call"

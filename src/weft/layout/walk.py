@@ -6,17 +6,23 @@ remaining turns and finishes all reductions.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import islice, takewhile
 from typing import Any
 
-from weft.layout.facts import GradientFacts, Limits, UnitFacts
 from weft.layout.gathers import GatherOrder
-from weft.layout.plan import GRADIENTS, WEIGHTS, Action, Collective, Plan, Step
+from weft.layout.plan import GRADIENTS, WEIGHTS, Action, Collective, GradientFacts, Limits, Plan, Step, UnitFacts
 from weft.layout.slab_plan import plan_slab
 from weft.layout.trace import Event, Trace
 from weft.layout.turns import ReductionOrder, turns_of
 
 PASSES = ("forward", "accumulation", "forward", "backward", "evaluation", "schedule")
 """The order of the passes of a step; passes without a trace are skipped."""
+
+
+class _Holder(str):
+    """A holder of weights, by its name."""
+
+    backward = False  # whether it computes gradients
 
 
 class _Unit:
@@ -71,7 +77,7 @@ class _Unit:
             self._walk.give(WEIGHTS, self._staging)
             self.drop_shard()
 
-    def acquire(self, holder: str) -> None:
+    def acquire(self, holder: Any) -> None:
         for unit in self.tied:
             unit.acquire(holder)
         self.prefetch()
@@ -79,7 +85,7 @@ class _Unit:
         self.keeps_shard = False
         self.holders.append(holder)
 
-    def release(self, holder: str) -> None:
+    def release(self, holder: Any) -> None:
         if holder in self.holders:
             self.holders.remove(holder)
         for unit in self.tied:
@@ -202,26 +208,20 @@ class Walk:
             self._acts = []
 
     def _play(self, trace: Trace, position: int, event: Event) -> None:
-        unit, holder = self.units[event.unit], f"in use {event.unit}"
+        unit, holder = self.units[event.unit], _Holder(f"in use {event.unit}")
+        backward = trace.kind in ("backward", "accumulation")
         if event.what == "use":
-            ahead = []
-            for following in trace.events[position + 1 :]:
-                if following.what != "ahead":
-                    break
-                ahead.append(self.units[following.unit])
-            self._gathers.use(unit, ahead or None, backward=bool(event.detail))
-            unit.acquire(holder)
+            holder.backward = bool(event.detail)
+            ahead = takewhile(lambda each: each.what == "ahead", islice(trace.events, position + 1, None))
+            self._gathers.use(unit, holder, [self.units[each.unit] for each in ahead] or None)
         elif event.what == "keep":
-            unit.acquire("for good" if trace.kind in ("backward", "accumulation") else "until backward")
+            self._gathers.keep(unit, "for good" if backward else "until backward")
         elif event.what == "done":
-            if trace.kind in ("backward", "accumulation"):
+            if backward:
                 unit.release("until backward")
             elif trace.kind == "forward":
                 unit.keeps_shard = bool(event.detail)
-            unit.release(holder)
-            for each in (unit, *unit.tied):
-                if not self._gathers.stays(each):
-                    each.free()
+            self._gathers.done(unit, holder, backward_follows=bool(event.detail))
         elif event.what == "offer":
             self._gradients.offer(event.unit, defer=bool(event.detail))
         elif event.what == "write":

@@ -12,26 +12,40 @@ that it returns to autograd for that weight is then ignored, unless `weight.zero
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from weft.fsdp.parameter import known, record_of
 
 PART_CLASS = "_weft_part_class"  # the attribute of a DTensor with the class of its local part
-_answer: Callable[[nn.Parameter], tuple[torch.Tensor, bool]] | None = None
+
+
+@dataclass
+class Substitutes:
+    """What replaces functions while a graph captures: `answer` replaces `weight_gradient`, and `enter` replaces
+    `weft.fsdp.gradients.partial.whole`; None: the function itself."""
+
+    answer: Callable[[nn.Parameter], tuple[torch.Tensor, bool]] | None = None
+    enter: Callable[[Any, DeviceMesh], torch.Tensor] | None = None
+
+
+substitutes = Substitutes()
 
 
 @contextmanager
-def answering(answer: Callable[[nn.Parameter], tuple[torch.Tensor, bool]]) -> Iterator[None]:
-    """Let `weight_gradient` call `answer` in this context, for example while a graph captures a backward."""
-    global _answer
-    before, _answer = _answer, answer
+def substituting(**functions: Callable[..., Any]) -> Iterator[None]:
+    """Set these `substitutes` in this context."""
+    before = {name: getattr(substitutes, name) for name in functions}
+    vars(substitutes).update(functions)
     try:
         yield
     finally:
-        _answer = before
+        vars(substitutes).update(before)
 
 
 @torch.compiler.disable
@@ -48,13 +62,13 @@ def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
     """
     if not parameter.requires_grad:
         raise ValueError("weight_gradient of a frozen parameter: call it only if parameter.requires_grad")
-    if _answer is not None:
-        return _answer(parameter)
+    if substitutes.answer is not None:
+        return substitutes.answer(parameter)
     if parameter in known:
         record = record_of(parameter)
         assert record is not None, "the parameter outlived its model"
-        assert record.unit.gradient_to_write is not None, f"{record.unit} belongs to no model yet"
-        return record.unit.gradient_to_write(record)
+        assert record.unit.channels is not None, f"{record.unit} belongs to no model yet"
+        return record.unit.channels.gradient_to_write(record)
     accumulate = parameter.grad is not None
     if parameter.grad is None:
         parameter.grad = torch.empty_like(parameter)

@@ -27,7 +27,7 @@ from weft.fsdp.gradients.main import MainGradients
 from weft.fsdp.gradients.stage import GradientStage
 from weft.fsdp.parameter import ShardedParameter
 from weft.fsdp.plan import GroupPlan
-from weft.layout.facts import GradientFacts
+from weft.layout.plan import GradientFacts
 from weft.memory.pool import Pool
 
 
@@ -57,28 +57,27 @@ TRANSITIONS = {  # caused by: what happens
 
 
 class GroupGradients:
-    """Packs, reduces and publishes the gradients of a group's parameters. `describe()`: their name in errors."""
+    """Packs, reduces and publishes the gradients of a group's parameters."""
 
-    def __init__(self, plan: GroupPlan, parameters: Sequence[ShardedParameter], describe: Callable[[], str]) -> None:
+    def __init__(self, plan: GroupPlan, parameters: Sequence[ShardedParameter]) -> None:
         self.where = Where.NOWHERE
-        self.main = MainGradients(plan, parameters, describe)
+        self.main = MainGradients(plan, parameters)
         self.is_owed = False  # whether some rank may have packed gradients of an earlier backward; equal on all ranks
         self.gives_all = False  # whether parameters that no rank used get a gradient of zeros; False: they get none
         self.sums_only = False  # whether reductions are sums that weft scales, never averages by the backend
-        self._describe = describe
         self.hook: Callable[[torch.Tensor], None] | None = None
         """Called with the reduced gradients of a backward, 1-D, before they are added to the main gradients."""
         self.sent = plan.layout.numel * plan.recipe.reduce.itemsize  # the bytes of a reduction's messages
         self._plan = plan
         self._parameters = parameters
-        self._stages = [GradientStage(plan, axis, describe) for axis in reversed(range(plan.mesh.ndim))]
+        self._stages = [GradientStage(plan, axis) for axis in reversed(range(plan.mesh.ndim))]
         """The stages of reduction, one for each mesh axis, the shard axis first."""
         self._finishes = False  # whether the reductions in flight are the last of the step, of all stages
         self._declared = [each for each in parameters if hasattr(each.full, "grad_added_to_main_grad")]
         self.declared = bool(self._declared)  # whether modules have declared that they add to `main_grad`
 
     def _refuse(self, event: str) -> Where:
-        raise RuntimeError(f"{self._describe()}: '{event}' while they are {self.where.value}")
+        raise RuntimeError(f"the gradients of {self._plan.unit()}: '{event}' while they are {self.where.value}")
 
     @property
     def arrived(self) -> bool:

@@ -3,12 +3,10 @@
     forward     the parameter, Replicate()   ->  a plain tensor in the same memory
     backward    this rank's part             ->  the sum over the ranks, Replicate()
 
-The sum is an all-reduce, which a captured graph must not contain. Therefore `entering` substitutes another tensor for
-the plain one during capture, and the caller of the graph calls `whole` outside of it.
+The sum is an all-reduce, which a captured graph must not contain. Therefore a capture substitutes another tensor for
+the plain one, and the caller of the graph calls `whole` outside of it.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,27 +17,14 @@ from torch.distributed.tensor import DTensor
 
 from weft.comm.collectives import reduce_now
 from weft.comm.groups import group_of
-
-Enter = Callable[[Any, DeviceMesh], Tensor]
-_enter: Enter | None = None
-
-
-@contextmanager
-def entering(enter: Enter) -> Iterator[None]:
-    """Let `whole` return the result of `enter` in this context."""
-    global _enter
-    before, _enter = _enter, enter
-    try:
-        yield
-    finally:
-        _enter = before
+from weft.fsdp.gradients.direct import substitutes
 
 
 def whole(parameter: Any, mesh: DeviceMesh) -> Tensor:
     """Return a plain tensor of a `parameter` replicated over the 1-D `mesh`; backward sums its gradient over ranks."""
     if not isinstance(parameter, DTensor):
         return parameter
-    return _Whole.apply(parameter, mesh) if _enter is None else _enter(parameter, mesh)
+    return (substitutes.enter or _Whole.apply)(parameter, mesh)
 
 
 class _Whole(torch.autograd.Function):

@@ -58,7 +58,8 @@ class Inventory:
             for root in roots
             for path, module in root.named_modules()
             for name, parameter in module._parameters.items()
-            if parameter is not None and (module, name) not in places and _is_outside(parameter)
+            if parameter is not None and (module, name) not in places
+            if record_of(parameter) is None or isinstance(parameter, Original)
         ]
         frozen = [(name, parameter) for name, parameter in outside if not is_ignored(parameter)]
         for name, parameter in frozen:
@@ -73,10 +74,6 @@ class Inventory:
         self._seen = _contents(plain)
         self._outside = [weakref.ref(parameter) for _, parameter in outside]
         self._frozen = [weakref.ref(parameter) for _, parameter in frozen]
-
-
-def _is_outside(parameter: nn.Parameter) -> bool:
-    return record_of(parameter) is None or isinstance(parameter, Original)
 
 
 def _contents(modules: list[Any]) -> list[int]:
