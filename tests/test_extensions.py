@@ -123,7 +123,7 @@ def test_the_command_line_draws_and_checks_a_schedule_that_was_added(capsys):
 class Plain:
     """Every collective by the plainest call of torch, done when it returns."""
 
-    capabilities = Capabilities(tags=False, helpers=False, bundles=False, averages=False, latency=1e-4, bandwidth=1e9)
+    capabilities = Capabilities(tags=False, helpers=False, bundles=False, latency=1e-4, bandwidth=1e9)
 
     def __init__(self) -> None:
         self.calls: set[str] = set()

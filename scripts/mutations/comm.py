@@ -127,7 +127,7 @@ MUTATIONS = [
     ),
     Mutation(
         "small units travel one by one without tags",
-        "BuiltIn.__init__",
+        "BuiltIn",
         "bundles=True",
         "bundles=False",
         "fsdp/test_untagged.py::test_small_units_travel_in_one_group_call_where_the_transport_has_no_tags[2]",

@@ -1,9 +1,9 @@
 """The protocol that each transport implements to move tensors between ranks, and the capabilities of a transport.
 
-    transport             tags   helpers   bundles           averages   sums
-    -------------------   ----   -------   ---------------   --------   --------------
-    `gloo.Gloo`           yes    yes       one message       no         in rank order
-    `builtin.BuiltIn`     no     no        one group call    NCCL       by the backend
+    transport             tags   helpers   bundles           sums
+    -------------------   ----   -------   ---------------   -------------------------------
+    `gloo.Gloo`           yes    yes       one message       in rank order
+    `builtin.BuiltIn`     no     no        one group call    by the backend; NCCL averages
 
 The engine asks for a capability and never for the name of a backend. `weft.comm.backends` chooses the transport.
 A transport has no state: one instance serves all groups.
@@ -28,14 +28,12 @@ Adds = Sequence[bool]
 class Capabilities:
     """The capabilities of a transport, and the cost of a message. `tags`: messages of different lanes and channels over
     one group are never confused, in any order of calls. `helpers`: a thread can take part in a gather that its rank
-    skipped, while the rank waits. `bundles`: several tensors can travel at the cost of one message. `averages`: a
-    reduction can average instead of summing. `latency`: the seconds that an empty message takes. `bandwidth`: bytes per
-    second of one rank."""
+    skipped, while the rank waits. `bundles`: several tensors can travel at the cost of one message. `latency`: the
+    seconds that an empty message takes. `bandwidth`: bytes per second of one rank."""
 
     tags: bool
     helpers: bool
     bundles: bool
-    averages: bool
     latency: float
     bandwidth: float
 

@@ -15,7 +15,6 @@ nothing while a schedule drives the units.
 """
 
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from typing import Any
 
@@ -137,8 +136,11 @@ _mark: Callable[..., Any] = super(torch.autograd.Function, _EndOfBackward).apply
 """`Function.apply` without its handling of torch.func, under which units raise anyway."""
 
 
-class HookDriver(ABC):
-    """The code that runs around the calls of one unit's modules, outside of compiled regions."""
+class HookDriver:
+    """The code that runs around the calls of one unit's modules, outside of compiled regions. `engine`: that of the
+    model's units, made at its first pass."""
+
+    engine: Engine
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
@@ -149,11 +151,6 @@ class HookDriver(ABC):
         self._call: ForwardCall | None = None
         self._hold = Hold(f"a forward of {unit.kind}")
         self._stretch: Stretch | None = None
-
-    @property
-    @abstractmethod
-    def engine(self) -> Engine:
-        """The engine of the model's units, made at its first pass."""
 
     @torch.compiler.disable(recursive=False)
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:

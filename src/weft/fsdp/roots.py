@@ -37,7 +37,7 @@ class UnitDriver(HookDriver):
         return None if self._known is None else self._known()
 
     @property
-    def engine(self) -> Runtime:
+    def engine(self) -> Runtime:  # type: ignore[override]
         """The runtime, created for all units of the root if it does not exist yet."""
         runtime = None if self._known is None else self._known()
         if runtime is None:

@@ -114,11 +114,11 @@ class ReductionOrder(ABC):
         """Start the reduction of `unit`, whose gradients are ready, if it is its turn; otherwise pack them.
         `in_order=False` starts it immediately. Returns whether the unit follows the order."""
         if not self._in_turn or not in_order:
-            self._start(unit)
+            self._take((unit,))
             return False
         self.arrived.append(unit)
         if self._turns and self._turns[0] == (unit,):
-            self._start(unit)
+            self._take((unit,))
         else:
             self.pack(unit)
             self.waiting.add(unit)
@@ -168,25 +168,20 @@ class ReductionOrder(ABC):
         return dropped
 
     def _take(self, turn: tuple[int, ...]) -> None:
-        if len(turn) == 1:
-            self._start(turn[0])
-            return
-        self._turns.popleft()
-        for unit in turn:
+        if self._turns and self._turns[0] == turn:
+            self._turns.popleft()
+        for unit in turn if len(turn) > 1 else ():
             if unit not in self.waiting:  # its backward did not run on this rank
                 self.pack(unit)
         self.waiting.difference_update(turn)
+        if len(turn) == 1:
+            self.start(turn[0], self.groups_of(turn[0]))
+            return
         handle = self.reduce_turn(turn)
         for unit in turn:
             for group in self.groups_of(unit):
                 self._under_way.append((turn[0], unit, group, handle))
         self._keep_under_way(self.most_alive - 1)  # room for the gradients of the next unit's backward
-
-    def _start(self, unit: int) -> None:
-        self.waiting.discard(unit)
-        if self._turns and self._turns[0] == (unit,):
-            self._turns.popleft()
-        self.start(unit, self.groups_of(unit))
 
     def _keep_under_way(self, most: int, apart_from: int | None = None) -> None:
         """Wait until reductions of at most `most` units are in flight, not counting unit `apart_from`."""

@@ -24,7 +24,7 @@ class Gloo:
     # Round numbers for processes on one host. A message between idle processes takes 0.3 to 0.5 ms. While every core
     # computes, gloo's thread waits for a core, and a pass with 1 MB units is fastest with messages of 4 to 8 MB.
     # Between hosts latency and bandwidth are those of the network, and their product is smaller.
-    capabilities = Capabilities(tags=True, helpers=True, bundles=True, averages=False, latency=2e-3, bandwidth=2e9)
+    capabilities = Capabilities(tags=True, helpers=True, bundles=True, latency=2e-3, bandwidth=2e9)
 
     def all_gather(self, full: Tensor, source: Tensor, group: ProcessGroup, tag: int) -> Pending:
         """Send `source` to each rank, and meanwhile copy it into `full`, unless it is a slice of `full`."""

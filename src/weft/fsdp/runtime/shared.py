@@ -1,8 +1,8 @@
-"""The objects that the units of a model share, the operations of drivers on a unit, and operations on all units.
+"""The objects that the units of a model share, and operations on all units.
 
-`gathers` has the rules for gathers, `reductions` those for reductions; `channels` has lanes and pools, and `planner`
-addresses. Ranks compare their actions (`_consensus`, `_steps`), join gathers that only others need (`_helper`), and
-update model weights after the main weights have changed (`_freshness`).
+`gathers` has the rules for gathers, `reductions` those for reductions: drivers call both. `channels` has lanes and
+pools, and `planner` addresses. Ranks compare their actions (`_consensus`, `_steps`), join gathers that only others
+need (`_helper`), and update model weights after the main weights have changed (`_freshness`).
 
 A unit whose module was replaced remains, because ranks may collect the module at different times, and all ranks must
 send the same messages.
