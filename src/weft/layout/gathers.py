@@ -55,24 +55,18 @@ class Gathered(Protocol):
 @dataclass
 class _Pass:
     """A pass of this `kind`, with the units that its trace expects to be used, in order. `backwards`: per use, 1 if it
-    is in backward and of a unit that turns."""
+    is in backward and of a unit that turns. `wanted_at`: the units to gather ahead at each position of the trace."""
 
     kind: str
     expected: tuple[int, ...] = ()
     backwards: tuple[int, ...] = ()
     wanted_at: dict[tuple[int, bool], tuple[int, ...]] = field(default_factory=dict)
-    """The units to gather ahead at each position of the trace."""
-    events: list[tuple[str, int, int]] = field(default_factory=list)
-    """The events so far: (kind, unit, detail)."""
+    events: list[tuple[str, int, int]] = field(default_factory=list)  # those so far: (kind, unit, detail)
     position: int = 0
-    wanted: tuple[int, ...] = ()
-    """The units that should be gathered ahead after the latest use."""
-    gathered: set[int] = field(default_factory=set)
-    """The units of the bundles that were gathered."""
-    on_plan: bool = True
-    """Whether the pass has followed its trace so far."""
-    waits: bool = False
-    """Whether gradients of a backward wait for another backward."""
+    wanted: tuple[int, ...] = ()  # the units that should be gathered ahead after the latest use
+    gathered: set[int] = field(default_factory=set)  # the units of the bundles that were gathered
+    on_plan: bool = True  # whether the pass has followed its trace so far
+    waits: bool = False  # whether gradients of a backward wait for another backward
 
 
 class GatherOrder:

@@ -96,14 +96,3 @@ def parameter_of(weight: torch.Tensor) -> nn.Parameter | None:
 def says_it_wrote(parameter: nn.Parameter) -> bool:
     """Return whether the module added to `main_grad` in this backward."""
     return getattr(parameter, "grad_added_to_main_grad", False)
-
-
-def leaves_a_dummy(parameter: nn.Parameter) -> bool:
-    """Return whether to ignore autograd's gradient of the parameter, because the module wrote `main_grad`."""
-    return says_it_wrote(parameter) and not getattr(parameter, "zero_out_wgrad", False)
-
-
-def withdraw_main_gradient(parameter: nn.Parameter) -> None:
-    """Remove `main_grad`, so that modules no longer write to its buffer."""
-    vars(parameter).pop("main_grad", None)
-    parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]

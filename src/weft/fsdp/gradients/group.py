@@ -22,7 +22,7 @@ from weft.comm.groups import group_of
 from weft.comm.lanes import Ticket
 from weft.fsdp.autograd import behind_classes
 from weft.fsdp.channels import Channels
-from weft.fsdp.gradients.direct import leaves_a_dummy, says_it_wrote, withdraw_main_gradient
+from weft.fsdp.gradients.direct import says_it_wrote
 from weft.fsdp.gradients.main import MainGradients
 from weft.fsdp.gradients.stage import GradientStage
 from weft.fsdp.parameter import ShardedParameter
@@ -141,14 +141,13 @@ class GroupGradients:
             torch._foreach_zero_(padding)
         new: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         more: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        for each in self._declared:
-            if says_it_wrote(each.full):
-                each.gradient.written = True
         with behind_classes():
             left = [*map(_grad_of, self._parameters)]
         for each in self._declared:
-            if leaves_a_dummy(each.full):
-                left[each.number] = None
+            if says_it_wrote(each.full):
+                each.gradient.written = True
+                if not getattr(each.full, "zero_out_wgrad", False):  # autograd's gradient is not of zeros: ignore it
+                    left[each.number] = None
         for each, view, gradient in zip(self._parameters, self._stages[0].views, left):
             state = each.gradient
             if gradient is not None:
@@ -182,8 +181,9 @@ class GroupGradients:
             for each in self._parameters:
                 each.full.grad = None
                 each.gradient.written = False
-        for each in self._declared:
-            withdraw_main_gradient(each.full)
+        for each in self._declared:  # modules no longer write to the buffer
+            vars(each.full).pop("main_grad", None)
+            each.full.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
     # --- reducing -----------------------------------------------------------------------------------------------------
 
