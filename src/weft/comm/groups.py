@@ -226,4 +226,5 @@ def first_rank_s(
     value: Any, group: dist.ProcessGroup | None = None, what: str = "an object", *, watched: bool = True
 ) -> Any:
     """Return the `value` of the group's first rank; the arguments are those of `exchange_objects`."""
-    return exchange_objects(value, group, what, watched=watched)[0]
+    found = exchange_objects(value, group, what, watched=watched)[0]
+    return value if (group or world()).rank() == 0 else found  # an exception keeps its traceback there
