@@ -151,6 +151,6 @@ MUTATIONS = [
         "agree",
         "tag_of(TAGS, what, channel)",
         "tag_of(TAGS, what)",
-        "comm/test_control.py::test_words_of_another_moment_or_model_are_never_taken_for_these[2-model]",
+        "comm/test_agreement.py::test_words_of_another_moment_or_model_are_never_taken_for_these[2-model]",
     ),
 ]
