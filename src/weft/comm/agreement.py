@@ -27,8 +27,7 @@ from weft.errors import CollectiveMismatch
 
 TAGS = 200
 """The first tag of these messages, which differ from the tags of lanes."""
-_WORD = 62
-"""The number of flags that one integer of a message holds."""
+_WORD = 62  # the number of flags that one integer of a message holds
 
 
 def agree(

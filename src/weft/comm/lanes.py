@@ -42,10 +42,8 @@ class Ticket:
     _after: "Ticket | None"
     _home: Any = None
     _name: str = ""
-    _behind: set[Any] = field(default_factory=set)
-    """The streams that have waited for this ticket."""
-    _settled: bool = False
-    """Whether the ticket was waited for or abandoned."""
+    _behind: set[Any] = field(default_factory=set)  # the streams that have waited for this ticket
+    _settled: bool = False  # whether the ticket was waited for or abandoned
 
     def __del__(self) -> None:
         """Abandon a ticket that nothing waited for; the stream checker counts it, because a wait may be missing."""

@@ -22,8 +22,7 @@ from typing import Any
 
 import torch
 
-_SPIN_S = 1e-3
-"""How long the host polls an event without sleeping: most waits end sooner."""
+_SPIN_S = 1e-3  # how long the host polls an event without sleeping: most waits end sooner
 
 
 _checker: Any = None
@@ -53,8 +52,7 @@ def new(name: str, device: torch.device) -> Any:
 
 
 _in_use: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
-_POOL = 32
-"""The number of streams per priority in torch's pool, which torch hands out in turn."""
+_POOL = 32  # the number of streams per priority in torch's pool, which torch hands out in turn
 
 
 def _unused(make: Callable[[], Any]) -> Any:

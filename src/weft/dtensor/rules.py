@@ -51,8 +51,7 @@ def run(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None 
     return _on_owner(func, args, kwargs) if result is NotImplemented else result
 
 
-_known: dict[Any, Rule] = {}
-"""The rules by `func._op`, whose hash is faster than that of `func`."""
+_known: dict[Any, Rule] = {}  # the rules by `func._op`, whose hash is faster than that of `func`
 
 
 def _alias(func: Any, args: tuple, kwargs: dict) -> Any:

@@ -31,8 +31,7 @@ import torch
 from weft.dtensor.local import kinds_of, parts_of
 from weft.dtensor.uneven import UnevenDTensor
 
-_EXACT = (torch.float32, torch.float64)
-"""With narrower dtypes, torch's steps over lists round differently."""
+_EXACT = (torch.float32, torch.float64)  # with narrower dtypes, torch's steps over lists round differently
 SMALL = 4096
 """Elements of a tensor above which arithmetic dominates, and intermediate results of a list take much memory."""
 

@@ -281,5 +281,4 @@ class GatherOrder:
                 self._units[each].free()
 
 
-_RECORDS = 16
-"""The number of traces for which the units to gather ahead are cached."""
+_RECORDS = 16  # the number of traces for which the units to gather ahead are cached

@@ -70,8 +70,7 @@ class ReductionOrder(ABC):
         self.waiting: set[int] = set()
         """The units that are packed and wait for their turn."""
         self._in_turn = True
-        self._turns: deque[tuple[int, ...]] = deque()
-        """The remaining turns of this backward."""
+        self._turns: deque[tuple[int, ...]] = deque()  # the remaining turns of this backward
         self._under_way: deque[tuple[int, int, Any, Any]] = deque()
         """Reductions in flight: the first unit of the turn, unit, group, and the handle for `finish_group`."""
 

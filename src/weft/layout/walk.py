@@ -40,8 +40,7 @@ class _Unit:
         self.holders: list[str] = []
         self.tied: list[_Unit] = []
         self.groups = [None if each is None else _Group(walk, each) for each in facts.gradients]
-        self.keeps_shard = False
-        """Whether a post-forward shard stays when the weights are freed."""
+        self.keeps_shard = False  # whether a post-forward shard stays when the weights are freed
         self.shard_held = False
         self._staging = 0
         self._walk = walk
@@ -143,8 +142,7 @@ class Walk:
         self._gathers = GatherOrder(self.units, inside, limits.prefetch_bytes)
         self._gathers.traces.update(traces)
         self._gradients = _Gradients(self, limits.max_live_reduce_buffers)
-        self.alive: dict[frozenset[int], None] = {}
-        """The sets of units whose weights are gathered at the same time."""
+        self.alive: dict[frozenset[int], None] = {}  # the sets of units whose weights are gathered at the same time
 
     # --- memory and collectives -------------------------------------------------------------------------------------
 

@@ -24,8 +24,7 @@ Root = tuple["weakref.ref[Any]", int]  # a root unit, and the number of backward
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
 
 
-_LOOKS = 3
-"""The number of backwards in which a root is looked for, because a model may run forward and never backward."""
+_LOOKS = 3  # the number of backwards in which a root is looked for, because a model may run forward and never backward
 
 
 def look_around(roots: "Sequence[Root]", outputs: Iterable[torch.Tensor | GradientEdge]) -> "list[Root]":

@@ -50,8 +50,7 @@ class Runtime(Shared):
         self._failure: tuple[BaseException, str] | None = None
         self._evaluates = False  # whether the current or latest schedule has no backward
         self._keeps_gradients = False  # whether the failed pass left the gradients of earlier backwards unchanged
-        self._filled = False
-        """Whether all parameters and buffers that were on the meta device are known to have values."""
+        self._filled = False  # whether all parameters and buffers that were on the meta device are known to have values
         self._is_new = not self._consensus.is_alone
         """Whether no backward has checked yet for parameters outside of the root."""
         self.post_optimizer_event: Any = None
