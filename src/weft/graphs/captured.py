@@ -29,8 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from weft.fsdp.gradients.direct import substituting
-from weft.fsdp.gradients.partial import whole
+from weft.fsdp.gradients.direct import substituting, whole
 from weft.graphs import tape
 from weft.graphs.attributes import Attributes
 from weft.graphs.backward import Backward, Uses

@@ -1,4 +1,4 @@
-"""Gradients that modules write directly into the buffer that is reduced.
+"""Gradients that modules write directly into the buffer that is reduced, or sum over tensor-parallel ranks first.
 
 A custom backward that can write its product to a given tensor (`torch.addmm(out=)`, a fused kernel) avoids a copy of
 the gradient and, with a wider `reduce_dtype`, rounding it to the compute dtype. It calls `weight_gradient` with the
@@ -8,6 +8,14 @@ returns None for its gradient.
 Megatron's convention works too: a module sets `weight.grad_added_to_main_grad = False` on its parameter before
 `fully_shard`. In backward it adds to `weight.main_grad` and sets `weight.grad_added_to_main_grad = True`. The gradient
 that it returns to autograd for that weight is then ignored, unless `weight.zero_out_wgrad` is True, for zeros.
+
+`whole` enters weights that are replicated over tensor-parallel ranks, each of which computes a partial gradient:
+
+    forward     the parameter, Replicate()   ->  a plain tensor in the same memory
+    backward    this rank's part             ->  the sum over the ranks, Replicate()
+
+The sum is an all-reduce, which a captured graph must not contain. Therefore a capture substitutes another tensor for
+the plain one, and the caller of the graph calls `whole` outside of it.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,10 +24,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from weft.comm.collectives import reduce_now
+from weft.comm.groups import group_of
 from weft.fsdp.parameter import known, record_of
 
 PART_CLASS = "_weft_part_class"  # the attribute of a DTensor with the class of its local part
@@ -27,8 +38,7 @@ PART_CLASS = "_weft_part_class"  # the attribute of a DTensor with the class of 
 
 @dataclass
 class Substitutes:
-    """What replaces functions while a graph captures: `answer` replaces `weight_gradient`, and `enter` replaces
-    `weft.fsdp.gradients.partial.whole`; None: the function itself."""
+    """What replaces functions while a graph captures: `answer` replaces `weight_gradient`, `enter` replaces `whole`."""
 
     answer: Callable[[nn.Parameter], tuple[torch.Tensor, bool]] | None = None
     enter: Callable[[Any, DeviceMesh], torch.Tensor] | None = None
@@ -96,3 +106,26 @@ def parameter_of(weight: torch.Tensor) -> nn.Parameter | None:
 def says_it_wrote(parameter: nn.Parameter) -> bool:
     """Return whether the module added to `main_grad` in this backward."""
     return getattr(parameter, "grad_added_to_main_grad", False)
+
+
+def whole(parameter: Any, mesh: DeviceMesh) -> torch.Tensor:
+    """Return a plain tensor of a `parameter` replicated over the 1-D `mesh`; backward sums its gradient over ranks."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return (substitutes.enter or _Whole.apply)(parameter, mesh)
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Any, mesh: DeviceMesh) -> torch.Tensor:
+        ctx.group, ctx.lies = group_of(mesh, 0), (parameter.device_mesh, parameter.placements)
+        local = parameter.to_local()
+        return local.view_as(local)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+        wide = wide.contiguous()
+        reduce_now(wide, dist.ReduceOp.SUM, ctx.group, "a gradient of tensor-parallel ranks")
+        return DTensor.from_local(wide.to(gradient.dtype), *ctx.lies, run_check=False), None
