@@ -102,11 +102,8 @@ def _remedy(parameter: nn.Parameter, modules: Iterable[nn.Module]) -> str:
 
 # --- around a root ----------------------------------------------------------------------------------------------------
 
-
 Root = tuple["weakref.ref[Any]", int]  # a root unit, and the number of backwards whose graphs were inspected for it
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
-
-
 _LOOKS = 3  # the number of backwards in which a root is looked for, because a model may run forward and never backward
 
 
