@@ -127,7 +127,7 @@ MUTATIONS = [
     ),
     Mutation(
         "small units travel one by one without tags",
-        "BuiltIn.__init__",
+        "BuiltIn",
         "bundles=True",
         "bundles=False",
         "fsdp/test_untagged.py::test_small_units_travel_in_one_group_call_where_the_transport_has_no_tags[2]",
@@ -151,6 +151,6 @@ MUTATIONS = [
         "agree",
         "tag_of(TAGS, what, channel)",
         "tag_of(TAGS, what)",
-        "comm/test_control.py::test_words_of_another_moment_or_model_are_never_taken_for_these[2-model]",
+        "comm/test_agreement.py::test_words_of_another_moment_or_model_are_never_taken_for_these[2-model]",
     ),
 ]

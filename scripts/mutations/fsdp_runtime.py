@@ -54,7 +54,7 @@ MUTATIONS = [
     Mutation(
         "gradients that only some ranks have unfrozen are left where they are",
         "Consensus.reach",
-        "[number for number in numbers if unit.groups[number].agreed]",
+        "[group for group in late if group.agreed]",
         "[]",
         DIFFERENTLY_FROZEN,
     ),
@@ -142,14 +142,14 @@ MUTATIONS = [
     Mutation(
         "reductions wait for the turn of a frozen unit",
         "Reductions.begin",
-        "unit.trainable_groups and not self.defers(unit) and self._checked and unit.is_addressed",
-        "not self.defers(unit) and self._checked and unit.is_addressed",
+        "unit.trainable_groups and not self.defers(unit) and checks and unit.is_addressed",
+        "not self.defers(unit) and checks and unit.is_addressed",
         ORDER + "test_nothing_waits_for_the_turn_of_a_unit_that_is_frozen[2]",
     ),
     Mutation(
         "weights do not go after forward",
-        "Shared.done",
-        "not self.gathers.stays(each)",
+        "GatherOrder.done",
+        "not self.stays(each)",
         "False",
         ORDER + "test_weights_go_when_the_next_unit_has_computed[2-trace]",
     ),
@@ -163,8 +163,8 @@ MUTATIONS = [
     Mutation(
         "each reduction is waited for at once",
         "Reductions.reduce_group",
-        "one.gradients.reduce(self._channels, each.scale_of(one), channel=one.channel, finishes=finishes)",
-        "[(ticket := one.gradients.reduce(self._channels, 1.0, channel=one.channel, finishes=finishes)), "
+        "group.gradients.reduce(self._channels, scale, channel=group.channel, finishes=finishes)",
+        "[(ticket := group.gradients.reduce(self._channels, 1.0, channel=group.channel, finishes=finishes)), "
         "ticket.wait()][0]",
         REDUCED_BESIDE + "[2-optim_grads_params]",
     ),
@@ -222,8 +222,8 @@ MUTATIONS = [
     Mutation(
         "a write on one rank is not told to the others",
         "Freshness.begin_pass",
-        "words, _ = agree(words, [], groups, 'beginning of a pass', channel=self._channel)",
-        "agree(words, [], groups, 'beginning of a pass', channel=self._channel)",
+        "words, _ = agree(words, [], groups, 'beginning of a pass', channel=self._agreement.channel)",
+        "agree(words, [], groups, 'beginning of a pass', channel=self._agreement.channel)",
         SEAMS + "test_freshness.py::test_a_write_on_one_rank_is_a_write_on_all[2-optim]",
     ),
     Mutation(

@@ -146,7 +146,7 @@ def test_shards_of_any_shapes_have_the_bytes_of_the_whole_weight(shapes, ranks, 
         mesh, placed = Mesh(ranks, rank), Placements((Shard(0),), (Shard(0),), (Shard(0),))
         dtypes = Recipe(FP32, BF16, FP32, FP32, recipe)
         plan = GroupPlan(layout, mesh, placed, dtypes, torch.device("cpu"), None)  # type: ignore[arg-type]
-        payloads.append(Narrow(plan, lambda: "weights"))
+        payloads.append(Narrow(plan))
     shards = main.view(ranks, -1)
     if recipe.shares_maximum:
         largest = torch.stack([each.local_maxima(shard) for each, shard in zip(payloads, shards)]).amax(0)

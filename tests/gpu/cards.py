@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import weft.debug
-from weft.comm.pending import Pending
+from weft.comm.transport import Pending
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """Where tests run: those without the mark `gpu` also where there is no GPU, so that they do not rot."""

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from tests.pool import distributed
 from tests.train.command import committed, metrics, ranks_of, started, wait_until, write_config
 from weft.checkpoint.storage import operation
+from weft.comm.backends import is_lost_connection
 from weft.comm.groups import exchange_objects
-from weft.comm.lost import is_lost_connection
 from weft.comm.watch.hang_detector import start_hang_detector
 from weft.train.run import peers
 from weft.train.run.watchdog import Watchdog

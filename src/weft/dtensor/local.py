@@ -113,9 +113,7 @@ _SCALARS = frozenset((float, int, bool, type(None)))
 
 
 def _beside(operands: tuple) -> list[Any] | None:
-    """Return the local parts of the operands for the fast path, if all are plain scalars or have the spec of the first;
-    otherwise None. The operands of torch's single-tensor optimizers satisfy this.
-    """
+    """Return the local parts, if all operands are scalars or have the first one's spec, as in single-tensor steps."""
     first = operands[0]
     if type(first) is not UnevenDTensor:
         return None
@@ -238,9 +236,8 @@ def on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _fitting(func: Any, values: Any, first: Sequence[Any], cuts: Sequence[Any], written: bool) -> Any:
-    """Return the argument `values` cut like the list `first`, whose cuts are `cuts`. Tensors with other cuts, such as
-    full ones, are sliced. Raises TypeError for these if they are `written` to. Equal cuts are made the same object, so
-    that the next comparison is fast."""
+    """Return argument `values` cut like the list `first`, whose cuts are `cuts`. Tensors with other cuts are sliced,
+    or raise TypeError if they are `written` to. Equal cuts become one object, which is compared faster."""
     if not isinstance(values, (list, tuple)) or not any(isinstance(value, torch.Tensor) for value in values[:1]):
         return values
     if all(map(operator.is_, found := _cuts_of(values), cuts)):

@@ -62,8 +62,7 @@ def run(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None 
     return _on_owner(func, args, kwargs) if result is NotImplemented else result
 
 
-_known: dict[Any, Rule] = {}
-"""The rules by `func._op`, whose hash is faster than that of `func`."""
+_known: dict[Any, Rule] = {}  # the rules by `func._op`, whose hash is faster than that of `func`
 
 
 def _alias(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -156,8 +155,7 @@ def _fill_randomly(func: Any, args: tuple, kwargs: dict) -> Any:
     target = args[0]
     if not isinstance(target, UnevenDTensor):  # out=
         return _write_through(func, args, kwargs)
-    drawn = torch.empty(target.shape, dtype=target.dtype, device=target._local_tensor.device)
-    target._local_tensor.copy_(target.slice_of(func(drawn, *args[1:], **kwargs)))
+    target._local_tensor.copy_(_draw_randomly(func, args, kwargs)._local_tensor)
     wrote([target])
     return target
 

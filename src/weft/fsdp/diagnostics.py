@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft.comm.agreement import agree
 from weft.comm.collectives import reduce_now
-from weft.comm.control import agree
 from weft.comm.groups import exchange_objects, group_of
 from weft.dtensor.uneven import local_of
 from weft.fsdp.group import ParameterGroup
@@ -195,18 +195,16 @@ def quantization_shares(model: nn.Module) -> dict[str, Shares]:
     if not narrow:
         return {}
     agree_on_maxima(group for _, group in narrow)
-    counts = torch.zeros(len(narrow), 3, dtype=torch.int64, device=narrow[0][1].device)
+    names = list(dict.fromkeys(name for name, _ in narrow))
+    counts = torch.zeros(len(names), 3, dtype=torch.int64, device=narrow[0][1].device)
     with torch.no_grad():
-        for row, (_, group) in zip(counts, narrow):
-            row.copy_(group.payload.losses(group.main_weight.local))
+        for name, group in narrow:
+            counts[names.index(name)] += group.payload.losses(group.main_weight.local)
     for ranks in groups_to_all_ranks(model):
         reduce_now(counts, dist.ReduceOp.SUM, ranks, "the shares of saturated and underflowed weights")
-    sums: dict[str, list[int]] = {}
-    for (name, _), own in zip(narrow, counts.tolist()):
-        sums[name] = [one + other for one, other in zip(sums.get(name, [0, 0, 0]), own)]
     return {
         name: Shares(saturated / max(numel, 1), underflowed / max(numel, 1))
-        for name, (saturated, underflowed, numel) in sums.items()
+        for name, (saturated, underflowed, numel) in zip(names, counts.tolist())
     }
 
 

@@ -211,8 +211,6 @@ class FSDPModule:
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Set `RuntimeOptions.max_live_reduce_buffers` for all units of the model: how many units' partial gradients
         may be live at once. Raises TypeError if it is not an int, ValueError if it is less than 1."""
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(f"max_input_buffers={max_input_buffers!r}: pass an int of at least 1")
         for runtime in _runtimes(self, recurse):
             runtime.change(max_live_reduce_buffers=max_input_buffers)
 

@@ -68,14 +68,16 @@ class RuntimeOptions:
                     f"separate_all_gather_group={separate!r}: choose True or False, or pass a list of process groups"
                 )
             object.__setattr__(self, "separate_all_gather_group", tuple(separate))
-        if isinstance(self.max_live_reduce_buffers, bool) or not isinstance(self.max_live_reduce_buffers, int):
-            raise TypeError(f"max_live_reduce_buffers={self.max_live_reduce_buffers!r}: pass an int of at least 1")
-        if isinstance(self.bucket_bytes, bool) or not isinstance(self.bucket_bytes, int | None):
-            raise TypeError(f"bucket_bytes={self.bucket_bytes!r}: pass an int, 0 for none")
-        if self.bucket_bytes is not None and self.bucket_bytes < 0:
-            raise ValueError(f"bucket_bytes={self.bucket_bytes}: choose 0 or more")
-        if isinstance(self.prefetch_bytes, bool) or not isinstance(self.prefetch_bytes, int | None):
-            raise TypeError(f"prefetch_bytes={self.prefetch_bytes!r}: pass an int, or None for the next unit")
+        for name, least, how in (
+            ("max_live_reduce_buffers", 1, "an int of at least 1"),
+            ("bucket_bytes", 0, "an int of 0 or more, 0 for none, or None for a size by the transport"),
+            ("prefetch_bytes", 0, "an int of 0 or more, or None for the next unit"),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int if least else int | None):
+                raise TypeError(f"{name}={value!r}: pass {how}")
+            if value is not None and value < least:
+                raise ValueError(f"{name}={value}: pass {how}")
         if self.allocator not in ("trace", "caching"):
             raise ValueError(f"allocator={self.allocator!r}: choose 'trace' or 'caching'")
         if not isinstance(self.graphs, Captures | None):
@@ -85,10 +87,6 @@ class RuntimeOptions:
                 "graphs with allocator='caching': a graph needs fixed addresses of weights, and these change from "
                 "pass to pass; choose 'trace'"
             )
-        if self.max_live_reduce_buffers < 1:
-            raise ValueError(f"max_live_reduce_buffers={self.max_live_reduce_buffers}: at least 1 is needed")
-        if self.prefetch_bytes is not None and self.prefetch_bytes < 0:
-            raise ValueError(f"prefetch_bytes={self.prefetch_bytes}: choose 0 or more, or None for the next unit")
 
     def joined(self, given: "RuntimeOptions", now: "RuntimeOptions") -> "RuntimeOptions":
         """Return these options of a new root, with the changes that methods of an inner model made to its options, from
