@@ -225,6 +225,11 @@ def exchange_objects(
 def first_rank_s(
     value: Any, group: dist.ProcessGroup | None = None, what: str = "an object", *, watched: bool = True
 ) -> Any:
-    """Return the `value` of the group's first rank; the arguments are those of `exchange_objects`."""
-    found = exchange_objects(value, group, what, watched=watched)[0]
-    return value if (group or world()).rank() == 0 else found  # an exception keeps its traceback there
+    """Broadcast the `value` of the group's first rank; the arguments are those of `exchange_objects`."""
+    group = group or world()
+    if is_pretended(group):
+        return value
+    host, shared = host_group(group), [value]
+    with watching("object", what, host) if watched else nullcontext():
+        dist.broadcast_object_list(shared, group=host, group_src=0)
+    return shared[0]
