@@ -23,7 +23,7 @@ from weft.checkpoint.staging import Staged, Stager, flatten, unflatten
 from weft.checkpoint.state import Stateful, state_dict_of
 from weft.checkpoint.storage import operation
 from weft.checkpoint.writing import Writer
-from weft.comm.groups import exchange_objects, first_rank_s, group_beside
+from weft.comm.groups import broadcast_object, exchange_objects, group_beside
 
 Result = TypeVar("Result")
 
@@ -382,7 +382,9 @@ class CheckpointManager:
             except Exception as error:
                 answer[1] = error
         if group is not None:
-            answer = first_rank_s(answer, group, "the checkpoint of the first rank", watched=group is not self._writers)
+            answer = broadcast_object(
+                answer, group, "the checkpoint of the first rank", watched=group is not self._writers
+            )
         if answer[1] is not None:
             raise answer[1]
         return answer[0]

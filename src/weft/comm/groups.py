@@ -222,7 +222,7 @@ def exchange_objects(
     return everyone
 
 
-def first_rank_s(
+def broadcast_object(
     value: Any, group: dist.ProcessGroup | None = None, what: str = "an object", *, watched: bool = True
 ) -> Any:
     """Broadcast the `value` of the group's first rank; the arguments are those of `exchange_objects`."""

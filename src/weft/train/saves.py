@@ -18,7 +18,7 @@ from weft.checkpoint.directory import committed_steps, discard, path_of
 from weft.checkpoint.manifest import readable_size
 from weft.checkpoint.staging import flatten
 from weft.checkpoint.state import Stateful
-from weft.comm.groups import exchange_objects, first_rank_s
+from weft.comm.groups import broadcast_object, exchange_objects
 from weft.train.config import CheckpointConfig
 from weft.train.errors import ConfigError
 
@@ -90,7 +90,7 @@ class Saves:
         weights = sum(size for name, size in sizes.items() if name.startswith("model."))
         moments = sum(size for name, size in sizes.items() if name.startswith("optimizer."))
         needed = sum(sizes.values()) + (0 if moments else _MOMENTS * weights)
-        free = first_rank_s([shutil.disk_usage(self.copies.directory).free], what="the room in memory")[0]
+        free = broadcast_object([shutil.disk_usage(self.copies.directory).free], what="the room in memory")[0]
         if 2 * needed > free:
             raise ConfigError(
                 f"checkpoint.memory_every = {self._config.memory_every}: two copies of {readable_size(needed)} do not "

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
-from weft.comm.groups import first_rank_s
+from weft.comm.groups import broadcast_object
 from weft.errors import ConversionError
 from weft.models.hf.directory import INDEX, OURS, THEIRS, TensorWriter, make_directory, write_json
 from weft.models.hf.errors import listed
@@ -145,7 +145,7 @@ def _prepare(directory: Path) -> None:
         except ConversionError as error:
             refusal = error
     if dist.is_initialized():
-        refusal = first_rank_s(refusal, what="whether the directory can be written to")
+        refusal = broadcast_object(refusal, what="whether the directory can be written to")
     if refusal is not None:
         raise refusal
 

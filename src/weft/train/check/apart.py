@@ -6,7 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from weft.comm.groups import first_rank_s
+from weft.comm.groups import broadcast_object
 from weft.train.config import TrainConfig, to_toml
 from weft.train.errors import ConfigError
 
@@ -16,7 +16,9 @@ def check_apart(config: TrainConfig, rank: int, ranks: int) -> None:
 
     Raises ConfigError on every rank if the check has findings.
     """
-    said = first_rank_s(_said(config, ranks) if rank == 0 else "", what="whether the configuration passes the check")
+    said = broadcast_object(
+        _said(config, ranks) if rank == 0 else "", what="whether the configuration passes the check"
+    )
     if said:
         raise ConfigError(f"train.check = true: {said}")
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.comm.groups import first_rank_s
+from weft.comm.groups import broadcast_object
 from weft.comm.timeline import Interval
 from weft.models import HybridModel
 from weft.models.stages import Stages
@@ -96,7 +96,7 @@ class Account:
     def is_complete(self, position: Position) -> bool:
         """Return whether the report of a run that is complete at `position` was written. Collective."""
         written = not self._writes or read_facts(self._folder).get("reported") == position.step
-        return first_rank_s(written, what="whether the report was written")
+        return broadcast_object(written, what="whether the report was written")
 
     def end(self, position: Position, optimizer: torch.optim.Optimizer, passes: Passes) -> None:
         """Write the report of a complete run. Collective over the ranks of the first rank's pipeline.

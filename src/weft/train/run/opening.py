@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.collectives import reduce_now
-from weft.comm.groups import first_rank_s
+from weft.comm.groups import broadcast_object
 from weft.train.config import TrainConfig
 from weft.train.errors import ConfigError
 from weft.train.run.failures import Interrupted
@@ -27,7 +27,7 @@ def open_run_together(config: TrainConfig, resume: str | bool, command: str | No
             answer[0] = open_run(config.run, resume, command, **kind)
         except ConfigError as error:
             answer[1] = error
-    answer = first_rank_s(answer, what="which run to open")
+    answer = broadcast_object(answer, what="which run to open")
     if answer[1] is not None:
         raise answer[1]
     return answer[0]
