@@ -52,7 +52,7 @@ CONFIG = HybridConfig(
 
 
 def model(rows_per: str) -> HybridModel:
-    """4 M parameters, three quarters of them in experts."""
+    """Return a model of 4 M parameters, three quarters of them in experts."""
     meshes = weft.init_meshes("cpu", ep=dist.get_world_size())
     torch.manual_seed(0)
     runtime = weft.RuntimeOptions(separate_all_gather_group=True)
@@ -62,7 +62,7 @@ def model(rows_per: str) -> HybridModel:
 
 
 def plain(net: HybridModel, microbatches: list) -> None:
-    """The model's own forward and backward, one microbatch after the other."""
+    """Run the model's own forward and backward, one microbatch after the other."""
     for tokens, labels in microbatches:
         net(tokens, labels).backward()
 
@@ -95,7 +95,8 @@ def lanes(step: Callable[[], object]) -> dict[str, tuple[float, float]]:
 
 
 def main() -> None:
-    """Measure and print, on rank 0, seconds per step, ratios, what delaying gains, what was hidden, and memory."""
+    """Measure all variants; print on rank 0 seconds per step, ratios, hidden fractions, memory, and the gain from
+    delayed weight gradients."""
     parser = _report.parser(__doc__, link="800mbit")
     parser.add_argument(
         "--routing", metavar="NAME", help="uniform, zipf:S, or the folder of a run; default: the router's"
@@ -141,13 +142,14 @@ def main() -> None:
 
 
 def where(options: argparse.Namespace) -> str:
-    """What was measured on."""
+    """Return a line that describes the ranks, the machine and the network."""
     device = f"devices of {options.device:g} GFLOP/s" if options.device else "the machine's cores"
     return f"{_report.machine()}, on {options.link or 'loopback'}, {device}, medians of {options.rounds}"
 
 
 def measured(name: str, shares: _routing.Shares, data: list, options: argparse.Namespace) -> _skew.Skew:
-    """Both overlapped schedules and the unpaired nodes under one routing, and what all ranks did in the second."""
+    """Measure both overlapped schedules and the unpaired nodes under one routing. Return the times, and what each rank
+    did in the paired schedule."""
     sides = ("combined", PAIRED, "unpaired nodes")
     nets = {side: model(options.rows_per) for side in sides}
     for net in nets.values():
@@ -172,7 +174,7 @@ def measured(name: str, shares: _routing.Shares, data: list, options: argparse.N
 
 
 def report(taken: dict, recorded: dict, nets: dict) -> None:
-    """What delayed weight gradients gain, and tables of lanes and of memory."""
+    """Print the gain from delayed weight gradients, and tables of lanes and of memory."""
     gains = [now / delayed for now, delayed in zip(taken["combined"], taken[DELAYED])]
     hidden = [f"{recorded[name]['exchange'][1]:.0%}" for name in ("combined", DELAYED)]
     for name in ("paired", PAIRED):

@@ -4,42 +4,42 @@ from mutation import Mutation
 
 MUTATIONS = [
     Mutation(
-        "a checkpoint of another run is taken",
+        "a checkpoint of another run is loaded",
         "require_own",
         "own and manifest.run and manifest.run != own",
         "False",
         "checkpoint/test_trust.py::test_a_checkpoint_of_another_run_is_passed_over_and_named",
     ),
     Mutation(
-        "the legacy format is read behind a harmless archive",
+        "data in the legacy format before a harmless archive is read",
         "unpack",
         "stream.read(4) != _ZIP",
         "False",
         "checkpoint/test_trust.py::test_the_legacy_format_in_front_of_a_harmless_archive_is_refused",
     ),
     Mutation(
-        "a tensor of which a part is missing is loaded",
+        "a tensor with a missing part is loaded",
         "checkpoint:_check",
         "held == math.prod(entry.size)",
         "True",
         "checkpoint/test_crafted.py::test_each_rule_that_the_metadata_breaks_is_told",
     ),
     Mutation(
-        "many small storages may take any memory",
+        "many small storages can use unlimited memory",
         "_check_names",
         "calls * largest",
         "largest",
         "checkpoint/test_crafted.py::test_bare_storages_that_would_take_memory_are_told",
     ),
     Mutation(
-        "a run that lost its lease saves on",
+        "a run continues to save after it lost its lease",
         "CheckpointManager._prepare.prepare",
         "self._lock.check()",
         "",
         "checkpoint/test_leases.py::test_a_run_that_lost_its_lease_saves_no_more",
     ),
     Mutation(
-        "a save is renamed before its folder is on the disk",
+        "a checkpoint is renamed before its folder is flushed",
         "checkpoint:commit",
         "flush_directory(temporary)",
         "",
@@ -47,7 +47,7 @@ MUTATIONS = [
         "test_everything_is_on_the_disk_before_the_rename_and_the_rename_before_the_save_ends",
     ),
     Mutation(
-        "a directory that other ranks do not see is taken",
+        "a directory that other ranks do not see is accepted",
         "sees",
         "return False",
         "return True",

@@ -107,7 +107,7 @@ class DrivenUnit(Protocol):
 
 
 class BackwardCall(Protocol):
-    """A forward of a unit that waits for, or is in (`begun`), its backward; `abandon` ends that after a failure."""
+    """A forward of a unit whose backward is pending or running (`begun`). `abandon`: end it after a failure."""
 
     unit: Any
 

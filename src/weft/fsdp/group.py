@@ -137,7 +137,7 @@ class ParameterGroup:
         return FlatBuffer(self.layout, self.mesh, self.plan.whole, transient.tensor), transient
 
     def belong_to(self, owner: Any) -> None:
-        """Set the unit that has this group. The reference is weak, to avoid a reference cycle."""
+        """Set the unit that owns this group. The reference is weak, to avoid a reference cycle."""
         self.owner = ref = weakref.ref(owner)
         if self.transient is not None:
             self.transient.on_move = weakly(self._follow)

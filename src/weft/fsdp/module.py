@@ -106,9 +106,8 @@ class FSDPModule:
                 unit.requires_gradient_sync = reduces
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether the next backward is the last before the optimizer step, in which strategies with a partial
-        gradient reduce; they do not reduce in others.
-        """
+        """Set whether the next backward is the last one before the optimizer step. Strategies with partial gradients,
+        "no_shard" and "optim", reduce only in the last backward."""
         is_last_backward = _switch("set_is_last_backward", is_last_backward)
         runtime_of(self).reductions.last_backward = is_last_backward
 
@@ -138,7 +137,8 @@ class FSDPModule:
             unit.reshard_after(reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Set whether the full weights are freed after backward; they must be before the optimizer steps."""
+        """Set whether the full weights are freed after backward. If they are not, call `reshard` before the optimizer
+        step."""
         reshard_after_backward = _switch("set_reshard_after_backward", reshard_after_backward)
         for unit in units_under(self, recurse):
             unit.reshard_after_backward = reshard_after_backward

@@ -57,7 +57,7 @@ class UnitDriver(HookDriver):
         return root
 
     def come_under(self, around: "UnitDriver") -> None:
-        """Put this driver under `around`, whose root becomes its root."""
+        """Attach this driver below `around`; the root of `around` becomes its root."""
         if self.above is None or self.above() is None:
             self.above = weakref.ref(around)
         runtime = self.runtime

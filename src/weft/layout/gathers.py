@@ -155,7 +155,7 @@ class GatherOrder:
     # --- events -----------------------------------------------------------------------------------------------------
 
     def use(self, unit: Gathered, named: Iterable[Gathered] | None = None, *, backward: bool = False) -> None:
-        """Gather `unit`, which is used next, and ahead the `named` units, or else those that the trace predicts.
+        """Gather `unit`, which is needed now, and prefetch the `named` units, or those that the trace predicts.
         `backward`: whether the use computes gradients. All gathers start before the host waits for the one that it
         needs, so that the lanes always have work."""
         number, position = unit.number, self._position

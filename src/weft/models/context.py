@@ -104,7 +104,7 @@ class Slices:
         return labels
 
     def following(self, values: Tensor, places: int, filling: int) -> Tensor:
-        """Return the slices of `Documents.following` of the whole rows, which are gathered."""
+        """Return this rank's slices of `Documents.following`, which is computed on the gathered rows."""
         whole = self._joined(gathered(self.group, values)[0].unbind())
         return self.cut(self.whole.following(whole, places, filling))
 

@@ -293,7 +293,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
 
 def _by_name(state_dict: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """Return state and parameter groups with parameter names in place of an ordinary optimizer's numbers."""
+    """Return the state and parameter groups, with an ordinary optimizer's numbers replaced by parameter names."""
     state, groups = dict(state_dict["state"]), list(state_dict["param_groups"])
     numbers = [number for group in groups for number in group["params"]]
     if not any(isinstance(key, int) for key in (*state, *numbers)):

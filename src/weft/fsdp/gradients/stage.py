@@ -25,7 +25,7 @@ from weft.memory.pool import Pool, Transient
 
 
 class GradientStage:
-    """A buffer of gradients that are partial over the mesh axis `axis`, and those before it. `describe()`: names the
+    """A buffer of gradients that are partial over the mesh axis `axis` and the axes before it. `describe()`: names the
     gradients in errors."""
 
     def __init__(self, plan: GroupPlan, axis: int, describe: Callable[[], str]) -> None:
