@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 
 def parser(description: str | None, *, rounds: int = 5, steps: int = 0, link: str = "") -> argparse.ArgumentParser:
-    """Return a parser with the options of a benchmark: `--rounds`, and `--steps` and `--link` if they are given here."""
+    """Return a parser with the options of a benchmark: `--rounds`, and `--steps` and `--link` if they have defaults."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--rounds", type=int, default=rounds)
     if steps:

@@ -9,7 +9,7 @@ ROUTINGS = ("uniform", "zipf:0.5", "zipf:1.0", "zipf:1.5")
 
 
 class OfRank(NamedTuple):
-    """One rank in one step: seconds of computation, the hidden part of the exchange, and the rows sent to other ranks."""
+    """One rank in one step: seconds of computation, the hidden part of the exchange, and rows sent to other ranks."""
 
     computing: float
     hidden: float

@@ -58,7 +58,7 @@ def step_of(net: nn.Module, cpu: list[float]) -> Callable[[], None]:
 
 
 def main() -> None:
-    """Measure all recipes alternately; print on rank 0 milliseconds, the ratio to bf16, CPU time, bytes and slab sizes."""
+    """Measure all recipes alternately; print on rank 0 milliseconds, the ratio to bf16, CPU time, bytes and slabs."""
     options = _report.parser(__doc__, rounds=3, steps=1, link="400mbit").parse_args()
     torch.set_num_threads(1)
     with _link.process_group(options.link):

@@ -294,7 +294,7 @@ def test_an_unknown_benchmark_is_refused_with_the_names_of_those_there_are(tmp_p
     (tmp_path / "benchmarks" / "_shared.py").write_text("")
     monkeypatch.chdir(tmp_path)
     line = refused(capsys, "bench", "hallo")
-    assert "'hallo' is no benchmark; there are: " in line
+    assert "'hallo' is not a benchmark; choose from: " in line
     assert "hello" in line
     assert "_shared" not in line
 

@@ -512,7 +512,7 @@ def test_wrong_use_is_named():
     with pytest.raises(ValueError, match=r"missing \['gain'\]"):
         weft.optim.flat(torch.optim.AdamW, net).load_state_dict(state)
     optimizer = weft.optim.flat(torch.optim.AdamW, net, no_decay=small)
-    with pytest.raises(ValueError, match="FlatAdamW always has all parameters of its model: build it again"):
+    with pytest.raises(ValueError, match="FlatAdamW always has all parameters of its model: after you add"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     other = weft.optim.flat(torch.optim.AdamW, net, no_decay=lambda name, p: small(name, p) or name.startswith("emb"))
     with pytest.raises(ValueError, match=r"embedding\.weight from 0 to 1: pass flat\(\) the no_decay"):

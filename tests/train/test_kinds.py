@@ -322,7 +322,7 @@ def test_data_that_is_not_what_it_is_said_to_be_is_one_line(tmp_path, name):
 def test_a_broken_line_is_named_by_its_number(tmp_path):
     path = write_jsonl(tmp_path)
     path.write_text(path.read_text() + "{broken\n")
-    with pytest.raises(ConfigError, match="line 301: is no JSON"):
+    with pytest.raises(ConfigError, match="line 301: is not JSON"):
         load_corpus(config(path, tmp_path, kind="jsonl"))
 
 
@@ -358,7 +358,7 @@ def write_damage(folder):
 
 UNREADABLE = {
     "a half of a character": (write_half_a_character, "half.jsonl': document 2 cannot be read"),
-    "too deep for the parser": (write_nested, "deep.jsonl': document 1 cannot be read (line 1: is no JSON"),
+    "too deep for the parser": (write_nested, "deep.jsonl': document 1 cannot be read (line 1: is not JSON"),
     "null": (write_nothing_there, "line 1: must be an object with text in this field, but has null"),
     "other bytes than text": (write_no_text, "bytes.parquet': document 2 cannot be read"),
     "a damaged page": (write_damage, ".parquet': document 1 cannot be read"),
@@ -379,7 +379,7 @@ HELD = {
     "no text": ("text", "held.txt", b"\0", "is not text"),
     "an empty file": ("text", "held.txt", b"", "no text found"),
     "too little": ("text", "held.txt", b"too short", "9 validation tokens are 0 sequences"),
-    "a broken line": ("jsonl", "held.jsonl", b"{broken", "document 1 cannot be read (line 1: is no JSON"),
+    "a broken line": ("jsonl", "held.jsonl", b"{broken", "document 1 cannot be read (line 1: is not JSON"),
     "no tokens": ("tokens", "held.npy", b"x", "cannot be mapped as tokens"),
     "no data set": ("datasets", "held", None, "is not the directory of a `datasets` dataset"),
 }

@@ -25,7 +25,7 @@ DEEP = 100_000
 def test_what_nests_too_deeply_is_a_line_in_each_file_of_a_run(tmp_path):
     nested = "[" * DEEP + "]" * DEEP
     (tmp_path / "config.toml").write_text(f"[run]\nname = {nested}\n")
-    with pytest.raises(ConfigError, match="cannot be read: it nests too deeply; write it flatter"):
+    with pytest.raises(ConfigError, match="cannot be read: it nests too deeply; nest its tables less deeply"):
         load_config(tmp_path / "config.toml")
     assert recorded_name(tmp_path) is None
     with pytest.raises(ConfigError, match=r"train\.steps"):

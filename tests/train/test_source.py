@@ -153,7 +153,7 @@ def test_a_path_that_is_no_model_is_refused(tmp_path, capsys):
     [
         ("--top-p", "7", "must be more than 0 and at most 1"),
         ("--top-p", "nan", "must be more than 0 and at most 1"),
-        ("--temperature", "-1", "must be at least 0; 0 chooses the best token"),
+        ("--temperature", "-1", "must be at least 0; 0 chooses the most likely token"),
         ("--tokens", "-3", "must be at least 0"),
         ("--seed", str(2**70), "must be at least -2**63 and below 2**64"),
     ],

@@ -238,7 +238,7 @@ def test_a_program_does_not_go_on_with_a_run_of_a_text(pool, tmp_path):
     (tmp_path / "config.toml").write_text("[model]\nhidden_size = 32\n")
     (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)
     for said in pool.run(2, over_a_text, tmp_path):
-        assert "not of a program's own" in said and f"weft train --resume {tmp_path}" in said
+        assert "which a program cannot replace" in said and f"weft train --resume {tmp_path}" in said
 
 
 @pytest.mark.long
@@ -508,7 +508,7 @@ def test_data_that_can_be_gone_through_once_says_so_when_it_is_at_its_end():
 def test_data_that_became_shorter_is_told_from_a_damaged_checkpoint():
     stream = Stream([0] * 9, 7)
     stream.next_step()
-    with pytest.raises(ConfigError, match="is 7 microbatches into a pass, but this data has 5"):
+    with pytest.raises(ConfigError, match="is 7 microbatches into a pass, but a pass over this data has 5"):
         Stream([0] * 5, 7).load_state_dict(stream.state_dict())
 
 

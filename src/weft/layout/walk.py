@@ -260,8 +260,8 @@ class Walk:
 
 
 class _Gradients(ReductionOrder):
-    """Simulated gradients: the open buffers of each group. `offer`: open those into which modules of the unit may write
-    in this backward; `open`: that of a group into which one is about to write."""
+    """Simulated gradients: the open buffers of each group. `offer`: open the buffers into which modules of the unit may
+    write in this backward. `open`: open the buffer of a group into which a module is about to write."""
 
     def __init__(self, walk: Walk, most_alive: int) -> None:
         super().__init__(most_alive)

@@ -195,8 +195,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Raise ValueError once the optimizer is built: the model and `no_decay` determine its groups."""
         if hasattr(self, "_runs"):
             raise ValueError(
-                f"{type(self).__name__} always has all parameters of its model: build it again after the model has "
-                f"new ones, and use the ordinary optimizer with model.parameters() if groups need different options"
+                f"{type(self).__name__} always has all parameters of its model: after you add parameters, build it "
+                "again; if groups need different options, use the ordinary optimizer with model.parameters()"
             )
         super().add_param_group(param_group)
 

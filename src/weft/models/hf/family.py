@@ -81,7 +81,7 @@ class Family:
             raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            raise ConversionError(f"{self.model_type} describes no model: {reason}") from error
+            raise ConversionError(f"{self.model_type} does not describe a model: {reason}") from error
         known = {*self.fields, *required, *self.kept, *KEPT, *MEANINGLESS, *written}
         if unknown := lacking(raw, known):
             raise ConversionError(

@@ -95,7 +95,7 @@ class PerExpert:
         outputs, inputs = files[self.names[0]].get_shape()
         for name in self.names:
             if (other := files[name].get_shape()) != [outputs, inputs]:
-                raise ConversionError(f"{name} has the shape {other}, {self.names[0]} {[outputs, inputs]}")
+                raise ConversionError(f"{name} has the shape {other}, but {self.names[0]} {[outputs, inputs]}")
         return [self.experts, inputs, outputs]
 
     def fused(self, gated: bool) -> "Turned | Half":

@@ -86,7 +86,7 @@ class RotaryEmbedding(nn.Module):
         return self.scaling is not None and self.scaling["rope_type"] in BY_LENGTH
 
     def _rows(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of positions `start` to `end`, [positions, width]. `end` is the length of the sequence so far."""
+        """Return cos and sin of positions `start` to `end`, the length of the sequence so far; [positions, width]."""
         if self._is_by_length and end > self.scaling["original_max_position_embeddings"]:  # type: ignore[index]
             return self._table(start, end, end)
         if end > self.cos.shape[0]:

@@ -17,7 +17,7 @@ def marked(tokens: np.ndarray, labelled: np.ndarray, vocab_size: int) -> np.ndar
 
 
 class Answered:
-    """The sequences of tokens from `marked` that have at least one label."""
+    """The sequences that have at least one label; tokens are as `marked` returns them."""
 
     def __init__(self, sequences: Sequences, vocab_size: int) -> None:
         self.sequences, self.vocab_size = sequences, vocab_size

@@ -128,7 +128,7 @@ def sequences(
     answered = Answered(found, part.conversations)
     if len(answered) < at_least:
         raise ConfigError(
-            f"data.sequence_length = {length}: only {len(answered)} of {len(found)} sequences contain text of an "
+            f"data.sequence_length = {length}: only {len(answered)} of {len(found)} sequences contain text of the "
             f"assistant, fewer than one for each of {at_least} ranks; use more conversations or raise "
             f"data.sequence_length"
         )

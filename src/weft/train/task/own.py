@@ -211,8 +211,8 @@ class Stream:
             for done in range(self.taken):
                 if next(self._iterator, self) is self:
                     raise ConfigError(
-                        f"data: the checkpoint is {self.taken} microbatches into a pass, but this data has {done}; "
-                        f"resume with the data that it was saved with"
+                        f"data: the checkpoint is {self.taken} microbatches into a pass, but a pass over this data has "
+                        f"{done}; resume with the data that it was saved with"
                     )
             self._random.load_state_dict(now)
 
