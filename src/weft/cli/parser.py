@@ -234,7 +234,7 @@ def _pattern(known: Any) -> None:
 
 def _schedule(known: Any) -> None:
     schedule = known.add_parser("schedule", help="draw the schedule of a pipeline, with its cost", epilog=EXIT_CODES)
-    schedule.add_argument("name", metavar="NAME_OR_FILE", help="such as 1f1b or dualpipev, or a file with a table")
+    schedule.add_argument("name", metavar="NAME_OR_FILE", help="a schedule, such as dualpipev, or a file with a table")
     schedule.add_argument("--pp", type=int, help="pipeline ranks")
     schedule.add_argument("--microbatches", type=int, help="the number of microbatches of a step")
     schedule.add_argument("--chunks", type=int, help="stages on each rank (default: that of the schedule)")

@@ -118,7 +118,7 @@ class FSDPModule:
             unit.requires_gradient_sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Set whether backward reduces gradients over the outer axis of a 2-D mesh; False: it accumulates them before.
+        """Set whether backward reduces gradients over the outer axis of a 2-D mesh; False: only over the shard axis.
         Raises ValueError for False if a unit's mesh is 1-D, which has no such axis."""
         requires_all_reduce = _switch("set_requires_all_reduce", requires_all_reduce)
         for unit in units_under(self, recurse):

@@ -109,7 +109,7 @@ class Slices:
         return self.cut(self.whole.following(whole, places, filling))
 
     def kept(self, device: torch.device, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """Return the result of `make` on `device`, cached by name and device, as `Documents.kept`."""
+        """Return the result of `make` on `device`, cached by name and device, like `Documents.kept`."""
         if (device, name) not in self._made:
             with torch.inference_mode(False):
                 self._made[device, name] = make().to(device)

@@ -162,7 +162,7 @@ def recipe_of(
 
 
 def dequantize_parameters(slots: dict[nn.Parameter, Slot], policy: MixedPrecisionPolicy) -> dict[nn.Parameter, Slot]:
-    """Replace parameters whose class has `dequantize` by plain ones, if `policy` quantizes; return `slots` by these."""
+    """Replace parameters whose class has `dequantize` by plain ones, also in `slots`, if `policy` quantizes."""
     if policy.param_quantization is None:
         return slots
     found = {}

@@ -49,6 +49,6 @@ class Answered:
 
 
 def split(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Split rows into tokens and labels, int64 [row, sequence]; a label is -100 if there is none."""
+    """Split rows into tokens and labels, int64 [row, sequence]; -100 marks positions without a label."""
     tokens = np.where(rows <= WITHOUT, WITHOUT - rows, np.maximum(rows, 0))
     return np.ascontiguousarray(tokens[:, :-1]), np.maximum(rows[:, 1:], WITHOUT + 1)

@@ -79,7 +79,7 @@ class WholeDocuments:
         return found
 
     def documents(self, indices: np.ndarray) -> np.ndarray:
-        """Return the number of each place's document, as `Sequences.documents`."""
+        """Return the number of each place's document, like `Sequences.documents`."""
         found = np.full((len(indices), self.length + 1), PADDING, dtype=np.int64)
         for row, (begin, end) in zip(found, self.borders[indices].tolist()):
             row[: end - begin] = np.searchsorted(self.starts, np.arange(begin, end), side="right")

@@ -239,7 +239,7 @@ def own_model(
     meshes: weft.Meshes,
     device: torch.device,
 ) -> Any:
-    """Return your model, sharded as the configuration says. A function builds it on the meta device."""
+    """Return your model, sharded as the configuration says. If it is a function, it is called on the meta device."""
     if shard is not None:
         check_callable("shard", shard, ["model"], "a function shard(model, **options)")
     torch.manual_seed(config.train.seed)  # the same initial weights on every rank
