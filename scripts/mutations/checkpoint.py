@@ -22,14 +22,14 @@ MUTATIONS = [
         "checkpoint:_check",
         "held == math.prod(entry.size)",
         "True",
-        "checkpoint/test_crafted.py::test_each_rule_that_the_metadata_breaks_is_told",
+        "checkpoint/test_crafted.py::test_each_rule_that_the_metadata_breaks_is_an_error",
     ),
     Mutation(
         "many small storages can use unlimited memory",
         "_check_names",
         "calls * largest",
         "largest",
-        "checkpoint/test_crafted.py::test_bare_storages_that_would_take_memory_are_told",
+        "checkpoint/test_crafted.py::test_storages_without_tensors_that_would_take_memory_are_refused",
     ),
     Mutation(
         "a run continues to save after it lost its lease",

@@ -52,7 +52,7 @@ MUTATIONS = [
         "Lane.run",
         "self.stream.wait_event(after._event)",
         "",
-        STREAMS + "test_outer_gathers_and_reductions_run_beside_the_computation[4]",
+        STREAMS + "test_outer_gathers_and_reductions_overlap_with_the_computation[4]",
     ),
     Mutation(
         "the computation does not wait for a lane",

@@ -87,7 +87,7 @@ MUTATIONS = [
         "_are_small",
         "(each._cuts.mean_size for each in parameters)",
         "(each._local_tensor.numel() for each in parameters)",
-        STEPS + "test_all_ranks_step_alike_whatever_lies_where[2]",
+        STEPS + "test_all_ranks_step_in_the_same_way_wherever_the_parts_are[2]",
     ),
     Mutation(
         "Nesterov momentum steps over lists",

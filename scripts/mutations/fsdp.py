@@ -72,14 +72,14 @@ MUTATIONS = [
         "ParameterGroup.gather",
         "after=refreshing",
         "after=refreshing and refreshing.wait()",
-        ORDER + "test_outer_gathers_are_under_way_while_the_unit_before_computes_and_nobody_waits_for_them[4]",
+        ORDER + "test_outer_gathers_run_while_the_previous_unit_computes_without_a_wait[4]",
     ),
     Mutation(
         "the host waits for the inner reduction before the outer one",
         "GroupGradients.reduce",
         "after=ticket",
         "after=ticket and ticket.wait()",
-        ORDER + "test_outer_reductions_follow_the_inner_ones_and_nobody_waits_in_between[4-no_shard]",
+        ORDER + "test_outer_reductions_follow_the_inner_ones_without_a_wait_between_them[4-no_shard]",
     ),
     Mutation(
         "gathers use the communicator of reductions",
@@ -364,7 +364,7 @@ MUTATIONS = [
         "mine.add_(theirs)",
         "",
         SEAMS + "test_gradient_owner.py::"
-        "test_a_penalty_on_sharded_parameters_computed_beside_the_forward[2-optim-1-before]",
+        "test_a_penalty_on_sharded_parameters_computed_outside_the_forward[2-optim-1-before]",
     ),
     Mutation(
         "zero_grad skips the sharded parameters",
@@ -395,7 +395,7 @@ MUTATIONS = [
         "Original.__torch_function__",
         "attribute == 'grad' or _WRITES.fullmatch(name)",
         "_WRITES.fullmatch(name)",
-        "fsdp/test_originals.py::test_an_optimizer_that_was_built_before_sharding_says_so_at_its_first_use[2]",
+        "fsdp/test_originals.py::test_an_optimizer_that_was_built_before_sharding_raises_at_its_first_use[2]",
     ),
     Mutation(
         "a write to freed weights is not detected",
@@ -410,14 +410,14 @@ MUTATIONS = [
         "explaining.explained",
         "settle()",
         "",
-        WAYS_IN + "test_a_backward_is_noticed_by_whatever_tensor_it_comes_in[2-False-optim_grads_params]",
+        WAYS_IN + "test_a_backward_is_noticed_whichever_tensor_it_starts_from[2-False-optim_grads_params]",
     ),
     Mutation(
         "an output that was written to is not traced to its base",
         "HookDriver._marked_output",
         "base.register_hook(self._call.begin_inside)",
         "",
-        WAYS_IN + "test_a_backward_is_noticed_by_whatever_tensor_it_comes_in[2-True-optim_grads_params]",
+        WAYS_IN + "test_a_backward_is_noticed_whichever_tensor_it_starts_from[2-True-optim_grads_params]",
     ),
     # --- in the place of torch's FSDP2 --------------------------------------------------------------------------------
     Mutation(
@@ -425,7 +425,7 @@ MUTATIONS = [
         "_copy_assigned",
         "state_dict[prefix + name] = parameter",
         "",
-        "fsdp/test_meta.py::test_state_dicts_that_are_assigned_are_copied_whatever_their_cuts[2]",
+        "fsdp/test_meta.py::test_assigned_state_dicts_are_copied_for_any_cuts[2]",
     ),
     Mutation(
         "a tensor subclass loses its class",

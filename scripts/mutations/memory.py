@@ -17,8 +17,7 @@ MUTATIONS = [
         "Pool.come_back",
         "place.copy_(transient.own)",
         "",
-        "memory/test_pool.py::"
-        "test_a_buffer_that_nobody_computes_with_moves_out_for_one_that_must_not_move_and_comes_back",
+        "memory/test_pool.py::test_an_unused_buffer_moves_out_for_one_that_must_not_move_and_comes_back",
     ),
     Mutation(
         "gradients are read before their download has ended",

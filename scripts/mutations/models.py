@@ -367,7 +367,7 @@ MUTATIONS = [
         "of_table",
         "given.pop('rope_theta', None) or raw.get('rope_theta') or theta",
         "given.pop('rope_theta', None) or theta",
-        "models/hf/test_absent.py::test_the_base_and_the_part_of_a_rotation_may_stand_in_the_older_place[llama]",
+        "models/hf/test_absent.py::test_the_base_and_the_fraction_of_a_rotation_may_be_in_the_older_fields[llama]",
     ),
     Mutation(
         "a family's default differs from that of transformers",

@@ -3,7 +3,7 @@
 from mutation import Mutation
 from mutations.tests import HALVES, OF_KINDS, ROWS, STREAMS
 
-SIZES = "test_the_exchange_of_a_schedule_runs_beside_the_computation_and_the_host_waits_for_sizes_alone[2]"
+SIZES = "test_the_exchange_of_a_schedule_overlaps_with_the_computation_and_the_host_waits_for_sizes_only[2]"
 VISITS = "moe/test_visits.py::"
 
 MUTATIONS = [
@@ -119,6 +119,6 @@ MUTATIONS = [
         "scores = logits.softmax(-1) if self.score == 'softmax' else logits.sigmoid()",
         "logits.requires_grad and logits.register_hook(lambda gradient: gradient.to(hidden.dtype).float())\n"
         "scores = logits.softmax(-1) if self.score == 'softmax' else logits.sigmoid()",
-        "moe/test_router.py::test_scores_are_computed_in_fp32_whatever_the_model_computes_in[False]",
+        "moe/test_router.py::test_scores_are_computed_in_fp32_for_any_model_dtype[False]",
     ),
 ]

@@ -47,7 +47,7 @@ MUTATIONS = [
         "_Run.simulation",
         "len(self._spans[rank]) < len(entries)",
         "False",
-        CHECK + "test_ranks_that_wait_for_each_other_are_told_as_a_circle",
+        CHECK + "test_ranks_that_wait_for_each_other_are_named_as_a_cycle",
     ),
     Mutation(
         "a missing microbatch passes the check",

@@ -2,7 +2,7 @@
 
 from mutation import Mutation
 
-RESUMED = "train/test_loop.py::test_on_the_same_ranks_a_run_goes_on_bit_for_bit"
+RESUMED = "train/test_loop.py::test_on_the_same_ranks_a_run_resumes_bit_for_bit"
 HABITS = "train/test_habits.py::"
 SPIKES = HABITS + "test_a_step_with_a_spike_changes_no_weight_and_is_counted_and_a_resumed_run_knows"
 BEST = HABITS + "test_a_run_ends_early_keeps_its_best_checkpoint_and_has_nothing_to_do_afterwards"
@@ -52,14 +52,14 @@ MUTATIONS = [
         "_require_documents",
         "if change > 0: ...",
         "if False: ...",
-        PACKED + "test_a_model_that_is_told_and_looks_beyond_borders_is_refused",
+        PACKED + "test_a_model_that_ignores_document_boundaries_is_refused",
     ),
     Mutation(
         "a model of transformers uses a cache and ignores document boundaries",
         "_scores",
         "given['use_cache'] = False",
         "",
-        PACKED + "test_a_model_of_transformers_is_told_where_documents_begin",
+        PACKED + "test_a_model_of_transformers_receives_the_document_boundaries",
     ),
     # --- models -------------------------------------------------------------------------------------------------------
     Mutation(
@@ -153,7 +153,7 @@ MUTATIONS = [
         "Stream.load_state_dict",
         "range(self.taken)",
         "()",
-        "train/test_trainer.py::test_a_run_of_one_s_own_goes_on_bit_for_bit[go_on]",
+        "train/test_trainer.py::test_a_run_of_a_program_resumes_bit_for_bit[go_on]",
     ),
     Mutation(
         "the learning rate restarts after a resume",
@@ -188,7 +188,7 @@ MUTATIONS = [
         "Trainer.state",
         '{"ema": self.average} if self.average else {}',
         "{}",
-        "train/test_ema.py::test_a_run_with_an_average_goes_on_bit_for_bit",
+        "train/test_ema.py::test_a_run_with_a_moving_average_resumes_bit_for_bit",
     ),
     Mutation(
         "a skipped step updates the moving average of the weights",

@@ -295,7 +295,7 @@ def test_torch_reads_a_checkpoint_as_its_own(checkpoint):
     assert torch.equal(state["model.weight"], load(checkpoint)["model"]["weight"])
 
 
-def test_an_element_that_is_there_twice_is_told(checkpoint):
+def test_a_repeated_element_is_an_error(checkpoint):
     put_chunks(checkpoint, [((0, 0), (3, 3)), ((0, 1), (3, 2))])
     with pytest.raises(CheckpointError, match=r"has some elements of model\.weight twice"):
         load(checkpoint)
@@ -342,7 +342,7 @@ RULES = [
 
 
 @pytest.mark.parametrize(("said", "broken"), RULES)
-def test_each_rule_that_the_metadata_breaks_is_told(checkpoint, said, broken):
+def test_each_rule_that_the_metadata_breaks_is_an_error(checkpoint, said, broken):
     """By its own words: another rule, or whoever reads the parts, may refuse it as well, or may not."""
     metadata = metadata_of(checkpoint)
     broken(metadata)
@@ -366,7 +366,7 @@ def test_what_plain_data_names_in_another_way_is_told():
 
 
 @pytest.mark.parametrize(("calls", "size"), [(1, 1 << 30), (1 << 12, 1 << 10)])
-def test_bare_storages_that_would_take_memory_are_told(calls, size):
+def test_storages_without_tensors_that_would_take_memory_are_refused(calls, size):
     one = b"ctorch.storage\nUntypedStorage\nJ" + size.to_bytes(4, "little") + b"\x85R0"
     with pytest.raises(ValueError, match=f"loading it could take {calls * size} bytes of memory"):
         unpack(io.BytesIO(with_pickle(b"\x80\x02" + one * calls + b"K\x01.")))

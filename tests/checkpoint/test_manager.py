@@ -227,7 +227,7 @@ def test_two_writers_of_one_directory_are_refused(tmp_path, monkeypatch):
     assert second.steps() == [1, 2]
 
 
-def test_a_process_forked_meanwhile_keeps_nobody_from_writing(tmp_path, monkeypatch):
+def test_a_forked_process_does_not_keep_the_lock(tmp_path, monkeypatch):
     """As the workers of a loader, which may live on after the run."""
     monkeypatch.setattr("weft.checkpoint.manager._LOCK_TIMEOUT_S", 0.2)
     manager = CheckpointManager(tmp_path)

@@ -59,7 +59,7 @@ CASES = [
         strategy="optim_grads",
         known=2,
     ),
-    case(test_ways_in.test_a_backward_is_noticed_by_whatever_tensor_it_comes_in, nested=True, **Z3),
+    case(test_ways_in.test_a_backward_is_noticed_whichever_tensor_it_starts_from, nested=True, **Z3),
     case(test_two_roots.test_a_parameter_tied_across_two_roots, runs="in turn", **Z3),
     case(test_two_roots.test_two_roots_that_step_between_each_others_passes, **Z3),
 ]

@@ -162,7 +162,7 @@ os._exit(0)
 
 
 @pytest.mark.long
-def test_a_rank_that_catches_an_exception_in_a_schedule_with_experts_and_resumes_is_told_and_not_aborted(tmp_path):
+def test_a_rank_that_catches_an_exception_in_a_schedule_and_continues_gets_an_error_and_is_not_aborted(tmp_path):
     command = [sys.executable, "-c", RESUMES, str(tmp_path / "store")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     ranks = [subprocess.Popen([*command, str(rank)], **pipes) for rank in range(2)]

@@ -147,7 +147,7 @@ def test_without_matplotlib_the_report_says_what_is_missing(tmp_path, monkeypatc
 
 
 @pytest.mark.long
-def test_a_rank_without_its_first_rank_says_so_and_obeys_sigterm(tmp_path):
+def test_a_rank_that_waits_for_rank_0_names_it_and_obeys_sigterm(tmp_path):
     config = write_config(tmp_path)
     variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with started("train", config, env={**os.environ, **variables}) as process:

@@ -167,7 +167,7 @@ def test_a_mixture_has_its_weights_from_the_beginning_on_and_every_sequence_in_t
         assert np.array_equal(numbers[texts == text], np.arange((texts == text).sum()))
 
 
-def test_a_mixture_goes_on_exactly_and_is_the_same_on_any_ranks():
+def test_a_mixture_resumes_exactly_and_is_the_same_on_any_number_of_ranks():
     whole = mixed()
     steps = [torch.cat([tokens for tokens, _ in whole.next_step()]) for _ in range(6)]
     for ranks in (1, 2):
@@ -235,7 +235,7 @@ def kept(request, tmp_path):
     return batches_of
 
 
-def test_data_goes_on_with_the_same_texts_wherever_they_lie(kept, tmp_path):
+def test_data_resumes_with_the_same_texts_at_any_path(kept, tmp_path):
     state = json.loads(json.dumps(kept(tmp_path).state_dict()))
     kept(tmp_path).load_state_dict(state)
     (tmp_path / "moved").mkdir()
@@ -444,7 +444,7 @@ def settings_for(folder, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*WRITERS, "tokens"])
-def test_a_run_on_any_kind_goes_on_bit_for_bit(pool, tmp_path, kind):
+def test_a_run_on_any_kind_of_data_resumes_bit_for_bit(pool, tmp_path, kind):
     path = write_config(tmp_path, train__validate_every=2, data__validation_fraction=0.1, checkpoint__every=3)
     changes = settings_for(tmp_path, kind)
     whole = pool.run(2, train_on, path, tmp_path / "run", changes, stop_at=6)[0]

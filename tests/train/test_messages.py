@@ -129,7 +129,7 @@ def test_a_request_to_stop_before_the_first_step_promises_no_checkpoint():
 
 
 @pytest.mark.long
-def test_ctrl_c_before_the_first_step_saves_nothing_and_says_so(tmp_path):
+def test_ctrl_c_before_the_first_step_saves_nothing_and_prints_that(tmp_path):
     config = write_config(tmp_path, run__loggers=["tests.train.test_messages:SlowToBegin"])
     with started("train", config, "--ranks", 2) as process:
         wait_until(lambda: len(ranks_of(process.pid)) == 2)

@@ -275,7 +275,7 @@ def test_a_width_that_follows_from_others_is_that_width(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["../model.safetensors", "/model.safetensors", "", "..", 3])
-def test_an_index_names_files_beside_it_only(tmp_path, file):
+def test_an_index_names_only_files_in_its_folder(tmp_path, file):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
     with pytest.raises(ConversionError, match="not a file in its directory"):
         TensorFiles(tmp_path)
