@@ -229,7 +229,7 @@ CRAFTED = {
 
 
 @pytest.mark.parametrize("craft", CRAFTED.values(), ids=CRAFTED)
-def test_a_crafted_checkpoint_runs_nothing_and_ends_in_one_line(checkpoint, tmp_path, capsys, craft):
+def test_a_crafted_checkpoint_runs_no_code_and_is_a_one_line_error(checkpoint, tmp_path, capsys, craft):
     mark = tmp_path / "mark"
     craft(checkpoint, mark)
     with pytest.raises((CheckpointError, CheckpointMismatch)) as error:
@@ -259,7 +259,7 @@ def test_a_key_cannot_write_to_the_terminal(checkpoint, capsys):
 
 
 @pytest.mark.long
-def test_a_resume_from_a_crafted_checkpoint_runs_nothing_and_is_one_line(pool, tmp_path):
+def test_a_resume_from_a_crafted_checkpoint_runs_no_code_and_is_a_one_line_error(pool, tmp_path):
     from tests.train.command import weft, write_config
     from tests.train.test_loop import train_on
 

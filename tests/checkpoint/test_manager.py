@@ -310,7 +310,7 @@ def fail_to_measure_on_rank_1(directory):
             File.measure = kept
 
 
-def test_when_one_rank_cannot_measure_its_files_every_rank_hears_of_it(pool, tmp_path):
+def test_a_rank_that_cannot_compute_its_checksums_is_reported_on_every_rank(pool, tmp_path):
     for said, steps in pool.run(2, fail_to_measure_on_rank_1, tmp_path, timeout=20):
         assert "No space left on device" in said
         assert steps == []

@@ -74,7 +74,7 @@ def test_a_rank_that_throws_in_forward_is_named_on_the_others():
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @distributed(2)
-def test_a_rank_that_stops_a_step_earlier_is_named_with_the_place_where_it_waits(strategy):
+def test_a_rank_that_stops_a_step_early_is_named_with_its_source_line(strategy):
     with patience(ELSEWHERE_S=1.0):
         net = shard(strategy=strategy)
         step(net)

@@ -49,7 +49,7 @@ CASES = [
     case(test_behaviour.test_a_block_may_run_twice_in_one_forward),
     case(test_behaviour.test_several_forwards_then_their_backwards_in_any_order),
     case(test_behaviour.test_parameters_tied_across_units_stay_tied, **Z3),
-    case(test_behaviour.test_validation_in_the_middle_of_training_changes_nothing, allocator="trace"),
+    case(test_behaviour.test_validation_during_training_changes_nothing, allocator="trace"),
     case(test_behaviour.test_evaluation_between_forward_and_backward_changes_nothing),
     case(test_double_backward.test_what_cannot_be_differentiated_twice_says_so),
     case(test_narrow.test_a_step_equals_one_process_that_quantizes_in_the_same_places, slow=True),
@@ -81,12 +81,12 @@ CASES = [
         )
     ),
     # experts, schedules, optimizers
-    case(test_sharded.test_sharded_experts_train_as_one_process_does, 4, slow=True),
+    case(test_sharded.test_sharded_experts_train_like_one_process, 4, slow=True),
     case(test_schedule.test_one_combined_run_equals_the_plain_one),
     case(test_schedule.test_a_scaled_loss_scales_gradients_and_validation_may_come_between, slow=True),
     case(test_schedule.test_an_exception_leaves_a_model_that_runs_again),
     *(
-        case(test_schedule.test_every_way_of_running_equals_plain_forward_and_backward, name=name, slow=True)
+        case(test_schedule.test_every_schedule_equals_plain_forward_and_backward, name=name, slow=True)
         for name in list(test_schedule.MODELS)[:1]
     ),
     case(test_events.test_each_delayed_product_of_a_sharded_model_runs_in_its_slot),

@@ -32,7 +32,7 @@ class Either(nn.Module):
 
 @pytest.mark.slow
 @distributed(2)
-def test_gradients_of_parameters_of_one_shape_are_not_mixed_as_fsdp2_mixes_them():
+def test_gradients_of_parameters_of_the_same_shape_are_not_mixed():
     plain = Either()
     for rank in range(2):
         (plain(rank) / 2).backward()

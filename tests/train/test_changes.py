@@ -141,7 +141,7 @@ def resume_in_vain(path, directory):
 
 
 @pytest.mark.slow
-def test_a_resume_that_saves_nothing_leaves_what_the_run_was_trained_with(pool, tmp_path):
+def test_a_resume_that_saves_nothing_keeps_the_recorded_settings(pool, tmp_path):
     path = stopped(pool, tmp_path)
     before, done, diverged, saved = pool.run(1, resume_in_vain, path, tmp_path / "run")[0]
     assert done[CONFIG] == diverged[CONFIG] == before[CONFIG]
@@ -164,7 +164,7 @@ def test_the_table_of_the_documentation_has_every_setting_with_what_happens_to_i
             assert found.get(name, found.get(f"{section}.*")) == treatment(name), name
 
 
-def test_the_readme_s_own_commands_change_no_setting_and_leave_the_learning_rate_continuous(pytestconfig, tmp_path):
+def test_the_commands_of_the_readme_change_no_setting_and_keep_the_learning_rate_continuous(pytestconfig, tmp_path):
     root = pytestconfig.rootpath
     block = (root / "README.md").read_text().partition("## Train, stop, resume")[2].split("```")[1]
     commands = [shlex.split(line, comments=True) for line in block.splitlines() if line.startswith("weft train")]

@@ -217,7 +217,7 @@ def test_the_same_text_gives_the_same_tokens_wherever_it_is_and_whatever_the_see
     assert np.array_equal(first.validation, second.validation)
 
 
-def test_what_runs_write_is_no_text(text, tmp_path):
+def test_output_of_runs_is_not_training_text(text, tmp_path):
     before = load_corpus(config(text, tmp_path))
     for folder in ("runs/exp", "cache"):
         (text / folder).mkdir(parents=True)

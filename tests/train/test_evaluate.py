@@ -126,7 +126,7 @@ def test_what_is_no_run_is_one_line(tmp_path, capsys, command):
         ("train.steps=3", "leave it out"),
     ],
 )
-def test_a_setting_on_which_the_loss_does_not_depend_is_refused(tmp_path, override, said):
+def test_a_setting_that_does_not_affect_the_loss_is_refused(tmp_path, override, said):
     settings = {"data__validation_paths": ["held.txt"], "data__validation_fraction": 0.05}
     write_config(tmp_path, **settings).rename(tmp_path / "config.toml")
     with pytest.raises(ConfigError, match=rf"has no effect on the validation loss, .*{said}") as error:

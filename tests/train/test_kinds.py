@@ -255,7 +255,7 @@ def test_data_resumes_with_the_same_texts_at_any_path(kept, tmp_path):
         ("ab", {"held": "124\n"}, r'data\.validation_paths = \[".*/held.*"\]: differs from the text'),
     ],
 )
-def test_data_that_changed_in_place_or_order_is_refused_by_name(kept, tmp_path, names, texts, said):
+def test_data_that_changed_in_place_or_in_order_is_refused(kept, tmp_path, names, texts, said):
     state = kept(tmp_path).state_dict()
     with pytest.raises(ConfigError, match=said) as error:
         kept(tmp_path, *names, **texts).load_state_dict(state)

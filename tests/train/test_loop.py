@@ -325,7 +325,7 @@ def test_a_run_that_is_refused_leaves_no_directory(pool, tmp_path, setting):
 
 
 @pytest.mark.slow
-def test_the_step_is_chosen_when_the_directory_is_this_run_s_alone(pool, tmp_path):
+def test_the_step_is_chosen_after_the_directory_is_locked(pool, tmp_path):
     path = write_config(tmp_path, train__validate_every=0, checkpoint__every=1)
     pool.run(1, train_on, path, tmp_path / "run", stop_at=3)
     said = pool.run(1, train_on, path, tmp_path / "run", stop_at=5, resume_from=2)[0][-1]

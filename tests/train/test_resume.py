@@ -97,7 +97,7 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_line_and_stays(pool, tm
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_sigterm_and_a_closed_terminal_save_too(tmp_path, number, request):
+def test_sigterm_and_a_closed_terminal_also_save(tmp_path, number, request):
     before = signal.signal(number, signal.SIG_DFL)  # under nohup SIGHUP is ignored, by what is started as well
     request.addfinalizer(lambda: signal.signal(number, before))
     config = write_config(tmp_path, train__steps=5000, checkpoint__every=0, train__validate_every=0)
