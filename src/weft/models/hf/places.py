@@ -49,7 +49,7 @@ class Place(Protocol):
 @dataclass(frozen=True)
 class Same:
     """One tensor, unchanged. `copies`: other names under which files may store it again; these are written too.
-    `repeats`: such names that are not written, as the output layer of a tied model."""
+    `repeats`: such names that are not written, for example the output layer of a tied model."""
 
     name: str
     copies: tuple[str, ...] = ()

@@ -32,7 +32,7 @@ BY_LENGTH = ("dynamic", "longrope")
 class RotaryEmbedding(nn.Module):
     """Rotates the first `width` elements of each head, and leaves the others.
 
-    `scaling`: {"rope_type": a type of the table above, and its numbers}, as `HybridConfig.rope_scaling`; None: none.
+    `scaling`: {"rope_type": a type of the table above, and its numbers}, like `HybridConfig.rope_scaling`; None: none.
     All layers of a stack share one instance. Its tables are buffers [positions, width] that are not in checkpoints.
     They grow for longer sequences, and stay at least fp32 if the module is cast. `local`: the rotation of layers with a
     window, if it differs.
