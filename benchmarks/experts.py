@@ -11,16 +11,19 @@ is forward and backward of all microbatches. An exchange counts as hidden while 
 it waits for communication of any kind. `--routing` draws the experts of each token from a distribution, the same for
 all sides. `--skew` measures from uniform routing to Zipf's, and `--routing` besides.
 
-Sending and receiving take time of the cores that compute, which no order of steps hides. With `--device` products take
+Sending and receiving take time of the cores that compute, which no order of steps hides: "core s" is the time of a core
+that a step takes on rank 0, and with a core per rank no step is shorter. With `--device` products take
 as long as on a device of so many GFLOP/s, and leave the cores to the network meanwhile (`benchmarks/_device.py`).
 """
 
 import argparse
 import dataclasses
 import statistics
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import _device
 import _link
@@ -81,17 +84,28 @@ SIDES: dict[str, Callable[[HybridModel, list], object]] = {
 }
 
 
-def lanes(step: Callable[[], object]) -> dict[str, tuple[float, float]]:
-    """Seconds of each lane, and the part of it that was hidden, in one more step on this rank."""
+class Recorded(NamedTuple):
+    """One more step of this rank. `processor`: the seconds of a core that its threads took. `lanes`: the seconds of
+    each lane, and the hidden part of them."""
+
+    processor: float
+    lanes: dict[str, tuple[float, float]]
+
+
+def record(step: Callable[[], object]) -> Recorded:
+    """Run one more step."""
     dist.barrier()
+    begin = time.process_time()
     with Timeline() as timeline:
         step()
+    processor = time.process_time() - begin
     intervals = timeline.intervals()
-    return {
+    lanes = {
         lane: (busy(intervals, lane), hidden_fraction(intervals, lane))
         for lane in ("exchange", "gather", "reduce")
         if busy(intervals, lane)
     }
+    return Recorded(processor, lanes)
 
 
 def main() -> None:
@@ -133,7 +147,7 @@ def main() -> None:
             _routing.assign(net, shares[options.routing], MICROBATCHES, seed=100 * dist.get_rank())
         steps = {name: partial(run, nets[name], data) for name, run in sides.items()}
         taken = _report.in_turn(steps, options.rounds, 1)
-        recorded = {name: lanes(step) for name, step in steps.items()}
+        recorded = {name: record(step) for name, step in steps.items()}
         if dist.get_rank() == 0:
             print(where(options))
             print(f"{MICROBATCHES} microbatches of {ROWS} x {SEQUENCE} tokens per rank")
@@ -173,20 +187,27 @@ def measured(name: str, shares: _routing.Shares, data: list, options: argparse.N
     return _skew.Skew(name, PAIRED, {side: statistics.median(times) for side, times in taken.items()}, ranks)
 
 
-def report(taken: dict, recorded: dict, nets: dict) -> None:
-    """Print the gain from delayed weight gradients, and tables of lanes and of memory."""
+def report(taken: dict, recorded: dict[str, Recorded], nets: dict) -> None:
+    """What delayed weight gradients gain, and tables of lanes and of memory."""
     gains = [now / delayed for now, delayed in zip(taken["combined"], taken[DELAYED])]
-    hidden = [f"{recorded[name]['exchange'][1]:.0%}" for name in ("combined", DELAYED)]
+    hidden = [f"{recorded[name].lanes['exchange'][1]:.0%}" for name in ("combined", DELAYED)]
     for name in ("paired", PAIRED):
         ratio = _report.ratio(taken[name], taken["unpaired nodes"])
-        print(f"\n{name}: {ratio:.2f} of the unpaired nodes' step, {recorded[name]['exchange'][1]:.0%} hidden", end="")
+        print(
+            f"\n{name}: {ratio:.2f} of the unpaired nodes' step, {recorded[name].lanes['exchange'][1]:.0%} hidden",
+            end="",
+        )
     print(
         f"\nwgrad delayed: {statistics.median(gains):.2f} times as fast as combined without ({min(gains):.2f} to "
         f"{max(gains):.2f} in single rounds); of the exchange {hidden[1]} hidden, without {hidden[0]}"
     )
+    print(f"\n{'one more step, rank 0':25}{'core s':>9}{'/ s of unpaired':>17}")
+    for name, found in recorded.items():
+        share = found.processor / statistics.median(taken["unpaired nodes"])
+        print(f"{name:25}{found.processor:9.3f}{share:17.2f}")
     print(f"\n{'one more step, rank 0':25}{'lane':>10}{'busy s':>9}{'hidden':>9}{'of the step':>13}")
     for name, found in recorded.items():
-        for lane, (moving, hidden) in found.items():
+        for lane, (moving, hidden) in found.lanes.items():
             print(f"{name:25}{lane:>10}{moving:9.3f}{hidden:9.0%}{moving / statistics.median(taken[name]):13.0%}")
     print(f"\n{'peak transient bytes':25}{'weights':>12}{'gradients':>12}")
     for name, net in nets.items():

@@ -10,6 +10,7 @@ and checkpoints, on CPU ranks, with weft in FSDP2's place.
     --ac full|selective        activation checkpointing of each block
     --compile                  torch.compile of each block
     --fp32-experts             experts that multiply in fp32, as the rest; torchtitan's do so in bfloat16 always
+    --layers 3                 only so many of its layers
     --save DIR, --resume DIR   its CheckpointManager: the model, the optimizer and the step
     --torch                    all of it with torch's own FSDP2
 """
@@ -85,6 +86,7 @@ def configured(config: Any, options: argparse.Namespace) -> tuple[Any, ParallelD
         config.checkpoint.enable, config.checkpoint.interval = True, SAVED
         config.checkpoint.folder = str(Path(options.save or options.resume).absolute())
         config.checkpoint.load_only = not options.save
+    del config.model_spec.model.layers[options.layers :]
     set_spmd_backend(options.spmd)
     dims = ParallelDims.from_config(config.parallelism, dist.get_world_size())
     dims.build_mesh()
@@ -185,6 +187,7 @@ def run(model: str) -> None:
     parser.add_argument("--ac", choices=list(CHECKPOINTING), help="activation checkpointing")
     parser.add_argument("--compile", action="store_true", help="torch.compile of each block")
     parser.add_argument("--fp32-experts", action="store_true", help="experts that multiply in fp32, as the rest")
+    parser.add_argument("--layers", type=int, help="of the debug model, from the first; all by default")
     parser.add_argument("--save", metavar="DIR", help=f"a checkpoint after every {SAVED} steps")
     parser.add_argument("--resume", metavar="DIR", help=f"go on from the checkpoint of step {SAVED} there")
     options = parser.parse_args()

@@ -6,6 +6,7 @@ this process        torch and all else that weft imports, once; nothing computed
 """
 
 import contextlib
+import gc
 import importlib
 import os
 import signal
@@ -19,6 +20,8 @@ from typing import Any, NamedTuple
 
 LOOK_S = 0.01
 """How often trials are asked whether they are over."""
+JOB_S = 30
+"""For ranks of a test, on a machine that does other things: most take less than one second, but mutants may hang."""
 
 
 class Outcome(NamedTuple):
@@ -47,6 +50,8 @@ def import_what_weft_does(root: Path, tests: Sequence[str]) -> None:
         if name.partition(".")[0] not in ("weft", "tests", "__main__"):
             with contextlib.suppress(Exception):  # made by another module, not imported
                 importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a trial would visit all of this, and copy its memory
 
 
 class _Trial:
@@ -118,6 +123,7 @@ def _run_pytest(source: Path, tests: Sequence[str], root: Path) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.chdir(root)
     os.environ.update(_environment(source))
+    os.environ["WEFT_JOB_SECONDS"] = str(JOB_S)
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # to look for them takes as long as a small test
     sys.path[:0] = [str(source), str(root)]
     importlib.invalidate_caches()

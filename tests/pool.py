@@ -42,6 +42,8 @@ if os.environ.get("WEFT_BUCKETS") != "1":
 
 MAX_RANKS = 4
 TIMEOUT_S = 120
+MOST_S = float(os.environ.get("WEFT_JOB_SECONDS", "inf"))
+"""For each job, whatever its test allows: of mutants some hang, and each of those would wait for all of its time."""
 
 
 class RankFailed(AssertionError):
@@ -108,6 +110,7 @@ class Pool:
 
         Without `pictures` there is no matplotlib: drawing a report takes seconds.
         """
+        timeout = min(timeout, MOST_S)
         self._start(ranks)
         self.jobs += 1
         name = (body.__module__, body.__qualname__)

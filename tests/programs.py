@@ -6,8 +6,10 @@
 An import of torch and weft takes three seconds, which most of such a test would be.
 """
 
+import contextlib
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -17,31 +19,34 @@ from typing import NamedTuple
 
 DRIVER = """
 import gc, json, os, sys
-folder, programs = sys.argv[1], json.loads(sys.argv[2])
-exec(sys.argv[3])
+exec(sys.argv.pop())
 sys.stdout.flush()
 gc.freeze()
-pids = []
-for number, (program, environment) in enumerate(programs):
-    pid = os.fork()
-    if not pid:
-        break
-    pids.append(pid)
+for line in sys.stdin:
+    folder, programs, together = json.loads(line)
+    pids = []
+    for number, (program, environment) in enumerate(programs):
+        pid = os.fork()
+        if not pid:
+            break
+        pids.append(pid)
+    else:
+        statuses = {}
+        while set(pids) - set(statuses):
+            pid, status = os.wait()
+            statuses[pid] = os.waitstatus_to_exitcode(status)
+            if pid in pids and statuses[pid] and together:
+                for other in set(pids) - set(statuses):
+                    os.kill(other, 9)
+        print(json.dumps([statuses[pid] for pid in pids]), flush=True)
+        continue
+    break
 else:
-    statuses = {}
-    while set(pids) - set(statuses):
-        pid, status = os.wait()
-        statuses[pid] = os.waitstatus_to_exitcode(status)
-        if pid in pids and statuses[pid] and sys.argv[4] == "together":
-            for other in set(pids) - set(statuses):
-                os.kill(other, 9)
-    with open(f"{folder}/statuses", "w") as file:
-        json.dump([statuses[pid] for pid in pids], file)
     os._exit(0)
+os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 for stream in (1, 2):
     os.dup2(os.open(f"{folder}/{number}-{stream}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), stream)
 os.environ.update(environment)
-sys.argv[1:] = []
 exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})
 """
 
@@ -52,6 +57,63 @@ class Ended(NamedTuple):
     returncode: int
     stdout: str
     stderr: str
+
+
+class Imported:
+    """A process that has executed `imports`, for programs of several tests; a context manager that ends it."""
+
+    def __init__(self, imports: str) -> None:
+        root = Path(__file__).parents[1]
+        path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115  # until the process ends
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", DRIVER, imports],
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            start_new_session=True,
+        )
+
+    def run(
+        self,
+        programs: Sequence[str],
+        environments: Sequence[Mapping[str, str]] | None = None,
+        timeout: float = 100,
+        together: bool = False,
+    ) -> list[Ended]:
+        """See `run_programs`."""
+        given = [
+            [program, dict(own)] for program, own in zip(programs, environments or [{}] * len(programs), strict=True)
+        ]
+        with tempfile.TemporaryDirectory() as folder:
+            asked, told = self._process.stdin, self._process.stdout
+            assert asked is not None and told is not None
+            asked.write(json.dumps([folder, given, together]).encode() + b"\n")
+            asked.flush()
+            if not select.select([told], [], [], timeout)[0]:
+                self.end()
+                raise TimeoutError(f"not done after {timeout} s")
+            if not (answer := told.readline()):
+                self._said.seek(0)
+                raise AssertionError(self._said.read())
+            numbers = range(len(given))
+            texts = [[Path(folder, f"{number}-{stream}").read_text() for stream in (1, 2)] for number in numbers]
+        return [Ended(status, *both) for status, both in zip(json.loads(answer), texts)]
+
+    def end(self) -> None:
+        """End the process, and programs that are under way."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, 9)
+        self._process.communicate()
+        self._said.close()
+
+    def __enter__(self) -> "Imported":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.returncode is None:
+            self.end()
 
 
 def run_programs(
@@ -65,24 +127,5 @@ def run_programs(
 
     With `together` they are ranks: when one fails, the others are killed.
     """
-    given = [[program, dict(own)] for program, own in zip(programs, environments or [{}] * len(programs), strict=True)]
-    root = Path(__file__).parents[1]
-    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with tempfile.TemporaryDirectory() as folder:
-        driver = subprocess.Popen(
-            [sys.executable, "-c", DRIVER, folder, json.dumps(given), imports, "together" if together else "apart"],
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            _, said = driver.communicate(timeout=timeout)
-        finally:
-            if driver.poll() is None:
-                os.killpg(driver.pid, 9)
-                driver.wait()
-        assert driver.returncode == 0, said
-        statuses = json.loads(Path(folder, "statuses").read_text())
-        texts = [[Path(folder, f"{number}-{stream}").read_text() for stream in (1, 2)] for number in range(len(given))]
-    return [Ended(status, *both) for status, both in zip(statuses, texts)]
+    with Imported(imports) as ready:
+        return ready.run(programs, environments, timeout, together)

@@ -1,5 +1,6 @@
 """The examples do what they say, and the README shows the one that a newcomer copies as it is."""
 
+import functools
 import importlib.util
 import os
 import re
@@ -17,8 +18,8 @@ import transformers
 
 import weft
 from tests.pool import distributed
-from tests.programs import run_programs
-from tests.train.command import assert_same_contents, contents, free_port, metrics
+from tests.programs import Imported
+from tests.train.command import WITHOUT_PICTURES, assert_same_contents, contents, free_port, metrics
 from weft.train import Trainer
 
 ROOT = Path(__file__).parents[1]
@@ -28,15 +29,22 @@ EXAMPLES = ROOT / "examples"
 IMPORTS = "import transformers, weft.fsdp, weft.models.hf, weft.optim, weft.overlap, weft.train.loop"
 
 
-def run(example, *arguments):
-    """What the first of two ranks of `examples/EXAMPLE ARGUMENTS` prints on the CPU; they share one import."""
+@pytest.fixture(scope="module")
+def run():
+    """`run_of` with a process that has imported what the examples do."""
+    with Imported(IMPORTS) as ready:
+        yield functools.partial(run_of, ready)
+
+
+def run_of(imported, example, *arguments):
+    """What the first of two ranks of `examples/EXAMPLE ARGUMENTS` prints on the CPU."""
     program = (
-        f"import runpy, sys; sys.argv = {[example, *map(str, arguments)]}\n"
+        f"import os, runpy, sys; os.chdir({os.getcwd()!r}); sys.argv = {[example, *map(str, arguments)]}\n"
         f"runpy.run_path({str(EXAMPLES / example)!r}, run_name='__main__')"
     )
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     places = [{**place, "RANK": str(rank), "LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""} for rank in range(2)]
-    first, second = run_programs([program] * 2, IMPORTS, places, timeout=180, together=True)
+    first, second = imported.run([program] * 2, places, timeout=180, together=True)
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     return first.stdout
 
@@ -46,7 +54,7 @@ def launched(example):
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = subprocess.run(
         [*torchrun, str(EXAMPLES / example)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "PYTHONPATH": WITHOUT_PICTURES, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=180,
@@ -189,14 +197,15 @@ def test_own_models_and_data_train_resume_bit_for_bit_and_load_into_plain_torch(
 
 
 @pytest.mark.long
-def test_an_example_runs_under_its_launcher(tmp_path, monkeypatch):
+def test_an_example_runs_under_its_launcher(run, tmp_path, monkeypatch):
+    """The one with the fewest imports: what each does without a launcher, tests above see."""
     monkeypatch.chdir(tmp_path)
-    assert "step 60/60" in launched("hf_lora.py")
-    assert "nothing to do: the run is at step 60 of 60" in run("hf_lora.py", "--resume")
+    assert "step 120/120" in launched("vision.py")
+    assert "nothing to do: the run is at step 120 of 120" in run("vision.py", "--resume")
 
 
 @pytest.mark.long
-def test_any_module_learns_on_two_ranks_and_shows_its_units():
+def test_any_module_learns_on_two_ranks_and_shows_its_units(run):
     output = run("any_module.py", "--steps", 40)
     losses = losses_in(output)
     assert len(losses) == 40
@@ -215,7 +224,7 @@ def hf_llama():
 
 
 @pytest.mark.long
-def test_the_sharded_llama_has_the_losses_of_one_process_and_comes_back_from_its_checkpoint(hf_llama, tmp_path):
+def test_the_sharded_llama_has_the_losses_of_one_process_and_comes_back_from_its_checkpoint(run, hf_llama, tmp_path):
     output = run("hf_llama.py", "--steps", 8, "--checkpoint", tmp_path / "llama")
 
     cpu = torch.device("cpu")
@@ -245,7 +254,7 @@ def test_the_readme_shows_lines_of_the_example_of_published_models_in_their_orde
 
 
 @pytest.mark.long
-def test_a_hugging_face_directory_is_trained_with_experts_overlapped_and_written_back(tmp_path):
+def test_a_hugging_face_directory_is_trained_with_experts_overlapped_and_written_back(run, tmp_path):
     torch.manual_seed(0)
     sizes = {"vocab_size": 61, "hidden_size": 32, "num_experts": 4, "moe_intermediate_size": 16}
     weft.models.hf.save(

@@ -20,8 +20,7 @@ from tests.overlap.small import config, gradients, plain
 from tests.pool import distributed
 from weft.cli import main
 from weft.comm import backends
-from weft.comm.pending import Pending
-from weft.comm.transport import Capabilities
+from weft.comm.transport import Capabilities, Pending
 from weft.fsdp import group, payload
 from weft.models import HybridConfig, HybridModel, hf, kinds, pattern
 from weft.models.hf import families, llama
@@ -124,7 +123,7 @@ def test_the_command_line_draws_and_checks_a_schedule_that_was_added(capsys):
 class Plain:
     """Every collective by the plainest call of torch, done when it returns."""
 
-    capabilities = Capabilities(tags=False, helpers=False, bundles=False, averages=False, latency=1e-4, bandwidth=1e9)
+    capabilities = Capabilities(tags=False, helpers=False, bundles=False, latency=1e-4, bandwidth=1e9)
 
     def __init__(self) -> None:
         self.calls: set[str] = set()

@@ -41,6 +41,7 @@ FAILURES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body, timeout, message", FAILURES)
 def test_a_failing_rank_fails_the_job_and_the_pool_serves_the_next(pool, body, timeout, message):
     with pytest.raises(RankFailed, match=message):

@@ -160,7 +160,8 @@ def test_rooms_that_may_not_know_stages_ask_in_one_place_how_a_model_is_cut():
 
 
 def test_drivers_use_the_protocol_of_the_engine_and_nothing_else_of_it():
-    faces = {"weft.fsdp.driver", "weft.fsdp.module", "weft.fsdp.precision", "weft.fsdp.trees", "weft.fsdp.weak"}
+    faces = {"weft.fsdp.driver", "weft.fsdp.module", "weft.fsdp.precision", "weft.fsdp.trees", "weft.fsdp.unit"}
+    faces |= {"weft.fsdp.weak"}
     for driver in ("fsdp/hooks.py", "overlap/units.py", "overlap/run.py", "overlap/chunk_pass.py"):
         text = (PACKAGE / driver).read_text()
         used = set(re.findall(r"^\s*(?:from|import) (weft\.fsdp[\w.]*)", text, re.MULTILINE))

@@ -126,8 +126,8 @@ MUTATIONS = [
         "comm/test_pruned.py::test_nothing_is_known_of_how_to_take_part_in_the_gathers_of_a_model_that_has_gone[2]",
     ),
     Mutation(
-        "without tags, small units are sent one by one",
-        "BuiltIn.__init__",
+        "small units travel one by one without tags",
+        "BuiltIn",
         "bundles=True",
         "bundles=False",
         "fsdp/test_untagged.py::test_small_units_travel_in_one_group_call_where_the_transport_has_no_tags[2]",
@@ -151,6 +151,6 @@ MUTATIONS = [
         "agree",
         "tag_of(TAGS, what, channel)",
         "tag_of(TAGS, what)",
-        "comm/test_control.py::test_words_of_another_moment_or_model_are_never_taken_for_these[2-model]",
+        "comm/test_agreement.py::test_words_of_another_moment_or_model_are_never_taken_for_these[2-model]",
     ),
 ]

@@ -18,7 +18,7 @@ MUTATIONS = [
     Mutation(
         "options that methods set before the root is sharded are lost",
         "UnitDriver.come_under",
-        "around.options = around.options.joined(self._given, changed)",
+        "around.options = around.options.joined(self._asked or RuntimeOptions(), changed)",
         "del changed",
         ORDER + "test_what_is_said_before_the_root_is_sharded_holds_in_its_model[2]",
     ),
@@ -245,15 +245,15 @@ MUTATIONS = [
     ),
     # --- narrow weights -----------------------------------------------------------------------------------------------
     Mutation(
-        "main weights are quantized without the cast to the compute dtype",
-        "Narrow._recipe",
-        "recipe if recipe.via is not None or compute.itemsize > 4 else dataclasses.replace(recipe, via=compute)",
+        "main weights are quantized as they are",
+        "Narrow.__init__",
+        "dataclasses.replace(recipe, via=compute) if casts else recipe",
         "recipe",
         NARROW + "test_bytes_are_those_of_the_whole_weight[2]",
     ),
     Mutation(
-        "cuts divide blocks",
-        "uncut",
+        "cuts go through blocks",
+        "cutting_of",
         "math.lcm(step, recipe.cut_between(shape))",
         "step",
         NARROW + "test_bytes_are_those_of_the_whole_weight[2]",

@@ -54,7 +54,7 @@ MUTATIONS = [
     Mutation(
         "gradients of parameters unfrozen on some ranks stay unreduced",
         "Consensus.reach",
-        "[number for number in numbers if unit.groups[number].agreed]",
+        "[group for group in late if group.agreed]",
         "[]",
         DIFFERENTLY_FROZEN,
     ),
@@ -92,11 +92,18 @@ MUTATIONS = [
         "on one rank, gradients of small units are added one by one",
         "bundle_bytes",
         "(each.capabilities.bundle_bytes for each in transports)",
-        "(each.capabilities.bundle_bytes for each in transports if groups[0].groups[-1].size() > 1)",
+        "(each.capabilities.bundle_bytes for each in transports if units[0].groups[-1].groups[-1].size() > 1)",
         BUCKETS + "test_one_rank_adds_up_the_gradients_of_small_units_at_once[1]",
     ),
     Mutation(
-        "a rank that needs no unit of a bucket does not join its gather",
+        "messages of a large model are as small as those of a small one",
+        "bundle_bytes",
+        "min(4 * least, sum(unit.gathered_bytes for unit in units) // 8)",
+        "least",
+        BUCKETS + "test_messages_of_a_large_model_are_larger_but_at_least_eight[2]",
+    ),
+    Mutation(
+        "a rank that needs nothing of a bucket leaves others waiting",
         "GatherHelper._parts",
         "enumerate(self._buckets)",
         "()",
@@ -135,14 +142,14 @@ MUTATIONS = [
     Mutation(
         "reductions wait for a frozen unit",
         "Reductions.begin",
-        "unit.trainable_groups and not self.defers(unit) and self._checked and unit.is_addressed",
-        "not self.defers(unit) and self._checked and unit.is_addressed",
+        "unit.trainable_groups and not self.defers(unit) and checks and unit.is_addressed",
+        "not self.defers(unit) and checks and unit.is_addressed",
         ORDER + "test_nothing_waits_for_the_turn_of_a_unit_that_is_frozen[2]",
     ),
     Mutation(
-        "weights are not freed after forward",
-        "Shared.done",
-        "not self.gathers.stays(each)",
+        "weights do not go after forward",
+        "GatherOrder.done",
+        "not self.stays(each)",
         "False",
         ORDER + "test_weights_go_when_the_next_unit_has_computed[2-trace]",
     ),
@@ -156,8 +163,8 @@ MUTATIONS = [
     Mutation(
         "the host waits for each reduction immediately",
         "Reductions.reduce_group",
-        "one.gradients.reduce(self._channels, each.scale_of(one), channel=one.channel, finishes=finishes)",
-        "[(ticket := one.gradients.reduce(self._channels, 1.0, channel=one.channel, finishes=finishes)), "
+        "group.gradients.reduce(self._channels, scale, channel=group.channel, finishes=finishes)",
+        "[(ticket := group.gradients.reduce(self._channels, 1.0, channel=group.channel, finishes=finishes)), "
         "ticket.wait()][0]",
         REDUCED_BESIDE + "[2-optim_grads_params]",
     ),
@@ -215,8 +222,8 @@ MUTATIONS = [
     Mutation(
         "a write on one rank is not announced to the others",
         "Freshness.begin_pass",
-        "words, _ = agree(words, [], groups, 'beginning of a pass', channel=self._channel)",
-        "agree(words, [], groups, 'beginning of a pass', channel=self._channel)",
+        "words, _ = agree(words, [], groups, 'beginning of a pass', channel=self._agreement.channel)",
+        "agree(words, [], groups, 'beginning of a pass', channel=self._agreement.channel)",
         SEAMS + "test_freshness.py::test_a_write_on_one_rank_is_a_write_on_all[2-optim]",
     ),
     Mutation(

@@ -9,14 +9,12 @@ import torch
 import torch.distributed as dist
 
 from tests.pool import distributed
-from weft.comm import collectives
-from weft.comm.backends import moving_by
+from weft.comm import backends, collectives
 from weft.comm.builtin import BuiltIn
 from weft.comm.gloo import Gloo, sends, transport
 from weft.comm.groups import exchange_objects, twin_group
 from weft.comm.lanes import Lane, Ticket
-from weft.comm.pending import Pending
-from weft.comm.transport import Sum
+from weft.comm.transport import Pending, Sum
 
 SIZES = (1, 7, 64, 5000)
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
@@ -221,7 +219,7 @@ def test_receives_are_posted_first_so_that_both_directions_of_a_link_are_used_at
     }
     for name, start in starts.items():
         group = Noting()
-        with moving_by(Gloo()):
+        with mock.patch.object(backends, "INSTEAD", Gloo()):
             start(group)
         assert group.posted == ["receive"] * 2 + ["send"] * 2, name
 
@@ -306,7 +304,7 @@ def test_sums_only_never_ask_the_backend_for_an_average():
         inbox = torch.empty(32)
         for sum_only in (False, True):
             options = {"scale": 0.5, "accumulate": False, "inbox": inbox, "sum_only": sum_only}
-            with moving_by(BuiltIn(averages=True)):
+            with mock.patch.object(backends, "INSTEAD", BuiltIn(averages=True)):
                 lane("reduce").run(collectives.reduce_scatter, output, partial, group, **options).wait()
             results.append(output.clone())
     finally:

@@ -16,7 +16,7 @@ from tests.fsdp import nets
 from tests.pool import distributed
 from tests.programs import run_programs
 from weft.comm import collectives
-from weft.comm.control import agree
+from weft.comm.agreement import agree
 from weft.comm.groups import exchange_objects
 from weft.comm.lanes import Lane
 from weft.comm.watch import hang_detector, rules

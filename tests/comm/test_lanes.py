@@ -12,8 +12,8 @@ from tests.pool import distributed
 from weft.comm import collectives, streams, transfers
 from weft.comm.collectives import all_reduce, inbox_numel
 from weft.comm.lanes import ABANDONED_TIMEOUT, Lane
-from weft.comm.pending import Pending
 from weft.comm.timeline import Timeline, labelled, span
+from weft.comm.transport import Pending
 from weft.comm.watch.hang_detector import start_hang_detector
 from weft.errors import CollectiveMismatch
 

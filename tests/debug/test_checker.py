@@ -8,7 +8,7 @@ import torch
 import weft.debug
 from weft.comm import streams
 from weft.comm.lanes import Lane
-from weft.comm.pending import Pending
+from weft.comm.transport import Pending
 from weft.debug import StreamOrderError, check_streams
 from weft.memory.pool import Pool, Transient
 

@@ -121,6 +121,7 @@ def test_gathers_and_reductions_overlap_with_the_computation_of_other_units(sepa
         assert following, f"{one} stands alone"
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_outer_gathers_and_reductions_overlap_with_the_computation():
     with weft.debug.check_streams(record=True) as checker:
@@ -221,6 +222,7 @@ def test_weights_that_come_for_a_unit_that_does_not_run_are_awaited():
         train(net, optimizer, checker, steps=2)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_reductions_of_a_backward_that_fails_are_given_up_and_gradients_dropped():
     def fail(gradient):

@@ -488,6 +488,12 @@ def test_operators_without_a_rule_run_on_the_whole_tensor():
     assert_same(x.softmax(-1), a.softmax(-1))
     assert_same(x.view(3, 20), a.view(3, 20))
     assert_same(x + x[0], a + a[0])
+    atomic = weft.fully_shard(Bag([(6, 10), (10, 3)]), shard_placement_fn=lambda _: weft.TensorAtomic())
+    for mine, theirs in ((x, a), (x[1:], a[1:]), (atomic.p0.detach(), a)):
+        assert_same(mine.unique(), theirs.unique())
+        assert_same(mine.nonzero(), theirs.nonzero())
+        assert_same(mine.cummax(1).values, theirs.cummax(1).values)
+        assert torch.allclose(mine, mine) and not torch.allclose(x, x + 1)
     x += x.cos().t().sin().t()  # in place with the result of such an operator: its slice is added
     assert_same(x, a + a.cos().sin())
 

@@ -1,13 +1,16 @@
 """Programs around other libraries, run with torch's FSDP2 and with weft in its place: the same losses and norms."""
 
+import contextlib
+import functools
 import importlib.util
 import re
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.programs import run_programs
+from tests.programs import Imported
 
 pytestmark = pytest.mark.long
 
@@ -22,21 +25,39 @@ LLAMA = "torchtitan_llama3.py"
 DEEPSEEK = "torchtitan_deepseek_v3.py"
 
 
+TORCHTITAN = (
+    "import torchtitan_debug, torchtitan.models.llama3.config_registry, torchtitan.models.deepseek_v3.config_registry"
+)
 IMPORTS = {
     TRAINER: "import transformers, transformers.models.llama, transformers.trainer, accelerate",
     ACCELERATE: "import accelerate",
     FABRIC: "import lightning.fabric.strategies",
     LIGHTNING: "import lightning.pytorch.strategies, lightning.pytorch.callbacks",
-    LLAMA: "import torchtitan_debug, torchtitan.models.llama3.config_registry",
-    DEEPSEEK: "import torchtitan_debug, torchtitan.models.deepseek_v3.config_registry",
+    LLAMA: TORCHTITAN,
+    DEEPSEEK: TORCHTITAN,
 }
-"""What takes seconds to import: all ranks of a test are forked from one process that has."""
+"""What takes seconds to import: all ranks of all programs with the same are forked from one process that has."""
+SMALL = ["--layers", "3"]
+"""Of torchtitan's debug models, which have six: the first, the last and one between."""
 
 
-def steps(program: str, *variants: list[str], ranks: int = 2) -> list[tuple[list[dict[str, float]], str]]:
+@pytest.fixture(scope="module")
+def steps():
+    """`run_steps` with processes that hold the imports."""
+    with contextlib.ExitStack() as ending:
+        place = f"sys.path.insert(0, {str(EXAMPLES)!r})\nimport torch.distributed, weft.fsdp\n"
+        having = functools.cache(lambda imports: ending.enter_context(Imported(place + imports)))
+        yield functools.partial(run_steps, having)
+
+
+def run_steps(
+    having: Callable[[str], Imported], program: str, *variants: list[str], ranks: int = 2
+) -> list[tuple[list[dict[str, float]], str]]:
     """Runs at once, one for each list of options: the numbers of each line, by name, and all that it prints."""
     programs, environments = [], []
     for options in variants:
+        if IMPORTS[program] == TORCHTITAN:
+            options = [*options, *SMALL]
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -49,8 +70,7 @@ def steps(program: str, *variants: list[str], ranks: int = 2) -> list[tuple[list
             sizes = {name: str(ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")}
             meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none"}
             environments.append({**places, **sizes, **meeting, "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"})
-    imports = f"sys.path.insert(0, {str(EXAMPLES)!r})\nimport torch.distributed, weft.fsdp\n{IMPORTS[program]}"
-    ended = run_programs(programs, imports, environments, timeout=600, together=True)
+    ended = having(IMPORTS[program]).run(programs, environments, timeout=600, together=True)
     failed = [each for each in ended if each.returncode > 0]
     assert not failed, failed[0].stdout[-2000:] + failed[0].stderr[-4000:]
     assert all(each.returncode == 0 for each in ended), ended
@@ -96,7 +116,7 @@ def assert_alike(program: str, actual: list[dict[str, float]], expected: list[di
         (DEEPSEEK, ["torchtitan", "triton"], 4, "--tp 2 --ep 2 --fp32-experts"),
     ],
 )
-def test_a_program_trains_alike_with_weft_in_the_place_of_fsdp2(program, libraries, ranks, options):
+def test_a_program_trains_alike_with_weft_in_the_place_of_fsdp2(steps, program, libraries, ranks, options):
     need(*libraries)
     variants = [["--torch", *options.split()], options.split()]
     # One after the other where layers are compiled: the second finds the kernels of the first in inductor's cache.
@@ -108,7 +128,7 @@ def test_a_program_trains_alike_with_weft_in_the_place_of_fsdp2(program, librari
 
 
 @pytest.mark.parametrize(("program", "options"), [(LLAMA, ""), (DEEPSEEK, "--ep 2 --fp32-experts")])
-def test_a_program_trains_alike_and_what_one_library_saves_the_other_resumes(tmp_path, program, options):
+def test_a_program_trains_alike_and_what_one_library_saves_the_other_resumes(steps, tmp_path, program, options):
     need("torchtitan", "triton")
     saves = {library: ["--save", str(tmp_path / library)] for library in ("torch", "weft")}
     (expected, said), (actual, said_with_weft) = steps(

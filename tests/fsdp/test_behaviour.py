@@ -5,6 +5,7 @@ In double precision, so that rounding hides nothing.
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -629,8 +630,9 @@ def prefetch_by_hand(net: nets.Net) -> None:
 @pytest.mark.long
 @distributed(2)
 def test_options_for_speed_give_bit_equal_results():
-    reference = run()
-    torch.testing.assert_close(run(prepare=prefetch_by_hand), reference, rtol=0, atol=0)
+    short = partial(run, 3)
+    reference = short()
+    torch.testing.assert_close(short(prepare=prefetch_by_hand), reference, rtol=0, atol=0)
     for options in (
         {"allocator": "caching"},
         {"prefetch_bytes": 0},
@@ -640,10 +642,10 @@ def test_options_for_speed_give_bit_equal_results():
         {"max_live_reduce_buffers": 3},
         {"check_collectives": False},
     ):
-        result = run(runtime=weft.RuntimeOptions(**options))
+        result = short(runtime=weft.RuntimeOptions(**options))
         torch.testing.assert_close(result, reference, rtol=0, atol=0, msg=lambda text, o=options: f"{o}: {text}")
     for choice in (True, False):
-        torch.testing.assert_close(run(reshard_after_forward=choice), reference, rtol=0, atol=0)
+        torch.testing.assert_close(short(reshard_after_forward=choice), reference, rtol=0, atol=0)
 
 
 @pytest.mark.slow

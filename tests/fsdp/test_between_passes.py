@@ -39,6 +39,7 @@ def test_between_a_forward_and_its_backward_a_module_shows_its_sharded_parameter
     assert_weights(net, plain)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_what_the_user_unsharded_is_sharded_after_a_backward_on_ranks_where_it_did_not_run_too():
     class Some(nn.Module):

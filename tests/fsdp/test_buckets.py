@@ -15,6 +15,7 @@ import weft
 from tests.pairs import all_pairs
 from tests.pool import distributed
 from weft.comm.backends import transport_of
+from weft.comm.gloo import transport
 from weft.comm.lanes import Lane, Ticket
 from weft.comm.watch.hang_detector import hang_detector
 from weft.fsdp.module import units_under
@@ -29,13 +30,13 @@ STRATEGIES = ["optim", "optim_grads", "optim_grads_params"]
 class Layers(nn.Module):
     """Layers of one size but for those that are `wide`; a call may skip some of them."""
 
-    def __init__(self, wide=()):
+    def __init__(self, wide=(), depth=DEPTH):
         super().__init__()
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, 40 * WIDTH), nn.Linear(40 * WIDTH, WIDTH))
             if n in wide
             else nn.Linear(WIDTH, WIDTH)
-            for n in range(DEPTH)
+            for n in range(depth)
         )
 
     def forward(self, x, skip=(), spoil=None):
@@ -47,9 +48,9 @@ class Layers(nn.Module):
         return x
 
 
-def model(bucket_bytes, wide=(), frozen=(), runtime=None, **options):
+def model(bucket_bytes, wide=(), frozen=(), runtime=None, depth=DEPTH, **options):
     torch.manual_seed(0)
-    net = Layers(wide)
+    net = Layers(wide, depth)
     for number in frozen:
         net.layers[number].requires_grad_(False)
     for layer in net.layers:
@@ -97,6 +98,7 @@ def test_the_bits_are_those_of_units_that_travel_by_themselves(strategy, microba
     assert lanes["reductions"] and not lanes["reduce"]
 
 
+@pytest.mark.slow
 @distributed(4)
 def test_units_of_one_message_have_divisors_of_their_own_and_add_to_what_is_there():
     def found(bucket_bytes, *, alike):
@@ -136,6 +138,7 @@ def test_a_step_of_small_units_is_a_message_for_each_pass_and_one_for_the_gradie
     assert lanes == {"gather": 2 * DEPTH - 1, "reduce": DEPTH}  # the last unit of a forward stays
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_bucket_holds_as_many_bytes_as_asked_for_and_large_units_travel_by_themselves():
     lanes, layer = Counter(), bytes_of_a_layer()
@@ -207,6 +210,7 @@ def test_ranks_that_run_other_units_of_a_bucket_send_the_same_messages():
     assert equal_bit_by_bit(together, train(model(EACH), skip=skip))
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_rank_that_needs_no_unit_of_a_bucket_takes_part_for_those_that_do():
     def skip(step):
@@ -217,6 +221,7 @@ def test_a_rank_that_needs_no_unit_of_a_bucket_takes_part_for_those_that_do():
     assert equal_bit_by_bit(together, train(model(EACH), steps=2, skip=skip))
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_rank_takes_part_for_a_forward_that_it_is_past_and_for_a_backward_too():
     times, serve = Counter(), GatherHelper.serve_bucket
@@ -232,6 +237,28 @@ def test_a_rank_takes_part_for_a_forward_that_it_is_past_and_for_a_backward_too(
         together = train(net, steps=2, skip=lambda step: (0, 1) if dist.get_rank() else ())
     assert times[0] == (4 if dist.get_rank() else 0)  # in each step for the other's forward and its backward
     assert equal_bit_by_bit(together, train(model(EACH), steps=2, skip=lambda step: (0, 1) if dist.get_rank() else ()))
+
+
+@distributed(2)
+def test_a_rank_that_takes_part_for_others_may_change_its_weights_meanwhile():
+    net = model(ALL)
+    runtime = net._weft_driver.engine
+    with torch.no_grad(), mock.patch.object(transport, "ALONE_BYTES", 0):  # all weights travel uncopied
+        net(torch.ones(1, WIDTH))
+        before = [parameter.full_tensor() for parameter in net.parameters()]
+        (bucket,) = runtime._helper._buckets
+        if dist.get_rank():
+            runtime._helper.serve_bucket(0)
+            for group in (group for unit in runtime.units for group in unit.groups):
+                group.main_weight.local.fill_(7.0)
+        dist.barrier()
+        if not dist.get_rank():
+            bucket.gather(False)
+            for layer in net.layers:
+                layer.unshard()
+            for mine, expected in zip(net.parameters(), before, strict=True):
+                assert torch.equal(mine, expected)
+        dist.barrier()
 
 
 @distributed(2)
@@ -351,3 +378,14 @@ def test_by_default_a_message_has_the_size_that_takes_as_long_as_its_latency():
         net = model(None)
         train(net, lanes=lanes)
     assert lanes == {"gathers": 2 * (DEPTH // 2), "reductions": DEPTH // 2}
+
+
+@pytest.mark.parametrize("layers, messages", [(32, 8), (64, 8), (72, 9)])
+@distributed(2)
+def test_messages_of_a_large_model_are_larger_but_at_least_eight(layers, messages):
+    transport, layer = transport_of(dist.group.WORLD, torch.device("cpu")), bytes_of_a_layer()
+    small = dataclasses.replace(transport.capabilities, latency=2 * layer / transport.capabilities.bandwidth * 1.001)
+    with mock.patch.object(type(transport), "capabilities", small):
+        lanes = Counter()
+        train(model(None, depth=layers), steps=1, lanes=lanes)
+    assert lanes["gathers"] == 2 * messages

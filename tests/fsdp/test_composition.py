@@ -243,6 +243,8 @@ def test_function_transforms_of_sharded_modules_are_refused_at_once():
     ):
         with pytest.raises(RuntimeError, match=r"torch.func or forward-mode differentiation.*a plain copy"):
             transformed()
+    with pytest.raises(RuntimeError, match=r"called under torch.jit.trace: .*a plain copy"):
+        torch.jit.trace(model, x)
     torch.testing.assert_close(backward(model, mine(rows())), backward(make(), rows()))
 
 

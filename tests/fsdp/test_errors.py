@@ -273,3 +273,29 @@ def test_a_model_without_sharded_modules_has_no_report():
     for report in (weft.describe, weft.memory_report):
         with refused(ValueError, "Block has no sharded module", "fully_shard"):
             report(nets.Block(4, 4))
+
+
+def test_reports_and_marks_name_what_they_got():
+    block = nets.Block(4, 4)
+    first = weft.find_nonfinite, weft.check_views, weft.parameter_norms, weft.moe.load_statistics
+    for report in (*first, weft.describe, weft.memory_report):
+        with refused(TypeError, "got generator, not a module", "pass the"):
+            report(block.parameters())
+    with refused(ValueError, "Block is not sharded", "fully_shard"):
+        weft.graph_report(block)
+    with refused(TypeError, "keep_dtype got a Block", "each parameter"):
+        weft.keep_dtype(block)
+    with refused(TypeError, "models.shard got a Block", "HybridModel", "fully_shard"):
+        weft.models.shard(block, None)
+    for rows in (0, 2.5, "2"):
+        with refused(ValueError, f"BlockAtomic({rows!r})", "at least one"):
+            weft.BlockAtomic(rows)
+
+
+@distributed(2)
+def test_what_comes_too_late_for_a_sharded_module_is_refused_and_not_ignored():
+    block = weft.fully_shard(nets.Block(4, 4))
+    with refused(ValueError, "keep_dtype of a sharded parameter", "before"):
+        weft.keep_dtype(next(block.parameters()))
+    with refused(ValueError, "share_memory() of the sharded Block", "plain copy"):
+        block.share_memory()

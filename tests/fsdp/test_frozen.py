@@ -33,7 +33,7 @@ def change_of_mind(net: nets.Net, step: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", [None, "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("recompute", [None, pytest.param("reentrant", marks=pytest.mark.long), "non-reentrant"])
 @distributed(2)
 def test_adapters_frozen_units_and_later_changes_equal_one_process(recompute):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "shard"))

@@ -66,6 +66,21 @@ def test_hooks_on_accumulated_gradients_run_once_with_the_reduced_gradient():
 
 
 @distributed(2)
+def test_a_hook_on_an_accumulated_gradient_may_remove_itself():
+    for net in (nets.make(), nets.shard(nets.make())):
+        seen = []
+        for parameter in net.parameters():
+            once = parameter.register_post_accumulate_grad_hook(
+                lambda p, seen=seen: (seen.append(p), p.once.remove())[1]
+            )
+            parameter.once = once
+            parameter.register_post_accumulate_grad_hook(seen.append)
+        for _ in range(2):
+            nets.loss_of(net, nets.data(1, 4)[0]).backward()
+        assert len(seen) == 3 * len([*net.parameters()])
+
+
+@distributed(2)
 def test_random_initialisation_in_place_draws_what_one_process_draws():
     plain, net = nets.make(), nets.shard(nets.make())
     for model in (plain, net):
@@ -253,8 +268,8 @@ def test_a_unit_that_backward_does_not_need_is_not_gathered_for_it():
     plain, model = make(), make()
     for part in (*model, model):
         weft.fully_shard(part)
-    gathers, visits = runtime_of(model).gathers, []
-    use, gathers.use = gathers.use, lambda unit, *how, **more: (visits.append(unit.name), use(unit, *how, **more))
+    runtime, visits = runtime_of(model), []
+    use, runtime.use = runtime.use, lambda unit, *how: (visits.append(unit.name), use(unit, *how))
     plain(tokens).square().mean().backward()
     for needed in (True, False):
         model[0].set_unshard_in_backward(needed)
@@ -277,7 +292,7 @@ def test_a_unit_that_forces_sums_asks_the_backend_for_no_average():
         net = nets.shard(nets.make())
         net.blocks[1].set_force_sum_reduction_for_comms(True)
         loss = nets.loss_of(net, nets.data(1, 4)[0])
-        averaging = backends.moving_by(BuiltIn(averages=True))
+        averaging = mock.patch.object(backends, "INSTEAD", BuiltIn(averages=True))
         with averaging, mock.patch.object(dist, "reduce_scatter_tensor", noted):
             loss.backward()
     average, total = dist.ReduceOp.AVG, dist.ReduceOp.SUM

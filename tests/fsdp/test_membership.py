@@ -39,6 +39,7 @@ def evaluated(**options) -> nets.Net:
     return net
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_what_comes_after_the_first_pass_is_refused_by_name_until_a_unit_has_it():
     tokens = nets.data(1, 4)[0]

@@ -13,6 +13,7 @@ from weft.quantize import mx, nvfp4
 DTYPES = [torch.bfloat16, torch.float32, torch.bfloat16, torch.float32]
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_small_quantized_units_share_one_message_and_compute_the_same():
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -43,6 +44,7 @@ def test_small_quantized_units_share_one_message_and_compute_the_same():
         assert fewer == 2 < count and as_many >= nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [0, 1 << 18])
 @distributed(2)
 def test_a_rank_whose_pass_is_one_without_some_quantized_units_sends_those_of_after_its_last_step(size):

@@ -75,7 +75,7 @@ def test_what_is_refused_says_why():
         with pytest.raises(NotImplementedError, match=rf"{name}\(.*: weft .*; leave the call out"):
             getattr(net, name)(*values)
     net.set_allocate_memory_from_process_group_for_comm(False)
-    with pytest.raises(TypeError, match="max_input_buffers=True: pass an int"):
+    with pytest.raises(TypeError, match="max_live_reduce_buffers=True: pass an int"):
         net.set_reduce_scatter_max_input_buffers(True)
     with pytest.raises(ValueError, match="at least 1"):
         net.set_reduce_scatter_max_input_buffers(0)

@@ -90,6 +90,7 @@ def assert_same_bytes(net: nn.Module, whole: list[torch.Tensor], recipe) -> None
     assert_same(travelling(group), group.layout.extents, whole, recipe)
 
 
+@pytest.mark.slow
 @distributed(2, 4)
 def test_bytes_are_those_of_the_whole_weight():
     shapes = [(300, 32), (2, 8, 16 * 6), (0, 32), (3, 40, 32)]
@@ -145,7 +146,7 @@ def test_shards_of_any_shapes_have_the_bytes_of_the_whole_weight(shapes, ranks, 
         mesh, placed = Mesh(ranks, rank), Placements((Shard(0),), (Shard(0),), (Shard(0),))
         dtypes = Recipe(FP32, BF16, FP32, FP32, recipe)
         plan = GroupPlan(layout, mesh, placed, dtypes, torch.device("cpu"), None)  # type: ignore[arg-type]
-        payloads.append(Narrow(plan, lambda: "weights"))
+        payloads.append(Narrow(plan))
     shards = main.view(ranks, -1)
     if recipe.shares_maximum:
         largest = torch.stack([each.local_maxima(shard) for each, shard in zip(payloads, shards)]).amax(0)
@@ -220,6 +221,7 @@ def assert_trains(recipe, compute=BF16, **options) -> nets.Net:
     return net
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_step_equals_one_process_that_quantizes_in_the_same_places():
     assert_trains(tensorwise(), FP32)
@@ -228,10 +230,15 @@ def test_a_step_equals_one_process_that_quantizes_in_the_same_places():
 
 @pytest.mark.long
 @distributed(2)
-def test_every_recipe_and_option_equals_one_process():
+def test_every_recipe_equals_one_process():
     for recipe in RECIPES[1:]:
         assert_trains(recipe, FP32)
-    assert_trains(rowwise(), FP32, reshard_after_forward=False)
+
+
+@pytest.mark.long
+@distributed(2)
+def test_every_option_equals_one_process():
+    assert_trains(nvfp4(), FP32, reshard_after_forward=False)
     assert_trains(tensorwise(), FP32, offload_policy=weft.CPUOffloadPolicy(pin_memory=False))
 
 
@@ -274,6 +281,7 @@ def spy_on_messages(monkeypatch) -> tuple[list, list]:
     return gathers, maxima
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_gather_brings_the_bytes_of_the_format_and_maxima_are_exchanged_once_in_a_step():
     for recipe, most, exchanges in (
@@ -454,6 +462,7 @@ def test_what_does_not_fit_a_recipe_is_refused():
         sharded(net.two, rowwise())
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_checkpoints_hold_main_weights_alone_and_go_to_any_recipe(tmp_path):
     def made(recipe):

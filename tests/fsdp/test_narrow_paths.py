@@ -46,6 +46,7 @@ def routed() -> Routed:
     return Routed()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
 @distributed(2)
 def test_ranks_may_run_different_units(strategy):

@@ -99,6 +99,7 @@ def test_weights_go_when_the_next_unit_has_computed(allocator):
     assert weft.memory_report(net)["transient"]["gathered weights"]["peak"] == root + 2 * layer
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_budget_of_bytes_says_how_far_ahead_gathers_go():
     bytes_of_layer = chain().layers[0]._weft_unit.gathered_bytes

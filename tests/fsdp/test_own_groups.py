@@ -31,18 +31,18 @@ def test_gathers_run_on_the_process_group_that_was_given():
     mesh = init_device_mesh("cpu", (2,))
     own = dist.new_group([0, 1], timeout=timedelta(seconds=77))
     other = dist.new_group([0, 1])
-    losses = []
+    losses, batch = [], nets.data(1, 4)[0][dist.get_rank() :: 2]
     for choice in (False, [own]):
         runtime = weft.RuntimeOptions(separate_all_gather_group=choice)
         with pytest.MonkeyPatch.context() as patches:
             groups = gathered_over(patches)
             net = nets.shard(nets.make(), mesh=mesh, runtime=runtime)
-            losses.append(nets.loss_of(net, nets.data(1, 4)[0][dist.get_rank() :: 2]))
+            losses.append(nets.loss_of(net, batch))
             losses[-1].backward()
         assert (groups == {own}) == bool(choice) and own not in groups - {own}
     assert torch.equal(*losses)
     with pytest.raises(ValueError, match=r"used another communicator for gathers over the ranks \[0, 1\]"):
-        nets.shard(nets.make(), mesh=mesh, runtime=weft.RuntimeOptions(separate_all_gather_group=[other]))
+        nets.shard(nets.make(), mesh=mesh, runtime=weft.RuntimeOptions(separate_all_gather_group=[other]))(batch)
 
 
 @distributed(2)

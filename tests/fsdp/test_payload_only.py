@@ -315,6 +315,7 @@ def test_flat_optimizers_leave_out_what_has_no_main_weights():
     assert not torch.equal(nets.full(net[1].base.weight), before)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_checkpoints_hold_values_and_give_the_same_payload(tmp_path):
     for number, recipe in enumerate(RECIPES):

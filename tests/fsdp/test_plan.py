@@ -68,6 +68,7 @@ def test_the_peaks_of_the_plan_are_those_that_memory_reports(name, microbatches)
     check(CASES[name], microbatches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "microbatches"), [*by_turns(TWO_AXES), ("hfsdp", 1)])
 @distributed(4)
 def test_the_peaks_of_the_plan_are_those_that_memory_reports_over_two_axes(name, microbatches):

@@ -70,6 +70,7 @@ def travelled(monkeypatch) -> set[torch.dtype]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy", [*(pytest.param(s, marks=pytest.mark.slow) for s in STRATEGIES[:3]), STRATEGIES[3]]
 )

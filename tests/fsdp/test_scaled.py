@@ -75,6 +75,7 @@ def assert_trains(recipe, compute=FP32, steps=3, **options) -> Net:
     return net
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_step_of_scaled_products_equals_one_process():
     assert_trains(tensorwise(compute="scaled"))
@@ -119,6 +120,7 @@ def test_weights_stay_at_one_byte_and_their_scales():
     assert plan.peak_bytes == {role: transient[role]["peak"] for role in plan.peak_bytes}
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_transposed_codes_are_kept_beside_the_others_and_change_nothing_else():
     for make in (tensorwise, lambda **options: blockwise(16, 32, **options)):
@@ -170,6 +172,7 @@ class Fused(nn.Linear):
         return Writing.apply(x, self.weight)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_weight_gradients_that_modules_write_are_those_of_plain_products():
     found = []

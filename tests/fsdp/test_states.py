@@ -112,7 +112,7 @@ def walked(monkeypatch) -> list[tuple[str, Any, str, Any]]:
         monkeypatch.setattr(cls, attribute, property(lambda self: vars(self)[attribute], change), raising=False)
 
     watch(weights, Unit, "state", str)
-    watch(gradients, GroupGradients, "where", lambda each: each._describe().removeprefix("the gradients of "))
+    watch(gradients, GroupGradients, "where", lambda each: str(each._plan.unit()))
     return found
 
 

@@ -161,6 +161,7 @@ def test_a_part_of_a_unit_may_be_recomputed_in_its_backward():
                 torch.testing.assert_close(nets.full(one.grad), other.grad)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_small_units_share_messages_in_both_directions():
     found = []
@@ -198,6 +199,7 @@ def routed() -> Routed:
     return net
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [0, 1 << 20])
 @distributed(2)
 def test_a_rank_sends_the_copy_that_others_ask_for(size):

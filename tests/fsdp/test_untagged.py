@@ -16,7 +16,7 @@ import weft
 from tests.fsdp import nets, test_behaviour, test_frozen, test_numbers
 from tests.fsdp.seams import test_freshness, test_two_roots
 from tests.pool import distributed
-from weft.comm.backends import moving_by
+from weft.comm import backends
 from weft.comm.builtin import BuiltIn
 from weft.comm.gloo import Gloo
 from weft.fsdp.runtime import options
@@ -69,7 +69,7 @@ def untagged(module: str, name: str, given: dict[str, Any]) -> None:
     """Run the body of a test on this rank."""
     body = getattr(importlib.import_module(module), name)
     transport = Untagged()
-    with mock.patch.object(options, "BUCKET_BYTES", 1 << 18), moving_by(transport):
+    with mock.patch.object(options, "BUCKET_BYTES", 1 << 18), mock.patch.object(backends, "INSTEAD", transport):
         getattr(body, "body", body)(**given)
     assert "all_gather" in str(transport.moved)
 
@@ -85,7 +85,7 @@ def test_small_units_travel_in_one_group_call_where_the_transport_has_no_tags():
     results, rank, world = [], dist.get_rank(), dist.get_world_size()
     transport = Untagged()
     for each in (Gloo(), transport):
-        with moving_by(each):
+        with mock.patch.object(backends, "INSTEAD", each):
             net = nets.shard(nets.make(), runtime=weft.RuntimeOptions(bucket_bytes=1 << 20))
             optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
             for batch in nets.data(3, 4):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import weft.debug
-from weft.comm.pending import Pending
+from weft.comm.transport import Pending
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """Where tests run: those without the mark `gpu` also where there is no GPU, so that they do not rot."""
@@ -30,11 +30,9 @@ def dawdle() -> None:
 
 
 def on_one_card(body, ranks: int, backend: str, tmp_path, *args) -> None:
-    """Run `body(*args)` on `ranks` ranks that share the first card. Those of a rehearsal share an import, too."""
-    if REHEARSES:
-        mp.set_forkserver_preload(["weft.debug", "weft.fsdp", "weft.models", "weft.overlap", body.__module__])
+    """Run `body(*args)` on `ranks` ranks that share the first card. Those of a rehearsal share this import, too."""
     arguments = (ranks, backend, str(tmp_path / "store"), body, args)
-    mp.start_processes(_serve, arguments, ranks, start_method="forkserver" if REHEARSES else "spawn")
+    mp.start_processes(_serve, arguments, ranks, start_method="fork" if REHEARSES else "spawn")
 
 
 def _serve(rank: int, ranks: int, backend: str, store: str, body, args) -> None:

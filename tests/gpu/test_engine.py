@@ -20,8 +20,8 @@ from tests.gpu.cards import (
 )
 from weft.comm import collectives
 from weft.comm.lanes import Lane
-from weft.comm.pending import Pending
 from weft.comm.timeline import Timeline, span
+from weft.comm.transport import Pending
 from weft.fsdp.module import runtime_of, units_under
 from weft.memory.buffer import FlatBuffer
 from weft.overlap.hidden import overlap

@@ -12,6 +12,8 @@ from tests.overlap.small import config
 from weft.models import HybridModel
 
 BACKEND = "tape" if DEVICE == "cpu" else "cuda"
+STEPS = 3 if REHEARSES else 8
+"""Of which a rehearsal replays none."""
 
 
 def run(model, step, steps):
@@ -25,7 +27,7 @@ def run(model, step, steps):
     return seen + [nets.full(each) for each in model.parameters()]
 
 
-def compare(build, step, steps=8):
+def compare(build, step, steps=STEPS):
     """Both are bit-equal, and the second has replayed."""
     plain, graphed = build(None), build(BACKEND)
     expected = run(plain, lambda number: step(plain, number), steps)

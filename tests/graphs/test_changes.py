@@ -33,6 +33,7 @@ def two_parts(graphs):
     return weft.fully_shard(net, runtime=weft.RuntimeOptions(graphs=graphs))
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_after_a_new_memory_plan_passes_are_eager_and_then_replayed():
     seen, replays = [], []
@@ -57,6 +58,7 @@ def test_after_a_new_memory_plan_passes_are_eager_and_then_replayed():
     assert eager.get("warming up", 0) > 0, eager
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_loaded_states_of_model_and_optimizer_are_what_replays_compute_with():
     seen = []

@@ -82,6 +82,7 @@ def compare(steps: int = 6, microbatches: int = 1, **options):
     return weft.graph_report(net)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_twenty_steps_with_graphs_are_those_without():
     report = compare(20)
@@ -215,6 +216,7 @@ REASONS = {
 }
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_what_a_graph_cannot_hold_stays_eager_and_says_why():
     for what, reason in REASONS.items():
@@ -251,6 +253,7 @@ def test_buffers_that_a_forward_changes_are_counted_once_per_call():
     assert torch.equal(net[1].count, torch.tensor(8.0))
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_block_that_runs_twice_before_its_backward_is_eager_the_second_time():
     plain = small(Twice, None)
@@ -262,6 +265,7 @@ def test_a_block_that_runs_twice_before_its_backward_is_eager_the_second_time():
     assert report["eager"]["its last forward waits for its backward"] == report["replays"]
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_new_shapes_evaluations_and_loaded_weights_are_right_and_counted():
     nets, seen = eager_and_graphed(), []
@@ -287,6 +291,7 @@ def test_new_shapes_evaluations_and_loaded_weights_are_right_and_counted():
     assert report["replays"] >= 14 - 8
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_weights_that_move_and_freezing_lead_to_a_new_capture():
     nets, seen = eager_and_graphed(), []
@@ -316,6 +321,7 @@ def test_a_capture_that_fails_on_one_rank_is_used_on_none():
         assert report["captures"] == 1 and report["eager"]["its capture failed on another rank"] > 1
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_dropped_graphs_leave_the_model_as_it_was():
     net, plain = small(lambda: Block(8, 12), tape("1")), small(lambda: Block(8, 12), None)
@@ -356,6 +362,7 @@ def test_what_a_replay_and_the_pool_may_overwrite_is_poison():
         assert not found._inputs[0].tensor.isnan().any()
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_checkpoints_around_and_inside_of_a_captured_module():
     seen = []

@@ -169,6 +169,7 @@ def test_transforms_and_recomputations_are_reasons_to_be_eager():
     table.drop()
 
 
+@pytest.mark.slow
 def test_one_of_two_graphed_models_can_be_dropped_while_the_other_is_used():
     owners, nets = Always(), []
     for seed in range(2):

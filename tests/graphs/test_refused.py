@@ -36,6 +36,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_modules_that_no_graph_can_hold_are_refused_with_the_reason():
     for graphs, change, words in CASES:

@@ -70,6 +70,7 @@ TIED = config("[*-][*E]", moe_rows_per="rank", tie_word_embeddings=True)
 OVERLAPPED = {"overlap": True}
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_the_scopes_of_the_seed_with_two_microbatches_in_flight():
     report = compare(config("[*-][*E]", moe_rows_per="expert"), THREE, schedule=OVERLAPPED, ep=2, steps=7)
@@ -85,6 +86,7 @@ def test_tied_weights_early_release_and_rows_per_rank():
     compare(TIED, ROUTER, ep=2, microbatches=1)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_delayed_weight_gradients_are_replayed_after_the_backward_that_queues_them():
     schedule = {"overlap": True, "delay_wgrad": True}
@@ -106,6 +108,7 @@ def test_a_pipeline_has_as_many_captures_as_microbatches_in_flight():
     assert report["scopes"]["attn"]["replays"] >= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ep", "schedule"), [(1, None), (2, None), (2, {**OVERLAPPED, "delay_wgrad": True})])
 @distributed(2)
 def test_experts_with_a_fixed_capacity_replay(ep, schedule):
@@ -120,6 +123,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_scopes_whose_shapes_depend_on_values_are_refused_by_name():
     for more, scope, words in REFUSED:

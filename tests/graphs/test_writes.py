@@ -44,6 +44,7 @@ def compare(**how):
 WIDE, HALF = weft.MixedPrecisionPolicy(), weft.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_both_conventions_are_replayed_in_the_first_microbatch_and_in_later_ones():
     report = compare(strategy="optim", policy=WIDE, microbatches=3)

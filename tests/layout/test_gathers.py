@@ -3,8 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weft.fsdp.driver import Hold
 from weft.layout.gathers import GatherOrder
 
+HOLDER = Hold("a test")
 orders = st.lists(st.integers(0, 5), min_size=1, max_size=8)
 
 
@@ -14,7 +16,7 @@ class Unit:
     def __init__(self, number, log):
         self.number, self.log = number, log
         self.gathered_bytes = 1
-        self.tied, self.holders, self.resident = (), (), False
+        self.tied, self.holders, self.resident = (), [], False
         self.turns, self.backward = False, False
 
     def has_room(self):
@@ -24,6 +26,12 @@ class Unit:
         if not self.resident:
             self.resident = True
             self.log.append(self.number)
+
+    def acquire(self, holder):
+        self.holders.append(holder)
+
+    def release(self, holder):
+        self.holders.remove(holder)
 
     def free(self):
         self.resident = False
@@ -41,12 +49,10 @@ def walk(gathers, log, order, kind="forward"):
     for number in order:
         log.clear()
         unit = gathers._units[number]
-        gathers.use(unit)
+        gathers.use(unit, HOLDER)
         assert unit.resident, "a unit that is used is here"
         gathered.append(list(log))
-        gathers.events.append(("done", number, 1))
-        if not gathers.stays(unit):
-            unit.free()
+        gathers.done(unit, HOLDER, backward_follows=True)
     (gathers.end_forward if kind == "forward" else gathers.end_backward)()
     for unit in gathers._units:
         unit.free()
@@ -107,11 +113,11 @@ def test_a_gradient_that_is_taken_inside_of_a_forward_leaves_its_record_alone():
     gathers, _ = order_of()
     for _ in range(2):
         gathers.begin("forward")
-        gathers.use(gathers._units[0])
+        gathers.use(gathers._units[0], HOLDER)
         gathers.begin("backward", inside=True)
-        gathers.use(gathers._units[0])
+        gathers.use(gathers._units[0], HOLDER)
         gathers.end_backward()
-        gathers.use(gathers._units[1])
+        gathers.use(gathers._units[1], HOLDER)
         gathers.end_forward()
     assert gathers.traces["forward"].uses == (0, 1) and gathers.traces["backward"].uses == (0,)
     assert not gathers.off_plan

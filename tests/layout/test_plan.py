@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.layout.facts import GradientFacts, Limits, StageFacts, UnitFacts
+from weft.layout.plan import GradientFacts, Limits, StageFacts, UnitFacts
 from weft.layout.trace import Event, Trace
 from weft.layout.walk import compile_plan
 

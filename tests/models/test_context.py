@@ -124,6 +124,7 @@ def test_odd_lengths_depths_and_padding_equal_one_process():
         same(trained(build(cfg, meshes, {}), cut([given], meshes)), trained(build(cfg), [given]))
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_what_is_gathered_again_serves_a_second_backward_and_ranks_with_nothing_but_padding():
     meshes, given = weft.init_meshes("cpu", cp=2), batch(None)
@@ -187,6 +188,7 @@ def test_with_replicas_experts_under_the_schedule_and_stages():
     same(evaluate(model, mine), expected[0], **CLOSE)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_recurrences_send_as_much_for_long_rows_as_for_short_ones():
     meshes = weft.init_meshes("cpu", cp=2)

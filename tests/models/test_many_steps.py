@@ -1,4 +1,4 @@
-"""Three clipped AdamW steps on meshes of up to eight ranks are those of one process. Ranks are threads of this one.
+"""Two clipped AdamW steps on meshes of up to eight ranks are those of one process. Ranks are threads of this one.
 
 Two settings at a time decide what a layer exchanges: a mixer and where documents end, a mixer and what cuts its
 weights, a mesh and what is shared over it. Where three meet, as the ranks of an axis with few heads and a window, the
@@ -20,7 +20,7 @@ from weft.train.check.threads.ranks import run_ranks
 
 pytestmark = pytest.mark.long
 
-STEPS, MICROBATCHES = 3, 2
+STEPS, MICROBATCHES = 2, 2
 EPS = 1e-3
 """Of AdamW: with 1e-8 a gradient that is 0 but for rounding, as of a bias of keys, is a step of full length."""
 

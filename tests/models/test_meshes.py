@@ -121,7 +121,7 @@ PUBLISHED = (
 """Every mixer, experts, sinks, windows and tied weights."""
 CUT = {"tp": 2, "pp": 2}
 OTHERS = ({"tp": 2, "cp": 2}, {"cp": 2, "pp": 2}, {"cp": 4}, {"tp": 2, "dp_replicate": 2})
-"""Each release is read as slices of its stages, and on one of the others."""
+"""Each release is read as slices of its stages, and some on one of the others."""
 
 
 def stepped(directory, name, meshes=None):
@@ -151,7 +151,7 @@ def test_releases_of_every_mixer_are_read_trained_a_step_and_written_on_meshes_o
 
     for number, (name, (losses, expected)) in enumerate(zip(PUBLISHED, each_on_one_rank(PUBLISHED, of_one_process))):
         theirs = tmp_path / name
-        for sizes in (CUT, OTHERS[number % len(OTHERS)]):
+        for sizes in (CUT, *OTHERS[number : number + 1]):
             model, found = stepped(theirs, name, weft.init_meshes("cpu", **sizes))
             same(found, losses, **CLOSE)
             written = theirs / "-".join(sizes)

@@ -74,6 +74,7 @@ def local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spellings",
     [

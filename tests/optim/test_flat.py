@@ -203,7 +203,7 @@ def test_every_element_wise_optimizer_steps_as_over_parameters(name):
 @distributed(2)
 def test_an_optimizer_with_state_of_rows_and_columns_refuses_what_is_cut():
     _, model = make_alike(Branch)
-    with pytest.raises(TypeError, match="writes values of a sharded tensor to a plain one"):
+    with pytest.raises(TypeError, match=r"to a plain one of .* needs parameters that are whole"):
         step(model, torch.optim.Adafactor(model.parameters()), torch.ones(2, 5))
 
 
@@ -523,6 +523,11 @@ def test_wrong_use_is_named():
         weft.optim.clip_grad_norm_(net.parameters(), 1.0)
     with pytest.raises(ValueError, match="norm_type=0: choose a positive number"):
         weft.optim.grad_norm(net, 0)
+    with pytest.raises(ValueError, match="norm_type='x': choose a positive number"):
+        weft.optim.grad_norm(net, "x")
+    for wrong in (-1, None, math.nan):
+        with pytest.raises(ValueError, match=f"max_norm={wrong}: choose a number of at least 0"):
+            weft.optim.clip_grad_norm_(net, wrong)
     nets.loss_of(net, nets.data(1, 4)[0]).backward()
     net.gain.grad.to_local().fill_(math.nan)
     with pytest.raises(RuntimeError, match=r"norm of order 2\.0 of all gradients is nan"):

@@ -102,6 +102,7 @@ CONSUMERS = {
 }
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_an_exchange_is_issued_before_the_computation_that_hides_it_and_awaited_after_it():
     meshes = weft.init_meshes("cpu", ep=2)
@@ -233,6 +234,7 @@ def test_each_delayed_product_runs_in_its_slot(recompute):
     assert not recorded(model, data(3), overlap=False).products
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_each_delayed_product_of_a_sharded_model_runs_in_its_slot():
     meshes = weft.init_meshes("cpu", ep=2)

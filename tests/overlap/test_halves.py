@@ -34,6 +34,7 @@ class Sequence(Events):
         return found
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_halves_change_no_loss_and_gradients_only_by_the_order_of_sums():
     meshes = weft.init_meshes("cpu", ep=2)
@@ -53,6 +54,7 @@ def test_halves_change_no_loss_and_gradients_only_by_the_order_of_sums():
                 assert torch.equal(gradient, found[1][1][name]), "the same in every run"
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_microbatch_of_one_token_and_a_capacity_that_leaves_a_half_nothing():
     meshes = weft.init_meshes("cpu", ep=2)

@@ -60,6 +60,7 @@ def test_documents_reach_layers_depths_and_loss_of_a_schedule():
     assert forward_backward(build("M*[*E]/[*-]"), other, overlap=False) != expected[0]
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_documents_in_stages_and_under_the_exchange_of_experts():
     """Each rank of a pipeline has the documents; nothing is sent for them."""

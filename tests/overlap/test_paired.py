@@ -77,6 +77,7 @@ def test_where_a_device_computes_beside_the_host_it_has_something_to_do_when_the
         assert steps[steps.index(f"S{layer}.dispatch") - 1] == f"F{layer}.experts"
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_with_pairs_at_both_ends_another_microbatch_computes_beside_every_exchange():
     meshes = weft.init_meshes("cpu", ep=2)
@@ -120,6 +121,7 @@ def test_pairs_at_both_ends_change_no_loss_and_gradients_by_rounding_alone():
                 assert_close(gradient, expected[name], msg=lambda text, name=name: f"{name}: {text}", **bits)
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_gradients_of_two_backwards_of_a_pair_are_reduced_as_one():
     meshes = weft.init_meshes("cpu", ep=2)
@@ -130,6 +132,7 @@ def test_gradients_of_two_backwards_of_a_pair_are_reduced_as_one():
     assert sent[0] * 2 == sent[1] * 3 and sent[1]
 
 
+@pytest.mark.slow
 @distributed(2)
 def test_a_table_may_pair_two_chunks_that_do_not_need_each_other():
     text = "table mine: chunks 1, microbatches 4, placement loop\nrank 0: F0.0+F1.0 F2.0+F3.0 B0.0+B1.0 B2.0+B3.0\n"

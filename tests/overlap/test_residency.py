@@ -17,7 +17,6 @@ from tests.pool import distributed
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.module import runtime_of, units_under
 from weft.fsdp.unit import State, Unit
-from weft.layout.gathers import GatherOrder
 from weft.models import shard
 from weft.overlap import forward_backward
 from weft.overlap.units import AHEAD, ModelUnits
@@ -63,7 +62,7 @@ def counted(model, schedule):
     """A call: how often each unit is gathered, its gradients reduced, and the most bytes that are here at a visit."""
     gathers, reduced, program, most = Counter(), Counter(), [], 0
     watched = units_under(model)
-    gather, reduce, visit, plan = Unit._gather, GroupGradients.reduce, GatherOrder.use, ModelUnits.program
+    gather, reduce, visit, plan = Unit._gather, GroupGradients.reduce, runtime_of(model).use, ModelUnits.program
 
     def gathered(unit):
         gathers[unit] += 1
@@ -73,9 +72,9 @@ def counted(model, schedule):
         reduced[gradients] += 1
         return reduce(gradients, *args, **kwargs)
 
-    def visited(prefetch, *args, **kwargs):
+    def visited(*args):
         nonlocal most
-        visit(prefetch, *args, **kwargs)
+        visit(*args)
         most = max(most, sum(unit.gathered_bytes for unit in watched if unit.resident))
 
     def planned(units, steps, *together):
@@ -85,7 +84,7 @@ def counted(model, schedule):
     with (
         mock.patch.object(Unit, "_gather", gathered),
         mock.patch.object(GroupGradients, "reduce", reduces),
-        mock.patch.object(GatherOrder, "use", visited),
+        mock.patch.object(runtime_of(model), "use", visited),
         mock.patch.object(ModelUnits, "program", planned),
     ):
         forward_backward(model, data(MICROBATCHES), schedule=schedule)

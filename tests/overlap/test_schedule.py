@@ -27,8 +27,7 @@ from tests.pool import distributed
 from weft.errors import CollectiveMismatch
 from weft.fsdp import plan_of
 from weft.fsdp.gradients.group import GroupGradients
-from weft.fsdp.module import unit_of, units_under
-from weft.layout.gathers import GatherOrder
+from weft.fsdp.module import runtime_of, unit_of, units_under
 from weft.models import HybridModel
 from weft.models.layers.attention import Attention
 from weft.models.prediction import PredictionDepth
@@ -189,18 +188,19 @@ def test_the_trace_is_the_order_and_units_are_held_and_reduced_as_planned():
     stages = [Layer(number, layer.stages) for number, layer in enumerate(model.staged_layers)]
     for switches in SWITCHES:
         trace, events, most = [], [], 0
-        reduce, visit = GroupGradients.reduce, GatherOrder.use
+        runtime = runtime_of(model)
+        reduce, visit = GroupGradients.reduce, runtime.use
 
         def counted(gradients, *args, trace=trace, events=events, reduce=reduce, **kwargs):
             events.append((len(trace), gradients))
             return reduce(gradients, *args, **kwargs)
 
-        def watched(prefetch, *args, visit=visit, **kwargs):
+        def watched(*args, visit=visit):
             nonlocal most
-            visit(prefetch, *args, **kwargs)
+            visit(*args)
             most = max(most, sum(each.resident for each in units_under(model)))
 
-        with mock.patch.object(GroupGradients, "reduce", counted), mock.patch.object(GatherOrder, "use", watched):
+        with mock.patch.object(GroupGradients, "reduce", counted), mock.patch.object(runtime, "use", watched):
             forward_backward(model, data(3), trace=trace, **switches)
         steps = list(one_piece(stages, 3, overlap=True, **switches))
         assert trace == steps
@@ -326,6 +326,7 @@ def test_an_exception_leaves_a_model_that_runs_again():
     same((forward_backward(model, microbatches), gradients(model)), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @distributed(2)
 def test_a_schedule_that_fails_takes_all_gradients_and_an_evaluation_takes_none(strategy):

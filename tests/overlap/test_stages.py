@@ -74,6 +74,7 @@ def test_a_dense_model_in_stages_equals_the_one_in_one_piece():
     assert [layers[at] for at in range(len(layers))] == list(layers) == layers[:]
 
 
+@pytest.mark.slow
 @distributed(2, 4)
 def test_two_chunks_on_a_rank_in_a_loop_and_in_a_v():
     """On 4 ranks there are more stages than layers."""

@@ -114,6 +114,7 @@ def resume_at_once(path, directory):
     return [group["weight_decay"] for group in stop.trainer.optimizer.param_groups]
 
 
+@pytest.mark.slow
 def test_a_changed_option_is_used_and_recorded(pool, tmp_path):
     path = stopped(pool, tmp_path)
     assert pool.run(1, resume_at_once, path, tmp_path / "run")[0] == [0.7, 0.0]

@@ -12,7 +12,7 @@ from tests.train.command import write_config
 from weft.cli import main
 from weft.comm.watch.hang_detector import HangDetector
 from weft.errors import CollectiveMismatch
-from weft.fsdp.gradients import partial
+from weft.fsdp.gradients import direct
 from weft.models.context import Slices
 from weft.models.model import HybridModel
 from weft.models.tensor_parallel import TensorRanks
@@ -169,6 +169,7 @@ def test_every_mixer_in_every_layout_raises_no_alarm():
         assert not result.found, (pattern, mixer, changes, result.found)
 
 
+@pytest.mark.slow
 def test_a_large_configuration_becomes_small_and_keeps_its_axes():
     changes = ("sharding.tp=2", "sharding.dp_replicate=4", "sharding.ep=8", "train.global_batch_size=128")
     result = checked(128, "[*-][*E]" * 8, *changes)
@@ -182,12 +183,12 @@ def test_a_large_configuration_becomes_small_and_keeps_its_axes():
 
 def without_sum_of(fits):
     """The sum over tensor-parallel ranks is left out for gradients that fit."""
-    reduce_now = partial.reduce_now
+    reduce_now = direct.reduce_now
 
     def reduced(wide, *args):
         return wide if fits(wide) else reduce_now(wide, *args)
 
-    return mock.patch.object(partial, "reduce_now", reduced)
+    return mock.patch.object(direct, "reduce_now", reduced)
 
 
 def found(ranks, pattern, *changes, patch):
@@ -227,8 +228,9 @@ def test_sinks_that_the_norm_for_clipping_leaves_out():
     assert "norm for clipping: decoder.layers.0.self_attention.sinks is left out" in said
 
 
+@pytest.mark.slow
 def test_a_sum_over_a_wrong_group():
-    patch = mock.patch.object(partial, "group_of", lambda mesh, axis: dist.group.WORLD)
+    patch = mock.patch.object(direct, "group_of", lambda mesh, axis: dist.group.WORLD)
     said = found(4, "[*-]", "sharding.tp=2", patch=patch)
     assert "norm.weight" in said and "tp same" in said
 

@@ -59,6 +59,7 @@ def test_what_is_frozen_has_no_average_and_stays():
         assert torch.equal(model[1].weight, frozen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_average_on_any_ranks_is_that_of_one_process(pool, tmp_path, ranks):
     path = write_config(tmp_path, train__ema_decay=DECAY, train__validate_every=2)

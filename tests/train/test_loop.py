@@ -212,6 +212,7 @@ def train_alone(path):
         train(load_config(path))
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_ends_the_run_before_it_is_saved(pool, tmp_path):
     path = write_config(
         tmp_path,

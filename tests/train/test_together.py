@@ -106,7 +106,7 @@ def in_one_process(pool, tmp_path_factory):
 @pytest.mark.parametrize(
     "ranks, changes, ways",
     [
-        (2, {"optimizer__name": "Muon"}, []),
+        pytest.param(2, {"optimizer__name": "Muon"}, [], marks=pytest.mark.long),
         pytest.param(4, {}, ["sharding.dp_replicate=2", "train.microbatch_size=1"], marks=pytest.mark.long),
         (2, {}, ["sharding.offload=true"]),
         (2, {}, ["optimizer.flat=true"]),

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import weft
 from tests.fsdp import nets
 from tests.programs import run_programs
-from tests.train.command import metrics, rewind
+from tests.train.command import WITHOUT_PICTURES, metrics, rewind
 from tests.train.test_loop import StopAt
 from weft.checkpoint import verify
 from weft.train import Trainer
@@ -259,15 +259,17 @@ print("there is one:", dist.is_initialized())
 
     path = tmp_path / "program.py"
     path.write_text(program("trainer.run()"))
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    environment = {**os.environ, "PYTHONPATH": f"{os.getcwd()}{os.pathsep}{WITHOUT_PICTURES}"}
     launched = subprocess.run([*TORCHRUN, str(path)], capture_output=True, text=True, check=False, env=environment)
-    alone, failed = run_programs([program("trainer.run()"), program("1 / 0")], "import tests.train.test_trainer")
+    imports = "sys.modules['matplotlib'] = None\nimport tests.train.test_trainer"
+    alone, failed = run_programs([program("trainer.run()"), program("1 / 0")], imports)
     for done in (launched, alone, failed):
         assert re.findall("there is one: .*", done.stdout) == ["there is one: True", "there is one: False"]
         assert done.returncode == (done is failed), done.stderr
 
 
-def test_a_process_group_that_was_destroyed_elsewhere_is_not_destroyed_again():
+@pytest.mark.slow
+def test_a_process_group_that_somebody_else_ended_is_gone_and_a_later_one_is_left_alone():
     program = """
 import atexit, gc, weakref
 import torch.distributed as dist
@@ -422,6 +424,7 @@ def refusals_of_arguments(folder):
     return found
 
 
+@pytest.mark.slow
 def test_an_argument_of_another_kind_is_one_line_with_the_argument_what_it_is_and_the_fix(pool, tmp_path):
     for words, line in zip(WRONG, pool.run(1, refusals_of_arguments, tmp_path)[0], strict=True):
         assert words in line and "\n" not in line and (";" in line), line
@@ -482,6 +485,7 @@ def losses_that_are_none(folder):
     return said
 
 
+@pytest.mark.slow
 def test_what_is_no_loss_is_one_line(pool, tmp_path):
     said = pool.run(1, losses_that_are_none, tmp_path)[0]
     for line, word in zip(

@@ -7,7 +7,7 @@ transport      the protocol of a transport, and its capabilities
 gloo/          the transport of direct sends over gloo
 builtin        the transport that uses the collectives of NCCL or any other backend
 groups         process groups, channels and tags
-control        small messages between hosts on which all ranks agree
+agreement      small messages between hosts on which all ranks agree
 priority       holding back lanes for more urgent communication
 transfers      transfers on the CPU that begin when other work has ended
 streams        the order of a device's work

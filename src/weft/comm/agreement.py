@@ -1,10 +1,13 @@
-"""The ranks' exchange once per backward: which units they reduced, which collectives they issued, which parameters have
-gradients.
+"""Small messages between hosts on which all ranks agree, and the exchange of this kind at the end of each backward.
 
-The exchange is a few integers over the hosts' network. A rank then starts the reductions that only other ranks have
-started. Messages of different units can have the same form, so ranks that issued different collectives would mix up
-gradients. The exchange therefore raises an error before the optimizer can use them. A parameter keeps `.grad = None`
-only if no rank has a gradient for it, as in a single process.
+They are sent over gloo, also if data is sent over NCCL. So hosts do not wait for devices: they exchange information
+about queued work while the devices still compute.
+
+At the end of a backward the ranks exchange which units they reduced, which collectives they issued and which parameters
+have gradients. A rank then starts the reductions that only other ranks have started. Messages of different units can
+have the same form, so ranks that issued different collectives would mix up gradients. The exchange therefore raises an
+error before the optimizer can use them. A parameter keeps `.grad = None` only if no rank has a gradient for it, as in a
+single process.
 """
 
 import hashlib
@@ -12,15 +15,50 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress, islice, zip_longest
 
+import torch
 import torch.distributed as dist
 
-from weft.comm.control import agree
-from weft.comm.groups import exchange_objects
+from weft.comm import streams
+from weft.comm.backends import is_pretended
+from weft.comm.groups import exchange_objects, host_group, tag_of
+from weft.comm.watch.hang_detector import watching
 from weft.comm.watch.rules import mismatch
 from weft.errors import CollectiveMismatch
 
-_WORD = 62
-"""The number of flags that one integer of a message holds."""
+TAGS = 200
+"""The first tag of these messages, which differ from the tags of lanes."""
+_WORD = 62  # the number of flags that one integer of a message holds
+
+
+def agree(
+    highest: Sequence[int], union: Sequence[int], groups: Sequence[dist.ProcessGroup], what: str, *, channel: int
+) -> tuple[list[int], list[int]]:
+    """All-reduce integers: return the maximum of each of `highest`, and the bitwise or of each of `union`.
+
+    `groups`: those of mesh axes; the result covers all ranks of the mesh. Integers are below 2**63 in magnitude. In
+    each of log2(n) rounds a rank sends one message, at twice the distance of the previous one. `what`: the purpose.
+    `channel`: the model's. Messages with another purpose or channel never match these.
+    """
+    tag = tag_of(TAGS, what, channel)
+    border = len(highest)
+    with streams.on_host():
+        words = torch.tensor([*highest, *union], dtype=torch.int64)
+        received = torch.empty_like(words)
+        high, low = words[:border], words[border:]
+        for group in groups:
+            if group.size() == 1 or is_pretended(group):
+                continue
+            host, distance = host_group(group), 1
+            rank, size = host.rank(), host.size()
+            with watching(f"{what}/{channel}", f"the {what}", host):
+                while distance < size:
+                    sent = host.send([words.clone()], (rank + distance) % size, tag)
+                    host.recv([received], (rank - distance) % size, tag).wait()
+                    sent.wait()
+                    torch.maximum(high, received[:border], out=high)
+                    torch.bitwise_or(low, received[border:], out=low)
+                    distance *= 2
+        return high.tolist(), low.tolist()
 
 
 @dataclass(frozen=True)
@@ -40,17 +78,17 @@ class Agreed:
 
 
 class Agreement:
-    """The log of one backward's collectives, compared across ranks at the end of the backward. `check`: whether to keep
-    the log. `channel`: separates the messages of models that use the same process groups."""
+    """The log of one backward's collectives, compared across ranks at the end of the backward. `checks`:
+    whether ranks exchange anything. `channel`: separates the messages of models that use the same process groups."""
 
-    def __init__(self, check: bool, channel: int) -> None:
-        self._check = check
-        self._channel = channel
+    def __init__(self, checks: bool, channel: int) -> None:
+        self.checks = checks
+        self.channel = channel
         self._log: list[tuple[int, str, int]] = []
 
     def note(self, unit: int, operation: str, nbytes: int) -> None:
         """Log a collective of unit number `unit`."""
-        if self._check:
+        if self.checks:
             self._log.append((unit, operation, nbytes))
 
     def forget(self) -> None:
@@ -63,7 +101,7 @@ class Agreement:
         """Raise CollectiveMismatch if the ranks have different units. Return, per parameter group, whether any rank
         trains it. `units`: one description per unit. `trains`: per parameter group, whether this rank trains it."""
         word = _fingerprint(units)
-        (high, low), union = agree([word, -word], _packed(trains), groups, "first pass", channel=self._channel)
+        (high, low), union = agree([word, -word], _packed(trains), groups, "first pass", channel=self.channel)
         if high != -low:
             raise _parted(units, groups, "have different units", "build the same model on every rank")
         return _unpacked(union, len(trains))
@@ -96,7 +134,7 @@ class Agreement:
             _packed([*chain.from_iterable(flags)]),
             groups,
             "end of a backward",
-            channel=self._channel,
+            channel=self.channel,
         )
         if high != -low:
             issued = [f"{what} of {names[unit] or 'the root'} ({nbytes} bytes)" for unit, what, nbytes in log]

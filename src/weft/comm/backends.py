@@ -10,8 +10,6 @@ The transport of a backend is `TRANSPORT` of the module `weft.comm.<backend>`, s
 file. Only this file and `groups`, which creates groups, use the names of backends.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 
 import torch
@@ -44,7 +42,8 @@ class Transports(dict[str, Transport]):
 TRANSPORTS = Transports()
 """Transports by the name of the backend. A package that registers a backend with torch may add its transport here."""
 _other: Transport = BuiltIn()
-_instead: Transport | None = None
+INSTEAD: Transport | None = None
+"""For tests: the transport of all groups."""
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -58,23 +57,12 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 def transport_of(group: dist.ProcessGroup, device: torch.device) -> Transport:
     """Return the transport of tensors on `device` between the ranks of `group`."""
-    if _instead is not None:
-        return _instead
+    if INSTEAD is not None:
+        return INSTEAD
     backend = backend_of(group, device)
     if backend == HOSTS and (device.type != "cpu" or streams.has_streams(device)):
         return _other
     return TRANSPORTS[backend]
-
-
-@contextmanager
-def moving_by(transport: Transport) -> Iterator[None]:
-    """Use `transport` for all groups inside this context. Tests use it, and must enter it on every rank."""
-    global _instead
-    _instead, before = transport, _instead
-    try:
-        yield
-    finally:
-        _instead = before
 
 
 def world() -> dist.ProcessGroup:
@@ -96,3 +84,12 @@ def reaches_devices() -> bool:
 def is_pretended(group: dist.ProcessGroup) -> bool:
     """Return whether `group` has torch's "fake" backend, without other ranks: they count as equal to this one."""
     return backend_of(group, torch.device("cpu")) == "fake"
+
+
+_LOST = ("connection closed", "connection reset", "broken pipe", "socket", "nccl", "gloo", "timed out")
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Return whether `error` only says that the connection to another rank is lost."""
+    said = str(error).lower()
+    return isinstance(error, RuntimeError) and not isinstance(error, OSError) and any(word in said for word in _LOST)

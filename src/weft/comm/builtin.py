@@ -14,20 +14,18 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from weft.comm import streams
-from weft.comm.pending import Pending
-from weft.comm.sums import add_scaled
-from weft.comm.transport import Adds, Capabilities, Scales, Several, Sizes, Sum, Wanted
+from weft.comm.transport import Adds, Capabilities, Pending, Scales, Several, Sizes, Sum, Wanted, add_scaled
 
 
 class BuiltIn:
     """A `weft.comm.transport.Transport` over the backend's own collectives. `averages`: the backend has
     `ReduceOp.AVG`."""
 
+    # The order of magnitude of NCCL's latency and bandwidth between GPUs of one host.
+    capabilities = Capabilities(tags=False, helpers=False, bundles=True, latency=2e-5, bandwidth=2e11)
+
     def __init__(self, *, averages: bool = False) -> None:
-        # The order of magnitude of NCCL's latency and bandwidth between GPUs of one host.
-        self.capabilities = Capabilities(
-            tags=False, helpers=False, bundles=True, averages=averages, latency=2e-5, bandwidth=2e11
-        )
+        self._averages = averages
 
     def all_gather(self, full: Tensor, source: Tensor, group: ProcessGroup, tag: int) -> Pending:
         """Gather in place: copy `source` into `full` first, unless it is a slice of `full`."""
@@ -118,7 +116,7 @@ class BuiltIn:
 
     def _scaled(self, partial: Tensor, scale: float, size: int, sum_only: bool) -> tuple[Any, float]:
         """Return the reduce operation to use, and the factor to multiply its result with."""
-        if scale == 1 / size and not sum_only and self.capabilities.averages:
+        if scale == 1 / size and not sum_only and self._averages:
             return dist.ReduceOp.AVG, 1.0
         if partial.dtype.itemsize < 4:  # a sum of many may overflow: scale the terms
             partial.mul_(scale)
@@ -127,8 +125,7 @@ class BuiltIn:
 
 
 def _beside(tensor: Tensor) -> bool:
-    """Return whether to start transfers asynchronously. With streams they run on the current stream, so no work handle
-    is needed."""
+    """Return whether to start transfers asynchronously. With streams they run on the current one, without a handle."""
     return not streams.has_streams(tensor.device)
 
 

@@ -17,9 +17,7 @@ from torch.distributed import ProcessGroup
 
 from weft.comm.backends import backend_of, transport_of, world
 from weft.comm.groups import tag_of
-from weft.comm.pending import Pending
-from weft.comm.sums import add_scaled
-from weft.comm.transport import Adds, Scales, Several, Sizes, Sum, Wanted
+from weft.comm.transport import Adds, Pending, Scales, Several, Sizes, Sum, Wanted, add_scaled
 from weft.comm.watch.hang_detector import watching
 
 UNEVEN_TAGS = 700
@@ -182,7 +180,10 @@ def reduce_now(
     if group.size() > 1:
         with watching(f"all-reduce/{tensor.numel()}", what, group):
             sign = _SIGNS.get(op) if tensor.is_floating_point() else None
-            moved = _movable(tensor if sign is None else _with_nans(tensor, sign), group)
+            sent = tensor
+            if sign is not None:  # whether a backend's MAX and MIN propagate a NaN depends on the order of the ranks
+                sent = torch.stack([tensor, tensor.isnan().to(tensor.dtype) * sign])
+            moved = _movable(sent, group)
             dist.all_reduce(moved, op=op, group=group)
             if sign is not None:
                 values, nans = moved.unbind()
@@ -193,12 +194,6 @@ def reduce_now(
 
 
 _SIGNS = {dist.ReduceOp.MAX: 1, dist.ReduceOp.MIN: -1}
-
-
-def _with_nans(tensor: Tensor, sign: int) -> Tensor:
-    """Return the values stacked with `sign` where they are NaN and 0 elsewhere: whether a backend's MAX and MIN
-    propagate a NaN depends on the order of the ranks."""
-    return torch.stack([tensor, tensor.isnan().to(tensor.dtype) * sign])
 
 
 def _movable(tensor: Tensor, group: ProcessGroup) -> Tensor:

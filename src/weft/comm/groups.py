@@ -4,7 +4,7 @@ tag of a message = CHANNEL_STRIDE * channel + a number below CHANNEL_STRIDE, by 
 
 98          breaking waits                gloo.sends
 101..199    lanes, first round            lanes
-200..499    integers between hosts        control
+200..499    integers between hosts        agreement
 601..699    lanes, second round           gloo.transport
 700..999    uneven parts                  collectives
 """
@@ -207,11 +207,7 @@ def host_group(group: dist.ProcessGroup) -> Any:
 
 
 def exchange_objects(
-    value: Any,
-    group: dist.ProcessGroup | None = None,
-    what: str = "an exchange of objects between the ranks",
-    *,
-    watched: bool = True,
+    value: Any, group: dist.ProcessGroup | None = None, what: str = "an exchange of objects", *, watched: bool = True
 ) -> list[Any]:
     """Gather every rank's `value`, in rank order, over gloo. It is slow: for errors and construction, not each step.
     `group`: default is the world. `what`: its name in errors. `watched`: False on a thread other than the main one,
@@ -227,17 +223,8 @@ def exchange_objects(
 
 
 def first_rank_s(
-    value: Any,
-    group: dist.ProcessGroup | None = None,
-    what: str = "an object from the first rank",
-    *,
-    watched: bool = True,
+    value: Any, group: dist.ProcessGroup | None = None, what: str = "an object", *, watched: bool = True
 ) -> Any:
-    """Broadcast the `value` of the group's first rank; the arguments are those of `exchange_objects`."""
-    group = group or world()
-    if is_pretended(group):
-        return value
-    host, shared = host_group(group), [value]
-    with watching("object", what, host) if watched else nullcontext():
-        dist.broadcast_object_list(shared, group=host, group_src=0)
-    return shared[0]
+    """Return the `value` of the group's first rank; the arguments are those of `exchange_objects`."""
+    found = exchange_objects(value, group, what, watched=watched)[0]
+    return value if (group or world()).rank() == 0 else found  # an exception keeps its traceback there

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from weft.comm import priority, streams
 from weft.comm.backends import transport_of
 from weft.comm.groups import CHANNEL_STRIDE
-from weft.comm.pending import Pending
 from weft.comm.timeline import Timeline, recording, span
 from weft.comm.transfers import Transfer, begins_at_once
+from weft.comm.transport import Pending
 from weft.comm.watch.hang_detector import Call, explain, hang_detector, watched
 
 ABANDONED_TIMEOUT = timedelta(seconds=10)
@@ -42,10 +42,8 @@ class Ticket:
     _after: "Ticket | None"
     _home: Any = None
     _name: str = ""
-    _behind: set[Any] = field(default_factory=set)
-    """The streams that have waited for this ticket."""
-    _settled: bool = False
-    """Whether the ticket was waited for or abandoned."""
+    _behind: set[Any] = field(default_factory=set)  # the streams that have waited for this ticket
+    _settled: bool = False  # whether the ticket was waited for or abandoned
 
     def __del__(self) -> None:
         """Abandon a ticket that nothing waited for; the stream checker counts it, because a wait may be missing."""

@@ -18,31 +18,19 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-_SPIN_S = 1e-3
-"""How long the host polls an event without sleeping: most waits end sooner."""
+_SPIN_S = 1e-3  # how long the host polls an event without sleeping: most waits end sooner
 
 
-class Checker(Protocol):
-    """A replacement for CUDA streams that checks the order of work on CPU tensors. Its methods have the meaning of this
-    file's functions, and its streams and events are used like torch's."""
-
-    def new(self, name: str) -> Any: ...
-    def current(self) -> Any: ...
-    def on(self, stream: Any) -> AbstractContextManager: ...
-    def on_host(self) -> AbstractContextManager: ...
-    def lend(self, memory: torch.Tensor, stream: Any) -> None: ...
-    def taken(self, memory: torch.Tensor, describe: Callable[[], str]) -> None: ...
-    def note_unawaited(self, what: str) -> None: ...
+_checker: Any = None
+"""Replaces CUDA streams and checks the order of work on CPU tensors (`weft.debug.StreamChecker`): its methods have
+the meaning of this file's functions, and its streams and events are used like torch's."""
 
 
-_checker: Checker | None = None
-
-
-def check_with(checker: Checker | None) -> None:
+def check_with(checker: Any) -> None:
     """Replace CUDA streams by those of `checker`; None ends the replacement."""
     global _checker
     if checker is not None and _checker is not None:
@@ -64,8 +52,7 @@ def new(name: str, device: torch.device) -> Any:
 
 
 _in_use: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
-_POOL = 32
-"""The number of streams per priority in torch's pool, which torch hands out in turn."""
+_POOL = 32  # the number of streams per priority in torch's pool, which torch hands out in turn
 
 
 def _unused(make: Callable[[], Any]) -> Any:

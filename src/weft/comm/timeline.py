@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weft.comm.pending import Pending
 from weft.comm.transfers import Transfer
+from weft.comm.transport import Pending
 
 
 class Interval(NamedTuple):

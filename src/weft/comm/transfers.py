@@ -23,7 +23,7 @@ from queue import SimpleQueue
 
 import torch
 
-from weft.comm.pending import Pending
+from weft.comm.transport import Pending
 
 GOODBYE_S = 2.0
 """How long a process waits at exit for threads that wait for transfers."""

@@ -1,24 +1,21 @@
 """The protocol that each transport implements to move tensors between ranks, and the capabilities of a transport.
 
-    transport             tags   helpers   bundles           averages   sums
-    -------------------   ----   -------   ---------------   --------   --------------
-    `gloo.Gloo`           yes    yes       one message       no         in rank order
-    `builtin.BuiltIn`     no     no        one group call    NCCL       by the backend
+    transport             tags   helpers   bundles           sums
+    -------------------   ----   -------   ---------------   -------------------------------
+    `gloo.Gloo`           yes    yes       one message       in rank order
+    `builtin.BuiltIn`     no     no        one group call    by the backend; NCCL averages
 
 The engine asks for a capability and never for the name of a backend. `weft.comm.backends` chooses the transport.
 A transport has no state: one instance serves all groups.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-
-from weft.comm.pending import Pending
-from weft.comm.sums import add_scaled
 
 Several = Sequence[Tensor]
 Wanted = Sequence[Tensor | None]
@@ -31,14 +28,12 @@ Adds = Sequence[bool]
 class Capabilities:
     """The capabilities of a transport, and the cost of a message. `tags`: messages of different lanes and channels over
     one group are never confused, in any order of calls. `helpers`: a thread can take part in a gather that its rank
-    skipped, while the rank waits. `bundles`: several tensors can travel at the cost of one message. `averages`: a
-    reduction can average instead of summing. `latency`: the seconds that an empty message takes. `bandwidth`: bytes per
-    second of one rank."""
+    skipped, while the rank waits. `bundles`: several tensors can travel at the cost of one message. `latency`: the
+    seconds that an empty message takes. `bandwidth`: bytes per second of one rank."""
 
     tags: bool
     helpers: bool
     bundles: bool
-    averages: bool
     latency: float
     bandwidth: float
 
@@ -53,6 +48,45 @@ class Capabilities:
     def bundle_bytes(self) -> int:
         """The message size whose transfer takes as long as its latency: smaller messages are worth bundling."""
         return int(self.latency * self.bandwidth)
+
+
+@dataclass
+class Pending:
+    """Transfers in flight: their work handles, and the work of this rank that follows them.
+
+    `finish`: called after the transfers. `second`: called instead, starts a second round of transfers.
+    """
+
+    works: list[Any] = field(default_factory=list)
+    finish: Callable[[], None] | None = None
+    second: Callable[[], "Pending"] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing to wait for and no work left."""
+        return not self.works and self.finish is None and self.second is None
+
+    def complete(self) -> None:
+        """Wait for the transfers (on CUDA: make the current stream wait) and finish."""
+        for work in self.works:
+            work.wait()
+        if self.second is not None:
+            self.second().complete()
+        if self.finish is not None:
+            self.finish()
+
+    def followed_by(self, work: Callable[[], None]) -> "Pending":
+        """Return a `Pending` of the same transfers that calls `work` last."""
+        finish, second = self.finish, self.second
+        if second is not None:
+            return Pending(self.works, None, lambda: second().followed_by(work))
+
+        def both() -> None:
+            if finish is not None:
+                finish()
+            work()
+
+        return Pending(self.works, both)
 
 
 class Sum(NamedTuple):
@@ -73,44 +107,41 @@ class Sum(NamedTuple):
 
 class Transport(Protocol):
     """Collectives over one backend, with the meaning of the functions of `weft.comm.collectives`. Each call starts its
-    transfers and returns a `Pending`."""
+    transfers and returns a `Pending`. `all_reduce` overwrites `partial`. `inbox_numel`: for a reduction over `size` > 1
+    ranks."""
 
     capabilities: Capabilities
 
-    def all_gather(self, full: Tensor, source: Tensor, group: ProcessGroup, tag: int) -> Pending:
-        """Fill `full` with every rank's `source`, in rank order. `source` may be this rank's own slice of `full`."""
-        ...
+    def all_gather(self, full: Tensor, source: Tensor, group: ProcessGroup, tag: int) -> Pending: ...
 
     def all_gather_bundle(
         self, fulls: Wanted, sources: Several, group: ProcessGroup, tag: int, dtype: torch.dtype
-    ) -> Pending:
-        """Fill each `fulls[i]` that is not None with every rank's `sources[i]`, cast to `dtype`."""
-        ...
+    ) -> Pending: ...
 
-    def all_gather_uneven(self, parts: Several, rank: int, group: ProcessGroup, tag: int) -> Pending:
-        """Fill `parts[r]`, 1-D and of any size, with rank r's `parts[rank]`."""
-        ...
+    def all_gather_uneven(self, parts: Several, rank: int, group: ProcessGroup, tag: int) -> Pending: ...
 
-    def reduce_scatter(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
-        """Reduce-scatter `partial` into `output`, scaled or added as `how` says."""
-        ...
+    def reduce_scatter(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending: ...
 
     def reduce_scatter_bundle(
         self, outputs: Several, partials: Several, scales: Scales, adds: Adds, group: ProcessGroup, tag: int
-    ) -> Pending:
-        """Reduce-scatter each `partials[i]` into `outputs[i]`, scaled by `scales[i]`, added if `adds[i]`."""
-        ...
+    ) -> Pending: ...
 
-    def all_reduce(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
-        """All-reduce `partial` into `output`, scaled or added as `how` says; overwrites `partial`."""
-        ...
+    def all_reduce(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending: ...
 
     def all_to_all(
         self, output: Tensor, source: Tensor, output_sizes: Sizes, source_sizes: Sizes, group: ProcessGroup, tag: int
-    ) -> Pending:
-        """Send the r-th part of `source` to rank r; sizes are in rows."""
-        ...
+    ) -> Pending: ...
 
-    def inbox_numel(self, partial_numel: int, size: int, *, scatters: bool) -> int:
-        """Return the number of elements of the inbox that a reduction over `size` > 1 ranks needs."""
-        ...
+    def inbox_numel(self, partial_numel: int, size: int, *, scatters: bool) -> int: ...
+
+
+def add_scaled(output: Tensor, value: Tensor, scale: float, accumulate: bool) -> None:
+    """Write `scale` times `value` to `output`, or add it if `accumulate`."""
+    if accumulate:
+        output.add_(value, alpha=scale)
+    elif scale == 1.0:
+        output.copy_(value)
+    elif output.dtype == value.dtype:
+        torch.mul(value, scale, out=output)
+    else:  # multiply in the wider dtype
+        output.copy_(value).mul_(scale)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import chain, compress
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -113,9 +113,7 @@ _SCALARS = frozenset((float, int, bool, type(None)))
 
 
 def _beside(operands: tuple) -> list[Any] | None:
-    """Return the local parts of the operands for the fast path, if all are plain scalars or have the spec of the first;
-    otherwise None. The operands of torch's single-tensor optimizers satisfy this.
-    """
+    """Return the local parts, if all operands are scalars or have the first one's spec, as in single-tensor steps."""
     first = operands[0]
     if type(first) is not UnevenDTensor:
         return None
@@ -169,6 +167,16 @@ def explain_dtypes(func: Any, dtypes: set[torch.dtype], error: Exception) -> Non
             "optimizers need gradients in the weights' dtype; leave out main_grads_dtype, set main_params_dtype to the "
             "same, or for narrower gradients use weft.optim.flat"
         ) from error
+
+
+def refuse_plain(func: Any, plain: torch.Tensor, sharded: torch.Tensor) -> NoReturn:
+    """Raise TypeError for an operator that writes values of a sharded tensor to a plain one, such as a loaded state."""
+    raise TypeError(
+        f"{func} writes values of a sharded tensor of shape {tuple(sharded.shape)} to a plain one of shape "
+        f"{tuple(plain.shape)}: use its .full_tensor(). If the plain one is an optimizer's state, load whole states "
+        "with set_optimizer_state_dict and StateDictOptions(full_state_dict=True). An optimizer whose states have "
+        "other shapes than parameters, such as Adafactor, needs parameters that are whole: weft.TensorAtomic()"
+    )
 
 
 def fits(operand: torch.Tensor, like: UnevenDTensor) -> bool:
@@ -228,9 +236,8 @@ def on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _fitting(func: Any, values: Any, first: Sequence[Any], cuts: Sequence[Any], written: bool) -> Any:
-    """Return the argument `values` cut like the list `first`, whose cuts are `cuts`. Tensors with other cuts, such as
-    full ones, are sliced. Raises TypeError for these if they are `written` to. Equal cuts are made the same object, so
-    that the next comparison is fast."""
+    """Return argument `values` cut like the list `first`, whose cuts are `cuts`. Tensors with other cuts are sliced,
+    or raise TypeError if they are `written` to. Equal cuts become one object, which is compared faster."""
     if not isinstance(values, (list, tuple)) or not any(isinstance(value, torch.Tensor) for value in values[:1]):
         return values
     if all(map(operator.is_, found := _cuts_of(values), cuts)):
@@ -241,6 +248,8 @@ def _fitting(func: Any, values: Any, first: Sequence[Any], cuts: Sequence[Any], 
         if not isinstance(like, UnevenDTensor):
             continue
         if not fits(value, like):
+            if written and not isinstance(value, DTensor):
+                refuse_plain(func, value, like)
             if written or value.shape != like.shape:
                 raise TypeError(
                     f"{func}: operands of shape {tuple(like.shape)} are cut differently "

@@ -159,8 +159,7 @@ def _all_sharded(tensors: list[Any]) -> bool:
 
 @torch.no_grad()
 def _of_sharded(tensors: list[UnevenDTensor], order: float) -> DTensor | None:
-    """Return the norm of all `tensors`; None if they have several devices or dtypes, or no common mesh. Each rank
-    contributes one number, not one per tensor, because such a small message takes half of the time."""
+    """Return the norm of all `tensors`, from one number per rank; None for several devices, dtypes or meshes."""
     together, mesh = _alike(tensors)
     parts = parts_of(tensors)
     if mesh is None or len(kinds_of(parts)) > 1:

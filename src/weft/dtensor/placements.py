@@ -88,8 +88,7 @@ class _FromLocal(torch.autograd.Function):
 def _like_a_part(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], given: torch.Size | None
 ) -> UnevenDTensor:
-    """Return the tensor with these placements of which `local` is this rank's part. Raises ValueError if `local` does
-    not have the shape of the part."""
+    """Return the tensor of which `local` is this rank's part. Raises ValueError for a shape that is not the part's."""
     first: Any = next(each for each in placements if isinstance(each, _Uneven))
     cuts, shape = first.cuts, first.shape
     if [axis for axis, each in enumerate(placements) if isinstance(each, _Uneven)] != sorted(cuts.axes):

@@ -7,7 +7,7 @@ norms and full reductions                       | on the local parts, then one s
 copy_ from a full tensor or from other cuts     | on this rank's slice
 any operator on tensors that one rank has whole | on that rank: matrix optimizers step without communication
 views                                           | lazily: see `views.py`
-all others, if they change no argument          | on a replicated DTensor of the same values (communicates)
+all others, if they change no argument          | on the gathered tensor, the result is replicated (communicates)
 all others in place, or in place on a view      | on the gathered tensor, then each rank keeps its part (communicates)
 changes of shape, strides or memory             | never: TypeError
 """
@@ -26,7 +26,18 @@ from torch.utils._pytree import tree_flatten, tree_map
 from weft.comm.collectives import reduce_now
 from weft.comm.groups import group_of
 from weft.dtensor.deferred import DeferredDTensor, bring_all
-from weft.dtensor.local import changed_by, element_wise, filled, fits, on_lists, parts_of, uneven_in, whole_of, wrote
+from weft.dtensor.local import (
+    changed_by,
+    element_wise,
+    filled,
+    fits,
+    on_lists,
+    parts_of,
+    refuse_plain,
+    uneven_in,
+    whole_of,
+    wrote,
+)
 from weft.dtensor.norms import combined_norms, foreach_norm, part_norm, replicated, wide
 from weft.dtensor.uneven import RuledDTensor, UnevenDTensor, local_of
 from weft.dtensor.views import ShardedView, is_view, parents_of, view_of
@@ -51,8 +62,7 @@ def run(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None 
     return _on_owner(func, args, kwargs) if result is NotImplemented else result
 
 
-_known: dict[Any, Rule] = {}
-"""The rules by `func._op`, whose hash is faster than that of `func`."""
+_known: dict[Any, Rule] = {}  # the rules by `func._op`, whose hash is faster than that of `func`
 
 
 def _alias(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -145,8 +155,7 @@ def _fill_randomly(func: Any, args: tuple, kwargs: dict) -> Any:
     target = args[0]
     if not isinstance(target, UnevenDTensor):  # out=
         return _write_through(func, args, kwargs)
-    drawn = torch.empty(target.shape, dtype=target.dtype, device=target._local_tensor.device)
-    target._local_tensor.copy_(target.slice_of(func(drawn, *args[1:], **kwargs)))
+    target._local_tensor.copy_(_draw_randomly(func, args, kwargs)._local_tensor)
     wrote([target])
     return target
 
@@ -213,6 +222,10 @@ def _equal(func: Any, args: tuple, kwargs: dict) -> bool:
     return bool(same)
 
 
+_BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+"""Tags of operators whose result, or its shape, depends on values: every rank needs these."""
+
+
 def _on_owner(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run the operator on the one rank that has all operands; the result's part is empty on the others."""
     operands = uneven_in((args, kwargs))
@@ -225,7 +238,7 @@ def _on_owner(func: Any, args: tuple, kwargs: dict) -> Any:
         else not isinstance(tensor, DTensor) and tensor.dim() == 0
         for tensor in plain
     )
-    if not together:
+    if not together or _BY_VALUE.intersection(func.tags):
         return _on_whole(func, args, kwargs)
     here = like.part == owner
     if func._schema.is_mutable:
@@ -250,8 +263,7 @@ def _as_meta(leaf: Any) -> Any:
 
 
 def _on_whole(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run the operator on replicated DTensors of the same values; torch's own rules place the result. Operators that
-    write to operands use `_write_through`."""
+    """Run the operator on the gathered tensors. Operators that write to operands use `_write_through`."""
     if func._schema.is_mutable:
         return _write_through(func, args, kwargs)
     for leaf in tree_flatten((args, kwargs))[0]:
@@ -263,12 +275,29 @@ def _on_whole(func: Any, args: tuple, kwargs: dict) -> Any:
                 "weft.register_fsdp_forward_method for another method. To compute with the values yourself: "
                 "parameter.full_tensor()"
             )
+    return _on_gathered(func, args, kwargs)
 
+
+def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Run the operator on the values of sharded tensors and views; the result is replicated. With other DTensors, or on
+    several meshes, torch's own rules place it."""
+    operands = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, DTensor)]
+    mesh = operands[0].device_mesh
+
+    def placed(leaf: Any) -> Any:
+        return replicated(leaf, mesh) if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor) else leaf
+
+    if all(isinstance(each, RuledDTensor) and each.device_mesh == mesh for each in operands):
+        return tree_map(placed, func(*tree_map(_values_of, args), **tree_map(_values_of, kwargs)))
     return func(*tree_map(_as_replicated, args), **tree_map(_as_replicated, kwargs))
 
 
+def _values_of(leaf: Any) -> Any:
+    return leaf._gathered() if isinstance(leaf, UnevenDTensor) else local_of(leaf)
+
+
 def _as_replicated(leaf: Any) -> Any:
-    return replicated(leaf._gathered(), leaf.device_mesh) if isinstance(leaf, UnevenDTensor) else leaf
+    return replicated(_values_of(leaf), leaf.device_mesh) if isinstance(leaf, RuledDTensor) else leaf
 
 
 def _view(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -285,6 +314,9 @@ def _on_views(func: Any, args: tuple, kwargs: dict) -> Any:
     changed = changed_by(func, args, kwargs)
     if any(isinstance(tensor, ShardedView) for tensor in changed):
         return _write_through(func, args, kwargs)
+
+    if not changed and not uneven_in((args, kwargs)):
+        return _on_gathered(func, args, kwargs)
 
     def read(leaf: Any) -> Any:
         return leaf.replicated() if isinstance(leaf, ShardedView) else leaf
@@ -311,11 +343,11 @@ def _write_through(func: Any, args: tuple, kwargs: dict) -> Any:
     one process."""
     changed = changed_by(func, args, kwargs)
     parents = parents_of(changed)
+    if not parents:
+        refuse_plain(func, changed[0], uneven_in((args, kwargs))[0])
     if len(parents) != 1 or not all(isinstance(tensor, RuledDTensor) for tensor in changed):
         raise TypeError(
             f"{func} writes to several sharded tensors in a way that their parts do not allow: write to one at a time"
-            if parents
-            else f"{func} writes values of a sharded tensor to a plain one: use its .full_tensor()"
         )
     (parent,) = parents
     whole = parent._gathered()

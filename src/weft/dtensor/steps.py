@@ -31,8 +31,7 @@ import torch
 from weft.dtensor.local import kinds_of, parts_of
 from weft.dtensor.uneven import UnevenDTensor
 
-_EXACT = (torch.float32, torch.float64)
-"""With narrower dtypes, torch's steps over lists round differently."""
+_EXACT = (torch.float32, torch.float64)  # with narrower dtypes, torch's steps over lists round differently
 SMALL = 4096
 """Elements of a tensor above which arithmetic dominates, and intermediate results of a list take much memory."""
 
@@ -72,10 +71,7 @@ def _dtype_on_cpu(parameters: Sequence[Any], lists: Sequence[Any], options: dict
 
 
 def _are_small(parameters: Sequence[Any]) -> bool:
-    """Return whether arithmetic takes less time than calls.
-
-    The answer must not depend on local parts: ranks must agree, as lists may gather tensors in another order.
-    """
+    """Return whether calls take longer than arithmetic: the same on all ranks, which gather lists in another order."""
     return sum(each._cuts.mean_size for each in parameters) <= SMALL * len(parameters)
 
 

@@ -71,11 +71,7 @@ class TensorParallel:
         """Whether each rank of the axis holds a slice of the parameter, not all of it."""
         return any(placement.is_shard() for placement in self.beyond)
 
-    @property
-    def slices(self) -> int:
-        return self._slices_along(None)
-
-    def _slices_along(self, dim: int | None) -> int:
+    def slices(self, dim: int | None = None) -> int:
         """Return the number of slices along `dim`; None: along any dimension."""
         if self.spec is None:
             return 1
@@ -94,7 +90,7 @@ class TensorParallel:
     def sharded(self, local: torch.Tensor, cuts: Cuts, placements: tuple[Placement, ...]) -> UnevenDTensor:
         """Return the sharded parameter over both kinds of axes. `local`: this rank's part. `cuts`, `placements`: those
         of the slice over the data-parallel axes."""
-        if (slices := self._slices_along(cuts.dim)) > 1:
+        if (slices := self.slices(cuts.dim)) > 1:
             again = _StridedShard(cuts.dim, split_factor=slices)  # torch's placement for cutting slices once more
             placements = tuple(again if p in self.beyond and p.is_shard() else p for p in placements)
         return UnevenDTensor.make(local, cuts, self.mesh, (*placements, *self.beyond), shape=self.held.shape)

@@ -13,7 +13,7 @@ Messages of different models never match, because each parameter group has a sep
 """
 
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -29,8 +29,8 @@ _twins: MutableMapping[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDi
 class Channels:
     """Lanes and pools. `separate`: whether gathers use the communicators that `separate_gathers` has created."""
 
-    def __init__(self, device: torch.device, *, planned: bool, separate: bool) -> None:
-        self.separate = separate
+    def __init__(self, device: torch.device, *, planned: bool) -> None:
+        self.separate = False
         self.weights = Pool(planned)
         self.gradients = Pool(planned)
         self.gather = Lane("gather", device)
@@ -40,6 +40,7 @@ class Channels:
         self.reductions = Lane("reductions", device)
         self.download = Lane("download", device)
         self.on_gather: Callable[[Any], None] = lambda unit: None  # called with each unit before its gather starts
+        self.gradient_to_write: Callable[[Any], tuple[torch.Tensor, bool]]  # that of the model's `Reductions`
 
     def share_lanes(self, other: "Channels") -> None:
         """Use the lanes of `other`, so that the communication of both is queued in one order."""
@@ -50,31 +51,25 @@ class Channels:
         """Return the communicator over the ranks of `group` that gathers use."""
         return _twins[group] if self.separate else group
 
-
-def separate_gathers(groups: Iterable[dist.ProcessGroup], choice: bool | Sequence[dist.ProcessGroup]) -> None:
-    """Set a second communicator for each of `groups`: one of `choice` with the same ranks in the same order, or a new
-    twin. Collective over each group. Raises ValueError if a group already has another one."""
-    given = {tuple(dist.get_process_group_ranks(each)): each for each in (() if isinstance(choice, bool) else choice)}
-    for group in groups if choice else ():
-        ranks = tuple(dist.get_process_group_ranks(group))
-        own = given.get(ranks)
-        if own is not None and _twins.setdefault(group, own) is not own:
-            raise ValueError(
-                f"separate_all_gather_group: an earlier fully_shard used another communicator for gathers over the "
-                f"ranks {list(ranks)}: pass the same process group to every call"
-            )
-        if group not in _twins:
-            _twins[group] = twin_group(group)
-
-
-def check_separate(groups: Iterable[dist.ProcessGroup], choice: bool | Sequence[dist.ProcessGroup]) -> None:
-    """Raise ValueError if a process group of `choice` does not have the ranks of any of `groups`, the groups of a
-    model.
-    """
-    there = [dist.get_process_group_ranks(group) for group in groups]
-    for own in () if isinstance(choice, bool) else choice:
-        if (ranks := dist.get_process_group_ranks(own)) not in there:
-            raise ValueError(
-                f"separate_all_gather_group: the process group has the ranks {ranks}, but weights are gathered over "
-                f"{', '.join(map(str, there))}: create it with exactly these ranks, in this order"
-            )
+    def separate_gathers(self, groups: Sequence[dist.ProcessGroup], choice: bool | Sequence[dist.ProcessGroup]) -> None:
+        """Set a second communicator for each of `groups`, those of a model: one of `choice` with the same ranks in the
+        same order, or a new twin. Collective over each group. Raises ValueError for a process group of `choice` with
+        other ranks, or if a group already has another communicator."""
+        self.separate = bool(choice)
+        there = [dist.get_process_group_ranks(group) for group in groups]
+        given = [] if isinstance(choice, bool) else [(dist.get_process_group_ranks(each), each) for each in choice]
+        for ranks, _ in given:
+            if ranks not in there:
+                raise ValueError(
+                    f"separate_all_gather_group: the process group has the ranks {ranks}, but weights are gathered "
+                    f"over {', '.join(map(str, there))}: create it with exactly these ranks, in this order"
+                )
+        for group, ranks in zip(groups if choice else (), there):
+            own = next((each for known, each in given if known == ranks), None)
+            if own is not None and _twins.setdefault(group, own) is not own:
+                raise ValueError(
+                    f"separate_all_gather_group: an earlier model used another communicator for gathers over the ranks "
+                    f"{ranks}: pass the same process group to every call of fully_shard"
+                )
+            if group not in _twins:
+                _twins[group] = twin_group(group)

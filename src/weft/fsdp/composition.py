@@ -22,7 +22,7 @@ def refuse_foreign(module: nn.Module, name: str) -> None:
     if isinstance(module, TorchFSDPModule) or registered:
         what = registered[0] if registered else "fully_shard"
         raise ValueError(
-            f"{name.removesuffix('.') or 'the module itself'} ({type(module).__name__}) is managed by torch's {what}: "
+            f"{name or 'the module itself'} ({type(module).__name__}) is managed by torch's {what}: "
             "call weft.fully_shard there too, with strategy='no_shard' for modules to replicate, or weft.drop_in() "
             "before anything is sharded"
         )

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from weft.comm.agreement import agree
 from weft.comm.collectives import reduce_now
-from weft.comm.control import agree
 from weft.comm.groups import exchange_objects, group_of
 from weft.dtensor.uneven import local_of
 from weft.fsdp.group import ParameterGroup
@@ -128,8 +128,8 @@ def find_nonfinite(model: nn.Module) -> list[Nonfinite]:
     the hosts agree on one bit, and exchange their findings if there are any. Raises ValueError for a model without
     sharded modules.
     """
-    found, units, what = _nonfinite_here(model), units_of(model), "search for values that are not finite"
-    parts = parts_of(model)
+    units, what = units_of(model), "search for values that are not finite"
+    found, parts = _nonfinite_here(model), parts_of(model)
     ways: list[tuple[list[dist.ProcessGroup], int]] = []
     if any(unit.groups for unit in units):  # otherwise it is a stage without parameters
         ways.append((groups_to_all_ranks(model), min(group.channel for unit in units for group in unit.groups)))
@@ -195,18 +195,16 @@ def quantization_shares(model: nn.Module) -> dict[str, Shares]:
     if not narrow:
         return {}
     agree_on_maxima(group for _, group in narrow)
-    counts = torch.zeros(len(narrow), 3, dtype=torch.int64, device=narrow[0][1].device)
+    names = list(dict.fromkeys(name for name, _ in narrow))
+    counts = torch.zeros(len(names), 3, dtype=torch.int64, device=narrow[0][1].device)
     with torch.no_grad():
-        for row, (_, group) in zip(counts, narrow):
-            row.copy_(group.payload.losses(group.main_weight.local))
+        for name, group in narrow:
+            counts[names.index(name)] += group.payload.losses(group.main_weight.local)
     for ranks in groups_to_all_ranks(model):
         reduce_now(counts, dist.ReduceOp.SUM, ranks, "the shares of saturated and underflowed weights")
-    sums: dict[str, list[int]] = {}
-    for (name, _), own in zip(narrow, counts.tolist()):
-        sums[name] = [one + other for one, other in zip(sums.get(name, [0, 0, 0]), own)]
     return {
         name: Shares(saturated / max(numel, 1), underflowed / max(numel, 1))
-        for name, (saturated, underflowed, numel) in sums.items()
+        for name, (saturated, underflowed, numel) in zip(names, counts.tolist())
     }
 
 
@@ -244,8 +242,9 @@ def check_views(model: nn.Module) -> None:
 
 def named_records(model: nn.Module) -> Iterator[tuple[str, ShardedParameter]]:
     """Yield all sharded parameters with their names in the model."""
+    units = units_of(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for unit in units_of(model):
+    for unit in units:
         for record in (each for group in unit.groups for each in group.parameters):
             name = names.get(id(record.sharded)) or names.get(id(record.full))
             yield name or f"{unit.name}.{record.name}".lstrip("."), record

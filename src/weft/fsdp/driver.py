@@ -1,14 +1,16 @@
 """The interface between drivers and the engine: the calls that a driver may make.
 
 Drivers are hooks, schedules, pipelines and `unshard()`. A driver runs units through passes. It reports which weights it
-computes with, and when, and imports no other part of the engine. The plan decides what is gathered, freed and reduced
-for it, and in which order.
+computes with, and when, and imports no other part of the engine but `Unit`. The plan decides what is gathered, freed
+and reduced for it, and in which order.
 
 call                                 meaning
 -----------------------------------  ------------------------------------------------------------------------------
 begin_forward(unit)                  a module of `unit` is called; the outermost call begins a pass
 end_forward(error)                   the call has ended; if it was the outermost, the pass has ended
 begin_backward(call)                 a backward reaches `call`; the first of a model begins a pass, autograd ends it
+                                     (the engine ends a call that has `begun` by `call.end()`, after a failure by
+                                     `call.abandon()`)
 scheduled(trace, depth, backward)    a context around a pass whose events are known in advance and which gathers
                                      `depth` units ahead; backward=False: an evaluation
 use(unit, holder, named)             the holder needs the full weights from here on; `named`: the units that the user
@@ -25,16 +27,13 @@ recover()                            called outside of passes: clean up after a 
                                      drives the units, so that hooks do nothing
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
-from weakref import ref
 
 import torch
-from torch import nn
 
-from weft.fsdp.precision import MixedPrecisionPolicy
 from weft.layout.trace import Trace
 
 
@@ -80,49 +79,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class DrivenUnit(Protocol):
-    """A `weft.fsdp.unit.Unit` as a driver sees it: its name, the user's options, and the holders of its weights."""
-
-    modules: list[ref[nn.Module]]
-    name: str
-    number: int
-    kind: str
-    policy: MixedPrecisionPolicy
-    calls: set[ref[Any]]
-    reshard_after_forward: bool | None
-    reshard_after_backward: bool
-    unshard_in_backward: bool
-    turns: bool
-
-    @property
-    def holders(self) -> Collection[Any]: ...
-    @property
-    def moves(self) -> int: ...
-    @property
-    def awaits_reduction(self) -> bool: ...
-    def lends(self, tensor: torch.Tensor) -> bool: ...
-    def acquire(self, holder: Any) -> None: ...
-    def end_holds(self, *holders: Hold) -> None: ...
-    def keep_post_forward(self) -> None: ...
-
-
-class BackwardCall(Protocol):
-    """A forward of a unit whose backward is pending or running (`begun`). `abandon`: end it after a failure."""
-
-    unit: Any
-
-    @property
-    def begun(self) -> bool: ...
-    def end(self) -> None: ...
-    def abandon(self) -> None: ...
-
-
 class Engine(Protocol):
     """The engine that the units of one model share; the table at the top of this file describes its methods."""
 
     def begin_forward(self, outermost: Any) -> None: ...
     def end_forward(self, error: BaseException | None = None) -> None: ...
-    def begin_backward(self, call: BackwardCall) -> None: ...
+    def begin_backward(self, call: Any) -> None: ...
     def scheduled(self, trace: Trace, depth: int, *, backward: bool = True) -> AbstractContextManager[None]: ...
     def use(self, unit: Any, holder: Any, named: Sequence[Any] | None = None) -> None: ...
     def done(self, unit: Any, holder: Any, *, backward_follows: bool = False) -> None: ...

@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.fsdp import patches
-from weft.fsdp.channels import separate_gathers
 from weft.fsdp.construction.arguments import DEFAULT_STRATEGY, DataParallelMeshDims, Request
 from weft.fsdp.construction.members import Members
 from weft.fsdp.gradients.group import Where
@@ -98,9 +97,6 @@ def fully_shard(
         for name, inside in root.named_modules():
             if isinstance(inside, FSDPModule):
                 inside._weft_unit.name = name
-    if choice := driver.options.separate_all_gather_group:
-        groups = [group for each in (unit, *(inner.unit for inner in below)) for group in each.groups]
-        separate_gathers([each for group in groups for each in group.groups], choice)
     return module
 
 

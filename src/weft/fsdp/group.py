@@ -16,7 +16,7 @@ weights are still up to date. While they are gathered, the full parameters have 
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import groupby
 from operator import attrgetter
@@ -47,9 +47,9 @@ from weft.memory.pool import Transient
 _trains = attrgetter("sharded.requires_grad")
 
 
-def payload_of(plan: GroupPlan, describe: Callable[[], str]) -> Plain:
-    """Return the format in which a group's weights are gathered. `describe`: its staging memory in errors."""
-    return Plain(plan, describe) if plan.recipe.quantization is None else Narrow(plan, describe)
+def payload_of(plan: GroupPlan) -> Plain:
+    """Return the format in which a group's weights are gathered."""
+    return Plain(plan) if plan.recipe.quantization is None else Narrow(plan)
 
 
 class ParameterGroup:
@@ -57,7 +57,6 @@ class ParameterGroup:
 
     def __init__(self, plan: GroupPlan, members: Sequence[Unsharded]) -> None:
         """`members`: the original parameters, whose values are moved; those with tensor-parallel slices first."""
-        self.owner: Callable[[], Any] = lambda: None
         self.plan = plan
         self.layout, self.mesh, self.placements, self.recipe = plan.layout, plan.mesh, plan.placements, plan.recipe
         self.device, self.home, self.offload, self.ranks = plan.device, plan.home, plan.offload, plan.mesh.size()
@@ -67,7 +66,7 @@ class ParameterGroup:
         self.agreed = self.trainable
         """Whether all ranks reduce the group's gradients, because any rank may have gradients."""
         slices = [local_of(each.value) for each in members]
-        self.payload = payload_of(plan, self._ours("weights on their way"))
+        self.payload = payload_of(plan)
         self.main_weight, self.model_weight = self._weights(slices)
         self.copies = [self.model_weight, *(self._model_bytes() for _ in range(self.payload.copies - 1))]
         """The buffers that gathers read: `model_weight`, and a second one if backward needs another copy."""
@@ -80,8 +79,6 @@ class ParameterGroup:
         self.post_forward: PostForwardShard | None = None
         """The part of the gathered weights that is kept from forward to backward, if the user asked for it."""
         self.full, self.transient = self._make_full()
-        self.transients = [each for each in (self.transient, self.payload.staging) if each is not None]
-        """The memory that is allocated and freed with the gathered weights."""
         self.parameters = parameters_of(self, members)
         fulls = [*map(FULL, self.parameters)]
         mark_scaled(fulls, self.recipe)
@@ -93,7 +90,7 @@ class ParameterGroup:
         if self.transient is not None:
             self.transient.empty()
             self.fulls.leave()
-        self.gradients = GroupGradients(plan, self.parameters, self._ours("the gradients"))
+        self.gradients = GroupGradients(plan, self.parameters)
         self.channels = [next_channel(self.groups[-1]) for _ in self.copies]
         self.channel = self.channels[0]
         """Separates the group's messages from those of other groups. `channels`: one per copy."""
@@ -107,20 +104,15 @@ class ParameterGroup:
     def _weights(self, tensors: Sequence[torch.Tensor]) -> tuple[FlatBuffer, FlatBuffer]:
         """Return the main weights, filled, and the model weights, which share memory if possible."""
         plan, recipe, where = self.plan, self.recipe, self.placements
-        if self.payload.refreshes:
-            main = plan.home_buffer(recipe.main)
-            main.fill(tensors)
-            return main, self._model_bytes()
-        aliased = recipe.main == recipe.compute and self.offload is None
+        aliased = recipe.main == recipe.compute and self.offload is None and not self.payload.refreshes
         if aliased and where.parameter != where.optimizer:
             model = plan.buffer(where.parameter, recipe.compute)
             model.fill(tensors)
             return model.part(where.optimizer), model
         main = plan.home_buffer(recipe.main)
         main.fill(tensors)
-        if aliased or (where.parameter == where.optimizer and self.layout.shards > 1):
-            return main, main  # gathers cast and upload
-        return main, plan.buffer(where.parameter, recipe.compute)
+        casts = where.parameter == where.optimizer and self.layout.shards > 1 and not self.payload.refreshes
+        return main, main if aliased or casts else self._model_bytes()  # gathers cast and upload
 
     def _model_bytes(self) -> FlatBuffer:
         model = self.plan.buffer(self.placements.parameter, self.payload.dtype, self.payload.layout)
@@ -131,23 +123,23 @@ class ParameterGroup:
         """Return the full weights, and their memory if it is freed between uses."""
         if not self.plan.moves and not self.payload.refreshes:
             return self.model_weight, None
-        describe = self._ours("the gathered weights")
         numel = self.layout.numel + self.payload.tail
-        transient = Transient(numel, self.recipe.gathered, self.device, describe=describe, filled=True)
+        transient = self.plan.transient(numel, self.recipe.gathered, "the gathered weights", filled=True)
         return FlatBuffer(self.layout, self.mesh, self.plan.whole, transient.tensor), transient
 
-    def belong_to(self, owner: Any) -> None:
-        """Set the unit that owns this group. The reference is weak, to avoid a reference cycle."""
-        self.owner = ref = weakref.ref(owner)
+    @property
+    def transients(self) -> list[Transient]:
+        """The memory that is allocated and freed with the gathered weights."""
+        kept = self.post_forward.transient if self.post_forward is not None else None
+        return [each for each in (self.transient, self.payload.staging, kept) if each is not None]
+
+    def belong_to(self, unit: Any) -> None:
+        """Set the unit that has this group. The reference is weak, to avoid a reference cycle."""
+        self.plan.unit = ref = weakref.ref(unit)
         if self.transient is not None:
             self.transient.on_move = weakly(self._follow)
             self.transient.is_fixed = lambda: bool((unit := ref()) and unit.calls)
             self.transient.is_evictable = lambda: (unit := ref()) is None or unit.is_evictable()
-
-    def _ours(self, what: str) -> Callable[[], str]:
-        """Return a function that names `what` and the unit in errors. It refers to the group only weakly."""
-        myself = weakref.ref(self)
-        return lambda: f"{what} of {(group := myself()) and group.owner()}"
 
     def _follow(self, full: torch.Tensor) -> None:
         """Make the full parameters views of `full` after the gathered weights have moved there."""
@@ -331,8 +323,7 @@ class ParameterGroup:
         self.post_forward = None
         if self.transient is not None and size is not None:
             group = neighbours(self.groups[-1], size)
-            self.post_forward = PostForwardShard(self.plan, group, self._ours("the kept shard of the weights"))
-            self.transients.append(self.post_forward.transient)
+            self.post_forward = PostForwardShard(self.plan, group)
 
     def keep_post_forward(self, channels: Channels) -> None:
         """Keep the post-forward shard of the gathered weights; the next gather starts from it."""

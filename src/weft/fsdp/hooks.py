@@ -15,7 +15,6 @@ nothing while a schedule drives the units.
 """
 
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from typing import Any
 
@@ -25,8 +24,9 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import forward_ad
 
 from weft.comm.ranges import Stretch, observed
-from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, DrivenUnit, Engine, Hold, in_backward
+from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, Engine, Hold, in_backward
 from weft.fsdp.trees import give_back, map_tensors, tensors_in
+from weft.fsdp.unit import Unit
 from weft.fsdp.weak import alive
 
 
@@ -136,10 +136,13 @@ _mark: Callable[..., Any] = super(torch.autograd.Function, _EndOfBackward).apply
 """`Function.apply` without its handling of torch.func, under which units raise anyway."""
 
 
-class HookDriver(ABC):
-    """The code that runs around the calls of one unit's modules, outside of compiled regions."""
+class HookDriver:
+    """The code that runs around the calls of one unit's modules, outside of compiled regions. `engine`: that of the
+    model's units, made at its first pass."""
 
-    def __init__(self, unit: DrivenUnit) -> None:
+    engine: Engine
+
+    def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.forward_prefetch: list[weakref.ref[Any]] | None = None
         self.backward_prefetch: list[weakref.ref[Any]] | None = None
@@ -148,11 +151,6 @@ class HookDriver(ABC):
         self._call: ForwardCall | None = None
         self._hold = Hold(f"a forward of {unit.kind}")
         self._stretch: Stretch | None = None
-
-    @property
-    @abstractmethod
-    def engine(self) -> Engine:
-        """The engine of the model's units, made at its first pass."""
 
     @torch.compiler.disable(recursive=False)
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -179,10 +177,12 @@ class HookDriver(ABC):
         nothing in this call."""
         if engine.recover() or self.backwards or id(module) in self._entered:
             return *self.unit.policy.cast_inputs((args, kwargs)), None
-        if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        traced = torch._C._get_tracing_state() is not None
+        if traced or torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+            what = "torch.jit.trace" if traced else "torch.func or forward-mode differentiation"
             raise RuntimeError(
-                f"{self.unit} is called under torch.func or forward-mode differentiation: weights are gathered only "
-                f"around plain calls. Transform a plain copy of the module, or a part of it that is not sharded"
+                f"{self.unit} is called under {what}: weights are gathered only around plain calls. Transform a plain "
+                "copy of the module, or a part of it that is not sharded"
             )
         unit = self.unit
         engine.begin_forward(unit)
@@ -272,7 +272,7 @@ class HookDriver(ABC):
             engine.keep(unit, UNTIL_BACKWARD)
         elif not recomputing:
             if call is not None:
-                unit.keep_post_forward()
+                unit.keeps_post_forward = True
             if len(unit.holders) > 1:
                 unit.end_holds(UNTIL_BACKWARD, USER)
         if self._hold in unit.holders:

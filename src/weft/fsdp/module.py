@@ -66,6 +66,13 @@ class FSDPModule:
             for unit in units_under(self, recurse):
                 unit.register()
 
+    def share_memory(self) -> Any:
+        """Raise ValueError: parameters are views of a flat buffer of this process."""
+        raise ValueError(
+            f"share_memory() of the sharded {kind_of(self)}: its parameters are parts in the flat buffers of this "  # type: ignore[arg-type]
+            "process; share a plain copy, made from get_model_state_dict with full_state_dict=True"
+        )
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters, also of sharded ones while full parameters are registered."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
@@ -204,8 +211,6 @@ class FSDPModule:
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Set `RuntimeOptions.max_live_reduce_buffers` for all units of the model: how many units' partial gradients
         may be live at once. Raises TypeError if it is not an int, ValueError if it is less than 1."""
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(f"max_input_buffers={max_input_buffers!r}: pass an int of at least 1")
         for runtime in _runtimes(self, recurse):
             runtime.change(max_live_reduce_buffers=max_input_buffers)
 

@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.collectives import reduce_now
-from weft.comm.pending import Pending
+from weft.comm.transport import Pending
 from weft.fsdp.payload import Plain
 from weft.fsdp.plan import GroupPlan
 from weft.layout.layout import Layout
 from weft.memory.buffer import sharded_axes
-from weft.memory.pool import Pool, Transient
+from weft.memory.pool import Pool
 from weft.mesh import position_on
 from weft.quantize import Quantization, count_losses, dequantize, largest_of, quantize, wide_scales
 from weft.quantize.decode import packed_e2m1, unpacked_e2m1
@@ -54,8 +54,12 @@ class Narrow(Plain):
 
     refreshes = True
 
-    def __init__(self, plan: GroupPlan, describe: Callable[[], str]) -> None:
+    def __init__(self, plan: GroupPlan) -> None:
         self._plan = plan
+        recipe, compute = plan.recipe.quantization, plan.recipe.compute
+        assert recipe is not None
+        casts = recipe.via is None and compute.itemsize <= 4  # weights are cast to `via` before they are quantized
+        self._recipe = dataclasses.replace(recipe, via=compute) if casts else recipe
         self._shard = position_on(plan.mesh, sharded_axes(plan.placements.optimizer))
         self._extents = plan.layout.extents
         self._cuts = [plan.layout.cuts(number) for number in range(len(self._extents))]
@@ -80,23 +84,12 @@ class Narrow(Plain):
         """The offset of each tensor's scales in full weights that stay quantized."""
         self._transposed_at = -(-self._scales_at[-1] // _ALIGNMENT) * _ALIGNMENT
         """The offset of the transposed codes in full weights that stay quantized, if they are kept."""
-        self.tail = self._transposed_at - plan.layout.numel if self._stays else 0
+        self.tail = self._transposed_at - plan.layout.numel if self._recipe.is_scaled else 0
         self.tail += plan.layout.numel if self._recipe.keep_transpose else 0
         if plan.moves:
-            self.staging = Transient(self.layout.numel, self.dtype, plan.device, describe=describe)
+            self.staging = plan.transient(self.layout.numel, self.dtype, "weights on their way")
         self._come: torch.Tensor | None = None  # the gathered bytes of all shards, which `open` reads
         self._copy = 0  # the index of the copy that the full weights are
-
-    @property
-    def _recipe(self) -> Quantization:
-        """The plan's recipe, with the dtype to which weights are cast before they are quantized."""
-        recipe, compute = self._plan.recipe.quantization, self._plan.recipe.compute
-        assert recipe is not None
-        return recipe if recipe.via is not None or compute.itemsize > 4 else dataclasses.replace(recipe, via=compute)
-
-    @property
-    def _stays(self) -> bool:
-        return self._recipe.is_scaled
 
     def _recipe_of(self, number: int, copy: int) -> Quantization:
         """Return the recipe of a copy of tensor `number`. Stacks have [in, out] matrices: forward sums over rows."""
@@ -120,7 +113,11 @@ class Narrow(Plain):
         if come is None:
             return
         with torch.no_grad():
-            (self._assemble if self._stays else self._dequantize)(come, full)
+            if self._recipe.is_scaled:
+                self._assemble(come, full)
+            else:
+                for place, codes, scales in self.unpacked(come):
+                    self._widen(codes, scales, full, place)
         if self.staging is not None:
             self.staging.give()
 
@@ -211,10 +208,6 @@ class Narrow(Plain):
             for piece in self._pieces(shard):
                 codes, steps = self._bytes_of(sent, piece, piece.place - shard * shard_numel, copy)
                 yield piece.place, codes, self._scales(piece, steps, copy)
-
-    def _dequantize(self, come: torch.Tensor, full: torch.Tensor) -> None:
-        for place, codes, scales in self.unpacked(come):
-            self._widen(codes, scales, full, place)
 
     def restore(self, own: torch.Tensor, main: torch.Tensor) -> None:
         """Fill this rank's main weights with the values of `own`, its bytes."""

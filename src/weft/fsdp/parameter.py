@@ -107,7 +107,7 @@ class ShardedParameter:
     def unit(self) -> Any:
         """The unit of the parameter; None if it was freed, or does not exist yet."""
         group = self.owner()
-        return None if group is None else group.owner()
+        return None if group is None else group.plan.unit()
 
     @cached_property
     def slices(self) -> dist.ProcessGroup | None:

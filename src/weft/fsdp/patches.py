@@ -19,7 +19,7 @@ from weft.dtensor.state_dict import slicing
 from weft.dtensor.steps import over_parts
 from weft.fsdp.autograd import explaining
 from weft.fsdp.composition import refuse_wrappers, refusing_sharded
-from weft.fsdp.construction.forgotten import look_around
+from weft.fsdp.runtime.inventory import look_around
 from weft.fsdp.runtime.joint_backward import finish_backwards
 
 

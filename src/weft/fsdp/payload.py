@@ -28,14 +28,13 @@ class Plain:
     copies = 1  # 2 if forward and backward use different payloads, each with a separate gather; otherwise 1
     staging: Transient | None = None  # memory that `write` or `land` takes from a pool and `open` gives back
 
-    def __init__(self, plan: GroupPlan, describe: Callable[[], str]) -> None:
-        """`describe`: the name of the staging memory in errors."""
+    def __init__(self, plan: GroupPlan) -> None:
         self._uploads = plan.offload is not None
         self.layout, self.dtype = plan.layout, plan.recipe.compute
         self.sent = plan.layout.numel * self.dtype.itemsize if plan.moves else 0  # the number of bytes of a gather
         if self._uploads and plan.recipe.main != plan.recipe.compute:
             numel = plan.numel(plan.placements.optimizer)
-            self.staging = Transient(numel, plan.recipe.main, plan.device, describe=describe)
+            self.staging = plan.transient(numel, plan.recipe.main, "weights on their way")
 
     def write(self, own: torch.Tensor, source: torch.Tensor, pool: Pool, copy: int = 0) -> Callable[[], Any] | None:
         """Return a function, to run on the lane, that casts or uploads `source` to `own`, this rank's part of the
@@ -67,14 +66,14 @@ class PostForwardShard:
     backward                         abcd   abcd   abcd   abcd     gathered over two adjacent ranks, usually of one node
     """
 
-    def __init__(self, plan: GroupPlan, group: dist.ProcessGroup, describe: Callable[[], str]) -> None:
+    def __init__(self, plan: GroupPlan, group: dist.ProcessGroup) -> None:
         if plan.recipe.gathered.itemsize == 1:
             raise ValueError(
                 f"reshard_after_forward={group.size()}: shards of weights that remain quantized cannot be gathered "
                 'again; choose True or False, or compute="dequantize"'
             )
         numel = plan.layout.numel // group.size()
-        self.transient = Transient(numel, plan.recipe.gathered, plan.device, describe=describe)
+        self.transient = plan.transient(numel, plan.recipe.gathered, "the kept shard of the weights")
         self.held = False
         self._group = group
 

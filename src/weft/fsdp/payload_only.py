@@ -118,9 +118,7 @@ class PayloadOnly(FlatBuffer):
         torch._C._autograd._unsafe_set_version_counter((self._local,), (version,))
 
     def _holders(self) -> int:
-        """Count the references to the main weights' memory: tensors that share it, and Python's references to the
-        storage and to the tensors of this object.
-        """
+        """Count tensors in the main weights' memory, and Python's references to the storage and to own tensors."""
         storage = self.storage
         sharing = torch._C._storage_Use_Count(storage._cdata)
         return sharing + sum(map(sys.getrefcount, (storage, self._local, *self._parts)))

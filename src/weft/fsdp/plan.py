@@ -1,6 +1,8 @@
 """The fixed properties of a parameter group: layout, mesh, placements, dtypes and devices."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,12 +14,14 @@ from weft.fsdp.precision import Recipe
 from weft.layout.layout import Layout
 from weft.memory.buffer import FlatBuffer, sharded_axes
 from weft.memory.offload import CPUOffloadPolicy
+from weft.memory.pool import Transient
 from weft.mesh import ranks_over
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class GroupPlan:
-    """The fixed properties of a parameter group. `offload`: keeps sharded weights and gradients in CPU memory."""
+    """The fixed properties of a parameter group. `offload`: keeps sharded weights and gradients in CPU memory.
+    `unit()`: the unit of the group; None before it is made and after it was freed."""
 
     layout: Layout
     mesh: DeviceMesh
@@ -25,6 +29,7 @@ class GroupPlan:
     recipe: Recipe
     device: torch.device
     offload: CPUOffloadPolicy | None
+    unit: Callable[[], Any] = lambda: None
 
     @property
     def home(self) -> torch.device:
@@ -41,6 +46,10 @@ class GroupPlan:
         laid = layout or self.layout
         numel = laid.numel // ranks_over(self.mesh, sharded_axes(placements))
         return FlatBuffer(laid, self.mesh, placements, torch.empty(numel, dtype=dtype, device=self.device))
+
+    def transient(self, numel: int, dtype: torch.dtype, what: str, *, filled: bool = False) -> Transient:
+        """Return transient memory on the device; `what`: its name in errors, beside that of the unit."""
+        return Transient(numel, dtype, self.device, describe=lambda: f"{what} of {self.unit()}", filled=filled)
 
     def home_buffer(self, dtype: torch.dtype) -> FlatBuffer:
         """Return a new buffer under the optimizer's placements, in CPU memory with CPU offload."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy as _TorchMixedPrecisionPolicy
 
+from weft.dtensor.uneven import UnevenDTensor
 from weft.fsdp.trees import map_tensors, tensors_in
 from weft.quantize import Quantization
 
@@ -103,7 +104,15 @@ def keep_dtype(parameter: torch.nn.Parameter) -> None:
     """Mark a parameter to compute, be gathered and accumulate in its dtype, under every policy of its unit.
 
     Use it before `fully_shard`, for parameters that need the precision, such as the decays of a recurrence.
+    Raises TypeError for anything but a parameter, ValueError for one that is sharded.
     """
+    if not isinstance(parameter, torch.nn.Parameter):
+        raise TypeError(f"keep_dtype got a {type(parameter).__name__}: call it with each parameter, not with a module")
+    if isinstance(parameter, UnevenDTensor):
+        raise ValueError(
+            f"keep_dtype of a sharded parameter of shape {tuple(parameter.shape)}: its unit has its dtypes since "
+            "fully_shard; call keep_dtype before"
+        )
     vars(parameter)["keeps_dtype"] = True
 
 

@@ -6,7 +6,7 @@ the first pass           the root creates the runtime for all units, and alone k
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import nn
 
@@ -22,26 +22,24 @@ from weft.fsdp.weak import alive
 class UnitDriver(HookDriver):
     """The hook driver of one unit, which is the root of a model or under another driver."""
 
-    unit: Unit
-
     def __init__(self, unit: Unit, options: RuntimeOptions | None) -> None:
         """`options`: the `runtime` argument of `fully_shard`, if given."""
         super().__init__(unit)
         self._own: Runtime | None = None  # the runtime, if this is a root, which alone keeps it alive
-        self._known: weakref.ref[Runtime] | None = None
-        self.above: weakref.ref[UnitDriver] | None = None  # the driver of a unit around this one
+        self._known: Callable[[], Runtime | None] = lambda: None
+        self.above: Callable[[], UnitDriver | None] = lambda: None  # returns the driver of a unit around this one
         self._asked = options
-        self.options = self._given = options or RuntimeOptions()
+        self.options = options or RuntimeOptions()
 
     @property
     def runtime(self) -> Runtime | None:
         """The runtime of the root; None before its first pass, and after the root was freed."""
-        return None if self._known is None else self._known()
+        return self._known()
 
     @property
-    def engine(self) -> Runtime:
+    def engine(self) -> Runtime:  # type: ignore[override]
         """The runtime, created for all units of the root if it does not exist yet."""
-        runtime = None if self._known is None else self._known()
+        runtime = self._known()
         if runtime is None:
             root = self.root
             runtime = root.runtime or root._start()
@@ -52,18 +50,18 @@ class UnitDriver(HookDriver):
     def root(self) -> "UnitDriver":
         """The driver of the outermost unit around this one."""
         root = self
-        while root.above is not None and (around := root.above()) is not None:
+        while (around := root.above()) is not None:
             root = around
         return root
 
     def come_under(self, around: "UnitDriver") -> None:
-        """Attach this driver below `around`; the root of `around` becomes its root."""
-        if self.above is None or self.above() is None:
+        """Put this driver under `around`, whose root becomes its root."""
+        if self.above() is None:
             self.above = weakref.ref(around)
         runtime = self.runtime
         changed = self.options if runtime is None else runtime.options
-        around.options = around.options.joined(self._given, changed)
-        self._own = self._known = None
+        around.options = around.options.joined(self._asked or RuntimeOptions(), changed)
+        self._own, self._known = None, lambda: None
 
     def _start(self) -> Runtime:
         modules = alive(self.unit.modules)
@@ -79,7 +77,7 @@ class UnitDriver(HookDriver):
                     )
         inventory = Inventory(modules, units)
         for driver in drivers:
-            if driver._asked not in (None, self._given):
+            if driver._asked not in (None, self._asked or RuntimeOptions()):
                 raise ValueError(
                     f"runtime={driver._asked} of {driver.unit}, which is not the root: the root's options count for "
                     "all units; pass them to fully_shard of the root, the last call"

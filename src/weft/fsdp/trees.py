@@ -43,11 +43,8 @@ def map_tensors(
     if value is None or isinstance(value, _OPAQUE):
         return value
 
-    def inner(child: Any) -> Any:
-        return map_tensors(change, child, in_dataclasses=in_dataclasses, rebuilt=rebuilt)
-
     children, rebuild = _opened(value, in_dataclasses)
-    changed = [inner(child) for child in children]
+    changed = [map_tensors(change, child, in_dataclasses=in_dataclasses, rebuilt=rebuilt) for child in children]
     if all(new is old for new, old in zip(changed, children)):
         return value
     made = rebuild(changed)

@@ -13,7 +13,7 @@ ones are: optimizers, freezing and writes use these. Autograd has views of weigh
 import enum
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
@@ -27,7 +27,7 @@ from weft.comm.ranges import profiled
 from weft.fsdp.channels import Channels
 from weft.fsdp.driver import USER, Hold, TiedHold, is_users
 from weft.fsdp.group import ParameterGroup
-from weft.fsdp.parameter import FULL, SHARDED, ShardedParameter, register
+from weft.fsdp.parameter import FULL, SHARDED, register
 from weft.fsdp.precision import MixedPrecisionPolicy
 
 
@@ -59,7 +59,7 @@ _moves = attrgetter("moves")
 
 
 class Unit:
-    """The parameter groups of one `fully_shard` call; `channels` and `gradient_to_write` are those of its model."""
+    """The parameter groups of one `fully_shard` call; `channels` are those of its model."""
 
     def __init__(
         self,
@@ -90,8 +90,6 @@ class Unit:
         """Whether modules have declared that they add to `main_grad` themselves."""
         self.channels: Channels = None  # type: ignore[assignment]
         """Set at the first pass of the root."""
-        self.gradient_to_write: Callable[[ShardedParameter], tuple[torch.Tensor, bool]] | None = None
-        """Returns the tensor to which a module writes the gradient of a parameter itself, and whether to add to it."""
         self.place = next(_places)
         """The number among all units of the process: the same on all ranks that build the same models."""
         self.state = State.AT_REST
@@ -113,7 +111,8 @@ class Unit:
         self._divide_factor = divide_factor
         self.replaced_factor: float | None = None  # the divisor of summed gradients; None: the number of ranks
         self._tickets: list[Ticket] = []
-        self._keeps_post_forward = False
+        self.keeps_post_forward = False
+        """Whether post-forward shards are kept, if the user asked for them, when this forward frees the memory."""
         self.reshard_after(reshard_after_forward)
         for group in self.groups:
             group.belong_to(self)
@@ -164,7 +163,7 @@ class Unit:
             self.prefetch()
         if self.state is State.ON_THE_WAY:
             self._arrive()
-        self._keeps_post_forward = False
+        self.keeps_post_forward = False
         if holder.computes:
             for each in self.gathered:
                 if each.place is not None:
@@ -245,7 +244,7 @@ class Unit:
             self.state = TRANSITIONS.get((self.state, "free")) or self._refuse("free")
             self.resident = False
             for group in self._coming:
-                if self._keeps_post_forward:
+                if self.keeps_post_forward:
                     group.keep_post_forward(self.channels)
                 group.free()
 
@@ -257,13 +256,9 @@ class Unit:
         for group in self.groups:
             group.shard_after_forward(size)
 
-    def keep_post_forward(self) -> None:
-        """Keep post-forward shards, if the user asked for them, when the memory is freed after this forward."""
-        self._keeps_post_forward = True
-
     def forget(self) -> None:
         """Drop post-forward shards: the next gather starts from the main weights."""
-        self._keeps_post_forward = False
+        self.keeps_post_forward = False
         for group in self._coming:
             if group.post_forward is not None:
                 group.post_forward.drop()
@@ -351,10 +346,8 @@ class Unit:
             group.agreed = agreed
         self.trainable_groups = [group for group in self.groups if group.agreed]
         """The groups whose gradients are reduced: the same on all ranks, even if ranks froze different groups."""
-        self.reduced = [number for number, group in enumerate(self.groups) if group.agreed]
-        """The numbers of `trainable_groups`."""
-        self.others = [number for number, group in enumerate(self.groups) if not group.agreed]
-        """The numbers of the other groups. A rank that has unfrozen one tells the others at the end of its backward."""
+        self.others = [group for group in self.groups if not group.agreed]
+        """The other groups. A rank that has unfrozen one tells the others at the end of its backward."""
 
     @cached_property
     def is_addressed(self) -> bool:

@@ -29,8 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from weft.fsdp.gradients.direct import answering
-from weft.fsdp.gradients.partial import entering, whole
+from weft.fsdp.gradients.direct import substituting, whole
 from weft.graphs import tape
 from weft.graphs.attributes import Attributes
 from weft.graphs.backward import Backward, Uses
@@ -145,7 +144,7 @@ class Captured:
 
         buffers = [each for each in self._places.tensors() if not isinstance(each, nn.Parameter)]
         before = [each._version for each in buffers]
-        with answering(_refuse), entering(enter):
+        with substituting(answer=_refuse, enter=enter):
             result, self._forward = backend.capture(forward, known)
         self._changed = [each for each, version in zip(buffers, before) if each._version != version]
         """Buffers that the forward changes."""

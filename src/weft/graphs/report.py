@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from weft.fsdp.module import runtime_of
+from weft.fsdp.module import checked, runtime_of
 from weft.graphs.table import GraphTable
 
 
@@ -24,7 +24,7 @@ def drop_graphs(model: nn.Module) -> None:
 
 
 def _table(model: nn.Module) -> GraphTable:
-    table = runtime_of(model).graphs
+    table = runtime_of(checked(model)).graphs
     if not isinstance(table, GraphTable):
         raise ValueError(
             f"{type(model).__name__} has no graphs: pass runtime=weft.RuntimeOptions(graphs=weft.Graphs()) to "

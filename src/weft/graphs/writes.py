@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from weft.fsdp.gradients.direct import answering, weight_gradient
+from weft.fsdp.gradients.direct import substituting, weight_gradient
 from weft.graphs.capture import CaptureRefused
 from weft.graphs.places import Ranges, local, range_of
 
@@ -50,7 +50,7 @@ class Writes:
         for each, place in zip(self._declared, scratch):
             each.main_grad, each.grad_added_to_main_grad = place, False
         try:
-            with answering(self._note):
+            with substituting(answer=self._note):
                 yield [range_of(each, writable=True) for each in scratch]
             self.added = [each for each in self._declared if each.grad_added_to_main_grad]
         finally:
@@ -123,14 +123,14 @@ class Recordings:
         because = f"a backward writes to more than {MOST} sets of buffers"
         try:
             if found is None and len(self._found) < MOST:
-                with self._restored(), targets.restored(), answering(targets.answer):
+                with self._restored(), targets.restored(), substituting(answer=targets.answer):
                     found = self._found[targets.key] = self._record(targets.begin, targets.end, targets.ranges())
         except CaptureRefused as error:
             because = str(error)
         if found is None:
             self._count(because)
             targets.begin()
-            with answering(targets.answer), torch.enable_grad():
+            with substituting(answer=targets.answer), torch.enable_grad():
                 result = self._function()
             targets.end()
         else:

@@ -167,9 +167,8 @@ def _shard_steps(chains: list[list[int]], align: int) -> set[int]:
 
 
 def _larger_shards(tight: int, largest: int, demanded: list[int], align: int) -> list[int]:
-    """Return ascending shard sizes to try for blocks that must stay whole. They are multiples of blocks, which can be
-    cut at every border. The last one always fits, because each border wastes less than the largest tensor."""
-    most = _round_up(tight + largest, align)
+    """Return ascending shard sizes to try for blocks that stay whole: multiples of blocks, and one that always fits."""
+    most = _round_up(tight + largest, align)  # each border wastes less than the largest tensor
     sizes = {most}
     for step in {align, *(math.lcm(step, align) for step in demanded), math.lcm(*demanded, align)}:
         size = _round_up(tight, step)

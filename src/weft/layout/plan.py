@@ -1,16 +1,83 @@
-"""The plan of a step: what is gathered, freed and reduced at each event, and how many bytes are live after it."""
+"""The plan of a step: what is gathered, freed and reduced at each event, and how many bytes are live after it; and what
+it is computed from: sizes of units in bytes, units that share messages, and the user's limits."""
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from weft.layout.slab_plan import SlabPlan
 from weft.layout.trace import Event
+from weft.layout.turns import Due
 
 WEIGHTS, GRADIENTS = "gathered weights", "partial gradients"
 """The roles of transient memory."""
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """The bytes of the buffers of one stage of a reduction. `accumulating`: adds up microbatches. `travelling`: is
+    sent. `inbox`: receives from other ranks. `shared`: the first two are one buffer."""
+
+    accumulating: int
+    travelling: int
+    inbox: int
+    shared: bool
+
+
+@dataclass(frozen=True)
+class GradientFacts:
+    """The gradients of one trainable group. `kind`: groups of equal kind can be reduced in one message. `sent`: bytes
+    of the messages. `narrows`: gradients are packed in a wider dtype than that of the messages, even if they are
+    reduced immediately. `declared`: modules write them themselves. `download`: bytes of the buffer from which reduced
+    gradients are copied to CPU memory."""
+
+    kind: Hashable | None
+    sent: int
+    narrows: bool
+    declared: bool
+    stages: tuple[StageFacts, ...]
+    download: int = 0
+
+
+@dataclass(frozen=True)
+class UnitFacts:
+    """The sizes of one unit, in bytes, and its relations to others. `gathered`: gathered weights, per group. `sent`:
+    the message that gathers them all. `refreshed`: model weights that are kept on each
+    rank and gathered once per step, after the optimizer. `turned`: if backward uses another copy of some weights than
+    forward, the message of a gather of one copy into existing memory, and its temporary memory. `staging`: temporary
+    memory of an upload. `post_forward`: the part kept from forward to backward. `tied`: the units whose parameters it
+    shares. `bundle`: the units gathered in one message with it, including itself. `gradients`: per group, None for a
+    group without gradients."""
+
+    name: str
+    gathered: tuple[int, ...]
+    sent: int
+    refreshed: int = 0
+    turned: tuple[int, int] = (0, 0)
+    staging: int = 0
+    post_forward: int = 0
+    tied: tuple[int, ...] = ()
+    bundle: tuple[int, ...] = ()
+    gradients: tuple[GradientFacts | None, ...] = ()
+
+    def due(self, number: int) -> Due:
+        """Return the reduction of the unit, whose number is `number`."""
+        return Due.of(number, [(each.kind, each.sent) for each in self.gradients if each is not None])
+
+
+class Limits(NamedTuple):
+    """Limits that the user sets with `RuntimeOptions`, and those of a schedule. `depth`: the number of units that a
+    schedule gathers ahead. `order`: the units in the order in which their reductions start; None: from the last unit to
+    the first."""
+
+    prefetch_bytes: int | None = None
+    bucket_bytes: int = 0
+    max_live_reduce_buffers: int = 2
+    depth: int = 2
+    checked: bool = True
+    order: tuple[int, ...] | None = None
 
 
 class Collective(NamedTuple):
@@ -69,10 +136,6 @@ class Plan:
         offsets: dict[Any, int] = dict(self.slab.offsets)
         first = {number: offsets[number, group] for number, group in sorted(offsets, reverse=True)}
         return {self.names[number]: first[number] for number in sorted(first)}
-
-    def meet(self, one: int, other: int) -> bool:
-        """Return whether the weights of units `one` and `other` are ever gathered at the same time."""
-        return any(one in here and other in here for here in self.alive)
 
     def bytes_at(self, number: int) -> int:
         """Return the transient bytes on this rank after event `number`. Raises IndexError if there is no such event."""

@@ -31,6 +31,14 @@ class Due(NamedTuple):
     kind: Hashable | None
     nbytes: int
 
+    @classmethod
+    def of(cls, unit: int, groups: Iterable[tuple[Hashable | None, int]]) -> "Due":
+        """Return the reduction of groups with these kinds and bytes; groups of several kinds share no message."""
+        (kind, nbytes), *others = groups
+        for other, more in others:
+            kind, nbytes = kind if other == kind else None, nbytes + more
+        return cls(unit, kind, nbytes)
+
 
 def turns_of(due: Iterable[Due], most: int) -> list[tuple[int, ...]]:
     """Divide units, in the agreed order, into turns: units that share a message of at most `most` bytes."""
@@ -48,8 +56,9 @@ def turns_of(due: Iterable[Due], most: int) -> list[tuple[int, ...]]:
 
 
 class ReductionOrder(ABC):
-    """The order of reductions. Subclasses reduce buffers, or only count bytes. Units and their groups are numbered.
-    `most_alive`: the number of units whose gradients may be live at once; the units of one turn count as one."""
+    """The order of reductions. Subclasses reduce buffers, or only count bytes. Units are numbered; a group is what
+    `groups_of` returns. `most_alive`: the number of units whose gradients may be live at once; the units of one turn
+    count as one."""
 
     def __init__(self, most_alive: int) -> None:
         self.most_alive = most_alive
@@ -61,27 +70,26 @@ class ReductionOrder(ABC):
         self.waiting: set[int] = set()
         """The units that are packed and wait for their turn."""
         self._in_turn = True
-        self._turns: deque[tuple[int, ...]] = deque()
-        """The remaining turns of this backward."""
-        self._under_way: deque[tuple[int, int, int, Any]] = deque()
+        self._turns: deque[tuple[int, ...]] = deque()  # the remaining turns of this backward
+        self._under_way: deque[tuple[int, int, Any, Any]] = deque()
         """Reductions in flight: the first unit of the turn, unit, group, and the handle for `finish_group`."""
 
     # --- implemented by subclasses ------------------------------------------------------------------------------------
 
     @abstractmethod
-    def groups_of(self, unit: int) -> Sequence[int]:
+    def groups_of(self, unit: int) -> Sequence[Any]:
         """Return the groups of the unit whose gradients are reduced."""
 
     @abstractmethod
-    def has_buffer(self, unit: int, group: int) -> bool:
+    def has_buffer(self, unit: int, group: Any) -> bool:
         """Return whether there is a buffer to pack gradients into, or a module will write them into one."""
 
     @abstractmethod
-    def pack_group(self, unit: int, group: int, *, defer: bool) -> None:
+    def pack_group(self, unit: int, group: Any, *, defer: bool) -> None:
         """Move autograd's gradients into the buffer to reduce later; `defer`: another backward adds to it first."""
 
     @abstractmethod
-    def reduce_group(self, unit: int, group: int) -> Any:
+    def reduce_group(self, unit: int, group: Any) -> Any:
         """Pack autograd's gradients, and start the reductions of the group; return a handle for `finish_group`."""
 
     @abstractmethod
@@ -89,7 +97,7 @@ class ReductionOrder(ABC):
         """Start the reductions of all groups of several units in one message; return a handle for `finish_group`."""
 
     @abstractmethod
-    def finish_group(self, unit: int, group: int, under_way: Any) -> None:
+    def finish_group(self, unit: int, group: Any, under_way: Any) -> None:
         """Wait for the reductions of handle `under_way`, and free their memory."""
 
     # --- the rules ----------------------------------------------------------------------------------------------------
@@ -105,11 +113,11 @@ class ReductionOrder(ABC):
         """Start the reduction of `unit`, whose gradients are ready, if it is its turn; otherwise pack them.
         `in_order=False` starts it immediately. Returns whether the unit follows the order."""
         if not self._in_turn or not in_order:
-            self._start(unit)
+            self._take((unit,))
             return False
         self.arrived.append(unit)
         if self._turns and self._turns[0] == (unit,):
-            self._start(unit)
+            self._take((unit,))
         else:
             self.pack(unit)
             self.waiting.add(unit)
@@ -117,13 +125,13 @@ class ReductionOrder(ABC):
             self._take(self._turns[0])
         return True
 
-    def pack(self, unit: int, groups: Sequence[int] | None = None) -> None:
+    def pack(self, unit: int, groups: Sequence[Any] | None = None) -> None:
         """Pack gradients that are reduced later, of `groups` or of all groups with gradients."""
         for group in self.groups_of(unit) if groups is None else groups:
             self._finish_own(unit, group)
             self.pack_group(unit, group, defer=True)
 
-    def start(self, unit: int, groups: Sequence[int]) -> None:
+    def start(self, unit: int, groups: Sequence[Any]) -> None:
         for group in groups:
             self.make_room(unit, group, defer=False)
             self._under_way.append((unit, unit, group, self.reduce_group(unit, group)))
@@ -139,7 +147,7 @@ class ReductionOrder(ABC):
         for unit in units:
             self._take((unit,))
 
-    def make_room(self, unit: int, group: int, *, defer: bool) -> None:
+    def make_room(self, unit: int, group: Any, *, defer: bool) -> None:
         """Wait until gradients may be packed: none of this group in flight, and not too many of other units. The unit's
         gradients are one live buffer, autograd's or the one that they are packed into, and two while they are
         packed."""
@@ -159,25 +167,20 @@ class ReductionOrder(ABC):
         return dropped
 
     def _take(self, turn: tuple[int, ...]) -> None:
-        if len(turn) == 1:
-            self._start(turn[0])
-            return
-        self._turns.popleft()
-        for unit in turn:
+        if self._turns and self._turns[0] == turn:
+            self._turns.popleft()
+        for unit in turn if len(turn) > 1 else ():
             if unit not in self.waiting:  # its backward did not run on this rank
                 self.pack(unit)
         self.waiting.difference_update(turn)
+        if len(turn) == 1:
+            self.start(turn[0], self.groups_of(turn[0]))
+            return
         handle = self.reduce_turn(turn)
         for unit in turn:
             for group in self.groups_of(unit):
                 self._under_way.append((turn[0], unit, group, handle))
         self._keep_under_way(self.most_alive - 1)  # room for the gradients of the next unit's backward
-
-    def _start(self, unit: int) -> None:
-        self.waiting.discard(unit)
-        if self._turns and self._turns[0] == (unit,):
-            self._turns.popleft()
-        self.start(unit, self.groups_of(unit))
 
     def _keep_under_way(self, most: int, apart_from: int | None = None) -> None:
         """Wait until reductions of at most `most` units are in flight, not counting unit `apart_from`."""
@@ -187,7 +190,7 @@ class ReductionOrder(ABC):
                 return
             self._finish_oldest()
 
-    def _finish_own(self, unit: int, group: int) -> None:
+    def _finish_own(self, unit: int, group: Any) -> None:
         for each in self._under_way:
             if each[1] == unit and each[2] == group:
                 break

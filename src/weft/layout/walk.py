@@ -6,17 +6,23 @@ remaining turns and finishes all reductions.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import islice, takewhile
 from typing import Any
 
-from weft.layout.facts import GradientFacts, Limits, UnitFacts
 from weft.layout.gathers import GatherOrder
-from weft.layout.plan import GRADIENTS, WEIGHTS, Action, Collective, Plan, Step
+from weft.layout.plan import GRADIENTS, WEIGHTS, Action, Collective, GradientFacts, Limits, Plan, Step, UnitFacts
 from weft.layout.slab_plan import plan_slab
 from weft.layout.trace import Event, Trace
 from weft.layout.turns import ReductionOrder, turns_of
 
 PASSES = ("forward", "accumulation", "forward", "backward", "evaluation", "schedule")
 """The order of the passes of a step; passes without a trace are skipped."""
+
+
+class _Holder(str):
+    """A holder of weights, by its name."""
+
+    backward = False  # whether it computes gradients
 
 
 class _Unit:
@@ -33,8 +39,8 @@ class _Unit:
         self.arrived = False
         self.holders: list[str] = []
         self.tied: list[_Unit] = []
-        self.keeps_shard = False
-        """Whether a post-forward shard stays when the weights are freed."""
+        self.groups = [None if each is None else _Group(walk, each) for each in facts.gradients]
+        self.keeps_shard = False  # whether a post-forward shard stays when the weights are freed
         self.shard_held = False
         self._staging = 0
         self._walk = walk
@@ -71,7 +77,7 @@ class _Unit:
             self._walk.give(WEIGHTS, self._staging)
             self.drop_shard()
 
-    def acquire(self, holder: str) -> None:
+    def acquire(self, holder: Any) -> None:
         for unit in self.tied:
             unit.acquire(holder)
         self.prefetch()
@@ -79,7 +85,7 @@ class _Unit:
         self.keeps_shard = False
         self.holders.append(holder)
 
-    def release(self, holder: str) -> None:
+    def release(self, holder: Any) -> None:
         if holder in self.holders:
             self.holders.remove(holder)
         for unit in self.tied:
@@ -136,8 +142,7 @@ class Walk:
         self._gathers = GatherOrder(self.units, inside, limits.prefetch_bytes)
         self._gathers.traces.update(traces)
         self._gradients = _Gradients(self, limits.max_live_reduce_buffers)
-        self.alive: dict[frozenset[int], None] = {}
-        """The sets of units whose weights are gathered at the same time."""
+        self.alive: dict[frozenset[int], None] = {}  # the sets of units whose weights are gathered at the same time
 
     # --- memory and collectives -------------------------------------------------------------------------------------
 
@@ -202,31 +207,26 @@ class Walk:
             self._acts = []
 
     def _play(self, trace: Trace, position: int, event: Event) -> None:
-        unit, holder = self.units[event.unit], f"in use {event.unit}"
+        unit, holder = self.units[event.unit], _Holder(f"in use {event.unit}")
+        backward = trace.kind in ("backward", "accumulation")
         if event.what == "use":
-            ahead = []
-            for following in trace.events[position + 1 :]:
-                if following.what != "ahead":
-                    break
-                ahead.append(self.units[following.unit])
-            self._gathers.use(unit, ahead or None, backward=bool(event.detail))
-            unit.acquire(holder)
+            holder.backward = bool(event.detail)
+            ahead = takewhile(lambda each: each.what == "ahead", islice(trace.events, position + 1, None))
+            self._gathers.use(unit, holder, [self.units[each.unit] for each in ahead] or None)
         elif event.what == "keep":
-            unit.acquire("for good" if trace.kind in ("backward", "accumulation") else "until backward")
+            self._gathers.keep(unit, "for good" if backward else "until backward")
         elif event.what == "done":
-            if trace.kind in ("backward", "accumulation"):
+            if backward:
                 unit.release("until backward")
             elif trace.kind == "forward":
                 unit.keeps_shard = bool(event.detail)
-            unit.release(holder)
-            for each in (unit, *unit.tied):
-                if not self._gathers.stays(each):
-                    each.free()
+            self._gathers.done(unit, holder, backward_follows=bool(event.detail))
         elif event.what == "offer":
             self._gradients.offer(event.unit, defer=bool(event.detail))
         elif event.what == "write":
             defer = event.detail < 0
-            self._gradients.open(event.unit, -1 - event.detail if defer else event.detail, defer=defer)
+            number = -1 - event.detail if defer else event.detail
+            self._gradients.open(event.unit, unit.groups[number], defer=defer)
         elif event.what == "ready":
             self._gradients.finishes = bool(event.detail)
             self._gradients.ready(event.unit, in_order=self._limits.checked)
@@ -259,80 +259,78 @@ class Walk:
         self._gradients.take_turns(turns_of(due, self._limits.bucket_bytes))
 
 
+class _Group:
+    """The simulated gradients of a group: the bytes of its open buffers, by stage and role. One buffer may both
+    accumulate and be sent."""
+
+    def __init__(self, walk: Walk, facts: GradientFacts) -> None:
+        self.facts = facts
+        self.buffers: dict[Hashable, int] = {}
+        self._walk = walk
+
+    def hold(self, what: Hashable, nbytes: int) -> None:
+        if what not in self.buffers:
+            self.buffers[what] = nbytes
+            self._walk.take(GRADIENTS, nbytes)
+
+    def open(self, stage: int, *, accumulating: bool) -> None:
+        """Open the buffer of a stage, unless it is open."""
+        if not any(isinstance(key, tuple) and key[0] == stage for key in self.buffers):
+            facts = self.facts.stages[stage]
+            wide = accumulating and not facts.shared
+            self.hold((stage, "wide" if wide else "narrow"), facts.accumulating if wide else facts.travelling)
+
+
 class _Gradients(ReductionOrder):
-    """Simulated gradients: the open buffers of each group. `offer`: open the buffers into which modules of the unit may
-    write in this backward. `open`: open the buffer of a group into which a module is about to write."""
+    """Simulated reductions. `offer`: open buffers into which modules of the unit may write in this backward; `open`:
+    that of a group into which one is about to write."""
 
     def __init__(self, walk: Walk, most_alive: int) -> None:
         super().__init__(most_alive)
         self.finishes = True
         self._walk = walk
-        self._open: dict[tuple[int, int], dict[Hashable, int]] = {}
-        """Bytes of the open buffers of a group, by stage and role; one buffer may both accumulate and be sent."""
 
-    def _facts(self, unit: int, group: int) -> GradientFacts:
-        facts = self._walk.units[unit].facts.gradients[group]
-        assert facts is not None, "frozen"
-        return facts
+    def groups_of(self, unit: int) -> Sequence[_Group]:
+        return [group for group in self._walk.units[unit].groups if group is not None]
 
-    def _hold(self, unit: int, group: int, what: Hashable, nbytes: int) -> None:
-        buffers = self._open.setdefault((unit, group), {})
-        if what not in buffers:
-            buffers[what] = nbytes
-            self._walk.take(GRADIENTS, nbytes)
-
-    def _buffer(self, unit: int, group: int, stage: int, *, accumulating: bool) -> None:
-        """Open the buffer of a stage, unless it is open."""
-        facts = self._facts(unit, group).stages[stage]
-        if any(isinstance(key, tuple) and key[0] == stage for key in self._open.get((unit, group), {})):
-            return
-        wide = accumulating and not facts.shared
-        self._hold(unit, group, (stage, "wide" if wide else "narrow"), facts.accumulating if wide else facts.travelling)
-
-    def groups_of(self, unit: int) -> Sequence[int]:
-        return [number for number, facts in enumerate(self._walk.units[unit].facts.gradients) if facts is not None]
-
-    def has_buffer(self, unit: int, group: int) -> bool:
-        return (unit, group) in self._open or self._facts(unit, group).declared
+    def has_buffer(self, unit: int, group: _Group) -> bool:
+        return bool(group.buffers) or group.facts.declared
 
     def offer(self, unit: int, *, defer: bool) -> None:
         for group in self.groups_of(unit):
-            if self._facts(unit, group).declared:
+            if group.facts.declared:
                 self.open(unit, group, defer=defer)
 
-    def open(self, unit: int, group: int, *, defer: bool) -> None:
-        if group in self.groups_of(unit):
+    def open(self, unit: int, group: _Group | None, *, defer: bool) -> None:
+        if group is not None:
             self.make_room(unit, group, defer=defer)
-            self._buffer(unit, group, 0, accumulating=defer or self._facts(unit, group).narrows)
+            group.open(0, accumulating=defer or group.facts.narrows)
 
-    def pack_group(self, unit: int, group: int, *, defer: bool) -> None:
-        self._buffer(unit, group, 0, accumulating=defer or self._facts(unit, group).narrows)
+    def pack_group(self, unit: int, group: _Group, *, defer: bool) -> None:
+        group.open(0, accumulating=defer or group.facts.narrows)
         self._walk.act("pack", (unit,))
 
-    def reduce_group(self, unit: int, group: int) -> None:
+    def reduce_group(self, unit: int, group: _Group) -> None:
         self.pack_group(unit, group, defer=False)
-        facts = self._facts(unit, group)
-        for stage in range(len(facts.stages) if self.finishes else 1):
-            if stage == len(facts.stages) - 1:
-                self._hold(unit, group, "download", facts.download)
+        stages = group.facts.stages
+        for number, facts in enumerate(stages if self.finishes else stages[:1]):
+            if number == len(stages) - 1:
+                group.hold("download", group.facts.download)
             else:
-                self._buffer(unit, group, stage + 1, accumulating=not self.finishes)
-            if (stage, "wide") in self._open[unit, group]:
-                self._hold(unit, group, (stage, "narrow"), facts.stages[stage].travelling)
-            self._hold(unit, group, f"inbox {stage}", facts.stages[stage].inbox)
-        self._walk.act("reduce", (unit,), facts.sent)
+                group.open(number + 1, accumulating=not self.finishes)
+            if (number, "wide") in group.buffers:
+                group.hold((number, "narrow"), facts.travelling)
+            group.hold(f"inbox {number}", facts.inbox)
+        self._walk.act("reduce", (unit,), group.facts.sent)
 
     def reduce_turn(self, turn: Sequence[int]) -> None:
-        sent = sum(self._facts(unit, group).sent for unit in turn for group in self.groups_of(unit))
+        sent = sum(group.facts.sent for unit in turn for group in self.groups_of(unit))
         self._walk.act("reduce", tuple(turn), sent)
 
-    def finish_group(self, unit: int, group: int, under_way: Any) -> None:
-        buffers = self._open.get((unit, group), {})
-        for key in [*buffers]:  # those of later stages stay until the last reductions of a step
+    def finish_group(self, unit: int, group: _Group, under_way: Any) -> None:
+        for key in [*group.buffers]:  # those of later stages stay until the last reductions of a step
             if self.finishes or not (isinstance(key, tuple) and key[0] > 0):
-                self._walk.give(GRADIENTS, buffers.pop(key))
-        if not buffers:
-            self._open.pop((unit, group), None)
+                self._walk.give(GRADIENTS, group.buffers.pop(key))
         self._walk.act("finish", (unit,))
 
 

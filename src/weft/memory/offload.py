@@ -11,7 +11,6 @@ before the weights that they read may be written; and at the end of a backward f
 reads the gradients. On a CPU mesh offloading works too, but saves nothing.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,18 +33,12 @@ def offload_of(policy: Any) -> CPUOffloadPolicy | None:
 
 
 class GradientDownload:
-    """Copies reduced gradients, named by `describe()` in errors, from `device` to `main_grad` in CPU memory."""
+    """Copies reduced gradients from `strip`, on the device, to `main_grad` in CPU memory. `pinned`: pin CPU memory."""
 
-    def __init__(
-        self, main_grad: FlatBuffer, policy: CPUOffloadPolicy, device: torch.device, describe: Callable[[], str]
-    ) -> None:
+    def __init__(self, main_grad: FlatBuffer, strip: Transient, *, pinned: bool) -> None:
         self._main_grad = main_grad
-        self._policy = policy
-        self._device = device
-        local = main_grad.local
-        self._strip = Transient(
-            local.numel(), local.dtype, device, describe=lambda: f"{describe()} before their download"
-        )
+        self._strip = strip
+        self._pinned = pinned
         self._more: torch.Tensor | None = None
         self._arriving: Ticket | None = None
         self._adds = False
@@ -62,7 +55,7 @@ class GradientDownload:
         if accumulate:
             if self._more is None:
                 self._more = streams.host_memory(
-                    target.numel(), dtype=target.dtype, device=self._device, pinned=self._policy.pin_memory
+                    target.numel(), dtype=target.dtype, device=source.device, pinned=self._pinned
                 )
             target = self._more
         self._adds = accumulate

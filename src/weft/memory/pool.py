@@ -48,18 +48,14 @@ class Transient:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        on_move: Callable[[torch.Tensor], None] = lambda tensor: None,
-        is_fixed: Callable[[], bool] = lambda: False,
-        is_evictable: Callable[[], bool] = lambda: False,
         describe: Callable[[], str] = lambda: "a buffer",
         filled: bool = False,
     ) -> None:
         self.own = torch.empty(numel, dtype=dtype, device=device)
         self.tensor = self.own
         self.nbytes = self.own.nbytes
-        self.on_move = on_move
-        self.is_fixed = is_fixed
-        self.is_evictable = is_evictable
+        self.on_move: Callable[[torch.Tensor], None] = lambda tensor: None
+        self.is_fixed = self.is_evictable = lambda: False
         self.describe = describe
         self.moves = 0
         self.pool: Callable[[], Pool | None] = lambda: None
@@ -192,9 +188,9 @@ class Pool:
             rival.place = place
             rival.live_in(rival.own)
 
-    def end_step(self, foreseen: Callable[[Transient, Transient], bool] | None = None) -> None:
+    def end_step(self, foreseen: Iterable[Sequence[Transient]] = ()) -> None:
         """End a step, and make a new plan if the plan does not cover it. Does nothing while a buffer is alive.
-        `foreseen(one, other)`: whether two buffers may be alive together although no step has shown it yet."""
+        `foreseen`: sets of buffers that may be alive together although no step has shown it yet."""
         if not self.planned or self._alive:
             return
         step, self._step = self._step, self._step + 1
@@ -202,13 +198,14 @@ class Pool:
         self.lower_bound = max(self.lower_bound, peak)
         if not self.outdated or any(each.is_fixed() for each in self._met):
             return
-        plan = self._planned(foreseen)
+        for alive in foreseen:
+            self._note([each for each in alive if each in self._met], step)
+        plan = self._planned()
         if plan.nbytes > PATIENCE * self.lower_bound:
             met = {one: {other: at for other, at in others.items() if at == step} for one, others in self._met.items()}
             self._met = {one: others for one, others in met.items() if others}
             self.lower_bound = peak
-            plan = self._planned(foreseen)
-        self.outdated = False
+            plan = self._planned()
         self._adopt(plan)
 
     def foresee(self, together: Iterable[Sequence[Transient]]) -> None:
@@ -217,25 +214,29 @@ class Pool:
             return
         for alive in together:
             self.lower_bound = max(self.lower_bound, sum(each.nbytes for each in alive))
+            self._note(alive, self._step)
             for one in alive:
                 if self._home is _UNKNOWN:
                     self._home = streams.current(one.own.device)
-                self._met.setdefault(one, {}).update(dict.fromkeys(alive, self._step))
                 if one not in self._places or any(self._share(one, other) for other in alive if other is not one):
                     self.outdated = True
         if self.outdated:
-            self.outdated = False
-            self._adopt(self._planned(None))
+            self._adopt(self._planned())
 
-    def _planned(self, foreseen: Callable[[Transient, Transient], bool] | None) -> SlabPlan:
+    def _note(self, alive: Sequence[Transient], step: int) -> None:
+        """Note that these buffers are, or may be, alive together in `step`."""
+        for one in alive:
+            self._met.setdefault(one, {}).update(dict.fromkeys(alive, step))
+
+    def _planned(self) -> SlabPlan:
         def meet(one: Any, other: Any) -> bool:
-            return other in self._met[one] or one in self._met[other] or (foreseen is not None and foreseen(one, other))
+            return other in self._met[one] or one in self._met[other]
 
         return plan_slab({each: each.nbytes for each in self._met}, meet)
 
     @torch.inference_mode(False)  # an evaluation may make the plan that training uses
     def _adopt(self, plan: SlabPlan) -> None:
-        self.plan = plan
+        self.plan, self.outdated = plan, False
         self.plans += 1
         self._changed = self._step
         if self._slab is None:

@@ -24,6 +24,8 @@ def shard(model: HybridModel, meshes: Meshes, **options: Any) -> HybridModel:
     With `param_quantization` and without `quantize`, the projections of layers and the experts are quantized;
     `weft.quantize.except_ends` excludes layers.
     """
+    if not isinstance(model, HybridModel):
+        raise TypeError(f"models.shard got a {type(model).__name__}: pass a HybridModel; fully_shard takes any module")
     require_usable(model.cfg, meshes)
     root = {name: options.pop(name) for name in ("runtime",) if name in options}
     if (given := options.get("mp_policy")) is not None:

@@ -28,7 +28,7 @@ from weft.comm import streams
 from weft.comm.collectives import all_to_all, all_to_all_counts
 from weft.comm.groups import group_of, next_channel, second_communicator
 from weft.comm.lanes import Lane, Ticket
-from weft.comm.pending import Pending
+from weft.comm.transport import Pending
 from weft.comm.watch.hang_detector import start_hang_detector
 from weft.moe.kinds import ROWS_PER
 from weft.moe.permutation import Permutation

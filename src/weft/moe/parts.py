@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from weft.fsdp.gradients.direct import local_part
-from weft.fsdp.gradients.partial import whole
+from weft.fsdp.gradients.direct import local_part, whole
 
 PARTS = "tensor_parallel_parts"
 """The attribute of a module that maps the names of its own parameters to their `Part`."""

@@ -44,7 +44,9 @@ def exchanged_rows(model: nn.Module, reset: bool = True, group: Ranks = None) ->
 
 
 def expert_layers(model: nn.Module) -> dict[str, MoE]:
-    """Return the expert layers of `model` by name."""
+    """Return the expert layers of `model` by name. Raises TypeError if `model` is not a module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"got {type(model).__name__}, not a module: pass the model itself")
     return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
 
 

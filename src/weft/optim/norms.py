@@ -53,10 +53,12 @@ def clip_grad_norm_(
 
     The norm is that of `grad_norm`. Collective.
 
-    Raises what `grad_norm` does and, with `error_if_nonfinite`, RuntimeError for a norm that is infinite or not a
-    number; the host then waits for the norm.
+    Raises what `grad_norm` does, ValueError for a `max_norm` that is not a number of at least 0, and, with
+    `error_if_nonfinite`, RuntimeError for a norm that is infinite or not a number; the host then waits for the norm.
     """
     groups = _groups_of(model)
+    if not _number(max_norm) >= 0:
+        raise ValueError(f"max_norm={max_norm!r}: choose a number of at least 0, or math.inf for the norm alone")
     unsharded = _unsharded_gradients(model, groups)
     norm = _norm_of(model, groups, norm_type, unsharded)
     if error_if_nonfinite and not torch.isfinite(norm):
@@ -160,6 +162,10 @@ def _groups_of(model: nn.Module) -> list[ParameterGroup]:
     return [group for unit in units_of(model) for group in unit.groups]
 
 
+def _number(value: Any) -> float:
+    return float(value) if hasattr(value, "__float__") else math.nan
+
+
 def _norm_of(
     model: Any, groups: Sequence[ParameterGroup], norm_type: float, unsharded: Sequence[torch.Tensor]
 ) -> torch.Tensor:
@@ -167,8 +173,10 @@ def _norm_of(
 
     The stages' sums are added in rank order, so that the norm is bitwise the same on all of them.
     """
-    if not norm_type > 0:
-        raise ValueError(f"norm_type={norm_type}: choose a positive number, or math.inf for the largest absolute value")
+    if not _number(norm_type) > 0:
+        raise ValueError(
+            f"norm_type={norm_type!r}: choose a positive number, or math.inf for the largest absolute value"
+        )
     infinite = math.isinf(norm_type)
     cut = parts_of(model)
     stages = cut.group if cut is not None else None

@@ -137,7 +137,7 @@ class FlatRun:
         if parallel is None:
             return UnevenDTensor.make(local, self._cuts, main.mesh, placements)
         beyond = [Shard(0) if each.is_shard() else each for each in parallel.beyond]
-        shape = torch.Size([self._cuts.shape[0] * parallel.slices])
+        shape = torch.Size([self._cuts.shape[0] * parallel.slices()])
         return UnevenDTensor.make(local, self._cuts, parallel.mesh, (*placements, *beyond), shape=shape)
 
     # --- members ------------------------------------------------------------------------------------------------------

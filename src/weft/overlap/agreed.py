@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from weft.comm.control import agree
+from weft.comm.agreement import agree
 from weft.comm.groups import exchange_objects
 from weft.comm.watch.rules import mismatch
 from weft.overlap.layer import StagedLayer

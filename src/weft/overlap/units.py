@@ -18,9 +18,10 @@ from weakref import ref
 import torch
 
 from weft.comm.watch.hang_detector import hang_detector
-from weft.fsdp.driver import DrivenUnit, Engine, Hold
+from weft.fsdp.driver import Engine, Hold
 from weft.fsdp.module import FSDPModule, runtime_of, unit_of, units_under
 from weft.fsdp.precision import MixedPrecisionPolicy
+from weft.fsdp.unit import Unit
 from weft.layout.trace import Event, Trace
 from weft.overlap.layer import StagedLayer
 from weft.overlap.order import BACKWARD, Step
@@ -34,8 +35,8 @@ class LayerUnits:
     """The units of one layer. `whole`: held throughout the layer. `experts`: held for that stage only. `policy`: the
     casts of the layer's inputs and outputs."""
 
-    whole: tuple[DrivenUnit, ...]
-    experts: tuple[DrivenUnit, ...]
+    whole: tuple[Unit, ...]
+    experts: tuple[Unit, ...]
     policy: MixedPrecisionPolicy
 
 
@@ -44,7 +45,7 @@ class DepthUnits:
     """The units of a prediction depth outside its layers. `layers`: the numbers of its layers. `policy`: the casts of
     its inputs and outputs."""
 
-    whole: tuple[DrivenUnit, ...]
+    whole: tuple[Unit, ...]
     layers: range
     policy: MixedPrecisionPolicy
 
@@ -53,9 +54,9 @@ class Around(NamedTuple):
     """A step with the units to acquire before it, and to release and reduce after it. Acquired units have holders."""
 
     step: Step
-    acquire: list[tuple[DrivenUnit, Hold]]
-    release: list[tuple[DrivenUnit, Hold]]
-    reduce: list[DrivenUnit]
+    acquire: list[tuple[Unit, Hold]]
+    release: list[tuple[Unit, Hold]]
+    reduce: list[Unit]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +65,7 @@ class ModelUnits:
 
     layers: tuple[LayerUnits, ...]
     depths: tuple[DepthUnits, ...]
-    outside: tuple[DrivenUnit, ...]
+    outside: tuple[Unit, ...]
     policy: MixedPrecisionPolicy
     engine: Engine | None
 
@@ -117,7 +118,7 @@ class ModelUnits:
         for each in ends.values():  # the last step of a microbatch that reads units outside layers
             each.reduce.extend(self.outside)
         for pair in together:
-            found: set[DrivenUnit] = set()
+            found: set[Unit] = set()
             for each in reversed(around):
                 if each.step.direction == BACKWARD and (each.step.microbatch, each.step.chunk) in pair:
                     each.reduce[:] = [unit for unit in each.reduce if unit not in found]
@@ -128,7 +129,7 @@ class ModelUnits:
             around[-1].release.extend(holds)
         return around
 
-    def _read(self, step: Step) -> Iterator[tuple[str, int, tuple[DrivenUnit, ...]]]:
+    def _read(self, step: Step) -> Iterator[tuple[str, int, tuple[Unit, ...]]]:
         """Yield each scope of `step` (depth, layer, experts), its number, and the units held during the scope."""
         if step.layer is None:
             return
@@ -194,7 +195,7 @@ class ModelUnits:
             watch.fail(f"left {what} by {type(error).__name__}: {error}")
 
 
-def _hold(held: Sequence[DrivenUnit], mine: Sequence[Around]) -> None:
+def _hold(held: Sequence[Unit], mine: Sequence[Around]) -> None:
     """Acquire the units `held` before `mine`, the steps of one microbatch in one direction, and release them after."""
     data = [each for each in mine if "." not in each.step.slot]
     backward = mine[0].step.direction == BACKWARD

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.comm import streams
+from weft.comm.agreement import TAGS
 from weft.comm.collectives import receive, send
-from weft.comm.control import TAGS
 from weft.comm.groups import end_transfers, host_group, next_channel, pair_groups, tag_of
 from weft.comm.lanes import Lane, Ticket
 from weft.comm.watch.hang_detector import watching

@@ -14,8 +14,8 @@ from torch import nn
 
 import weft
 from weft.checkpoint import CheckpointError, CheckpointMismatch, ModelState, OptimizerState, RandomState
+from weft.comm.backends import is_lost_connection
 from weft.comm.collectives import reduce_now
-from weft.comm.lost import is_lost_connection
 from weft.models import HybridModel
 from weft.models.renumber import renumbered
 from weft.models.stages import Stages

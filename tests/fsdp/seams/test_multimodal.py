@@ -122,7 +122,11 @@ def test_images_on_some_ranks_only(strategy, who, frozen, microbatches):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("frozen", "who"),
-    [*(("the vision tower", who) for who in WHO), *(("nothing", who) for who in ("the last rank", "ranks in turn"))],
+    [
+        *(pytest.param("the vision tower", who, marks=pytest.mark.long) for who in WHO if who != "ranks in turn"),
+        pytest.param("nothing", "the last rank", marks=pytest.mark.long),
+        *((frozen, "ranks in turn") for frozen in ("the vision tower", "nothing")),
+    ],
 )
 @distributed(2)
 def test_images_on_some_ranks_only_where_weights_are_sharded(frozen, who):

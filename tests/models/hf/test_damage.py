@@ -65,6 +65,7 @@ def refused(directory, capsys, what):
 FILES = ("config.json", "model.safetensors.index.json", "model-00001-of-", "model-00002-of-", "other.safetensors")
 
 
+@pytest.mark.slow
 def test_crafted_values_are_one_line_that_names_the_file_and_the_field(sound, tmp_path, capsys):
     raw = json.loads((sound / "config.json").read_text())
     directory = copied(sound, tmp_path / "theirs")
@@ -241,6 +242,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.slow
 def test_fifty_kinds_of_damage_are_each_one_line_that_names_the_file(sound, tmp_path, capsys):
     assert len(DAMAGES) >= 80
     unnamed = {}

@@ -1,4 +1,4 @@
-"""Collectives over gloo, built from point-to-point messages."""
+"""Collectives over gloo, built from point-to-point messages. Sums are in rank order."""
 
 import torch
 import torch.distributed as dist
@@ -6,9 +6,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from weft.comm.gloo.sends import Swap, swap, swap_all, terms_of
-from weft.comm.pending import Pending
-from weft.comm.sums import add_up, sum_into
-from weft.comm.transport import Adds, Capabilities, Scales, Several, Sizes, Sum, Wanted
+from weft.comm.transport import Adds, Capabilities, Pending, Scales, Several, Sizes, Sum, Wanted, add_scaled
 
 SECOND_ROUND = 500
 """The offset of the tag of a second round of transfers from the lane's tag."""
@@ -17,6 +15,8 @@ ALONE_BYTES = 1 << 18
 """A tensor of a bundle with at least this many bytes for each rank is a message of its own: copying it into the
 bundle's message would take longer than a second message, which is sent at the same time."""
 
+_SUMMED_AT_ONCE = 1 << 16  # elements of a sum in fp32
+
 
 class Gloo:
     """The `weft.comm.transport.Transport` of gloo. Tensors are in CPU memory."""
@@ -24,7 +24,7 @@ class Gloo:
     # Round numbers for processes on one host. A message between idle processes takes 0.3 to 0.5 ms. While every core
     # computes, gloo's thread waits for a core, and a pass with 1 MB units is fastest with messages of 4 to 8 MB.
     # Between hosts latency and bandwidth are those of the network, and their product is smaller.
-    capabilities = Capabilities(tags=True, helpers=True, bundles=True, averages=False, latency=2e-3, bandwidth=2e9)
+    capabilities = Capabilities(tags=True, helpers=True, bundles=True, latency=2e-3, bandwidth=2e9)
 
     def all_gather(self, full: Tensor, source: Tensor, group: ProcessGroup, tag: int) -> Pending:
         """Send `source` to each rank, and meanwhile copy it into `full`, unless it is a slice of `full`."""
@@ -159,3 +159,21 @@ class Gloo:
     def inbox_numel(self, partial_numel: int, size: int, *, scatters: bool) -> int:
         """Return the number of elements that the other ranks send to this one."""
         return partial_numel if size == 2 and not scatters else -(-partial_numel // size) * (size - 1)
+
+
+def add_up(output: Tensor, terms: Several, scale: float, accumulate: bool) -> None:
+    """Write `scale` times the sum of `terms`, in this order, to `output`, or add it if `accumulate`."""
+    first, *rest = terms
+    add_scaled(output, first, scale, accumulate)
+    for term in rest:
+        output.add_(term, alpha=scale)
+
+
+def sum_into(output: Tensor, terms: Several, scale: float) -> None:
+    """Write `scale` times the sum of `terms`, in this order and at least in fp32, to `output`, which may be a term."""
+    wide = torch.promote_types(output.dtype, torch.float32)
+    for target, *pieces in zip(*(each.split(_SUMMED_AT_ONCE) for each in (output, *terms))):
+        total = pieces[0].to(wide, copy=True).mul_(scale)
+        for piece in pieces[1:]:
+            total.add_(piece, alpha=scale)
+        target.copy_(total)

@@ -199,15 +199,11 @@ class HangDetector:
         )
 
     def _of_who_left(self, call: Call) -> str:
-        states = {rank: self._state_of(rank) for rank in call.ranks if rank != self._rank}
-        for left in (
-            {rank: state.name for rank, state in states.items() if state and state.doing == "ended"},
-            {rank: state.failed for rank, state in states.items() if state and state.failed},
-        ):
-            if left:
-                said = sorted({self._rank: call.name, **left}.items())
-                return str(mismatch("wait for different things", dict(said), _RULE))
-        return ""
+        states = {rank: state for rank in call.ranks if rank != self._rank and (state := self._state_of(rank))}
+        left = {rank: state.name for rank, state in states.items() if state.doing == "ended"}
+        left = left or {rank: state.failed for rank, state in states.items() if state.failed}
+        said = dict(sorted({self._rank: call.name, **left}.items()))
+        return str(mismatch("wait for different things", said, _RULE)) if left else ""
 
     def leave(self) -> None:
         """Publish that the program or its world ends, and end the thread, which would make the interpreter abort."""

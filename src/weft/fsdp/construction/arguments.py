@@ -163,9 +163,7 @@ def _checked_reshard(choice: Any, placements: Placements, shards: int) -> bool |
 
 
 def _checked_ignored(parameters: Any) -> set[int]:
-    """Return the ids of `ignored_params`. It may contain parameters of other modules, because the same set may be
-    passed to every call.
-    """
+    """Return the ids of `ignored_params`, which may contain parameters of other modules."""
     fix = "pass the parameters themselves, such as ignored_params=set(module.parameters())"
     if parameters is None:
         return set()
@@ -182,8 +180,7 @@ def _checked_ignored(parameters: Any) -> set[int]:
 
 
 def _default_mesh(modules: list[nn.Module]) -> DeviceMesh:
-    """Return a mesh of all ranks, on the parameters' device; for CPU and meta ones on "cuda" if the process group
-    supports it."""
+    """Return a mesh of all ranks, on the parameters' device; for CPU and meta ones on "cuda" if ranks can use it."""
     if not dist.is_initialized():
         raise ValueError(
             "fully_shard needs a process group: call torch.distributed.init_process_group, or use torchrun"

@@ -16,7 +16,7 @@ from weft.fsdp.autograd import retire
 from weft.fsdp.composition import refuse_foreign
 from weft.fsdp.construction.arguments import Request
 from weft.fsdp.construction.first_values import bring_buffers, materialize
-from weft.fsdp.construction.parameters import checked_parameter, dequantize_parameters, granularity_of, recipe_of, uncut
+from weft.fsdp.construction.parameters import checked_parameter, cutting_of, dequantize_parameters, recipe_of
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.module import FSDPModule, kind_of
 from weft.fsdp.parameter import Slot, Unsharded, record_of
@@ -52,7 +52,7 @@ class Members:
         where = f"parameter {name!r} of {kind_of(request.modules[0])}"
         parallel = checked_parameter(parameter, mesh, request.device, where, replicas)
         recipe = recipe_of(parameter, name, slot.owners, parallel, request.policy, request.device)
-        cutting = uncut(parameter, name, granularity_of(parameter, name, choice), recipe.quantization)
+        cutting = cutting_of(parameter, name, choice, recipe.quantization)
         return Unsharded(parameter, parameter, slot, mesh, parallel, recipe, cutting)
 
     def _check_tied(self) -> None:
@@ -81,7 +81,8 @@ class Members:
             )
 
     def groups(self) -> list[ParameterGroup]:
-        """Materialize parameters on the meta device, and return the parameter groups."""
+        """Materialize parameters on the meta device, and return the parameter groups, those with tensor-parallel slices
+        first."""
         request, device = self._request, self._request.device
         for mesh in dict.fromkeys([request.mesh, *(each.mesh for each in self._own)]):
             here = {each.original: each.slot for each in self._own if each.mesh == mesh}
@@ -89,7 +90,11 @@ class Members:
             for each in self._own:
                 each.value = real.get(each.original, each.value)
         bring_buffers(self.owners, device)
-        self._members, groups = self._by_kind(), []
+        kinds: dict[Any, list[Unsharded]] = {}
+        for each in sorted(self._own, key=lambda each: not (each.parallel and each.parallel.is_spread)):
+            key = (each.mesh, each.original.dtype, each.recipe, each.original.requires_grad)
+            kinds.setdefault(key, []).append(each)
+        self._members, groups = [*kinds.values()], []
         for members in self._members:
             mesh, recipe = members[0].mesh, members[0].recipe
             placements = request.placements_on(mesh)
@@ -103,14 +108,6 @@ class Members:
             plan = GroupPlan(layout, mesh, placements, recipe, device, request.offload)
             groups.append(ParameterGroup(plan, members))
         return groups
-
-    def _by_kind(self) -> list[list[Unsharded]]:
-        """Return the members of each group; groups with tensor-parallel slices come first."""
-        kinds: dict[Any, list[Unsharded]] = {}
-        for each in sorted(self._own, key=lambda each: not (each.parallel and each.parallel.is_spread)):
-            key = (each.mesh, each.original.dtype, each.recipe, each.original.requires_grad)
-            kinds.setdefault(key, []).append(each)
-        return list(kinds.values())
 
     def register(self, unit: Unit) -> None:
         """Replace the original parameters with the sharded ones of `unit`, which was made from `groups()`."""
@@ -132,20 +129,15 @@ class Members:
 def _owners(modules: list[nn.Module]) -> dict[nn.Module, str]:
     """Return `modules` and their submodules outside of nested units, with their name prefixes."""
     names: dict[nn.Module, str] = {}
-    ahead = [(module, "") for module in reversed(modules)]
-    while ahead:
-        module, name = ahead.pop()
-        if isinstance(module, FSDPModule) or module in names:
-            continue
+    seen: set[nn.Module] = {module for one in modules for module in one.modules() if isinstance(module, FSDPModule)}
+    for path, module in (place for one in modules for place in one.named_modules(seen)):
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
-                f"{name.removesuffix('.') or 'the module itself'} is a {type(module).__name__} of torch.jit, whose "
-                f"parameters cannot be replaced: shard the original module, and use torch.compile"
+                f"{path or 'the module itself'} is a {type(module).__name__} of torch.jit, whose parameters cannot be "
+                f"replaced: shard the original module, and use torch.compile"
             )
-        refuse_foreign(module, name)
-        names[module] = name
-        children = [(child, f"{name}{key}.") for key, child in module._modules.items() if child is not None]
-        ahead.extend(reversed(children))
+        refuse_foreign(module, path)
+        names[module] = f"{path}." if path else ""
     return names
 
 

@@ -87,16 +87,29 @@ class BlockAtomic:
     rows: int
 
     def __post_init__(self) -> None:
-        if self.rows < 1:
-            raise ValueError(f"BlockAtomic({self.rows}): a block needs at least one row")
+        if not isinstance(self.rows, int) or self.rows < 1:
+            raise ValueError(f"BlockAtomic({self.rows!r}): a block has a whole number of rows, at least one")
 
 
-def granularity_of(parameter: nn.Parameter, name: str, choice: Any) -> tuple[int, int]:
+def cutting_of(parameter: nn.Parameter, name: str, choice: Any, recipe: Quantization | None) -> tuple[int, int]:
     """Return how many elements of `parameter`, or of this rank's tensor-parallel slice, cuts keep together, and the
-    dimension that is cut. Raises ValueError for a `choice` that is not supported, or does not fit."""
+    dimension that is cut. No cut divides a block of `recipe`. Raises ValueError for a `choice` that is not supported,
+    or does not fit."""
+    shape = tuple(local_of(parameter).shape)
+    step, dim = _granularity(shape, name, choice)
+    if recipe is not None and dim and not (recipe.kind == "tensorwise" and len(shape) == 2):
+        raise ValueError(
+            f"shard_placement_fn returned Shard({dim}) for parameter {name!r} of shape {shape}, which is gathered as "
+            f"{recipe}: its blocks lie along rows; choose None, or exclude it with `quantize`"
+        )
+    if recipe is None or step >= math.prod(shape):
+        return step, dim
+    return math.lcm(step, recipe.cut_between(shape)), dim
+
+
+def _granularity(shape: tuple[int, ...], name: str, choice: Any) -> tuple[int, int]:
     if choice is None or choice == Shard(0):
         return 1, 0
-    shape = tuple(local_of(parameter).shape)
     if isinstance(choice, Shard):
         dims = len(shape)
         if not -dims <= choice.dim < dims:
@@ -149,7 +162,7 @@ def recipe_of(
     if quantized and recipe is not None:
         shape = tuple(local_of(parameter).shape)
         recipe.check(shape, f"parameter {name!r}")
-        if parallel is not None and parallel.slices > 1:
+        if parallel is not None and parallel.slices() > 1:
             _refuse_divided_blocks(recipe, shape, parallel, name)
         if recipe.is_scaled:
             why = missing_product(recipe, shape, policy.param_dtype or parameter.dtype, device)
@@ -180,22 +193,6 @@ def _multiplies(module: nn.Module | None, attribute: str) -> bool:
     return (isinstance(module, nn.Linear) and attribute == "weight") or getattr(module, "multiplies_quantized", False)
 
 
-def uncut(parameter: nn.Parameter, name: str, cutting: tuple[int, int], recipe: Quantization | None) -> tuple[int, int]:
-    """Return `cutting`, the granularity and dimension of a parameter's cuts, adapted so that no cut divides a block."""
-    step, dim = cutting
-    if recipe is None:
-        return cutting
-    shape = tuple(local_of(parameter).shape)
-    if dim and not (recipe.kind == "tensorwise" and len(shape) == 2):
-        raise ValueError(
-            f"shard_placement_fn returned Shard({dim}) for parameter {name!r} of shape {shape}, which is gathered as "
-            f"{recipe}: its blocks lie along rows; choose None, or exclude it with `quantize`"
-        )
-    if step >= math.prod(shape):
-        return cutting
-    return math.lcm(step, recipe.cut_between(shape)), dim
-
-
 def _refuse_divided_blocks(recipe: Quantization, shape: tuple[int, ...], parallel: TensorParallel, name: str) -> None:
     """Raise ValueError if a border between tensor-parallel slices, `shape` each, divides a block."""
     for placement in parallel.beyond:
@@ -207,9 +204,9 @@ def _refuse_divided_blocks(recipe: Quantization, shape: tuple[int, ...], paralle
         side = recipe.block[1 - from_last] if recipe.copies == 1 else max(recipe.block)
         here = shape[placement.dim]
         if not side or here % side:
-            fits = f"a multiple of {side * parallel.slices}" if side else "whole on each rank"
+            fits = f"a multiple of {side * parallel.slices()}" if side else "whole on each rank"
             raise ValueError(
-                f"{recipe} for parameter {name!r}: tensor parallelism gives each of {parallel.slices} ranks {here} "
+                f"{recipe} for parameter {name!r}: tensor parallelism gives each of {parallel.slices()} ranks {here} "
                 f"along dimension {placement.dim % len(shape)}, which divides blocks; that dimension must be {fits}, "
                 "or choose tensorwise()"
             )

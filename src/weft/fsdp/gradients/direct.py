@@ -1,4 +1,4 @@
-"""Gradients that modules write directly into the buffer that is reduced.
+"""Gradients that modules write directly into the buffer that is reduced, or sum over tensor-parallel ranks first.
 
 A custom backward that can write its product to a given tensor (`torch.addmm(out=)`, a fused kernel) avoids a copy of
 the gradient and, with a wider `reduce_dtype`, rounding it to the compute dtype. It calls `weight_gradient` with the
@@ -8,30 +8,54 @@ returns None for its gradient.
 Megatron's convention works too: a module sets `weight.grad_added_to_main_grad = False` on its parameter before
 `fully_shard`. In backward it adds to `weight.main_grad` and sets `weight.grad_added_to_main_grad = True`. The gradient
 that it returns to autograd for that weight is then ignored, unless `weight.zero_out_wgrad` is True, for zeros.
+
+`whole` enters weights that are replicated over tensor-parallel ranks, each of which computes a partial gradient:
+
+    forward     the parameter, Replicate()   ->  a plain tensor in the same memory
+    backward    this rank's part             ->  the sum over the ranks, Replicate()
+
+The sum is an all-reduce, which a captured graph must not contain. Therefore a capture substitutes another tensor for
+the plain one, and the caller of the graph calls `whole` outside of it.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from weft.comm.collectives import reduce_now
+from weft.comm.groups import group_of
 from weft.fsdp.parameter import known, record_of
 
 PART_CLASS = "_weft_part_class"  # the attribute of a DTensor with the class of its local part
-_answer: Callable[[nn.Parameter], tuple[torch.Tensor, bool]] | None = None
+
+
+@dataclass
+class Substitutes:
+    """What replaces functions while a graph captures: `answer` replaces `weight_gradient`, `enter` replaces `whole`."""
+
+    answer: Callable[[nn.Parameter], tuple[torch.Tensor, bool]] | None = None
+    enter: Callable[[Any, DeviceMesh], torch.Tensor] | None = None
+
+
+substitutes = Substitutes()
 
 
 @contextmanager
-def answering(answer: Callable[[nn.Parameter], tuple[torch.Tensor, bool]]) -> Iterator[None]:
-    """Let `weight_gradient` call `answer` in this context, for example while a graph captures a backward."""
-    global _answer
-    before, _answer = _answer, answer
+def substituting(**functions: Callable[..., Any]) -> Iterator[None]:
+    """Set these `substitutes` in this context."""
+    before = {name: getattr(substitutes, name) for name in functions}
+    vars(substitutes).update(functions)
     try:
         yield
     finally:
-        _answer = before
+        vars(substitutes).update(before)
 
 
 @torch.compiler.disable
@@ -48,13 +72,13 @@ def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
     """
     if not parameter.requires_grad:
         raise ValueError("weight_gradient of a frozen parameter: call it only if parameter.requires_grad")
-    if _answer is not None:
-        return _answer(parameter)
+    if substitutes.answer is not None:
+        return substitutes.answer(parameter)
     if parameter in known:
         record = record_of(parameter)
         assert record is not None, "the parameter outlived its model"
-        assert record.unit.gradient_to_write is not None, f"{record.unit} belongs to no model yet"
-        return record.unit.gradient_to_write(record)
+        assert record.unit.channels is not None, f"{record.unit} belongs to no model yet"
+        return record.unit.channels.gradient_to_write(record)
     accumulate = parameter.grad is not None
     if parameter.grad is None:
         parameter.grad = torch.empty_like(parameter)
@@ -84,12 +108,24 @@ def says_it_wrote(parameter: nn.Parameter) -> bool:
     return getattr(parameter, "grad_added_to_main_grad", False)
 
 
-def leaves_a_dummy(parameter: nn.Parameter) -> bool:
-    """Return whether to ignore autograd's gradient of the parameter, because the module wrote `main_grad`."""
-    return says_it_wrote(parameter) and not getattr(parameter, "zero_out_wgrad", False)
+def whole(parameter: Any, mesh: DeviceMesh) -> torch.Tensor:
+    """Return a plain tensor of a `parameter` replicated over the 1-D `mesh`; backward sums its gradient over ranks."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return (substitutes.enter or _Whole.apply)(parameter, mesh)
 
 
-def withdraw_main_gradient(parameter: nn.Parameter) -> None:
-    """Remove `main_grad`, so that modules no longer write to its buffer."""
-    vars(parameter).pop("main_grad", None)
-    parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Any, mesh: DeviceMesh) -> torch.Tensor:
+        ctx.group, ctx.lies = group_of(mesh, 0), (parameter.device_mesh, parameter.placements)
+        local = parameter.to_local()
+        return local.view_as(local)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+        wide = wide.contiguous()
+        reduce_now(wide, dist.ReduceOp.SUM, ctx.group, "a gradient of tensor-parallel ranks")
+        return DTensor.from_local(wide.to(gradient.dtype), *ctx.lies, run_check=False), None

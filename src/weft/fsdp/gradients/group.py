@@ -22,12 +22,12 @@ from weft.comm.groups import group_of
 from weft.comm.lanes import Ticket
 from weft.fsdp.autograd import behind_classes
 from weft.fsdp.channels import Channels
-from weft.fsdp.gradients.direct import leaves_a_dummy, says_it_wrote, withdraw_main_gradient
+from weft.fsdp.gradients.direct import says_it_wrote
 from weft.fsdp.gradients.main import MainGradients
 from weft.fsdp.gradients.stage import GradientStage
 from weft.fsdp.parameter import ShardedParameter
 from weft.fsdp.plan import GroupPlan
-from weft.layout.facts import GradientFacts
+from weft.layout.plan import GradientFacts
 from weft.memory.pool import Pool
 
 
@@ -57,28 +57,27 @@ TRANSITIONS = {  # caused by: what happens
 
 
 class GroupGradients:
-    """Packs, reduces and publishes the gradients of a group's parameters. `describe()`: their name in errors."""
+    """Packs, reduces and publishes the gradients of a group's parameters."""
 
-    def __init__(self, plan: GroupPlan, parameters: Sequence[ShardedParameter], describe: Callable[[], str]) -> None:
+    def __init__(self, plan: GroupPlan, parameters: Sequence[ShardedParameter]) -> None:
         self.where = Where.NOWHERE
-        self.main = MainGradients(plan, parameters, describe)
+        self.main = MainGradients(plan, parameters)
         self.is_owed = False  # whether some rank may have packed gradients of an earlier backward; equal on all ranks
         self.gives_all = False  # whether parameters that no rank used get a gradient of zeros; False: they get none
         self.sums_only = False  # whether reductions are sums that weft scales, never averages by the backend
-        self._describe = describe
         self.hook: Callable[[torch.Tensor], None] | None = None
         """Called with the reduced gradients of a backward, 1-D, before they are added to the main gradients."""
         self.sent = plan.layout.numel * plan.recipe.reduce.itemsize  # the bytes of a reduction's messages
         self._plan = plan
         self._parameters = parameters
-        self._stages = [GradientStage(plan, axis, describe) for axis in reversed(range(plan.mesh.ndim))]
+        self._stages = [GradientStage(plan, axis) for axis in reversed(range(plan.mesh.ndim))]
         """The stages of reduction, one for each mesh axis, the shard axis first."""
         self._finishes = False  # whether the reductions in flight are the last of the step, of all stages
         self._declared = [each for each in parameters if hasattr(each.full, "grad_added_to_main_grad")]
         self.declared = bool(self._declared)  # whether modules have declared that they add to `main_grad`
 
     def _refuse(self, event: str) -> Where:
-        raise RuntimeError(f"{self._describe()}: '{event}' while they are {self.where.value}")
+        raise RuntimeError(f"the gradients of {self._plan.unit()}: '{event}' while they are {self.where.value}")
 
     @property
     def arrived(self) -> bool:
@@ -142,14 +141,13 @@ class GroupGradients:
             torch._foreach_zero_(padding)
         new: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         more: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        for each in self._declared:
-            if says_it_wrote(each.full):
-                each.gradient.written = True
         with behind_classes():
             left = [*map(_grad_of, self._parameters)]
         for each in self._declared:
-            if leaves_a_dummy(each.full):
-                left[each.number] = None
+            if says_it_wrote(each.full):
+                each.gradient.written = True
+                if not getattr(each.full, "zero_out_wgrad", False):  # autograd's gradient is not of zeros: ignore it
+                    left[each.number] = None
         for each, view, gradient in zip(self._parameters, self._stages[0].views, left):
             state = each.gradient
             if gradient is not None:
@@ -183,8 +181,9 @@ class GroupGradients:
             for each in self._parameters:
                 each.full.grad = None
                 each.gradient.written = False
-        for each in self._declared:
-            withdraw_main_gradient(each.full)
+        for each in self._declared:  # modules no longer write to the buffer
+            vars(each.full).pop("main_grad", None)
+            each.full.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
     # --- reducing -----------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ reused if no other code refers to it.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,14 +19,13 @@ from weft.memory.offload import GradientDownload
 
 
 class MainGradients:
-    """A buffer under the optimizer's placements, allocated at the first reduction; `describe()`: its name in errors."""
+    """A buffer under the optimizer's placements, allocated at the first reduction."""
 
-    def __init__(self, plan: GroupPlan, parameters: Sequence[ShardedParameter], describe: Callable[[], str]) -> None:
+    def __init__(self, plan: GroupPlan, parameters: Sequence[ShardedParameter]) -> None:
         self.buffer: FlatBuffer | None = None
         self.download: GradientDownload | None = None  # the transfer of gradients to CPU memory, with CPU offload
         self._plan = plan
         self._parameters = parameters
-        self._describe = describe
         self._windows: dict[tuple[int, int], torch.Tensor] = {}
         self._storage: Any = None
         self._uses = 0  # the use count of the storage without tensors of other code
@@ -102,7 +101,8 @@ class MainGradients:
         self._storage = main.local.untyped_storage()
         self._uses = torch._C._storage_Use_Count(self._storage._cdata)
         if self._plan.offload is not None:
-            self.download = GradientDownload(main, self._plan.offload, self._plan.device, self._describe)
+            strip = self._plan.transient(main.local.numel(), main.local.dtype, "gradients before their download")
+            self.download = GradientDownload(main, strip, pinned=self._plan.offload.pin_memory)
         return main
 
     def window(self, start: int, stop: int) -> torch.Tensor:
@@ -145,8 +145,8 @@ class MainGradients:
                 present.append(own)
             state.present = state.withdrawn = False
         for own in present:
-            for hook in (own._post_accumulate_grad_hooks or {}).values():  # type: ignore[attr-defined]
-                hook(own)
+            for hook in [*(own._post_accumulate_grad_hooks or {}).values()]:  # type: ignore[attr-defined]
+                hook(own)  # may remove itself
 
     def drop(self) -> None:
         self._is_claimed = False

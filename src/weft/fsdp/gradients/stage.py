@@ -19,16 +19,15 @@ from weft.comm.groups import group_of
 from weft.comm.lanes import Lane, Ticket
 from weft.fsdp.plan import GroupPlan
 from weft.fsdp.precision import has_less_range
-from weft.layout.facts import StageFacts
+from weft.layout.plan import StageFacts
 from weft.memory.buffer import FlatBuffer
 from weft.memory.pool import Pool, Transient
 
 
 class GradientStage:
-    """A buffer of gradients that are partial over the mesh axis `axis` and the axes before it. `describe()`: names the
-    gradients in errors."""
+    """A buffer of gradients that are partial over the mesh axis `axis`, and those before it."""
 
-    def __init__(self, plan: GroupPlan, axis: int, describe: Callable[[], str]) -> None:
+    def __init__(self, plan: GroupPlan, axis: int) -> None:
         optimizer = plan.placements.optimizer
         self._placements = placements = (*(Partial(),) * (axis + 1), *optimizer[axis + 1 :])
         self._scatters = optimizer[axis].is_shard()
@@ -38,12 +37,9 @@ class GradientStage:
         self._numel = plan.numel(placements)
         self._memory: dict[torch.dtype, Transient] = {}
         inbox = collectives.inbox_numel(self._reduction, self._numel, self._group, plan.device)
-        self._inbox = Transient(
-            inbox, plan.recipe.reduce, plan.device, describe=lambda: f"{describe()} that other ranks send"
-        )
+        self._inbox = plan.transient(inbox, plan.recipe.reduce, "the gradients that other ranks send")
         self._hooked: torch.Tensor | None = None
         """The tensor that a hook on the reduction modifies: kept, because the lane still uses it after the call."""
-        self._describe = describe
         self.buffer: FlatBuffer | None = None
         self._latest: FlatBuffer | None = None
         """The buffer that was open last: kept, because the pool returns the same memory in each step."""
@@ -54,7 +50,7 @@ class GradientStage:
         """Take memory for the buffer; `accumulating`: in the main gradients' dtype, otherwise in the reduce dtype."""
         dtype = self._plan.recipe.main_grad if accumulating else self._plan.recipe.reduce
         if dtype not in self._memory:
-            self._memory[dtype] = Transient(self._numel, dtype, self._plan.device, describe=self._describe)
+            self._memory[dtype] = self._plan.transient(self._numel, dtype, "the gradients")
         memory = pool.take(self._memory[dtype])
         if self._latest is None or self._latest.local is not memory:
             self._latest = FlatBuffer(self._plan.layout, self._plan.mesh, self._placements, memory)

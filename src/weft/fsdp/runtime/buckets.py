@@ -26,7 +26,6 @@ from weft.comm.collectives import all_gather_bundle
 from weft.comm.lanes import Ticket
 from weft.comm.ranges import profiled
 from weft.fsdp.channels import Channels
-from weft.fsdp.group import ParameterGroup
 from weft.fsdp.unit import Unit
 
 
@@ -90,6 +89,8 @@ class Bucket:
 
     def _start(self, fulls: Sequence[torch.Tensor | None], sources: Sequence[torch.Tensor], copy: int) -> Ticket:
         with torch.no_grad(), profiled(self._name, "gather"):
+            if all(full is None for full in fulls):  # nobody waits: this rank may change its weights meanwhile
+                sources = [source.clone() for source in sources]
             return self._channels.gathers.run(
                 all_gather_bundle,
                 [each if each is None else each.view(self._dtype) for each in fulls],
@@ -100,10 +101,15 @@ class Bucket:
             )
 
 
-def bundle_bytes(groups: Sequence[ParameterGroup]) -> int:
-    """Return the default size of a bucket in bytes, by the transports of `groups`."""
-    transports = [transport_of(group.groups[-1], group.device) for group in groups]
-    return min((each.capabilities.bundle_bytes for each in transports), default=0)
+def bundle_bytes(units: Sequence[Unit]) -> int:
+    """Return the default size of a bucket in bytes, by the transports of `units` and the bytes of the model.
+
+    A message of `latency * bandwidth` bytes spends half of its time on latency, and one of four times the size a fifth.
+    Nothing computes beside the first message of a pass, so that the larger size is for models of at least eight.
+    """
+    transports = [transport_of(group.groups[-1], group.device) for unit in units for group in unit.groups]
+    least = min((each.capabilities.bundle_bytes for each in transports), default=0)
+    return max(least, min(4 * least, sum(unit.gathered_bytes for unit in units) // 8))
 
 
 def fill_buckets(units: Sequence[Unit], channels: Channels, most: int) -> dict[int, Bucket]:

@@ -29,7 +29,7 @@ _others, _present, _resharded = map(attrgetter, ("others", "gradient.present", "
 
 
 class Consensus:
-    """Exchanges the state of one model with the other ranks. `checked`: `check_collectives`."""
+    """Exchanges the state of one model with the other ranks."""
 
     def __init__(
         self,
@@ -37,7 +37,6 @@ class Consensus:
         process_groups: Sequence[dist.ProcessGroup],
         reductions: Reductions,
         agreement: Agreement,
-        checked: bool,
     ) -> None:
         self._units = units
         self._groups = [group for unit in units for group in unit.groups]
@@ -45,7 +44,6 @@ class Consensus:
         self._process_groups = process_groups
         self._reductions = reductions
         self._agreement = agreement
-        self._checked = checked
         self._names = [unit.name for unit in units]
         self.is_alone = all(group.size() == 1 for group in process_groups)
         self._reduced: Sequence[bool] = [group.agreed for group in self._groups]
@@ -53,7 +51,7 @@ class Consensus:
     def ask(self, helper: GatherHelper) -> list[bool] | None:
         """Begin a pass of `helper`. Before the first pass, check that all ranks have the same units, and return, per
         group, whether any rank trains it; otherwise return None."""
-        if self.is_alone or not self._checked or not helper.begin_pass():
+        if self.is_alone or not self._agreement.checks or not helper.begin_pass():
             return None
         said = []
         for unit in self._units:
@@ -67,25 +65,25 @@ class Consensus:
 
     def take(self, trains: Sequence[bool] | None) -> None:
         """Reduce the groups that `ask` has returned. Without an exchange, reduce those that train here."""
-        if self.is_alone or not self._checked:
+        if self.is_alone or not self._agreement.checks:
             self._reduce([group.trainable for group in self._groups])
         elif trains is not None:
             self._reduce(trains)
 
     def pack_unheard(self) -> list[Unit]:
         """Pack gradients of groups that this rank has unfrozen and the ranks do not reduce yet; return the units."""
-        units = [*filter(_others, self._units)]
-        late = [unit for unit in units if any(unit.groups[n].trainable for n in unit.others)] if units else units
-        for unit in late:
-            arrived = [number for number in unit.others if unit.groups[number].gradients.arrived]
-            self._reductions.pack(unit.number, arrived)
+        late = []
+        for unit in filter(_others, self._units):
+            if any(group.trainable for group in unit.others):
+                self._reductions.pack(unit.number, [group for group in unit.others if group.gradients.arrived])
+                late.append(unit)
         return late
 
     def reach(self, graphs: CaptureTable | None) -> None:
         """Exchange state at the end of a backward, and start the reductions that this rank has not started."""
         reductions, units, groups = self._reductions, self._units, self._groups
         reductions.complete()
-        if not self._checked:
+        if not self._agreement.checks:
             if graphs is not None:
                 graphs.agree(graphs.failed)
             for group in (group for group in groups if group.trainable):
@@ -109,9 +107,9 @@ class Consensus:
         reductions.add(agreed.waiting)
         others = [(unit, unit.others) for unit in reversed(units) if unit.others]
         self._reduce(agreed.trains)
-        for unit, numbers in others:
+        for unit, late in others:
             if not reductions.defers(unit):
-                reductions.start(unit.number, [number for number in numbers if unit.groups[number].agreed])
+                reductions.start(unit.number, [group for group in late if group.agreed])
         for unit, resharded in zip(units, agreed.resharded):
             unit.resharded = False
             if resharded and USER in unit.holders:  # the unit did not run on this rank

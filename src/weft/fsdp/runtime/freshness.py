@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from weft.comm.control import agree
+from weft.comm.agreement import Agreement, agree
 from weft.fsdp.channels import Channels
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.narrow import agree_on_maxima
@@ -27,10 +27,9 @@ from weft.fsdp.unit import State, Unit
 class Freshness:
     """`ahead`: the units whose model weights are still to be updated in this pass, in one order on all ranks."""
 
-    def __init__(self, channels: Channels, *, checked: bool, channel: int) -> None:
+    def __init__(self, channels: Channels, agreement: Agreement) -> None:
         self._channels = channels
-        self._checked = checked
-        self._channel = channel
+        self._agreement = agreement
         self.certain = True  # whether the weights must be updated, which all ranks know without an exchange
         self.ahead: dict[Unit, None] = {}
         self._made: list[Unit] = []
@@ -43,8 +42,8 @@ class Freshness:
         ordinary = [group for group in following if group.payload_only is None]
         resting = [group for group in following if group.payload_only is not None]
         words = [int(self.certain or any(group.is_stale for group in ordinary)), *map(_word_of, resting)]
-        if self._checked and (resting or not self.certain):
-            words, _ = agree(words, [], groups, "beginning of a pass", channel=self._channel)
+        if self._agreement.checks and (resting or not self.certain):
+            words, _ = agree(words, [], groups, "beginning of a pass", channel=self._agreement.channel)
         self.certain = False
         due = ordinary if words[0] else []
         for group, word in zip(resting, words[1:]):

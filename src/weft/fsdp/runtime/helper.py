@@ -4,15 +4,14 @@ The hang detector, which watches all waits from the first pass on, calls the joi
 """
 
 import functools
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
 from weft.comm.backends import transport_of
 from weft.comm.lanes import Lane, Ticket
 from weft.comm.watch.hang_detector import HangDetector, start_hang_detector
-from weft.comm.watch.rules import Join
 from weft.fsdp.channels import Channels
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.runtime.buckets import Bucket
@@ -90,27 +89,28 @@ class GatherHelper:
     def offer(self, units: Sequence[Unit]) -> None:
         """Register joins for the gathers of `units` with the hang detector, if the transport supports them."""
         assert self._watched_by is not None
-        for lane, ranks, channel, join in self._parts(units):
+        join = weakly(self._join)
+        for lane, ranks, channel, *part in self._parts(units):
             if transport_of(ranks, units[0].device).capabilities.helpers:
-                self._watched_by.can_join(self, lane.key(ranks, channel), join)
+                self._watched_by.can_join(self, lane.key(ranks, channel), functools.partial(join, *part))
 
-    def _parts(self, units: Sequence[Unit]) -> Iterator[tuple[Lane, dist.ProcessGroup, int, Join]]:
-        """Yield each gather that this rank can join: its lane, process group, channel number and join function."""
+    def _parts(self, units: Sequence[Unit]) -> Iterator[tuple[Lane, dist.ProcessGroup, int, Unit | None, Any, int]]:
+        """Yield each gather that this rank can join: its lane, process group and channel number, and the arguments of
+        `serve`; or None and those of `serve_bucket`."""
         lanes = self._channels
         for unit in units:
-            join = functools.partial(weakly(self._join), weakref.ref(unit))
             for number, group in enumerate(unit.groups):
                 ranks = [*map(lanes.of_gathers, group.groups)]
                 if group.plan.moves:
                     for copy, channel in enumerate(group.channels):
-                        yield lanes.gather, ranks[-1], channel, functools.partial(join, number, copy)
+                        yield lanes.gather, ranks[-1], channel, unit, number, copy
                 if group.refreshes and group.model_weight.axes:
                     for axis in set(group.main_weight.axes) - set(group.model_weight.axes):
                         for channel in group.channels:
-                            yield lanes.outer, ranks[axis], channel, functools.partial(join, None, 0)
+                            yield lanes.outer, ranks[axis], channel, unit, None, 0
         for number, bucket in enumerate(self._buckets):
             for copy, channel in enumerate(bucket.channels):
-                yield lanes.gathers, bucket.group, channel, functools.partial(weakly(self._join_bucket), number, copy)
+                yield lanes.gathers, bucket.group, channel, None, number, copy
 
     def failed(self, what: str, error: BaseException) -> None:
         """Publish that `what`, such as the forward of a unit, raised `error`, for ranks that wait for this one."""
@@ -123,11 +123,10 @@ class GatherHelper:
         for ticket in tickets:
             ticket.wait()
 
-    def _join(self, ref: "weakref.ref[Unit]", number: int | None, copy: int, issued: Mapping[str, int]) -> bool:
-        return self._steps.reached(issued) and (unit := ref()) is not None and self.serve(unit, number, copy)
-
-    def _join_bucket(self, number: int, copy: int, issued: Mapping[str, int]) -> bool:
-        return self._steps.reached(issued) and self.serve_bucket(number, copy)
+    def _join(self, unit: Unit | None, number: Any, copy: int, issued: Mapping[str, int]) -> bool:
+        if not self._steps.reached(issued):
+            return False
+        return self.serve_bucket(number, copy) if unit is None else self.serve(unit, number, copy)
 
     def serve(self, unit: Unit, number: int | None, copy: int = 0) -> bool:
         """Join a gather of a copy of group `number` of `unit`; for None, update its model weights. Return whether there

@@ -40,7 +40,8 @@ class RuntimeOptions:
     `allocator`: "trace" plans one slab for transient buffers from the first step, "caching" allocates each buffer.
     `prefetch_bytes`: the number of bytes of weights that may be gathered ahead (None: the next unit).
     `bucket_bytes`: adjacent units of at most this total size share a message. None: the size whose transfer takes as
-    long as the latency of a message, by the transport's capabilities; 0: a message for each unit.
+    long as the latency of a message, by the transport's capabilities; in a large model up to four times that size, but
+    at most an eighth of the model. 0: a message for each unit.
     `max_live_reduce_buffers`: the number of units whose partial gradients may be live at once, including the unit whose
     backward runs. With 2, one unit is reduced while the next computes; with 1, reductions do not overlap.
     `check_collectives`: compare collectives and agree on which parameters have gradients after each backward. False:
@@ -67,14 +68,16 @@ class RuntimeOptions:
                     f"separate_all_gather_group={separate!r}: choose True or False, or pass a list of process groups"
                 )
             object.__setattr__(self, "separate_all_gather_group", tuple(separate))
-        if isinstance(self.max_live_reduce_buffers, bool) or not isinstance(self.max_live_reduce_buffers, int):
-            raise TypeError(f"max_live_reduce_buffers={self.max_live_reduce_buffers!r}: pass an int of at least 1")
-        if isinstance(self.bucket_bytes, bool) or not isinstance(self.bucket_bytes, int | None):
-            raise TypeError(f"bucket_bytes={self.bucket_bytes!r}: pass an int, 0 for none")
-        if self.bucket_bytes is not None and self.bucket_bytes < 0:
-            raise ValueError(f"bucket_bytes={self.bucket_bytes}: choose 0 or more")
-        if isinstance(self.prefetch_bytes, bool) or not isinstance(self.prefetch_bytes, int | None):
-            raise TypeError(f"prefetch_bytes={self.prefetch_bytes!r}: pass an int, or None for the next unit")
+        for name, least, how in (
+            ("max_live_reduce_buffers", 1, "an int of at least 1"),
+            ("bucket_bytes", 0, "an int of 0 or more, 0 for none, or None for a size by the transport"),
+            ("prefetch_bytes", 0, "an int of 0 or more, or None for the next unit"),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int if least else int | None):
+                raise TypeError(f"{name}={value!r}: pass {how}")
+            if value is not None and value < least:
+                raise ValueError(f"{name}={value}: pass {how}")
         if self.allocator not in ("trace", "caching"):
             raise ValueError(f"allocator={self.allocator!r}: choose 'trace' or 'caching'")
         if not isinstance(self.graphs, Captures | None):
@@ -84,10 +87,6 @@ class RuntimeOptions:
                 "graphs with allocator='caching': a graph needs fixed addresses of weights, and these change from "
                 "pass to pass; choose 'trace'"
             )
-        if self.max_live_reduce_buffers < 1:
-            raise ValueError(f"max_live_reduce_buffers={self.max_live_reduce_buffers}: at least 1 is needed")
-        if self.prefetch_bytes is not None and self.prefetch_bytes < 0:
-            raise ValueError(f"prefetch_bytes={self.prefetch_bytes}: choose 0 or more, or None for the next unit")
 
     def joined(self, given: "RuntimeOptions", now: "RuntimeOptions") -> "RuntimeOptions":
         """Return these options of a new root, with the changes that methods of an inner model made to its options, from

@@ -5,8 +5,7 @@ failure of a backward, which may go through several models.
 """
 
 import enum
-
-from weft.fsdp.driver import BackwardCall
+from typing import Any
 
 
 class Pass(enum.Enum):
@@ -77,7 +76,7 @@ class BackwardCalls:
     """The calls whose backward autograd has entered and not left. `append` adds one when its backward begins."""
 
     def __init__(self) -> None:
-        self._calls: list[BackwardCall] = []
+        self._calls: list[Any] = []
         self.append = self._calls.append
         self.makes_graph = False  # whether the backward runs with `create_graph=True`
 

@@ -1,6 +1,6 @@
 """Plans a model's next step with `weft.layout.walk` from its last passes, and arranges memory according to the plan."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.fsdp.channels import Channels
@@ -8,9 +8,8 @@ from weft.fsdp.runtime.buckets import Bucket
 from weft.fsdp.runtime.options import RuntimeOptions
 from weft.fsdp.runtime.reductions import Reductions
 from weft.fsdp.unit import Unit
-from weft.layout.facts import Limits, UnitFacts
 from weft.layout.gathers import GatherOrder
-from weft.layout.plan import Plan
+from weft.layout.plan import Limits, Plan, UnitFacts
 from weft.layout.trace import Trace
 from weft.layout.walk import compile_plan
 from weft.memory.pool import Transient
@@ -18,15 +17,13 @@ from weft.memory.pool import Transient
 
 @dataclass(frozen=True, eq=False)
 class Planner:
-    """Plans the next step of a model. `bundle_bytes`: the largest message that several units share."""
+    """Plans the next step of a model."""
 
     units: Sequence[Unit]
     channels: Channels
-    buckets: Mapping[int, Bucket]
     gathers: GatherOrder
     reductions: Reductions
     options: RuntimeOptions
-    bundle_bytes: int
 
     def plan(self) -> Plan:
         """Return the plan of the next step, if each of its passes is like the last one of its kind."""
@@ -41,32 +38,30 @@ class Planner:
     def end_pass(self) -> None:
         """Plan memory again after a pass that differed from the plan; no weights are gathered then."""
         weights = self.channels.weights
-        weights.end_step(self._foreseen() if weights.outdated else None)
+        weights.end_step(self._foreseen() if weights.outdated else ())
         self.channels.gradients.end_step()
 
-    def _foreseen(self) -> Callable[[Transient, Transient], bool]:
-        """Return a function that tells whether two units' weights may be live together in the next step."""
-        unit_of = {each: unit for unit in self.units for group in unit.groups for each in group.transients}
-        plan = self.plan()
-
-        def meet(one: Transient, other: Transient) -> bool:
-            units = unit_of[one], unit_of[other]
-            short, long = sorted((unit.name for unit in units), key=len)
-            nested = not short or long == short or long.startswith(f"{short}.")
-            return nested or plan.meet(units[0].number, units[1].number)
-
-        return meet
+    def _foreseen(self) -> Iterator[list[Transient]]:
+        """Yield the memory of units that may be live together in the next step: by the plan, or one in another."""
+        nested = (
+            (around.number, unit.number)
+            for around in self.units
+            for unit in self.units
+            if unit is around or not around.name or unit.name.startswith(f"{around.name}.")
+        )
+        for numbers in (*nested, *self.plan().alive):
+            yield [each for number in numbers for group in self.units[number].groups for each in group.transients]
 
     def _compiled(self, traces: Mapping[str, Trace], depth: int, off_plan: Mapping[str, int] | None = None) -> Plan:
         limits = Limits(
             self.options.prefetch_bytes,
-            self.bundle_bytes,
+            self.reductions.bucket_bytes,
             self.reductions.most_alive,
             depth,
             checked=self.options.check_collectives,
             order=self.reductions.agreed,
         )
-        facts = [_facts(unit, self.buckets.get(unit.number)) for unit in self.units]
+        facts = [_facts(unit, self.gathers.bundles.get(unit.number)) for unit in self.units]
         return compile_plan(traces, facts, limits, off_plan)
 
 

@@ -4,37 +4,41 @@
 its decisions to groups, lanes and tickets.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 
+from weft.comm.agreement import Agreement
 from weft.comm.collectives import reduce_scatter_bundle
 from weft.comm.lanes import Ticket
 from weft.comm.ranges import profiled
 from weft.fsdp.channels import Channels
 from weft.fsdp.gradients.group import Where
+from weft.fsdp.group import ParameterGroup
 from weft.fsdp.parameter import ShardedParameter
 from weft.fsdp.unit import Unit
 from weft.layout.gathers import GatherOrder
 from weft.layout.turns import Due, ReductionOrder, turns_of
 
+_kind_and_bytes = attrgetter("gradients.bucket_kind", "gradients.sent")
+
 
 class Reductions(ReductionOrder):
     """Packs gradients and starts their reductions in turn. A turn is one unit, or several units in one message.
     `units`: by number. `most_alive`: the number of turns whose buffers may exist at once. `bucket_bytes`: the largest
-    size of a turn of several units. `checked`: whether to start reductions in the order that the ranks agreed on.
-    `note`: called for each reduction that did not wait for its turn. `gathers`: records the events of the pass."""
+    size of a turn of several units. `agreement`: logs each reduction that did not wait for its turn. `gathers`: records
+    the events of the pass."""
 
     def __init__(
         self,
         units: Sequence[Unit],
         channels: Channels,
+        agreement: Agreement,
+        gathers: GatherOrder,
         *,
         most_alive: int,
         bucket_bytes: int,
-        checked: bool,
-        note: Callable[[int, str, int], None],
-        gathers: GatherOrder,
     ) -> None:
         super().__init__(most_alive)
         self.last_backward = True
@@ -43,11 +47,10 @@ class Reductions(ReductionOrder):
         self.agreed: tuple[int, ...] = tuple(range(len(units) - 1, -1, -1))
         """The order of the units in which all ranks start reductions."""
         self._units = units
-        self._checked = checked
         self._channels = channels
-        self._note = note
+        self._agreement = agreement
         self._gathers = gathers
-        self._bucket_bytes = bucket_bytes
+        self.bucket_bytes = bucket_bytes
         self._planned: tuple[list[Due], list[tuple[int, ...]]] = ([], [])
         """The reductions that were due in the latest planned backward, and their turns."""
 
@@ -68,30 +71,17 @@ class Reductions(ReductionOrder):
         """Return whether reductions of `unit` started now include all stages."""
         return unit.requires_all_reduce and self.last_backward and not self.more_to_come
 
-    def begin(self, *, taking_turns: bool = True) -> None:
-        """Plan the turns at the beginning of a backward. Not `taking_turns`: a schedule has its own order."""
-        if not taking_turns:
-            self.take_turns(None)
-            return
-        due = []
+    def begin(self) -> None:
+        """Plan the turns at the beginning of a backward."""
+        due, checks = [], self._agreement.checks
         # Skip units whose gathers could be confused: ranks out of order would compute wrong results anyway.
         for number in self.agreed:
             unit = self._units[number]
-            if unit.trainable_groups and not self.defers(unit) and self._checked and unit.is_addressed:
-                due.append(self._due(unit))
+            if unit.trainable_groups and not self.defers(unit) and checks and unit.is_addressed:
+                due.append(Due.of(number, map(_kind_and_bytes, unit.trainable_groups)))
         if due != self._planned[0]:
-            self._planned = due, turns_of(due, self._bucket_bytes)
+            self._planned = due, turns_of(due, self.bucket_bytes)
         self.take_turns(self._planned[1])
-
-    def _due(self, unit: Unit) -> Due:
-        first, *others = unit.trainable_groups
-        kind = first.gradients.bucket_kind if self._bucket_bytes else None
-        nbytes = first.gradients.sent
-        for group in others:
-            nbytes += group.gradients.sent
-            if group.gradients.bucket_kind != kind:
-                kind = None
-        return Due(unit.number, kind, nbytes)
 
     def reduce(self, unit: Unit) -> None:
         """Pack the gradients of `unit`; start their reduction if they are due and it is the unit's turn."""
@@ -105,10 +95,10 @@ class Reductions(ReductionOrder):
             self._gathers.waits(unit.number)
             self.pack(unit.number)
             return
-        self._gathers.events.append(("ready", unit.number, int(self._finishes(unit))))
-        if not self.ready(unit.number, in_order=self._checked and unit.is_addressed):
+        self._gathers.current.events.append(("ready", unit.number, int(self._finishes(unit))))
+        if not self.ready(unit.number, in_order=self._agreement.checks and unit.is_addressed):
             for group in unit.trainable_groups:
-                self._note(unit.number, "reduction", group.gradients.sent)
+                self._agreement.note(unit.number, "reduction", group.gradients.sent)
 
     def left_over(self, unit: Unit) -> bool:
         """Return whether `unit` has gradients that are due, of any backward, and that no call has reduced."""
@@ -130,48 +120,46 @@ class Reductions(ReductionOrder):
     def gradient_to_write(self, parameter: ShardedParameter) -> tuple[torch.Tensor, bool]:
         """Return the tensor to which a module writes the gradient of `parameter` itself, and whether to add to it."""
         unit, group = parameter.unit, parameter.group
-        index, defer = unit.groups.index(group), self.defers(unit)
+        defer = self.defers(unit)
         if not group.gradients.is_open:
-            self._gathers.events.append(("write", unit.number, -1 - index if defer else index))
+            index = unit.groups.index(group)
+            self._gathers.current.events.append(("write", unit.number, -1 - index if defer else index))
         with torch.no_grad():
-            self.make_room(unit.number, index, defer=defer)
+            self.make_room(unit.number, group, defer=defer)
         return group.gradients.place_of(parameter, self._channels.gradients, defer=defer)
 
-    def offer_main_gradients(self, unit: Unit) -> None:
-        """Provide `main_grad` to the modules of `unit` that have declared to use it."""
-        for index, group in enumerate(unit.groups):
+    def offer(self, unit: Unit) -> None:
+        """Set `main_grad` for the modules of `unit` that have declared to use it."""
+        for group in unit.groups if unit.writes_gradients else ():
             if group.trainable and group.gradients.declared:
                 defer = self.defers(unit)
-                self._gathers.events.append(("offer", unit.number, int(defer)))
+                self._gathers.current.events.append(("offer", unit.number, int(defer)))
                 with torch.no_grad():
-                    self.make_room(unit.number, index, defer=defer)
+                    self.make_room(unit.number, group, defer=defer)
                 group.gradients.offer(self._channels.gradients, defer=defer)
 
     # --- what `ReductionOrder` calls, and describes -------------------------------------------------------------------
 
-    def groups_of(self, unit: int) -> Sequence[int]:
-        """Return the indices of the unit's groups that all ranks reduce."""
-        return self._units[unit].reduced
+    def groups_of(self, unit: int) -> Sequence[ParameterGroup]:
+        """Return the unit's groups that all ranks reduce."""
+        return self._units[unit].trainable_groups
 
-    def has_buffer(self, unit: int, group: int) -> bool:
+    def has_buffer(self, unit: int, group: ParameterGroup) -> bool:
         """Return whether the group's gradients are packed, or modules have declared to write them."""
-        gradients = self._units[unit].groups[group].gradients
-        return gradients.where is Where.PACKED or gradients.declared
+        return group.gradients.where is Where.PACKED or group.gradients.declared
 
-    def pack_group(self, unit: int, group: int, *, defer: bool) -> None:
+    def pack_group(self, unit: int, group: ParameterGroup, *, defer: bool) -> None:
         """Copy autograd's gradients into the packed buffer."""
-        each = self._units[unit]
-        with profiled(each.name, "reduce"):
-            each.groups[group].gradients.pack(self._channels.gradients, defer=defer)
+        with profiled(self._units[unit].name, "reduce"):
+            group.gradients.pack(self._channels.gradients, defer=defer)
 
-    def reduce_group(self, unit: int, group: int) -> Ticket:
+    def reduce_group(self, unit: int, group: ParameterGroup) -> Ticket:
         """Pack autograd's gradients, and start the reduction of the packed buffer."""
         each = self._units[unit]
-        one = each.groups[group]
-        finishes = self._finishes(each)
+        scale, finishes = each.scale_of(group), self._finishes(each)
         with profiled(each.name, "reduce"):
-            one.gradients.pack(self._channels.gradients, defer=False)
-            return one.gradients.reduce(self._channels, each.scale_of(one), channel=one.channel, finishes=finishes)
+            group.gradients.pack(self._channels.gradients, defer=False)
+            return group.gradients.reduce(self._channels, scale, channel=group.channel, finishes=finishes)
 
     def reduce_turn(self, turn: Sequence[int]) -> Ticket:
         """Start the reductions of the units of one turn, in one message."""
@@ -185,7 +173,7 @@ class Reductions(ReductionOrder):
                 reduce_scatter_bundle, outputs, partials, scales, adds, lead.groups[-1], channel=lead.channel
             )
 
-    def finish_group(self, unit: int, group: int, under_way: Ticket) -> None:
+    def finish_group(self, unit: int, group: ParameterGroup, under_way: Ticket) -> None:
         """Wait for the group's reductions, and free their memory."""
         under_way.wait()
-        self._units[unit].groups[group].gradients.reduced()
+        group.gradients.reduced()

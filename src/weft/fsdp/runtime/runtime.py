@@ -25,7 +25,7 @@ import torch
 from weft.comm import streams
 from weft.comm.groups import check_alive
 from weft.fsdp.autograd import first_backwards
-from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, BackwardCall, in_backward
+from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, in_backward
 from weft.fsdp.runtime.inventory import Inventory
 from weft.fsdp.runtime.joint_backward import JointBackward, end_with_backward
 from weft.fsdp.runtime.options import RuntimeOptions
@@ -50,8 +50,7 @@ class Runtime(Shared):
         self._failure: tuple[BaseException, str] | None = None
         self._evaluates = False  # whether the current or latest schedule has no backward
         self._keeps_gradients = False  # whether the failed pass left the gradients of earlier backwards unchanged
-        self._filled = False
-        """Whether all parameters and buffers that were on the meta device are known to have values."""
+        self._filled = False  # whether all parameters and buffers that were on the meta device are known to have values
         self._is_new = not self._consensus.is_alone
         """Whether no backward has checked yet for parameters outside of the root."""
         self.post_optimizer_event: Any = None
@@ -178,7 +177,7 @@ class Runtime(Shared):
             if self.gathers.foresee(trace, depth):
                 self.planner.foresee(trace, depth)
             if backward:
-                self.reductions.begin(taking_turns=False)
+                self.reductions.take_turns(None)
             yield
             self.reductions.more_to_come = False
             self._freshness.finish()
@@ -197,7 +196,7 @@ class Runtime(Shared):
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
-    def begin_backward(self, call: BackwardCall) -> None:
+    def begin_backward(self, call: Any) -> None:
         """Note that the backward of `call` begins. The first one begins a pass."""
         if self.passes.current is Pass.FAILED:
             self._recover()
@@ -265,7 +264,7 @@ class Runtime(Shared):
         """Reduce the gradients that earlier backwards have deferred, and set `.grad`, without another backward."""
         self._enter()
         self.passes.begin(Pass.BACKWARD)
-        self.reductions.begin(taking_turns=False)
+        self.reductions.take_turns(None)
         try:
             for unit in self.units:
                 if unit.reshard_after_backward:
@@ -321,7 +320,7 @@ class Runtime(Shared):
     def _recover(self) -> None:
         """Discard the state of the failed pass, and return all units to rest that the user does not hold."""
         self.reductions.abandon()
-        self.reductions.begin(taking_turns=False)
+        self.reductions.take_turns(None)
         self._helper.collect()
         self._freshness.forget()
         self._steps.forget()

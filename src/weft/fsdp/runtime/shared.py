@@ -1,8 +1,8 @@
-"""The objects that the units of a model share, the operations of drivers on a unit, and operations on all units.
+"""The objects that the units of a model share, and operations on all units.
 
-`gathers` has the rules for gathers, `reductions` those for reductions; `channels` has lanes and pools, and `planner`
-addresses. Ranks compare their actions (`_consensus`, `_steps`), join gathers that only others need (`_helper`), and
-update model weights after the main weights have changed (`_freshness`).
+`gathers` has the rules for gathers, `reductions` those for reductions: drivers call both. `channels` has lanes and
+pools, and `planner` addresses. Ranks compare their actions (`_consensus`, `_steps`), join gathers that only others
+need (`_helper`), and update model weights after the main weights have changed (`_freshness`).
 
 A unit whose module was replaced remains, because ranks may collect the module at different times, and all ranks must
 send the same messages.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from weft.comm.agreement import Agreement
-from weft.fsdp.channels import Channels, check_separate, separate_gathers
+from weft.fsdp.channels import Channels
 from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS
 from weft.fsdp.gradients.group import Where
 from weft.fsdp.runtime.buckets import bundle_bytes, fill_buckets
@@ -45,70 +45,45 @@ class Shared:
         """The process groups of the mesh axes of all units, which together connect all ranks of the model."""
         self._drivers = [weakref.ref(driver) for driver in drivers]
         self._offloaded = [group for group in groups if group.offload is not None]
-        separate = options.separate_all_gather_group
-        self.channels = Channels(device, planned=options.allocator == "trace", separate=bool(separate))
-        checked, budget = options.check_collectives, options.prefetch_bytes
-        together = bundle_bytes(groups) if options.bucket_bytes is None else options.bucket_bytes
+        self.channels = Channels(device, planned=options.allocator == "trace")
+        self.channels.separate_gathers(self.process_groups, options.separate_all_gather_group)
+        budget = options.prefetch_bytes
+        together = bundle_bytes(units) if options.bucket_bytes is None else options.bucket_bytes
         buckets = fill_buckets(units, self.channels, together if budget is None else min(budget, together))
         channel = min((group.channel for group in groups), default=0)
         self.passes = Passes(str(units[0]))
         self.gathers = GatherOrder(self.units, buckets, budget)
-        self._agreement = Agreement(checked, channel)
+        self.use, self.keep, self.done = self.gathers.use, self.gathers.keep, self.gathers.done
+        self._agreement = Agreement(options.check_collectives, channel)
         self.reductions = Reductions(
             self.units,
             self.channels,
+            self._agreement,
+            self.gathers,
             most_alive=options.max_live_reduce_buffers,
             bucket_bytes=together,
-            checked=checked,
-            note=self._agreement.note,
-            gathers=self.gathers,
         )
+        self.offer = self.reductions.offer
         self._calls = BackwardCalls()
-        self._consensus = Consensus(self.units, self.process_groups, self.reductions, self._agreement, checked)
-        self._freshness = Freshness(self.channels, checked=checked, channel=channel)
+        self._consensus = Consensus(self.units, self.process_groups, self.reductions, self._agreement)
+        self._freshness = Freshness(self.channels, self._agreement)
         self._steps = Steps(groups, channel)
         self._helper = GatherHelper(self.channels, self._freshness, list(dict.fromkeys(buckets.values())), self._steps)
-        self.planner = Planner(self.units, self.channels, buckets, self.gathers, self.reductions, options, together)
-        if not checked or any(group.refreshes for group in groups) or not all(unit.is_addressed for unit in units):
+        self.planner = Planner(self.units, self.channels, self.gathers, self.reductions, options)
+        addressed = options.check_collectives and all(unit.is_addressed for unit in units)
+        if not addressed or any(group.refreshes for group in groups):
             self.channels.on_gather = weakly(self._before_gather)
-        check_separate(self.process_groups, separate)
+        self.channels.gradient_to_write = weakly(self.reductions.gradient_to_write)
         for unit in units:
             unit.channels = self.channels
-            unit.gradient_to_write = weakly(self.reductions.gradient_to_write)
 
     def change(self, **options: Any) -> None:
         """Replace these fields of `RuntimeOptions`. Collective for `separate_all_gather_group`."""
         self.options = dataclasses.replace(self.options, **options)
-        separate_gathers(self.process_groups, self.options.separate_all_gather_group)
-        self.channels.separate = bool(self.options.separate_all_gather_group)
+        self.channels.separate_gathers(self.process_groups, self.options.separate_all_gather_group)
         self.reductions.most_alive = self.options.max_live_reduce_buffers
 
-    # --- calls of a driver (`weft.fsdp.driver.Engine`) ----------------------------------------------------------------
-
-    def use(self, unit: Unit, holder: Any, named: Sequence[Unit] | None = None) -> None:
-        """Gather `unit`, the next one of this pass, prefetch units after it, or those `named`, and hold it for
-        `holder`."""
-        self.gathers.use(unit, named, backward=holder.backward)
-        unit.acquire(holder)
-
-    def done(self, unit: Unit, holder: Any, *, backward_follows: bool = False) -> None:
-        """Release `unit` from `holder`. The last release frees its memory, unless the unit is needed again soon."""
-        self.gathers.events.append(("done", unit.number, int(backward_follows)))
-        unit.release(holder)
-        for each in (unit, *unit.tied):
-            if not self.gathers.stays(each):
-                each.free()
-
-    def keep(self, unit: Unit, holder: Any) -> None:
-        """Hold `unit` for `holder` after its use: after a forward until its backward, after a backward permanently."""
-        if holder not in unit.holders:
-            self.gathers.events.append(("keep", unit.number, 0))
-            unit.acquire(holder)
-
-    def offer(self, unit: Unit) -> None:
-        """Set `main_grad` for the modules of `unit` that have declared to use it."""
-        if unit.writes_gradients:
-            self.reductions.offer_main_gradients(unit)
+    # --- more calls of a driver (`weft.fsdp.driver.Engine`) -----------------------------------------------------------
 
     def ready(self, unit: Unit) -> None:
         """Pack the gradients of `unit`, and reduce them if it is their turn."""
@@ -134,7 +109,7 @@ class Shared:
     @property
     def steady_passes(self) -> int:
         """The number of passes since the plan of gathered weights changed; 0 in a pass that differs from its record."""
-        return self.channels.weights.steady if self.gathers.on_plan else 0
+        return self.channels.weights.steady if self.gathers.current.on_plan else 0
 
     # --- all units --------------------------------------------------------------------------------------------------
 
@@ -200,8 +175,7 @@ class Shared:
             driver.abandon()
 
     def _reset_units(self, *, keeps_gradients: bool) -> None:
-        """Clean up after a failed pass. The user's holds stay, and if `keeps_gradients`, those gradients of earlier
-        backwards that wait for their reduction."""
+        """Clean up after a failed pass. The user's holds stay, and gradients that wait, if `keeps_gradients`."""
         self._abandon_forwards()
         if not keeps_gradients:
             for group in self.groups:

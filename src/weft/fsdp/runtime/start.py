@@ -83,8 +83,8 @@ def _check_filled(group: ParameterGroup) -> None:
         collectives.reduce_now(missing, dist.ReduceOp.MAX, ranks, "whether weights have values")
     if names := [each.name for each, empty in zip(group.unfilled, missing.tolist()) if empty]:
         raise ValueError(
-            f"{group.owner()} is used before its parameters {', '.join(map(repr, names))} have values: they were on "
-            "the meta device when they were sharded, in modules without reset_parameters(). Call "
+            f"{group.plan.unit()} is used before its parameters {', '.join(map(repr, names))} have values: they were "
+            "on the meta device when they were sharded, in modules without reset_parameters(). Call "
             "model.to_empty(device=...) and the model's own initialisation, such as init_weights(), or load a "
             "state dict, before the first pass"
         )

@@ -11,7 +11,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from weft.checkpoint import CheckpointError
-from weft.comm.lost import is_lost_connection
+from weft.comm.backends import is_lost_connection
 from weft.train.config import load_config
 from weft.train.errors import is_refusal
 from weft.train.loop import Trainer

@@ -7,8 +7,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.comm.test_hang_detector import patience
 from tests.pool import distributed
+from weft.comm.agreement import agree
 from weft.comm.backends import backend_of, transport_of
-from weft.comm.control import agree
 from weft.comm.groups import host_group
 from weft.comm.watch.hang_detector import start_hang_detector
 from weft.errors import CollectiveMismatch
