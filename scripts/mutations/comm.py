@@ -126,7 +126,7 @@ MUTATIONS = [
         "comm/test_pruned.py::test_nothing_is_known_of_how_to_take_part_in_the_gathers_of_a_model_that_has_gone[2]",
     ),
     Mutation(
-        "small units travel one by one without tags",
+        "without tags, small units are sent one by one",
         "BuiltIn",
         "bundles=True",
         "bundles=False",

@@ -245,14 +245,14 @@ MUTATIONS = [
     ),
     # --- narrow weights -----------------------------------------------------------------------------------------------
     Mutation(
-        "main weights are quantized as they are",
+        "main weights are quantized without the cast to the compute dtype",
         "Narrow.__init__",
         "dataclasses.replace(recipe, via=compute) if casts else recipe",
         "recipe",
         NARROW + "test_bytes_are_those_of_the_whole_weight[2]",
     ),
     Mutation(
-        "cuts go through blocks",
+        "cuts divide blocks",
         "cutting_of",
         "math.lcm(step, recipe.cut_between(shape))",
         "step",

@@ -103,7 +103,7 @@ MUTATIONS = [
         BUCKETS + "test_messages_of_a_large_model_are_larger_but_at_least_eight[2]",
     ),
     Mutation(
-        "a rank that needs nothing of a bucket leaves others waiting",
+        "a rank that needs no unit of a bucket does not join its gather",
         "GatherHelper._parts",
         "enumerate(self._buckets)",
         "()",
@@ -147,7 +147,7 @@ MUTATIONS = [
         ORDER + "test_nothing_waits_for_the_turn_of_a_unit_that_is_frozen[2]",
     ),
     Mutation(
-        "weights do not go after forward",
+        "weights are not freed after forward",
         "GatherOrder.done",
         "not self.stays(each)",
         "False",

@@ -269,7 +269,7 @@ print("there is one:", dist.is_initialized())
 
 
 @pytest.mark.slow
-def test_a_process_group_that_somebody_else_ended_is_gone_and_a_later_one_is_left_alone():
+def test_a_process_group_that_was_destroyed_elsewhere_is_not_destroyed_again():
     program = """
 import atexit, gc, weakref
 import torch.distributed as dist
