@@ -1,10 +1,10 @@
-"""A device that this machine has not got: products take as long as at its rate, and the cores are free meanwhile.
+"""Simulates a slower device: matrix products take as long as on that device, and leave the cores free.
 
     with SlowDevice(20e9):      # 20 GFLOP/s
-        step()                  # its products are computed here, in far less time, and then waited for
+        step()                  # computes its products in far less time, then sleeps for the rest
 
-Ranks that share a core take each other's time, and a pipeline that idles less gains nothing by it. Here each rank has a
-device of its own, as on a cluster; its network and the hosts' work stay what they are.
+If ranks share cores, idle time of one rank speeds up the others, so a schedule that idles less gains nothing. With a
+simulated device per rank, as on a cluster, it does. Network transfers and host work take their real time.
 """
 
 import time
@@ -19,7 +19,7 @@ PRODUCTS = {aten.mm: 0, aten.bmm: 0, aten._grouped_mm: 0, aten.addmm: 1}
 
 
 class SlowDevice(TorchDispatchMode):
-    """Inside, a product of matrices lasts as long as on a device that makes `rate` operations a second."""
+    """Makes each matrix product take as long as on a device that executes `rate` operations per second."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""A network of limited rate between the ranks of one machine, for benchmarks: root and iproute2 needed.
+"""Puts a network of limited bandwidth between the ranks of one machine. Needs root and iproute2.
 
                     +-------- bridge ("hub") --------+
       tbf rate ->   |                |               |   <- tbf rate
                  rank 0           rank 1          rank 2     one network namespace each
 
-Every rank's link is limited in both directions; the ranks meet through a file instead of a port.
+Each rank's link is limited in both directions. The ranks rendezvous through a file instead of a port.
 """
 
 import ctypes
@@ -25,8 +25,8 @@ BURST_SECONDS = 0.002
 
 @contextmanager
 def process_group(rate: str | None) -> Iterator[None]:
-    """The ranks of this run in one process group: each behind a link of `rate` (tc's notation, "4gbit"), or, for None,
-    over loopback. What was made is taken down at the end, whatever happens."""
+    """Create the process group of this run: over a link of `rate` per rank ("4gbit", as in tc) or, if it is None, over
+    loopback. On exit, also after an exception, the links are removed."""
     if rate is None:
         dist.init_process_group("gloo")
         try:
@@ -50,7 +50,7 @@ def process_group(rate: str | None) -> Iterator[None]:
 
 
 def seconds_for(nbytes: float, rate: str) -> float:
-    """How long a link of `rate` needs for so many bytes in one direction."""
+    """Return how long a link of `rate` takes to send this many bytes in one direction."""
     number, unit = float(rate.rstrip("kmgbit")), rate.lstrip("0123456789.")
     return nbytes * 8 / (number * {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}[unit])
 
@@ -64,7 +64,7 @@ def _missing() -> str | None:
 
 
 def _join(rate: str, rank: int, ranks: int, name: str, folder: str) -> None:
-    """Move this process into its namespace, which rank 0 makes, and start the process group."""
+    """Move this process into its network namespace, which rank 0 creates, and create the process group."""
     ready = os.path.join(folder, "ready")
     if rank == 0:
         os.makedirs(folder)

@@ -10,7 +10,7 @@ WIDTH, HIDDEN, BLOCKS, ROWS = 1024, 4096, 8, 128
 
 
 def model(wrap: Callable[[nn.Module], nn.Module] = lambda block: block) -> nn.Sequential:
-    """Eight blocks of 8.4 M parameters, each passed through `wrap`."""
+    """Return eight blocks of 8.4 M parameters, each passed through `wrap`."""
     torch.manual_seed(0)
     return nn.Sequential(
         *(wrap(nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, WIDTH))) for _ in range(BLOCKS))
@@ -18,14 +18,14 @@ def model(wrap: Callable[[nn.Module], nn.Module] = lambda block: block) -> nn.Se
 
 
 def sharded(net: nn.Sequential, fully_shard: Callable, **root: object) -> nn.Module:
-    """One unit per block, the root, with the options `root`, last."""
+    """Shard each block as one unit, then the root, with the options `root`."""
     for block in net:
         fully_shard(block)
     return fully_shard(net, **root)
 
 
 def step_of(net: nn.Module) -> Callable[[], None]:
-    """One training step on this rank's rows: forward, backward, AdamW."""
+    """Return one training step on this rank's rows: forward, backward, AdamW."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
     rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
 
@@ -38,7 +38,7 @@ def step_of(net: nn.Module) -> Callable[[], None]:
 
 
 def bytes_sent(passes: int) -> float:
-    """What one rank sends when all parameters' shards go `passes` times to all ranks or come from them."""
+    """Return the bytes that one rank sends if the shards of all parameters are gathered or reduced `passes` times."""
     ranks = dist.get_world_size()
     parameters = BLOCKS * (2 * WIDTH * HIDDEN + WIDTH + HIDDEN)
     return passes * parameters * 4 * (ranks - 1) / ranks

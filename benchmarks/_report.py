@@ -1,4 +1,4 @@
-"""What benchmarks of two sides share: turns within each round, and the lines that say where and with what ratio."""
+"""Helpers of the benchmarks that compare several variants: interleaved timing, and tables with ratios."""
 
 import argparse
 import os
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 
 def parser(description: str | None, *, rounds: int = 5, steps: int = 0, link: str = "") -> argparse.ArgumentParser:
-    """The options of a benchmark: its `rounds`, and where they have defaults or an example its `steps` and `link`."""
+    """Return a parser with the options of a benchmark: `--rounds`, and `--steps` and `--link` if they have defaults."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--rounds", type=int, default=rounds)
     if steps:
@@ -23,7 +23,7 @@ def parser(description: str | None, *, rounds: int = 5, steps: int = 0, link: st
 
 
 def slowest(work: Callable[[], object], times: int) -> float:
-    """Seconds that `work` takes, the mean of `times`, on the slowest rank."""
+    """Return the mean time of `work` over `times` calls, in seconds, on the slowest rank."""
     dist.barrier()
     begin = time.perf_counter()
     for _ in range(times):
@@ -34,7 +34,8 @@ def slowest(work: Callable[[], object], times: int) -> float:
 
 
 def in_turn(sides: Mapping[str, Callable[[], object]], rounds: int, times: int) -> dict[str, list[float]]:
-    """Seconds of every side, round by round, so that a machine that drifts drifts for all of them. Warmed up before."""
+    """Return the seconds of each variant in each round, after a warm-up. The variants alternate within a round, so that
+    a slow phase of the machine affects all of them."""
     for work in sides.values():
         slowest(work, 2)
     taken: dict[str, list[float]] = {name: [] for name in sides}
@@ -45,18 +46,18 @@ def in_turn(sides: Mapping[str, Callable[[], object]], rounds: int, times: int) 
 
 
 def machine() -> str:
-    """Ranks, backend, versions and hardware of this run."""
+    """Return the number of ranks, the backend, the versions and the hardware of this run."""
     cores = f"{os.cpu_count()} cores {platform.machine()}"
     return f"{dist.get_world_size()} ranks, 1 thread each, gloo, torch {torch.__version__}, {cores}"
 
 
 def ratio(ours: list[float], theirs: list[float]) -> float:
-    """The median of the ratios of two sides, round by round."""
+    """Return the median over rounds of the ratio of two variants."""
     return statistics.median(mine / other for mine, other in zip(ours, theirs))
 
 
 def table(taken: Mapping[str, list[float]], ours: str, unit: str, scale: float = 1.0) -> None:
-    """Print the median, least and most of each side, and the median ratio of `ours` to it."""
+    """Print the median, minimum and maximum of each variant, and the median ratio of `ours` to it."""
     width = max(map(len, taken)) + 2
     print(f"{'side':{width}}{unit:>12}{'min':>10}{'max':>10}{f'{ours} / side':>20}")
     for name, values in taken.items():

@@ -1,10 +1,10 @@
-"""Routings for benchmarks: which experts tokens visit, drawn from a distribution instead of a router's scores.
+"""Routings for benchmarks: experts are drawn from a distribution instead of chosen by the router's scores.
 
-    uniform      each expert is as likely as any other
-    zipf:S       expert n is drawn with a probability that is proportional to 1 / (n + 1)^S
-    FOLDER       as the tokens of a recorded run were: the last loads in its metrics.jsonl, layer for layer
+    uniform      all experts are equally likely
+    zipf:S       expert n has a probability proportional to 1 / (n + 1)^S
+    FOLDER       the loads of a recorded run, layer by layer: the last ones in its metrics.jsonl
 
-Each layer orders its experts in another way, so that the most visited ones are not all on one rank.
+Each layer numbers its experts differently, so that the most frequent ones are not all on one rank.
 """
 
 import json
@@ -21,7 +21,8 @@ Shares = Sequence[Tensor]
 
 
 def shares_of(name: str, experts: int) -> Shares:
-    """The shares that `name` stands for. Raises ValueError for a name or a run that does not fit."""
+    """Return the shares of experts that `name` describes. Raises ValueError for an unknown name or a run that does not
+    fit."""
     if name == "uniform":
         return [torch.full((experts,), 1 / experts)]
     kind, _, exponent = name.partition(":")
@@ -54,22 +55,22 @@ def _recorded(folder: str, experts: int) -> Shares:
 
 
 def draw(shares: Tensor, tokens: int, k: int, generator: torch.Generator) -> Tensor:
-    """`k` different experts for each of `tokens`, [tokens, k] int64: one after another, by the shares of those left."""
+    """Draw `k` different experts for each of `tokens`, in proportion to the shares; [tokens, k] int64."""
     noise = -torch.log(-torch.log(torch.rand(tokens, len(shares), generator=generator).clamp_(1e-9, 1 - 1e-7)))
     return (shares.clamp(min=1e-9).log() + noise).topk(k).indices
 
 
 def assign(model: torch.nn.Module, shares: Shares, microbatches: int, seed: int) -> None:
-    """Let each router of `model` send tokens as `shares` say: the same in each step, another for each microbatch.
+    """Make each router of `model` choose experts by `shares`: the same in each step, different for each microbatch.
 
-    Scores, and so weights and gradients, stay the router's own.
+    The routers still compute their own scores, and thus weights and gradients.
     """
     for number, layer in enumerate(expert_layers(model).values()):
         layer.router._choose = _Assigned(shares[number % len(shares)], layer.router.top_k, microbatches, seed + number)
 
 
 class _Assigned:
-    """In place of a router's choice."""
+    """Replaces a router's choice of experts."""
 
     def __init__(self, shares: Tensor, k: int, microbatches: int, seed: int) -> None:
         self._shares, self._k, self._microbatches = shares, k, microbatches

@@ -1,4 +1,4 @@
-"""What skewed routing costs: a table and a picture."""
+"""Shows the cost of skewed routing as a table and a picture."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ ROUTINGS = ("uniform", "zipf:0.5", "zipf:1.0", "zipf:1.5")
 
 
 class OfRank(NamedTuple):
-    """One rank in one step: seconds of computation, the hidden part of the exchange, and what left for other ranks."""
+    """One rank in one step: seconds of computation, the hidden part of the exchange, and rows sent to other ranks."""
 
     computing: float
     hidden: float
@@ -18,7 +18,7 @@ class OfRank(NamedTuple):
 
 
 class Skew(NamedTuple):
-    """One routing: seconds per step of each side, and what the ranks did in a step of `side`."""
+    """One routing: seconds per step of each variant, and the measurements of all ranks in a step of `side`."""
 
     routing: str
     side: str
@@ -32,13 +32,13 @@ class Skew(NamedTuple):
 
     @property
     def saved(self) -> float:
-        """The part of the rows that one row per rank saves, over all ranks."""
+        """The fraction of rows that are not sent, over all ranks, because a token is sent once per rank."""
         assignments = sum(rank.assignments for rank in self.ranks)
         return 1 - sum(rank.rows for rank in self.ranks) / assignments if assignments else 0.0
 
     @property
     def ratio(self) -> float:
-        """The step of `side` as a part of the unpaired nodes' step."""
+        """The time of a step of `side`, divided by that of the unpaired nodes."""
         return self.seconds[self.side] / self.seconds["unpaired nodes"]
 
 
@@ -55,7 +55,7 @@ def table(skews: Sequence[Skew]) -> None:
 
 
 def picture(skews: Sequence[Skew], path: str) -> None:
-    """Draw the hidden part, the rows saved and the step's time over the routings."""
+    """Draw the hidden part of the exchange, the rows saved and the seconds per step of each routing."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.2), layout="constrained")

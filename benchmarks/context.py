@@ -1,11 +1,11 @@
-"""Context parallelism: what the lane of context ranks moves, and how much of it is hidden beside the local part.
+"""Context parallelism: how long the lane of context ranks is busy, and how much of that computation hides.
 
-    weft bench context --ranks 2 -- --link 800mbit     # as root: a network of limited rate between the ranks
-    weft bench context --ranks 2                       # loopback: moving costs little, and so does hiding it
+    weft bench context --ranks 2 -- --link 800mbit     # as root: a network of limited bandwidth between the ranks
+    weft bench context --ranks 2                       # loopback: transfers cost little, so hiding them gains little
 
-Four layers of one mixer, for each mixer; of `*` with gathered keys and values, and with exchanged heads. All ranks
-share every row. A step is forward and backward of one batch. What moves counts as hidden while this rank does not wait
-for communication of any kind.
+Each model has four layers of one mixer. Attention `*` is measured twice: with gathered keys and values, and with
+exchanged heads. All ranks share every row. A step is forward and backward of one batch. A transfer counts as hidden
+while this rank does not wait for any communication.
 """
 
 import statistics
@@ -29,25 +29,25 @@ BATCH = 2
 
 
 def config(mixer: str, how: str = "gather") -> HybridConfig:
-    """Four layers, two query heads for each key and value head."""
+    """Return a model of four layers, with two query heads for each key and value head."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "context_attention": how}
     return HybridConfig(pattern=mixer * 4, hidden_size=256, **heads)
 
 
 def configs(mixers: str) -> dict[str, HybridConfig]:
-    """Those of `mixers`, by what is printed."""
+    """Return the configurations for `mixers`, by the name that is printed."""
     found = {mixer: config(mixer) for mixer in mixers}
     return found | ({"* heads": config("*", "heads")} if "*" in mixers else {})
 
 
 def step(net: HybridModel, part: dict) -> None:
-    """Forward and backward of this rank's slices."""
+    """Run forward and backward of this rank's slices."""
     with span(COMPUTE):
         net(**part).backward()
 
 
 def main() -> None:
-    """Measure and print, on rank 0, for each mixer, seconds per step, seconds of the lane, and what was hidden."""
+    """Measure each mixer; print on rank 0 the seconds per step, the seconds of the lane, and the hidden fraction."""
     parser = _report.parser(__doc__, rounds=5, link="800mbit")
     parser.add_argument("--sequence", type=int, default=2048, help="tokens of a row, over all ranks")
     parser.add_argument("--mixers", default=MIXERS, help=f"which of {MIXERS}")

@@ -1,10 +1,10 @@
-"""What a copy of a run's state in the host's memory costs beside a checkpoint on disk.
+"""The cost of copying a run's state to host memory, compared with a checkpoint on disk.
 
     weft bench copies --ranks 2
 
-Time in the training thread: until `save` returns, which copies the state to the host. Time until it is there: when the
-background thread has written, measured and committed it. A copy every N steps adds the first of these to one step in N.
-No round begins after 60 seconds.
+Time in the training thread: until `save` returns, when the state has been copied to the host. Time until it is
+committed: when the background thread has written and committed it. A copy every N steps adds the first time to one step
+in N. No round starts after 60 seconds.
 """
 
 import os
@@ -31,7 +31,7 @@ LONGEST_S = 60.0
 
 
 def main() -> None:
-    """Save in turn to disk and to memory; print the medians of both times."""
+    """Save to disk and to memory alternately; print the medians of both times."""
     command = parser(__doc__, rounds=7)
     command.add_argument("--width", type=int, default=1024, help="of the four square layers that are saved")
     options = command.parse_args()

@@ -55,7 +55,7 @@ CONFIG = HybridConfig(
 
 
 def model(rows_per: str) -> HybridModel:
-    """4 M parameters, three quarters of them in experts."""
+    """Return a model of 4 M parameters, three quarters of them in experts."""
     meshes = weft.init_meshes("cpu", ep=dist.get_world_size())
     torch.manual_seed(0)
     runtime = weft.RuntimeOptions(separate_all_gather_group=True)
@@ -65,7 +65,7 @@ def model(rows_per: str) -> HybridModel:
 
 
 def plain(net: HybridModel, microbatches: list) -> None:
-    """The model's own forward and backward, one microbatch after the other."""
+    """Run the model's own forward and backward, one microbatch after the other."""
     for tokens, labels in microbatches:
         net(tokens, labels).backward()
 
@@ -109,7 +109,8 @@ def record(step: Callable[[], object]) -> Recorded:
 
 
 def main() -> None:
-    """Measure and print, on rank 0, seconds per step, ratios, what delaying gains, what was hidden, and memory."""
+    """Measure all variants; print on rank 0 seconds per step, ratios, hidden fractions, memory, and the gain from
+    delayed weight gradients."""
     parser = _report.parser(__doc__, link="800mbit")
     parser.add_argument(
         "--routing", metavar="NAME", help="uniform, zipf:S, or the folder of a run; default: the router's"
@@ -155,13 +156,14 @@ def main() -> None:
 
 
 def where(options: argparse.Namespace) -> str:
-    """What was measured on."""
+    """Return a line that describes the ranks, the machine and the network."""
     device = f"devices of {options.device:g} GFLOP/s" if options.device else "the machine's cores"
     return f"{_report.machine()}, on {options.link or 'loopback'}, {device}, medians of {options.rounds}"
 
 
 def measured(name: str, shares: _routing.Shares, data: list, options: argparse.Namespace) -> _skew.Skew:
-    """Both overlapped schedules and the unpaired nodes under one routing, and what all ranks did in the second."""
+    """Measure both overlapped schedules and the unpaired nodes under one routing. Return the times, and what each rank
+    did in the paired schedule."""
     sides = ("combined", PAIRED, "unpaired nodes")
     nets = {side: model(options.rows_per) for side in sides}
     for net in nets.values():

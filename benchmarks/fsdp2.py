@@ -1,13 +1,13 @@
-"""weft, torch FSDP2 and DDP: one model, interleaved in one run, and beside them what no sharding can beat.
+"""weft, torch FSDP2 and DDP on one model, interleaved in one run, together with lower bounds for any sharding library.
 
     weft bench fsdp2 --ranks 2
-    weft bench fsdp2 --ranks 4 -- --link 4gbit      # as root: a network of limited rate between the ranks
+    weft bench fsdp2 --ranks 4 -- --link 4gbit      # as root: a network of limited bandwidth between the ranks
 
-The model is communication-heavy: eight MLP blocks, 67 M parameters in fp32, 128 rows per rank. A step is forward,
-backward and AdamW. The sides take turns within each round, so that a machine that drifts drifts for all of them; a
-round's time is that of the slowest rank, a side's figure the median over rounds. Two sides are limits: the computation
-without communication, and the gathers and reductions of ZeRO-3 without computation. What hides the one under the other
-still takes cores for both: that is a third limit.
+The model communicates much and computes little: eight MLP blocks, 67 M parameters in fp32, 128 rows per rank. A step is
+forward, backward and AdamW. The variants alternate within each round, so that a slow phase of the machine affects all
+of them. The time of a round is that of the slowest rank; a variant's figure is the median over rounds. There are three
+lower bounds: the computation without communication, the gathers and reductions of ZeRO-3 without computation, and the
+time for which both together keep the cores busy, which overlap cannot reduce.
 """
 
 import os
@@ -29,7 +29,8 @@ from weft.comm.lanes import Lane
 
 
 def transfers() -> Callable[[], None]:
-    """The communication of one step and nothing else: two gathers and a reduction of every block, two at a time."""
+    """Return a function that runs only the communication of a step: two gathers and a reduction per block, two at a
+    time."""
     group, ranks, rank, device = dist.group.WORLD, dist.get_world_size(), dist.get_rank(), torch.device("cpu")
     numel = int(_mlp.bytes_sent(1) / 4 / _mlp.BLOCKS) // (ranks - 1) * ranks
     whole = [torch.zeros(numel) for _ in range(2)]
@@ -65,9 +66,10 @@ LIMITS = ("compute alone", "transfers alone")
 
 
 def processor_seconds(work: Callable[[], None], times: int) -> float:
-    """Seconds that the cores need for one `work()` of all ranks, threads of gloo included: the mean over `times`.
+    """Return the seconds that the cores need for one `work()` of all ranks, gloo's threads included: the mean over
+    `times`.
 
-    What the kernel does to packets apart from the processes is not in it.
+    Kernel time that is spent on packets outside of the processes is not included.
     """
     dist.barrier()
     begin = time.process_time()
@@ -79,7 +81,7 @@ def processor_seconds(work: Callable[[], None], times: int) -> float:
 
 
 def main() -> None:
-    """Measure and print, on rank 0, seconds per step and the ratios of weft to each side."""
+    """Measure all variants; print on rank 0 the seconds per step and weft's ratio to each."""
     options = _report.parser(__doc__, steps=2, link="4gbit").parse_args()
     torch.set_num_threads(1)
     with _link.process_group(options.link):

@@ -1,9 +1,9 @@
-"""Time per token of a generation, beside transformers with its cache, by how many positions there are already.
+"""Time per generated token, compared with transformers and its cache, as a function of the number of earlier positions.
 
     weft bench generate --ranks 1
 
-Four layers of width 256 of each kind, fp32, one row. Both sides have the same weights and read the same prompt, which
-is not timed; then the best token follows `--steps` times.
+Each model has four layers of width 256 of one kind, in fp32, with one row. Both sides have the same weights and read
+the same prompt, which is not timed, and then generate `--steps` tokens greedily.
 """
 
 import statistics
@@ -79,7 +79,7 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 
 
 def sides_of(kind: str, options: dict[str, Any]) -> dict[str, Callable[[], Step]]:
-    """Ours and that of transformers, of the same weights."""
+    """Return weft's model and that of transformers, with the same weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -96,13 +96,13 @@ def sides_of(kind: str, options: dict[str, Any]) -> dict[str, Callable[[], Step]
 
 
 def of_weft(model: Any) -> Step:
-    """The scores of what follows, each call after the ones before."""
+    """Return a function that computes the next token's logits; each call continues the sequence of earlier calls."""
     cache: dict[Any, Any] = {}
     return lambda tokens: model(tokens, cache=cache)[:, -1]
 
 
 def of_transformers(model: Any) -> Step:
-    """The same."""
+    """Return the same function for a model of transformers."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config)
@@ -111,7 +111,7 @@ def of_transformers(model: Any) -> Step:
 
 
 def seconds(begin: Callable[[], Step], length: int, steps: int) -> tuple[float, list[int]]:
-    """Seconds for each token after a prompt of `length`, and the tokens."""
+    """Return the seconds for each token after a prompt of `length`, and the tokens."""
     prompt = torch.randint(VOCABULARY, (1, length), generator=torch.Generator().manual_seed(1))
     step, text = begin(), []
     token = step(prompt).argmax(-1, keepdim=True)
@@ -124,7 +124,7 @@ def seconds(begin: Callable[[], Step], length: int, steps: int) -> tuple[float, 
 
 @torch.no_grad()
 def main() -> None:
-    """Measure in turn and print median milliseconds and the median ratio of each round's."""
+    """Measure both sides alternately; print the median milliseconds and the median ratio of paired rounds."""
     options = parser(__doc__, rounds=3, steps=32).parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

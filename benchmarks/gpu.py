@@ -1,17 +1,17 @@
-"""What one GPU can show beside torch FSDP2 and DDP: host time per unit, launches, a step, memory, lanes beside it.
+"""weft compared with torch FSDP2 and DDP on one GPU: host time per unit, launches, steps, memory, overlap of lanes.
 
 weft bench gpu --ranks 1
-weft bench gpu --ranks 2                        # real ranks that share the card
-WEFT_REHEARSE=1 weft bench gpu --ranks 1        # tiny, on the CPU: whether it runs, not how fast
+weft bench gpu --ranks 2                        # real ranks that share the GPU
+WEFT_REHEARSE=1 weft bench gpu --ranks 1        # tiny sizes on the CPU: shows that it runs, not how fast
 
 ranks    host time, lanes                              launches, memory and time of a step
 -------  --------------------------------------------  ---------------------------------------------------------
-1        seven of eight ranks are pretended: units     over NCCL, with nobody else
-         are gathered and reduced, nothing travels,
-         and lanes copy what would have arrived
-several  -                                             over gloo, which copies through the host: NCCL wants a card
-                                                       for each rank. What is sharded, sent and waited for is real,
-                                                       the time is not that of a network
+1        a fake process group of eight ranks: units    over NCCL, without other ranks
+         are gathered and reduced without transfers,
+         and lanes copy the data that would arrive
+several  -                                             over gloo, which copies through the host, because NCCL
+                                                       needs a GPU for each rank. Sharding, messages and waits
+                                                       are real; the times are not those of a network
 """
 
 import os
@@ -45,7 +45,7 @@ PRETENDED = 8
 
 
 class Size(NamedTuple):
-    """Transformer layers, and the rows that they compute."""
+    """The size of a Transformer, and the rows that it processes."""
 
     layers: int
     width: int
@@ -61,14 +61,14 @@ SIZES = {"small": SMALL, "large": LARGE}
 
 
 def synchronize() -> None:
-    """Wait for the card, if there is one."""
+    """Wait for the GPU, if there is one."""
     if not REHEARSES:
         torch.cuda.synchronize()
 
 
 @contextmanager
 def pretended(ranks: int) -> Iterator[None]:
-    """A process group of which all other ranks are pretended."""
+    """Create a process group in which all other ranks are fake."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         yield
@@ -77,7 +77,7 @@ def pretended(ranks: int) -> Iterator[None]:
 
 
 def sharded(net: nn.Sequential, fully_shard: Callable | None) -> nn.Module:
-    """One unit per layer, the root last; None: as it is."""
+    """Shard each layer as one unit, then the root; None leaves the model as it is."""
     if fully_shard is not None:
         for layer in net:
             fully_shard(layer)
@@ -86,7 +86,7 @@ def sharded(net: nn.Sequential, fully_shard: Callable | None) -> nn.Module:
 
 
 def graphed(net: nn.Sequential) -> nn.Module:
-    """As `sharded` by weft, each layer captured in a graph."""
+    """Shard with weft like `sharded`, and capture each layer in a graph."""
     for layer in net:
         weft.fully_shard(layer)
     graphs = weft.Graphs(modules=[name for name, _ in net.named_children()], backend="tape" if REHEARSES else "cuda")
@@ -94,7 +94,7 @@ def graphed(net: nn.Sequential) -> nn.Module:
 
 
 def tiny(wrap: Callable[[nn.Sequential], nn.Module]) -> Callable[[], float]:
-    """Seconds that the host takes to issue forward and backward of many tiny layers."""
+    """Return the seconds that the host takes to issue forward and backward of many tiny layers."""
     net = wrap(nn.Sequential(*(nn.Linear(TINY, TINY) for _ in range(UNITS))).to(DEVICE))
     rows = torch.ones(2, TINY, device=DEVICE)
 
@@ -110,7 +110,7 @@ def tiny(wrap: Callable[[nn.Sequential], nn.Module]) -> Callable[[], float]:
 
 
 def transformer(wrap: Callable[[nn.Sequential], nn.Module], size: Size) -> nn.Module:
-    """Layers in fp32; the large ones have 151 M parameters."""
+    """Return a Transformer in fp32; the large one has 151 M parameters."""
     torch.manual_seed(0)
     layers = [
         nn.TransformerEncoderLayer(
@@ -122,7 +122,7 @@ def transformer(wrap: Callable[[nn.Sequential], nn.Module], size: Size) -> nn.Mo
 
 
 def step_of(net: nn.Module, size: Size) -> Callable[[], None]:
-    """Forward, backward and AdamW, waited for."""
+    """Return a step that waits for its end: forward, backward and AdamW."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
     rows = torch.randn(size.rows, size.length, size.width, device=DEVICE)
 
@@ -137,7 +137,7 @@ def step_of(net: nn.Module, size: Size) -> Callable[[], None]:
 
 
 def launches(step: Callable[[], None]) -> int:
-    """How often the host starts something on the card in a step: kernels, copies, fills."""
+    """Return how many operations the host launches on the GPU in a step: kernels, copies, fills."""
     with profile(activities=[ProfilerActivity.CPU, *([] if REHEARSES else [ProfilerActivity.CUDA])]) as recorded:
         step()
     started = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync")
@@ -145,7 +145,7 @@ def launches(step: Callable[[], None]) -> int:
 
 
 def allocated(of: Callable[[], None] | None = None) -> int:
-    """Bytes on the card now, or the most there were while `of` ran."""
+    """Return the bytes allocated on the GPU now, or their peak while `of` runs."""
     if REHEARSES:
         return 0
     if of is None:
@@ -157,7 +157,7 @@ def allocated(of: Callable[[], None] | None = None) -> int:
 
 
 def host_time(rounds: int) -> None:
-    """Microseconds of host time per unit and step, those of the plain layers taken off."""
+    """Print microseconds of host time per unit and step, minus those of the plain layers."""
     with pretended(PRETENDED):
         sides = {name: tiny(SIDES[name]) for name in ("weft", "graphs", "FSDP2", "plain")}
         for issue in sides.values():
@@ -173,7 +173,7 @@ def host_time(rounds: int) -> None:
 
 
 def lanes() -> None:
-    """How long gathers and reductions run, and how much of that beside the computation."""
+    """Print how long gathers and reductions run, and how much of that overlaps with computation."""
 
     def all_gather(full: torch.Tensor, source: torch.Tensor, group: object, tag: int) -> Pending:
         full.view(PRETENDED, -1)[1:].copy_(source)
@@ -214,7 +214,7 @@ SIDES: dict[str, Callable[[nn.Sequential], nn.Module]] = {
 
 
 def steps(rounds: int, backend: str) -> None:
-    """Seconds per step, launches and peak memory of this rank, printed by the first."""
+    """Measure seconds per step, launches and peak memory of this rank; the first rank prints them."""
     dist.init_process_group(backend, timeout=timedelta(minutes=2))
     try:
         ranks, say = dist.get_world_size(), print if dist.get_rank() == 0 else _say_nothing
@@ -229,7 +229,7 @@ def steps(rounds: int, backend: str) -> None:
 
 
 def compare(title: str, size: Size, rounds: int, say: Callable[[str], None]) -> None:
-    """All sides on layers of one size. A side that cannot run says why; weft must."""
+    """Compare all variants on layers of one size. A variant that cannot run prints the reason; weft must run."""
     say(f"\nlaunches and memory of a step, {title}")
     say(f"{'side':10}{'launches':>10}{'peak MiB':>12}{'replays':>10}")
     able = {}
@@ -253,7 +253,7 @@ def compare(title: str, size: Size, rounds: int, say: Callable[[str], None]) -> 
 
 
 def launches_and_peak(wrap: Callable[[nn.Sequential], nn.Module], size: Size) -> tuple[int, int, int]:
-    """Of a step, warmed up; and how many of its scopes are replays."""
+    """Return the launches and the peak memory of a warmed-up step, and how many of its scopes are replays."""
     before = allocated()
     net = transformer(wrap, size)
     step = step_of(net, size)
@@ -266,7 +266,7 @@ def launches_and_peak(wrap: Callable[[nn.Sequential], nn.Module], size: Size) ->
 
 
 def replays_of(net: nn.Module, wrap: Callable) -> int:
-    """How many there have been; 0 without graphs."""
+    """Return the number of replays so far; 0 without graphs."""
     return weft.graph_report(net)["replays"] if wrap is graphed else 0
 
 
@@ -275,7 +275,7 @@ def _say_nothing(line: str) -> None:
 
 
 def main() -> None:
-    """Everything, one after another, on the first GPU."""
+    """Run all measurements on the first GPU, one after another."""
     options = _report.parser(__doc__, rounds=1 if REHEARSES else 5).parse_args()
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if REHEARSES:

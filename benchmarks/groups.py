@@ -1,11 +1,11 @@
-"""What the pattern language costs: `[*E][*E]...` beside a Transformer of the same layers that is written by hand.
+"""The overhead of the pattern language: `[*E][*E]...` compared with a handwritten Transformer of the same layers.
 
     weft bench groups --ranks 2
 
-Both have the same weights, everything is sharded (ZeRO-3), experts are spread over all ranks, and both run under the
-combined schedule. A step is forward and backward of all microbatches; before anything is measured, their losses are
-compared. The CPU time of a step is beside the time that it takes: on a machine with other work it moves less. Last,
-groups beside the same symbols without.
+Both have the same weights, are fully sharded (ZeRO-3), spread experts over all ranks, and run under the combined
+schedule. A step is forward and backward of all microbatches. The losses of both are compared before the measurement.
+The CPU time of a step is printed too, because it varies less on a machine that runs other programs. Finally, groups are
+compared with the same symbols without groups.
 """
 
 import statistics
@@ -41,7 +41,7 @@ CONFIG = HybridConfig(
 
 
 class TransformerLayer(nn.Module):
-    """Attention and experts, as one would write them without `weft.models`."""
+    """Attention and experts, written without `weft.models`."""
 
     stages = ("attend", "dispatch", "experts", "combine", "finish")
 
@@ -55,11 +55,11 @@ class TransformerLayer(nn.Module):
 
     @property
     def dispatcher(self) -> Any:
-        """What moves the rows."""
+        """The dispatcher of the experts' rows."""
         return self.moe.dispatcher
 
     def attend(self, x: Tensor) -> Crossing:
-        """Attention, router, sorting."""
+        """Run attention and the router, and sort the rows."""
         normed = self.attention_norm(x)
         q, k, v = (each(normed).unflatten(-1, (CONFIG.num_attention_heads, -1)) for each in (self.q, self.k, self.v))
         q, k, v = (each.transpose(1, 2) for each in (self.rotary(q), self.rotary(k), v))
@@ -68,19 +68,19 @@ class TransformerLayer(nn.Module):
         return Crossing(rows, {"x": x, "weights": weights}, handle, loss)
 
     def experts(self, rows: Tensor, handle: Any) -> Tensor:
-        """The experts of this rank."""
+        """Run the experts of this rank."""
         return self.moe.run_experts(rows, handle)
 
     def finish(self, rows: Tensor, kept: dict[str, Tensor], handle: Any) -> Tensor:
-        """Weighting and residual."""
+        """Weight the rows and add the residual."""
         return kept["x"] + self.moe.receive(rows, kept["weights"], None, handle)
 
     def expert_modules(self) -> Sequence[nn.Module]:
-        """What only `experts` calls."""
+        """Return the modules that only `experts` calls."""
         return [self.moe.experts]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """All stages."""
+        """Run all stages."""
         return run_stages(self, x)
 
 
@@ -102,15 +102,15 @@ class Transformer(nn.Module):
         return list(self.layers)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Vectors of tokens."""
+        """Return the embeddings of the tokens."""
         return self.embedding(tokens)
 
     def loss(self, x: Tensor, tokens: Tensor, labels: Tensor, losses: Sequence[Tensor]) -> Tensor:
-        """The mean cross-entropy."""
+        """Return the mean cross-entropy."""
         return weft.models.loss.cross_entropy(self.head(self.norm(x)), labels)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """The loss."""
+        """Return the loss."""
         x = self.embed(tokens)
         for layer in self.layers:
             x, _ = layer(x)
@@ -118,7 +118,7 @@ class Transformer(nn.Module):
 
 
 def by_hand(meshes: weft.Meshes, weights: Sequence[Tensor]) -> Transformer:
-    """The Transformer with those weights, sharded as `weft.models.shard` does."""
+    """Return the Transformer with these weights, sharded like `weft.models.shard` does."""
     net = Transformer(meshes)
     with torch.no_grad():
         for parameter, weight in zip(in_order(net), weights, strict=True):
@@ -132,7 +132,7 @@ def by_hand(meshes: weft.Meshes, weights: Sequence[Tensor]) -> Transformer:
 
 
 def in_order(net: Transformer) -> list[nn.Parameter]:
-    """Its parameters in the order of a `HybridModel`'s."""
+    """Return the model's parameters in the order of those of a `HybridModel`."""
     ordered = [net.embedding.weight]
     for layer in net.layers:
         ordered += [layer.attention_norm.weight, *(each.weight for each in (layer.q, layer.k, layer.v, layer.o))]
@@ -141,18 +141,18 @@ def in_order(net: Transformer) -> list[nn.Parameter]:
 
 
 def hybrid(pattern: str, meshes: weft.Meshes) -> HybridModel:
-    """A model of that pattern, the same weights for the same symbols."""
+    """Return a model of this pattern, with the same weights for the same symbols."""
     torch.manual_seed(0)
     return HybridModel(replace(CONFIG, pattern=pattern), meshes=meshes)
 
 
 def sharded(model: HybridModel, meshes: weft.Meshes) -> HybridModel:
-    """Everything cut over all ranks."""
+    """Shard all parameters over all ranks."""
     return weft.models.shard(model, meshes, runtime=weft.RuntimeOptions(separate_all_gather_group=True))
 
 
 def compare(name: str, sides: dict[str, Any], data: list, rounds: int) -> None:
-    """Check that two models compute the same, measure in turn, and print."""
+    """Check that two models compute the same losses, measure them alternately, and print the ratios."""
     first, second = sides
     losses = [torch.stack(forward_backward(net, data)) for net in sides.values()]
     torch.testing.assert_close(*losses)

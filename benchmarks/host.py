@@ -1,15 +1,15 @@
-"""Host time of sharding itself, per unit and step: many tiny units, where nothing else costs anything.
+"""The host time of sharding, per unit and step, on many tiny units, for which all other costs are negligible.
 
     weft bench host --ranks 1
 
-A step is forward, backward and nothing more; the time of the same layers without sharding is taken off. CPU time of the
-process, which counts what the host has to do and no other process.
+A step is only forward and backward, and the time of the same layers without sharding is subtracted. Times are CPU time
+of the process, so other processes do not count.
 
-The last line is about graphs: the host time of one replayed scope, forward and backward, whose kernels are replaced by
-nothing, beside the operators that an eager call of it launches.
+The last line is about graphs: the host time of one replayed scope, forward and backward, without its kernels, and the
+number of operators that an eager call of the scope launches.
 
-Besides: how many Python functions a steady step of three layers and a root calls, in the files of each side, a number
-that does not depend on the machine.
+The benchmark also counts the Python functions, in the files of each library, that a steady step of three layers and a
+root calls. This number does not depend on the machine.
 """
 
 import os
@@ -37,7 +37,7 @@ FILES = {"weft": (weft.__path__[0],), "FSDP2": (f"{torch.distributed.fsdp.__path
 
 
 def model(fully_shard: Callable | None, units: int = UNITS) -> nn.Module:
-    """Layers of 72 parameters, each its own unit."""
+    """Return layers of 72 parameters, each a separate unit."""
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(units)))
     if fully_shard is not None:
@@ -48,7 +48,7 @@ def model(fully_shard: Callable | None, units: int = UNITS) -> nn.Module:
 
 
 def seconds(net: nn.Module, steps: int) -> float:
-    """CPU seconds of one forward and backward."""
+    """Return the CPU seconds of one forward and backward."""
     rows = torch.ones(2, WIDTH)
     begin = time.process_time()
     for _ in range(steps):
@@ -70,7 +70,7 @@ class Block(nn.Module):
 
 
 def replayed(steps: int) -> tuple[float, int]:
-    """Microseconds of the host per replayed scope, and the operators that it replaces."""
+    """Return the host's microseconds per replayed scope, and the number of operators that the replay replaces."""
     calls = 0
     seconds_of = []
     for scopes in (UNITS, 0):  # what is around them is in both
@@ -90,7 +90,7 @@ def replayed(steps: int) -> tuple[float, int]:
 
 
 def calls(net: nn.Module, files: tuple[str, ...]) -> int:
-    """How many Python functions of `files` one steady forward and backward calls on this thread."""
+    """Count the calls of Python functions of `files` in one steady forward and backward on this thread."""
     rows, found = torch.ones(2, WIDTH), 0
 
     def count(frame: Any, event: str, argument: Any) -> None:
@@ -110,7 +110,7 @@ def calls(net: nn.Module, files: tuple[str, ...]) -> int:
 
 
 def main() -> None:
-    """Measure in turn and print microseconds per unit and step, and the ratio."""
+    """Measure the libraries alternately; print microseconds per unit and step, and the ratio."""
     options = parser(__doc__, rounds=9, steps=10).parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -1,10 +1,10 @@
-"""Whether all-gathers run while reduce-scatters run, with one communicator for both and with one for each.
+"""Do all-gathers overlap with reduce-scatters, with one communicator for both and with one for each?
 
     weft bench lanes --ranks 2 -- --link 4gbit --picture lanes.png      # as root: a link between the ranks
 
-Seconds per step in which each lane moves something, in which both do, and the share of the time of reductions during
-which a gather runs too. One communicator runs its operations one after another, so with one for both that share is 0;
-what a second one changes in the time of a step is the ratio in the last line.
+Prints the seconds per step in which each lane is busy, the seconds in which both are, and the share of the time of
+reductions during which a gather also runs. One communicator runs its operations one after another, so with a single one
+that share is 0. The ratio in the last line shows how a second communicator changes the time of a step.
 """
 
 import argparse
@@ -56,7 +56,7 @@ class Spans(nn.Module):
 
 
 def draw(sides: dict[str, list[Interval]]) -> Draw:
-    """One row per lane, one panel per side, over the same seconds."""
+    """Draw one panel per variant with one row per lane, all on the same time axis."""
 
     def panels(figure: Figure, theme: Theme) -> None:
         colors = dict(zip(LANES, (theme.blue, theme.orange, theme.green)))
@@ -78,7 +78,7 @@ def draw(sides: dict[str, list[Interval]]) -> Draw:
 
 
 def main() -> None:
-    """Measure in turn, print on rank 0, draw the last step of each side."""
+    """Measure both variants alternately; print on rank 0, and draw the last step of each."""
     parser = _report.parser(__doc__, link="4gbit")
     parser.add_argument("--picture", metavar="FILE", type=Path, help="draw one step of each side into this PNG")
     options = parser.parse_args()
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Both sides in turn, one recorded step a round."""
+    """Measure both variants alternately, with one recorded step per round."""
     steps = {}
     for name, separate in (("one communicator", False), ("two communicators", True)):
         runtime = weft.RuntimeOptions(separate_all_gather_group=separate)

@@ -1,9 +1,9 @@
-"""Single layers beside those of transformers, its torch path, of the same sizes: forward and backward.
+"""Forward and backward of single layers, compared with the torch path of the same layers in transformers.
 
     weft bench layers --ranks 1
 
-Mamba-2 (chunked) beside Nemotron-H's, the gated delta net (chunked) beside Qwen3-Next's, the experts beside Mixtral's
-default path. The memory is what autograd keeps from forward to backward.
+Mamba-2 (chunked) is compared with that of Nemotron-H, the gated delta net (chunked) with that of Qwen3-Next, and the
+experts with Mixtral's default path. The memory is what autograd keeps from forward to backward.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ CONFIG = HybridConfig(
 
 
 def theirs() -> dict[str, Callable[[Tensor], Tensor]]:
-    """The layers of transformers, by ours."""
+    """Return the layers of transformers, by the names of weft's."""
     mamba = NemotronHConfig(
         hidden_size=HIDDEN,
         layers_block_type=["linear_attention"],
@@ -73,7 +73,7 @@ def theirs() -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def ours() -> dict[str, Callable[[Tensor], Tensor]]:
-    """Ours, without norm and residual, as theirs."""
+    """Return weft's layers without norm and residual, like those of transformers."""
     layers: Any = HybridModel(CONFIG).decoder.layers
     return {
         "Mamba-2": partial(layers[0].mixer.mix, state=None),
@@ -83,12 +83,12 @@ def ours() -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def step(layer: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    """Forward and backward."""
+    """Run forward and backward."""
     layer(x).sum().backward()
 
 
 def kept(layer: Callable[[Tensor], Tensor], x: Tensor) -> float:
-    """MiB that autograd keeps, each memory once."""
+    """Return the MiB that autograd keeps; storage that several tensors share counts once."""
     sizes: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ def kept(layer: Callable[[Tensor], Tensor], x: Tensor) -> float:
 
 
 def main() -> None:
-    """Measure in turn and print milliseconds per step, the ratio to theirs, and the memory of both."""
+    """Measure both sides alternately; print milliseconds per step, the ratio, and the memory of both."""
     options = parser(__doc__, steps=3).parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)

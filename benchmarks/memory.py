@@ -1,13 +1,14 @@
-"""Peak memory of training, weft beside torch FSDP2: what torch's allocator hands out, byte by byte.
+"""Peak memory of training, weft compared with torch FSDP2: the bytes that torch's allocator hands out.
 
     weft bench memory --ranks 2
     weft bench memory --ranks 4        # HSDP as well
 
-Eight MLP blocks in fp32, one unit each, AdamW; few rows, so that activations, the same on both sides, are small. "peak
-total" is the most that was allocated at once from the construction of the model on, "peak transient" the most within a
-later step less the weights and optimizer state that lie on the rank all the time. Gathered weights, gradients of all
-kinds, weft's planned slabs and activations are in it; what gloo itself allocates is not. The unsharded model is there
-for comparison. weft's bytes do not vary from run to run; FSDP2's do, with when gloo's threads let buffers go.
+The model has eight MLP blocks in fp32, one unit each, and AdamW. It processes few rows, so that activations, which are
+the same on both sides, are small. "peak total" is the maximum that is allocated at once since the construction of the
+model. "peak transient" is the maximum in a later step, minus the weights and optimizer state that are always allocated.
+Both include gathered weights, all gradients, weft's planned slabs and activations, but not what gloo itself allocates.
+The unsharded model is included for comparison. weft's bytes are the same in every run; FSDP2's depend on when gloo's
+threads release buffers.
 """
 
 import argparse
@@ -31,7 +32,7 @@ STEPS = 4
 
 
 def model() -> nn.Sequential:
-    """Eight blocks of 2.1 M parameters."""
+    """Return eight blocks of 2.1 M parameters."""
     torch.manual_seed(0)
     return nn.Sequential(
         *(nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, WIDTH)) for _ in range(BLOCKS))
@@ -39,7 +40,7 @@ def model() -> nn.Sequential:
 
 
 def sharded(fully_shard: Callable[..., Any], **options: Any) -> nn.Module:
-    """One unit per block, the root last."""
+    """Shard each block as one unit, then the root."""
     net = model()
     for block in net:
         fully_shard(block, **options)
@@ -48,7 +49,7 @@ def sharded(fully_shard: Callable[..., Any], **options: Any) -> nn.Module:
 
 
 def strategies() -> dict[str, dict[str, Any]]:
-    """What both sides have, as options of `fully_shard`."""
+    """Return the strategies that both libraries have, as options of `fully_shard`."""
     common: dict[str, dict[str, Any]] = {
         "ZeRO-3": {},
         "weights kept until backward": {"reshard_after_forward": False},
@@ -60,7 +61,7 @@ def strategies() -> dict[str, dict[str, Any]]:
 
 
 def measured(make: Callable[[], nn.Module]) -> dict[str, float]:
-    """MiB at rest, at the peak of a later step beyond that, and at the peak of everything."""
+    """Return the MiB at rest, the additional MiB at the peak of a later step, and the total MiB at the highest peak."""
     gc.collect()
     kept: list[Any] = []
 
@@ -93,7 +94,7 @@ def measured(make: Callable[[], nn.Module]) -> dict[str, float]:
 
 
 def allocations(work: Callable[[], None]) -> list[int]:
-    """What `work` takes from torch's allocator in order, in bytes, and gives back as negative numbers."""
+    """Return the sizes in bytes that `work` allocates with torch's allocator, in order; freed bytes are negative."""
     with torch.profiler.profile(profile_memory=True) as profile:
         work()
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
@@ -101,14 +102,14 @@ def allocations(work: Callable[[], None]) -> list[int]:
 
 
 def storage_bytes(tensors: list[Any]) -> int:
-    """Bytes of the distinct storages behind these tensors' local parts."""
+    """Return the bytes of the distinct storages of these tensors' local parts."""
     local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
     storages = [each.untyped_storage() for each in local if isinstance(each, torch.Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def main() -> None:
-    """Measure every side and print, on rank 0, MiB and ratios."""
+    """Measure all variants; print MiB and ratios on rank 0."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -129,7 +130,7 @@ def main() -> None:
 
 
 def print_side(name: str, numbers: dict[str, float]) -> None:
-    """One line of the table."""
+    """Print one line of the table."""
     say(f"{name:44}{numbers['at rest']:10.1f}{numbers['peak transient']:16.1f}{numbers['peak total']:12.1f}")
 
 

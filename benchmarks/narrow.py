@@ -1,10 +1,10 @@
-"""Weights that are gathered in bf16 beside quantized ones, over a network of limited rate.
+"""Weights that are gathered quantized, compared with bf16, over a network of limited bandwidth.
 
     weft bench narrow --ranks 2 -- --link 400mbit      # as root
 
-Four MLP blocks of 8.4 M parameters with ZeRO-3. A step is four microbatches, whose gathers dominate: gradients are
-reduced once, in bf16. With two ranks at 400 mbit, gathers take 5.4 s of a step in bf16 and the reduction 0.7 s. Bytes,
-memory and the CPU time of a rank are counted in the same run.
+The model has four MLP blocks of 8.4 M parameters, with ZeRO-3. A step has four microbatches, so that gathers dominate:
+gradients are reduced once, in bf16. With two ranks at 400 mbit, the gathers of a step take 5.4 s in bf16, and the
+reduction takes 0.7 s. Bytes, memory and the CPU time of a rank are measured in the same run.
 """
 
 import statistics
@@ -33,7 +33,7 @@ RECIPES = {
 
 
 def sharded(recipe: weft.quantize.Quantization | None) -> nn.Module:
-    """One unit per block."""
+    """Shard each block as one unit."""
     policy = weft.MixedPrecisionPolicy(torch.bfloat16, param_quantization=recipe)
     return _mlp.sharded(
         _mlp.model()[:BLOCKS], lambda module, **root: weft.fully_shard(module, mp_policy=policy, **root)
@@ -41,7 +41,7 @@ def sharded(recipe: weft.quantize.Quantization | None) -> nn.Module:
 
 
 def step_of(net: nn.Module, cpu: list[float]) -> Callable[[], None]:
-    """Four microbatches of this rank and an update; its CPU seconds are appended to `cpu`."""
+    """Return a step of four microbatches and an update; it appends its CPU seconds to `cpu`."""
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     rows = torch.randn(8, _mlp.WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
 
@@ -58,7 +58,7 @@ def step_of(net: nn.Module, cpu: list[float]) -> Callable[[], None]:
 
 
 def main() -> None:
-    """Measure in turn and print, on rank 0, milliseconds, the ratio to bf16, CPU time, bytes and the slab."""
+    """Measure all recipes alternately; print on rank 0 milliseconds, the ratio to bf16, CPU time, bytes and slabs."""
     options = _report.parser(__doc__, rounds=3, steps=1, link="400mbit").parse_args()
     torch.set_num_threads(1)
     with _link.process_group(options.link):

@@ -1,12 +1,12 @@
-"""What training loses with quantized weights: the losses of short runs, by precision and seed.
+"""How quantized weights affect training: the losses of short runs, by precision and seed.
 
     python benchmarks/narrow_runs.py --seeds 10 --steps 100
 
 One process trains a small model of four layers on the source text of the standard library, with the optimizer of
-`configs/stdlib.toml`, and prints the validation loss behind the last step. Another seed has other first weights and
-another order of the data. Ends with the mean difference from bf16 at the same seed, its standard error, how many runs
-lie above the worst of bf16, and what the format alone loses: the relative error (root mean square) of the weights of
-the last run, with the smallest and the largest of its matrices.
+`configs/stdlib.toml`, and prints the validation loss after the last step. Each seed has different initial weights and a
+different order of the data. At the end it prints the mean difference from bf16 at the same seed, its standard error,
+and the number of runs that are worse than the worst of bf16. It also prints the error of the format alone: the relative
+root mean square error of the last run's weights, and of the best and the worst matrix.
 """
 
 import argparse
@@ -44,20 +44,20 @@ CFG = HybridConfig(
 
 
 def text() -> torch.Tensor:
-    """The bytes of the modules of the standard library."""
+    """Return the source text of the standard library's modules, as bytes."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     return torch.frombuffer(bytearray(b"\n".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
 
 
 def batch(source: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels."""
+    """Return tokens and labels."""
     places = torch.randint(0, len(source) - LENGTH - 1, (ROWS,), generator=generator)
     rows = torch.stack([source[place : place + LENGTH + 1] for place in places])
     return rows[:, :-1], rows[:, 1:]
 
 
 def run(recipe: Quantization | None, seed: int, steps: int, source: torch.Tensor) -> tuple[float, HybridModel]:
-    """The validation loss behind the last step, and the model."""
+    """Return the validation loss after the last step, and the model."""
     torch.manual_seed(seed)
     model = HybridModel(CFG)
     policy = weft.MixedPrecisionPolicy(torch.bfloat16, torch.float32, param_quantization=recipe)
@@ -83,7 +83,7 @@ def run(recipe: Quantization | None, seed: int, steps: int, source: torch.Tensor
 
 
 def errors(model: HybridModel, recipe: Quantization) -> list[float]:
-    """The relative error of each weight that the recipe quantizes."""
+    """Return the relative error of each weight that the recipe quantizes."""
     chosen = choose_weights(model, weft.MixedPrecisionPolicy(param_quantization=recipe)).quantize
     assert chosen is not None
     found = []
@@ -96,7 +96,7 @@ def errors(model: HybridModel, recipe: Quantization) -> list[float]:
 
 
 def main() -> None:
-    """Run one after the other, and print a line for each seed and one for each precision."""
+    """Run all precisions and seeds; print a line for each seed and one for each precision."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=10)

@@ -1,10 +1,10 @@
-"""AdamW and clipping on 1,000 small parameters: flat tensors beside DTensors, weft's and FSDP2's.
+"""AdamW and clipping on 1,000 small parameters: weft's flat tensors compared with DTensors of weft and of FSDP2.
 
     weft bench optimizer --ranks 2
 
-50 units of ten linear layers each, 0.5 M parameters in all, so that nothing but the handling of tensors costs time. A
-step is the clipping of the model-wide norm and AdamW; gradients are there already, the same on all sides. FSDP2 has
-the fused and the foreach form of AdamW: the target, 0.3, is for the faster one.
+The model has 50 units of ten linear layers each, 0.5 M parameters in total, so that only the handling of tensors costs
+time. A step clips the norm of the whole model and runs AdamW. The gradients are set beforehand and are the same for all
+variants. FSDP2 is measured with fused and with foreach AdamW; the target of 0.3 applies to the faster one.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ UNITS, LAYERS, WIDTH = 50, 10, 32
 
 
 def trained(fully_shard: Callable) -> nn.Module:
-    """A model with gradients, one unit per ten layers."""
+    """Return a model with gradients, one unit per ten layers."""
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))) for _ in range(UNITS)))
     for unit in net:
@@ -32,7 +32,7 @@ def trained(fully_shard: Callable) -> nn.Module:
 
 
 def flat() -> Callable[[], None]:
-    """weft's flat AdamW and clipping."""
+    """Return a step of weft's flat AdamW and clipping."""
     net = trained(weft.fully_shard)
     optimizer = weft.optim.flat(torch.optim.AdamW, net, lr=1e-4, fused=True)
 
@@ -44,7 +44,7 @@ def flat() -> Callable[[], None]:
 
 
 def per_parameter(fully_shard: Callable, **form: bool) -> Callable[[], None]:
-    """torch's AdamW and clipping on the parameters of a sharded model."""
+    """Return a step of torch's AdamW and clipping on the parameters of a sharded model."""
     net = trained(fully_shard)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, **form)
 
@@ -56,7 +56,8 @@ def per_parameter(fully_shard: Callable, **form: bool) -> Callable[[], None]:
 
 
 def main() -> None:
-    """Measure in turn and print, on rank 0, milliseconds per step and the ratios to weft's."""
+    """Measure all variants alternately; print on rank 0 milliseconds per step, and their ratios to weft's flat
+    optimizer."""
     options = parser(__doc__, steps=5).parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

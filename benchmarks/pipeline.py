@@ -1,17 +1,17 @@
-"""Schedules of a pipeline: weft's beside one another, and beside torch's own of the same model.
+"""Pipeline schedules: weft's, and torch's own on the same model.
 
     weft bench pipeline --ranks 4 -- --device 0.5 --link 30mbit   # as root: a device and a link for each rank
-    weft bench pipeline --ranks 4 -- --pp 4 --device 0.5          # no experts on several ranks: nothing to hide
+    weft bench pipeline --ranks 4 -- --pp 4 --device 0.5          # experts are not spread: no exchange to hide
     weft bench pipeline --ranks 4                                # the cores of this machine, shared by all ranks
 
-Layers of attention and experts, four of eight for each token; `--pp` ranks in a pipeline, with two layers each, and the
-experts spread over the others. A step is forward and backward of all microbatches, nothing sharded or reduced: what is
-compared is who runs when. torch's sides run the very layers of weft's, whose experts exchange tokens inside of their
-forward and backward.
+The model has layers of attention and experts, with four of eight experts per token: two layers on each of the `--pp`
+ranks of a pipeline, and experts spread over the remaining ranks. A step is forward and backward of all microbatches.
+Nothing is sharded or reduced, so only the order of operations differs. torch's schedules run the same layers, whose
+experts exchange tokens inside of their forward and backward.
 
-Idle is the part of a step in which a rank neither computes nor waits inside of a computation for an exchange; exposed,
-the part in which it waits for one; hidden, the part of the exchange beside which it computes. Means over ranks, of one
-more step.
+"Idle" is the share of a step in which a rank neither computes nor waits for an exchange inside a computation. "Exposed"
+is the share in which it waits for an exchange. "Hidden" is the share of the exchange that overlaps with computation.
+They are means over ranks in one additional step.
 """
 
 import argparse
@@ -64,7 +64,7 @@ THEIRS: dict[str, tuple[Any, dict]] = {"torch 1F1B": (Schedule1F1B, {}), "torch 
 
 
 class Chunk(nn.Module):
-    """One stage of a model in stages, as torch's pipelines take it."""
+    """One stage of a staged model, in the form that torch's pipelines take."""
 
     def __init__(self, model: HybridModel, chunk: int) -> None:
         super().__init__()
@@ -98,21 +98,21 @@ class RecordedStage(PipelineStage):
 
 
 def built(meshes: weft.Meshes, how: dict) -> HybridModel:
-    """This rank's stages, with the same weights on every side."""
+    """Return this rank's stages, with the same weights for every schedule."""
     torch.manual_seed(0)
     cfg = dataclasses.replace(CONFIG, pattern=CONFIG.pattern * 2 * meshes.pp.size())
     return HybridModel(cfg, meshes, **how)
 
 
 def our_step(model: HybridModel, data: list, how: dict) -> list[Tensor]:
-    """Forward and backward under one of weft's schedules."""
+    """Return a forward and backward under one of weft's schedules."""
     losses = forward_backward(model, data, **how)
     model.zero_grad()
     return losses
 
 
 def their_step(meshes: weft.Meshes, model: HybridModel, data: list, schedule: Any) -> Callable[[], list[Tensor]]:
-    """Forward and backward under one of torch's schedules, as a function."""
+    """Return a forward and backward under one of torch's schedules."""
     cut: Any = model.cut
     hidden = torch.empty(ROWS, SEQUENCE, CONFIG.hidden_size, requires_grad=True)
     stages = []
@@ -140,7 +140,7 @@ def their_step(meshes: weft.Meshes, model: HybridModel, data: list, schedule: An
 
 
 def sides(meshes: weft.Meshes, data: list) -> dict[str, Callable[[], list[Tensor]]]:
-    """The steps that are measured."""
+    """Return the steps to measure, by name."""
     found: dict[str, Callable[[], list[Tensor]]] = {}
     for name, (switches, how) in OURS.items():
         found[name] = partial(our_step, built(meshes, how), data, switches)
@@ -150,7 +150,8 @@ def sides(meshes: weft.Meshes, data: list) -> dict[str, Callable[[], list[Tensor
 
 
 def shares(intervals: list[Interval], seconds: float) -> list[float]:
-    """Idle, exposed and exchange, parts of a step of so many seconds, and the part of the exchange that is hidden."""
+    """Return the idle share, the exposed share and the exchange's share of a step of this length, and the hidden
+    fraction."""
     computing = busy(intervals, "compute", "wait") - busy(intervals, "wait")
     moving = busy(intervals, "exchange")
     hidden = overlap(intervals, "exchange", "compute", without="wait")
@@ -160,7 +161,7 @@ def shares(intervals: list[Interval], seconds: float) -> list[float]:
 
 
 def recorded(step: Callable[[], object]) -> list[float]:
-    """Shares of one more step, the mean over ranks."""
+    """Return the shares of one additional step, the mean over ranks."""
     dist.barrier()
     with Timeline() as timeline:
         seconds = _report.slowest(step, 1)
@@ -170,7 +171,7 @@ def recorded(step: Callable[[], object]) -> list[float]:
 
 
 def main() -> None:
-    """Measure in turn and print, on rank 0, seconds per step, ratios and shares."""
+    """Measure all schedules alternately; print on rank 0 seconds per step, ratios and shares."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--pp", type=int, default=2, help="ranks of a pipeline (default: 2)")
@@ -184,7 +185,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """All sides in turn."""
+    """Measure all schedules alternately."""
     meshes = weft.init_meshes("cpu", pp=options.pp, ep=dist.get_world_size() // options.pp)
     generator = torch.Generator().manual_seed(meshes.dp_rank)
     shape = (2, ROWS, SEQUENCE)
@@ -206,7 +207,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def report(taken: dict, found: dict) -> None:
-    """What the ranks did with their time."""
+    """Print how the ranks spent their time."""
     print(f"\n{'one more step':24}{'idle':>8}{'exposed':>9}{'exchange':>10}{'hidden':>8}{'1f1b / it':>11}")
     for name, values in found.items():
         ratio = statistics.median(one / it for one, it in zip(taken["weft 1f1b"], taken[name]))

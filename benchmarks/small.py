@@ -1,14 +1,14 @@
-"""Where units are small: a whole step, torch's optimizers and its clipping alone, beside torch FSDP2 and DDP.
+"""Small units: a whole step, and torch's optimizers and clipping alone, compared with torch FSDP2 and DDP.
 
     weft bench small --ranks 2
 
-Two models in which next to nothing is computed: 150 units of eight parameters, and 60 units of two. A step is forward,
-backward, clipping and AdamW. Everything of torch's is as people call it: `torch.optim.AdamW(model.parameters())`.
+Two models with almost no computation: 150 units of eight parameters, and 60 units of two. A step is forward, backward,
+clipping and AdamW. torch's functions are called with their defaults: `torch.optim.AdamW(model.parameters())`.
 
     weft bench small --ranks 2 -- --sweep
 
-The same step for units of 1 KB to 64 MB, each one matrix: where messages are as late as they are long, and where only
-their length counts.
+The same step for units of 1 KB to 64 MB, each a single matrix. For small units the latency of messages dominates, for
+large ones their size.
 """
 
 import statistics
@@ -57,15 +57,15 @@ def sweep(rounds: int, times: int) -> None:
 
 
 def matrix(width: int) -> nn.Linear:
-    """A layer that keeps the size of what it is given: torch's own initial weights shrink it, over 128 layers down to
-    denormal numbers, with which all arithmetic takes several times as long on both sides."""
+    """Return a layer that preserves the scale of its input. torch's default initial weights shrink it, over 128 layers
+    to denormal numbers, with which arithmetic takes several times as long."""
     layer = nn.Linear(width, width, bias=False)
     nn.init.normal_(layer.weight, std=width**-0.5)
     return layer
 
 
 def step_of(net: nn.Module, rows: torch.Tensor) -> Callable[[], object]:
-    """Forward, backward, clipping and AdamW."""
+    """Return a step: forward, backward, clipping and AdamW."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
 
     def step() -> None:
@@ -78,7 +78,7 @@ def step_of(net: nn.Module, rows: torch.Tensor) -> Callable[[], object]:
 
 
 def parts_of(units: int, layers: int, wrap: Callable[[nn.Sequential], nn.Module]) -> dict[str, Callable[[], object]]:
-    """A whole step, and what follows a backward alone, with the gradients that are there."""
+    """Return a whole step, and the optimizers and the clipping alone, on the gradients of an earlier backward."""
     torch.manual_seed(0)
     net = wrap(nn.Sequential(*(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))) for _ in range(units))))
     steps = {name: kind(net.parameters(), lr=1e-4, **form).step for name, (kind, form) in OPTIMIZERS.items()}
@@ -88,7 +88,7 @@ def parts_of(units: int, layers: int, wrap: Callable[[nn.Sequential], nn.Module]
 
 
 def sharded(fully_shard: Callable) -> Callable[[nn.Sequential], nn.Module]:
-    """One unit per block, the root last."""
+    """Shard each block as one unit, then the root."""
 
     def wrap(net: nn.Sequential) -> nn.Module:
         for unit in net:
@@ -99,7 +99,7 @@ def sharded(fully_shard: Callable) -> Callable[[nn.Sequential], nn.Module]:
 
 
 def row(what: str, taken: dict[str, list[float]], width: int = 34) -> str:
-    """Median milliseconds of each side, and weft's ratio to the others."""
+    """Return the median milliseconds of each variant, and weft's ratios to the others."""
     cells = f"{what:{width}}"
     for side, values in taken.items():
         cells += f"{1e3 * statistics.median(values):10.2f}"
@@ -109,7 +109,7 @@ def row(what: str, taken: dict[str, list[float]], width: int = 34) -> str:
 
 
 def main() -> None:
-    """Measure in turn and print, on rank 0, median milliseconds and the ratios of weft's to each."""
+    """Measure all variants alternately; print on rank 0 median milliseconds and weft's ratio to each."""
     arguments = parser(__doc__, steps=3)
     arguments.add_argument("--sweep", action="store_true", help="units of 1 KB to 64 MB")
     options = arguments.parse_args()

@@ -1,4 +1,4 @@
-"""A training loop of Accelerate's, sharded by its FSDP2 plugin, with weft in place of torch's FSDP2.
+"""A training loop with Accelerate, sharded by its FSDP2 plugin, with weft in place of torch's FSDP2.
 
 torchrun --nproc-per-node 2 examples/accelerate_loop.py [--torch]
 """
@@ -18,7 +18,7 @@ import weft
 
 
 class Block(nn.Module):
-    """A layer that is one unit."""
+    """A layer that becomes one unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def main() -> None:
     assert all(isinstance(each, DTensor) for each in model.parameters())
 
     def epoch() -> list[str]:
-        """Losses over all processes and norms of four steps, of two microbatches each."""
+        """Train four steps of two microbatches each; return losses over all processes, and norms."""
         lines, mean = [], torch.zeros(())
         for (row,) in loader:
             with accelerator.accumulate(model):

@@ -1,10 +1,10 @@
-"""Make what a fine-tuning starts from: a small model as releases look, conversations, and a configuration.
+"""Writes the inputs of a fine-tuning: a small model in the format of a release, conversations, and a configuration.
 
     python examples/chat_model.py runs/chat          # model/, talks.jsonl, chat.toml
     weft train runs/chat/chat.toml --ranks 2         # fine-tunes the model on the conversations
-    weft chat runs/chat/runs/chat                    # answers, each line of input a message
+    weft chat runs/chat/runs/chat                    # answers; each line of input is a message
 
-`make chat` does all of it.
+`make chat` runs all three commands.
 """
 
 import json

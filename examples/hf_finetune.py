@@ -1,4 +1,4 @@
-"""A Hugging Face model fine-tuned in the loop of `weft train`; with --resume it goes on where it was.
+"""Fine-tunes a Hugging Face model with weft's trainer; `--resume` resumes the newest run.
 
 torchrun --nproc-per-node 2 examples/hf_finetune.py
 """
@@ -22,7 +22,7 @@ CONFIG = LlamaConfig(
 
 
 def make_model():
-    """Random weights here; `from_pretrained` in its place starts from a trained model."""
+    """Return a model with random weights; use `from_pretrained` instead to start from a trained model."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG)
     model.model.embed_tokens.requires_grad_(False)  # what is frozen stays as it is, and takes no optimizer state
@@ -36,7 +36,7 @@ def shard(model, **options):
 
 
 def sentences(rank, ranks):
-    """This rank's microbatches, as a tokenizer gives them."""
+    """Return this rank's microbatches, in the form that a tokenizer returns."""
     tokens = torch.randint(CONFIG.vocab_size, (16, 4, 33), generator=torch.Generator().manual_seed(rank))
     return [{"input_ids": batch, "labels": batch} for batch in tokens]
 

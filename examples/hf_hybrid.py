@@ -1,4 +1,4 @@
-"""A Hugging Face directory, trained sharded with its experts overlapped, and written back.
+"""Loads a Hugging Face directory, trains the model sharded with overlapped experts, and saves it again.
 
 torchrun --nproc-per-node 2 examples/hf_hybrid.py SOURCE TARGET
 """

@@ -26,19 +26,20 @@ CONFIG = LlamaConfig(
 
 
 def make_model(seed: int, device: torch.device) -> LlamaForCausalLM:
-    """Random weights, the same on every rank. `from_pretrained` in its place starts from a trained model."""
+    """Return a model with random weights, the same on every rank; use `from_pretrained` instead to start from a trained
+    model."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(CONFIG).to(device)
 
 
 def make_batch(sequences: int, device: torch.device) -> torch.Tensor:
-    """Random tokens `[sequences, 33]`, the same on every rank: something to learn by heart."""
+    """Return random tokens `[sequences, 33]`, the same on every rank and in every step, for the model to memorise."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(CONFIG.vocab_size, (sequences, 33), generator=generator).to(device)
 
 
 def shard(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """One unit per decoder layer; the root holds the embedding, the final norm and the head."""
+    """Shard each decoder layer as one unit; the root unit has the embedding, the final norm and the head."""
     for layer in model.model.layers:
         weft.fully_shard(layer)
     return weft.fully_shard(model)
@@ -49,7 +50,7 @@ def make_optimizer(model: LlamaForCausalLM) -> torch.optim.Optimizer:
 
 
 def train_step(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> torch.Tensor:
-    """One step on this rank's sequences; returns their mean loss before it."""
+    """Run one step on this rank's sequences; return their mean loss before the update."""
     loss = model(tokens, labels=tokens).loss
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,4 +1,4 @@
-"""LoRA by `peft` on a frozen Hugging Face model, in the loop of `weft train`; with --resume it goes on where it was.
+"""Trains LoRA adapters (`peft`) on a frozen Hugging Face model with weft's trainer; `--resume` resumes the newest run.
 
 torchrun --nproc-per-node 2 examples/hf_lora.py
 """
@@ -19,7 +19,7 @@ CONFIG = LlamaConfig(vocab_size=128, **SIZES)
 
 
 def adapted():
-    """Random weights here; `from_pretrained` in their place adapts a trained model."""
+    """Return a model with random weights and adapters; use `from_pretrained` instead to adapt a trained model."""
     torch.manual_seed(0)
     return get_peft_model(LlamaForCausalLM(CONFIG), LoraConfig(r=8, target_modules="all-linear"))
 
@@ -31,13 +31,13 @@ def shard(model, **options):
 
 
 def sentences(rank, ranks):
-    """This rank's microbatches, as a tokenizer gives them: counting, from any number on."""
+    """Return this rank's microbatches, in the form that a tokenizer returns: numbers that count up."""
     starts = torch.randint(CONFIG.vocab_size, (16, 4, 1), generator=torch.Generator().manual_seed(rank))
     return [{"input_ids": batch, "labels": batch} for batch in (starts + torch.arange(33)) % CONFIG.vocab_size]
 
 
 def save_adapter(trainer, numbers):
-    """Adapters alone, for `PeftModel.from_pretrained(base, "adapter")`."""
+    """Save only the adapters, for `PeftModel.from_pretrained(base, "adapter")`."""
     weights = get_model_state_dict(trainer.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:
         trainer.model.save_pretrained(trainer.run_place.directory / "adapter", state_dict=weights)

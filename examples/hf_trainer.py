@@ -41,7 +41,7 @@ class Tokens(Dataset):
 
 
 def trainer(folder: str, steps: int) -> transformers.Trainer:
-    """A new model in a new Trainer, whose options are all that says how it is sharded."""
+    """Return a Trainer with a new model; only its options determine how the model is sharded."""
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
     options = transformers.TrainingArguments(
@@ -72,7 +72,7 @@ def trainer(folder: str, steps: int) -> transformers.Trainer:
 
 
 def numbers(done: transformers.Trainer) -> list[str]:
-    """What it has logged: losses and norms, and losses of evaluations."""
+    """Return the losses, norms and evaluation losses that it has logged."""
     lines = []
     for log in done.state.log_history:
         if "grad_norm" in log:

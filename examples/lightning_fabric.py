@@ -1,4 +1,4 @@
-"""Lightning's ModelParallelStrategy around a script for torch's FSDP2, with weft in its place.
+"""A script for torch's FSDP2 with Lightning Fabric's ModelParallelStrategy, run with weft in its place.
 
 torchrun --nproc-per-node 2 examples/lightning_fabric.py [--torch]
 """
@@ -17,7 +17,7 @@ import weft
 
 
 def parallelize(model: nn.Module, device_mesh) -> nn.Module:
-    """What one writes for FSDP2."""
+    """Shard the model with the code that one writes for FSDP2."""
     for layer in model:
         fsdp.fully_shard(layer, mesh=device_mesh["data_parallel"])
     return fsdp.fully_shard(model, mesh=device_mesh["data_parallel"])

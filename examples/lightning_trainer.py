@@ -1,4 +1,4 @@
-"""Lightning's Trainer with ModelParallelStrategy and a module written for torch's FSDP2, with weft in its place.
+"""A module for torch's FSDP2 with Lightning's Trainer and ModelParallelStrategy, run with weft in its place.
 
 torchrun --nproc-per-node 2 examples/lightning_trainer.py [--torch]
 """
@@ -20,7 +20,7 @@ import weft
 
 
 class Regression(lightning.LightningModule):
-    """What one writes for FSDP2: the model is built, and sharded, in `configure_model`."""
+    """A module written for FSDP2: `configure_model` builds and shards the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Regression(lightning.LightningModule):
 
 
 def fit(folder: Path, resume: Path | None = None) -> Regression:
-    """A new module, trained by a new Trainer for two epochs of two steps, which saves after each."""
+    """Train a new module with a new Trainer for two epochs of two steps; save after each epoch."""
     rows = torch.randn(16, 5, generator=torch.Generator().manual_seed(1))
     trainer = lightning.Trainer(
         accelerator="cpu",

@@ -47,7 +47,7 @@ CHECKPOINTING = {"full": FullAC.Config, "selective": SelectiveAC.Config}
 
 
 def dense(q: Any, k: Any, v: Any, *, scale: float, enable_gqa: bool, **options: Any) -> tuple[torch.Tensor, None]:
-    """In place of FlexAttention, which has no backward on CPU."""
+    """Replaces FlexAttention, which has no backward on CPU."""
     return torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa
     ), None
@@ -57,7 +57,7 @@ FlexAttention._compiled_flex_attn = staticmethod(dense)
 
 
 class State:
-    """The step, as torchtitan's trainer saves it."""
+    """The step, in the form in which torchtitan's trainer saves it."""
 
     step = 0
 
@@ -69,7 +69,7 @@ class State:
 
 
 def configured(config: Any, options: argparse.Namespace) -> tuple[Any, ParallelDims]:
-    """torchtitan's debug configuration, in fp32, and the meshes of these ranks."""
+    """Return torchtitan's debug configuration in fp32, and the meshes of these ranks."""
     config.training = TrainingConfig(
         local_batch_size=ROWS, seq_len=SEQUENCE, steps=STEPS, mixed_precision_param="float32", disable_cuda_graphs=True
     )
@@ -95,7 +95,7 @@ def configured(config: Any, options: argparse.Namespace) -> tuple[Any, ParallelD
 
 
 def built(config: Any, dims: ParallelDims) -> torch.nn.Module:
-    """The debug model, parallelized on the meta device, then filled by its own `init_weights`."""
+    """Return the debug model, parallelized on the meta device and then filled by its own `init_weights`."""
     with torch.device("meta"):
         model = config.model_spec.model.build()
     config.model_spec.parallelize_fn(
@@ -121,13 +121,14 @@ def built(config: Any, dims: ParallelDims) -> torch.nn.Module:
 
 
 def exact_norm(model: torch.nn.Module) -> float:
-    """The gradients' norm in double precision; the float32 one of the CPU depends on how long the parts are."""
+    """Return the norm of the gradients in double precision. The float32 norm on CPU depends on the lengths of the
+    parts."""
     gradients = (parameter.grad.full_tensor() for parameter in model.parameters())
     return float(sum(gradient.double().square().sum() for gradient in gradients)) ** 0.5
 
 
 def train(config: Any, options: argparse.Namespace) -> None:
-    """A few steps, as torchtitan's trainer takes them; prints the loss and the norm of each."""
+    """Train a few steps like torchtitan's trainer; print the loss and the norm of each."""
     config, dims = configured(config, options)
     model = built(config, dims)
     loss_of = config.loss.build(compile_config=config.compile)
@@ -176,7 +177,7 @@ def train(config: Any, options: argparse.Namespace) -> None:
 
 
 def run(model: str) -> None:
-    """Train torchtitan's debug model of this name, as the command line says."""
+    """Train torchtitan's debug model of this name with the options of the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--torch", action="store_true", help="leave torch's FSDP2 in place")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")

@@ -1,4 +1,4 @@
-"""A small vision transformer learns shapes in the loop of `weft train`; with --resume it goes on where it was.
+"""Trains a small vision transformer to classify shapes with weft's trainer; `--resume` resumes the newest run.
 
 torchrun --nproc-per-node 2 examples/vision.py
 """
@@ -13,7 +13,7 @@ from weft.train import Trainer
 
 
 class Classifier(nn.Module):
-    """Images [batch, 16, 16] as 16 patches, to one of three shapes."""
+    """Classifies images [batch, 16, 16], cut into 16 patches, as one of three shapes."""
 
     def __init__(self):
         super().__init__()
@@ -29,7 +29,7 @@ class Classifier(nn.Module):
 
 
 def images(rank, ranks, steps=64, seed=0):
-    """This rank's microbatches: images of a square, a cross or a ring in noise, and which it is."""
+    """Return this rank's microbatches: noisy images of a square, a cross or a ring, and the label of each."""
     generator = torch.Generator().manual_seed(seed * ranks + rank)
     square, cross, ring = torch.ones(5, 5), torch.eye(5).maximum(torch.eye(5).flip(0)), torch.ones(5, 5)
     ring[1:4, 1:4] = 0

@@ -34,21 +34,22 @@ def plain(steps):
         return nn.Sequential(layers[0], nn.GELU(), layers[1], nn.GELU(), layers[2])
 
     torch.manual_seed(0)
-    maker, judge = network(names["NOISE"], 2), network(2, 1)
-    of_maker = torch.optim.AdamW(maker.parameters(), lr=1e-3, betas=(0.5, 0.9))
-    of_judge = torch.optim.AdamW(judge.parameters(), lr=2e-3, betas=(0.5, 0.9))
+    generator, discriminator = network(names["NOISE"], 2), network(2, 1)
+    optimizer_g = torch.optim.AdamW(generator.parameters(), lr=1e-3, betas=(0.5, 0.9))
+    optimizer_d = torch.optim.AdamW(discriminator.parameters(), lr=2e-3, betas=(0.5, 0.9))
     for step in range(1, steps + 1):
-        true, made = judge(names["real"](step, 0, 1)), judge(maker(names["noise"](step, 0, 0, 1)).detach())
-        judge_loss = cross_entropy(true, torch.ones_like(true)) + cross_entropy(made, torch.zeros_like(made))
-        of_judge.zero_grad()
-        judge_loss.backward()
-        of_judge.step()
-        made = judge(maker(names["noise"](step, 1, 0, 1)))
-        maker_loss = cross_entropy(made, torch.ones_like(made))
-        of_maker.zero_grad()
-        maker_loss.backward()
-        of_maker.step()
-    return [judge_loss.item(), maker_loss.item()]
+        true = discriminator(names["real"](step, 0, 1))
+        fake = discriminator(generator(names["noise"](step, 0, 0, 1)).detach())
+        loss_d = cross_entropy(true, torch.ones_like(true)) + cross_entropy(fake, torch.zeros_like(fake))
+        optimizer_d.zero_grad()
+        loss_d.backward()
+        optimizer_d.step()
+        fake = discriminator(generator(names["noise"](step, 1, 0, 1)))
+        loss_g = cross_entropy(fake, torch.ones_like(fake))
+        optimizer_g.zero_grad()
+        loss_g.backward()
+        optimizer_g.step()
+    return [loss_d.item(), loss_g.item()]
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ SCALED = "fsdp/test_scaled.py::"
 MUTATIONS = [
     # --- tensor parallelism -------------------------------------------------------------------------------------------
     Mutation(
-        "the gradient of what is whole is not summed",
+        "the partial gradient of a whole parameter is not summed over ranks",
         "_Whole.backward",
         "reduce_now(wide, dist.ReduceOp.SUM, ctx.group, 'a gradient of tensor-parallel ranks')",
         "",
@@ -16,7 +16,7 @@ MUTATIONS = [
     ),
     # --- what methods say ---------------------------------------------------------------------------------------------
     Mutation(
-        "what a method sets before the root is sharded is lost",
+        "options that methods set before the root is sharded are lost",
         "UnitDriver.come_under",
         "around.options = around.options.joined(self._asked or RuntimeOptions(), changed)",
         "del changed",
@@ -24,14 +24,14 @@ MUTATIONS = [
     ),
     # --- what changes between passes ----------------------------------------------------------------------------------
     Mutation(
-        "a first backward does not look for a forgotten root",
+        "the first backward does not check for a forgotten root",
         "explaining.explained",
         "first_backwards and not inputs",
         "False",
         MEMBERSHIP + "test_a_root_that_was_forgotten_is_named_at_the_first_backward_and_can_be_sharded_then[2]",
     ),
     Mutation(
-        "what is registered follows every holder",
+        "every holder registers the full parameters",
         "Unit._let_go",
         "if each.computes or is_users(each): ...",
         "...",
@@ -39,14 +39,14 @@ MUTATIONS = [
     ),
     # --- optimizers over many small parameters ------------------------------------------------------------------------
     Mutation(
-        "torch's clipping takes the norm of DTensors, one for each gradient",
+        "torch's clipping computes a DTensor norm for each gradient",
         "PATCHES",
         "Patch('nn.utils.clip_grad', '_get_total_norm', norm_at_once)",
         "Patch('nn.utils.clip_grad', '_get_total_norm', lambda theirs: theirs)",
         "dtensor/test_dtensor.py::test_clipping_asks_the_other_ranks_for_one_number_and_computes_with_plain_tensors",
     ),
     Mutation(
-        "torch's clipping multiplies DTensors",
+        "torch's clipping multiplies DTensors instead of local parts",
         "PATCHES",
         "Patch('nn.utils.clip_grad', '_clip_grads_with_norm_', clipping_at_once)",
         "Patch('nn.utils.clip_grad', '_clip_grads_with_norm_', lambda theirs: theirs)",
@@ -54,35 +54,35 @@ MUTATIONS = [
     ),
     # --- when things run ----------------------------------------------------------------------------------------------
     Mutation(
-        "a gather is waited for at once",
+        "the host waits for a gather immediately",
         "Unit._gather",
         "self._tickets.append(ticket)",
         "self._tickets.append(ticket) or ticket.wait()",
         ORDER + "test_a_unit_is_gathered_while_the_one_before_it_computes[2-optim]",
     ),
     Mutation(
-        "a recomputation lets the weights go",
+        "a recomputation frees the weights",
         "HookDriver._leave",
         "recomputing or not self._reshards()",
         "not self._reshards()",
         ORDER + "test_recomputation_gathers_nothing_twice[2-reentrant]",
     ),
     Mutation(
-        "an outer gather is waited for before the inner one",
+        "the host waits for the outer gather before the inner one",
         "ParameterGroup.gather",
         "after=refreshing",
         "after=refreshing and refreshing.wait()",
-        ORDER + "test_outer_gathers_are_under_way_while_the_unit_before_computes_and_nobody_waits_for_them[4]",
+        ORDER + "test_outer_gathers_run_while_the_previous_unit_computes_without_a_wait[4]",
     ),
     Mutation(
-        "an inner reduction is waited for before the outer one",
+        "the host waits for the inner reduction before the outer one",
         "GroupGradients.reduce",
         "after=ticket",
         "after=ticket and ticket.wait()",
-        ORDER + "test_outer_reductions_follow_the_inner_ones_and_nobody_waits_in_between[4-no_shard]",
+        ORDER + "test_outer_reductions_follow_the_inner_ones_without_a_wait_between_them[4-no_shard]",
     ),
     Mutation(
-        "gathers share the communicator of reductions",
+        "gathers use the communicator of reductions",
         "Channels.of_gathers",
         "_twins[group] if self.separate else group",
         "group",
@@ -90,14 +90,14 @@ MUTATIONS = [
     ),
     # --- lanes and memory ---------------------------------------------------------------------------------------------
     Mutation(
-        "a unit computes before its weights have come",
+        "a unit computes before its weights have arrived",
         "Unit._wait",
         "ticket.wait()",
         "",
         ORDER + "test_a_unit_is_gathered_while_the_one_before_it_computes[2-optim_grads]",
     ),
     Mutation(
-        "staging is not given back",
+        "staging memory is not freed",
         "Plain.open",
         "self.staging.give()",
         "",
@@ -113,28 +113,28 @@ MUTATIONS = [
     ),
     # --- the order of streams, where there are some -------------------------------------------------------------------
     Mutation(
-        "a unit's gather is not awaited",
+        "computation does not wait for a unit's gather",
         "Unit._wait",
         "for ticket in tickets: ...",
         "",
         STREAMS + "test_a_steady_step_has_no_wait_of_the_host[2-optim_grads_params-False]",
     ),
     Mutation(
-        "weights that are updated are not awaited",
+        "computation does not wait for the update of model weights",
         "ParameterGroup.await_refresh",
         "with torch.no_grad(): ...\nself.payload.open(self.full.local)",
         "self.payload.open(self.full.local)",
         STREAMS + "test_weights_that_come_for_a_unit_that_does_not_run_are_awaited[2]",
     ),
     Mutation(
-        "weights in memory of the host change while they are uploaded",
+        "weights in host memory change during their upload",
         "ParameterGroup.finish_upload",
         "upload.synchronize()",
         "",
         STREAMS + "test_weights_in_memory_of_the_host_may_be_written_after_an_evaluation[2-optim_grads_params]",
     ),
     Mutation(
-        "uploads of weights that stay are in no list",
+        "uploads of resident weights are not tracked",
         "ParameterGroup.refresh",
         "run = self._upload = lane.run(collectives.alone, fill, after=run)",
         "run = lane.run(collectives.alone, fill, after=run)",
@@ -142,7 +142,7 @@ MUTATIONS = [
     ),
     # --- what the ranks agree on --------------------------------------------------------------------------------------
     Mutation(
-        "a torch that lacks a name is patched in part",
+        "a torch version that lacks a name is partly patched",
         "apply",
         "if missing: ...",
         "if False: ...",
@@ -150,14 +150,14 @@ MUTATIONS = [
     ),
     # --- weights ------------------------------------------------------------------------------------------------------
     Mutation(
-        "weights that are gone can be read",
+        "freed weights can be read",
         "FullParameters.leave",
         "(self._gone,) * len(self._parameters)",
         "(self._version,) * len(self._parameters)",
         SEAMS + "test_entries.py::test_a_tensor_that_leaves_a_unit_around_its_output[2-alone-as an attribute]",
     ),
     Mutation(
-        "parameters that are gone look like others",
+        "freed parameters keep their class",
         "FullParameters.leave",
         "parameter.__class__ = _subclass(_Gone, here)",
         "",
@@ -165,21 +165,21 @@ MUTATIONS = [
         + "test_users.py::test_a_parameter_that_was_taken_under_unshard_is_read_after_reshard[2-optim_grads_params]",
     ),
     Mutation(
-        "a write to a copy is lost",
+        "a write to a gathered copy is silently lost",
         "FullParameters._written",
         "map(_version_of, self._parameters) if self._copies else ()",
         "()",
         SEAMS + "test_users.py::test_weights_that_forward_itself_writes[2-optim_grads_params-clamp]",
     ),
     Mutation(
-        "a write to a copy is forgotten where a pass begins",
+        "the beginning of a pass hides a write to a gathered copy",
         "Unit.sync_versions",
         "group.fulls.check_unwritten()",
         "",
         SEAMS + "test_users.py::test_weights_that_are_written_under_the_users_unshard[2-optim_grads_params-a pass]",
     ),
     Mutation(
-        "autograd is not told of writes to weights that stay",
+        "autograd does not see writes to resident weights",
         "FullParameters.come",
         "if moved: ...\nelse: ...",
         "if False: ...\nelse: ...",
@@ -187,35 +187,35 @@ MUTATIONS = [
         + "test_users.py::test_a_backward_through_weights_that_a_step_has_changed_raises_as_in_one_process[2-optim]",
     ),
     Mutation(
-        "what is frozen before a backward gets gradients",
+        "parameters frozen before a backward get gradients",
         "GroupGradients.pack",
         "not each.sharded.requires_grad",
         "False",
         SEAMS + "test_users.py::test_parameters_that_are_frozen_between_forward_and_backward[2-optim]",
     ),
     Mutation(
-        "frozen weights keep their main weights beside the payload",
+        "frozen quantized weights also keep their main weights",
         "payload_only_of",
         "group.trainable or group.offload is not None or not group.layout.data_numel",
         "True or group.offload is not None or not group.layout.data_numel",
         "fsdp/test_payload_only.py::test_adapters_train_on_a_base_whose_payload_alone_is_kept[2]",
     ),
     Mutation(
-        "weights with two copies are kept as payload alone",
+        "weights with two copies are kept as payload only",
         "payload_only_of",
         "stays or not isinstance(group.payload, Narrow) or group.payload.copies > 1",
         "stays or not isinstance(group.payload, Narrow)",
         "fsdp/test_payload_only.py::test_two_copies_and_main_weights_in_cpu_memory_keep_exact_values[2]",
     ),
     Mutation(
-        "memory that numpy has shared is not replaced",
+        "memory shared with NumPy is not replaced",
         "PayloadOnly.let_go",
         "not self.storage.resizable()",
         "False",
         "fsdp/test_payload_only.py::test_main_weights_stay_while_other_code_has_their_memory[2]",
     ),
     Mutation(
-        "a second backward reads where its weights were before they moved",
+        "a second backward reads the old address of moved weights",
         "ForwardCall.begin",
         "unit.moves != self._moves",
         "False",
@@ -223,21 +223,21 @@ MUTATIONS = [
         "test_a_backward_through_the_rest_of_a_graph_finds_weights_where_they_were_or_says_that_they_moved[2-trace]",
     ),
     Mutation(
-        "a user's hold is evicted after a failed pass",
+        "weights that the user holds are freed after a failed pass",
         "Unit.drop_holders",
         "[each for each in self.holders if not is_users(each)]",
         "list(self.holders)",
         SEAMS + "test_holds.py::test_a_users_unshard_outlives_a_pass_that_fails[2]",
     ),
     Mutation(
-        "a parameter that two units share is held by one",
+        "a shared parameter is held by one of its units only",
         "Members.register",
         "unit.tied.setdefault(record.unit, mine.name)",
         "",
         "fsdp/test_behaviour.py::test_parameters_tied_across_units_stay_tied[2-optim_grads_params]",
     ),
     Mutation(
-        "replicas are not made equal",
+        "replicas do not receive the first replica's values",
         "Members.register",
         "equalize(group)",
         "",
@@ -245,56 +245,56 @@ MUTATIONS = [
     ),
     # --- narrow weights -----------------------------------------------------------------------------------------------
     Mutation(
-        "main weights are quantized as they are",
+        "main weights are quantized without the cast to the compute dtype",
         "Narrow.__init__",
         "dataclasses.replace(recipe, via=compute) if casts else recipe",
         "recipe",
         NARROW + "test_bytes_are_those_of_the_whole_weight[2]",
     ),
     Mutation(
-        "cuts go through blocks",
+        "cuts divide blocks",
         "cutting_of",
         "math.lcm(step, recipe.cut_between(shape))",
         "step",
         NARROW + "test_bytes_are_those_of_the_whole_weight[2]",
     ),
     Mutation(
-        "the memory of what came quantized is kept",
+        "the memory of gathered quantized bytes is not freed",
         "Narrow.open",
         "self.staging.give()",
         "",
         NARROW_BYTES,
     ),
     Mutation(
-        "small quantized units travel by themselves",
+        "small quantized units are not bundled",
         "ParameterGroup.fits_buckets",
         "self.payload.refreshes and self.plan.moves and not self.refreshed_bytes",
         "False",
         "fsdp/test_mixed_bundles.py::test_small_quantized_units_share_one_message_and_compute_the_same[2]",
     ),
     Mutation(
-        "a bundle sends the quantized weights of the last step",
+        "a bundle sends stale quantized weights",
         "ParameterGroup.bundled",
         "self.refresh(channels)",
         "",
         "fsdp/test_mixed_bundles.py::test_a_rank_whose_pass_is_one_without_some_quantized_units_sends_those_of_after_its_last_step[2-262144]",
     ),
     Mutation(
-        "a quantized weight takes the scales of another one",
+        "a quantized weight uses the scales of another weight",
         "Narrow.operand",
         "self._scales_at[number]",
         "self._scales_at[0]",
         SCALED + "test_a_step_of_scaled_products_equals_one_process[2]",
     ),
     Mutation(
-        "a backward multiplies the copy of forward",
+        "backward multiplies forward's copy",
         "_operand",
         "len(group.copies) > 1 and group.copy != backward",
         "False",
         COPIES + "test_a_part_of_a_unit_may_be_recomputed_in_its_backward[2]",
     ),
     Mutation(
-        "a rank sends the copy of forward to those that ask for the other",
+        "a rank sends forward's copy to ranks that need backward's",
         "ParameterGroup.serve",
         "self.copies[copy]",
         "self.copies[0]",
@@ -308,7 +308,7 @@ MUTATIONS = [
         SCALED + "test_transposed_codes_are_kept_beside_the_others_and_change_nothing_else[2]",
     ),
     Mutation(
-        "codes are read without their scales",
+        "operators read quantized codes without scales",
         "Scaled.__torch_function__",
         "name in _READS_NO_VALUES or attribute in _READS_NO_VALUES",
         "True",
@@ -316,7 +316,7 @@ MUTATIONS = [
     ),
     # --- gradients ----------------------------------------------------------------------------------------------------
     Mutation(
-        "gradients are summed and not averaged",
+        "gradients are summed instead of averaged",
         "Unit.scale_of",
         "1 / (group.ranks * (self._divide_factor or 1))",
         "1.0",
@@ -330,28 +330,28 @@ MUTATIONS = [
         "fsdp/test_behaviour.py::test_gradient_divide_factors_replace_or_follow_the_average[2]",
     ),
     Mutation(
-        "a unit that forces sums has averages by the backend",
+        "a unit that forces sums lets the backend average",
         "GroupGradients.reduce",
         "sum_only=self.sums_only",
         "sum_only=False",
         "fsdp/test_habits.py::test_a_unit_that_forces_sums_asks_the_backend_for_no_average[2]",
     ),
     Mutation(
-        "the outer axis is not reduced over",
+        "gradients are not reduced over the outer axis",
         "GroupGradients.reduce",
         "finishes or len(self._stages) == 1",
         "len(self._stages) == 1",
         ORDER + "test_the_outer_axis_is_reduced_over_once_in_a_step[4-no_shard]",
     ),
     Mutation(
-        "a further microbatch overwrites the gradients",
+        "a later microbatch overwrites the gradients",
         "GroupGradients.pack",
         "more if state.filled else new",
         "new",
         "fsdp/test_behaviour.py::test_gradients_accumulate_with_and_without_synchronisation[2-optim]",
     ),
     Mutation(
-        "memory of gradients is reused while it is held",
+        "memory of gradients is reused while the user holds them",
         "MainGradients._exclusive",
         "old is None or self._is_held(dropped) or (renewed and dropped and self._is_viewed())",
         "old is None",
@@ -364,10 +364,10 @@ MUTATIONS = [
         "mine.add_(theirs)",
         "",
         SEAMS + "test_gradient_owner.py::"
-        "test_a_penalty_on_sharded_parameters_computed_beside_the_forward[2-optim-1-before]",
+        "test_a_penalty_on_sharded_parameters_computed_outside_the_forward[2-optim-1-before]",
     ),
     Mutation(
-        "zero_grad forgets the sharded parameters",
+        "zero_grad skips the sharded parameters",
         "FSDPModule.zero_grad",
         "units_under(self)",
         "()",
@@ -375,7 +375,7 @@ MUTATIONS = [
     ),
     # --- passes and calls ---------------------------------------------------------------------------------------------
     Mutation(
-        "fully_shard does not look at its mesh",
+        "fully_shard does not check its mesh",
         "Request.__init__",
         "mesh is not None and not isinstance(mesh, DeviceMesh)",
         "False",
@@ -383,7 +383,7 @@ MUTATIONS = [
     ),
     # --- models -------------------------------------------------------------------------------------------------------
     Mutation(
-        "decays are rounded like other weights",
+        "decays are cast like other weights",
         "recipe_of",
         "keeps_dtype(parameter)",
         "False",
@@ -391,14 +391,14 @@ MUTATIONS = [
     ),
     # --- schedules of pipelines ---------------------------------------------------------------------------------------
     Mutation(
-        "an optimizer from before fully_shard trains nothing and says nothing",
+        "an optimizer built before fully_shard silently trains nothing",
         "Original.__torch_function__",
         "attribute == 'grad' or _WRITES.fullmatch(name)",
         "_WRITES.fullmatch(name)",
-        "fsdp/test_originals.py::test_an_optimizer_that_was_built_before_sharding_says_so_at_its_first_use[2]",
+        "fsdp/test_originals.py::test_an_optimizer_that_was_built_before_sharding_raises_at_its_first_use[2]",
     ),
     Mutation(
-        "a write to what went is not noticed",
+        "a write to freed weights is not detected",
         "FullParameters.come",
         "self._written() if from_gone else []",
         "[]",
@@ -406,26 +406,26 @@ MUTATIONS = [
     ),
     # --- by which way a backward comes in -----------------------------------------------------------------------------
     Mutation(
-        "a backward without a hook leaves its gradients on each rank",
+        "a backward that runs no hook leaves its gradients unreduced",
         "explaining.explained",
         "settle()",
         "",
-        WAYS_IN + "test_a_backward_is_noticed_by_whatever_tensor_it_comes_in[2-False-optim_grads_params]",
+        WAYS_IN + "test_a_backward_is_noticed_whichever_tensor_it_starts_from[2-False-optim_grads_params]",
     ),
     Mutation(
-        "an output that was written to is not followed to its base",
+        "an output that was written to is not traced to its base",
         "HookDriver._marked_output",
         "base.register_hook(self._call.begin_inside)",
         "",
-        WAYS_IN + "test_a_backward_is_noticed_by_whatever_tensor_it_comes_in[2-True-optim_grads_params]",
+        WAYS_IN + "test_a_backward_is_noticed_whichever_tensor_it_starts_from[2-True-optim_grads_params]",
     ),
     # --- in the place of torch's FSDP2 --------------------------------------------------------------------------------
     Mutation(
-        "an assigned state dict takes the parameter's place",
+        "an assigned state dict replaces the sharded parameter",
         "_copy_assigned",
         "state_dict[prefix + name] = parameter",
         "",
-        "fsdp/test_meta.py::test_state_dicts_that_are_assigned_are_copied_whatever_their_cuts[2]",
+        "fsdp/test_meta.py::test_assigned_state_dicts_are_copied_for_any_cuts[2]",
     ),
     Mutation(
         "a tensor subclass loses its class",
@@ -435,14 +435,14 @@ MUTATIONS = [
         "fsdp/test_subclasses.py::test_a_parameter_with_operators_of_its_own_is_refused_by_name[2]",
     ),
     Mutation(
-        "a sharded child is in no registry",
+        "a sharded child is missing from torch's registry",
         "attach",
         'vars(module).setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()',
         "",
         "fsdp/test_composition.py::test_what_replicates_the_rest_leaves_a_sharded_child_alone[2-replicate0]",
     ),
     Mutation(
-        "an annotation of a plain parameter is lost",
+        "an spmd_types annotation of a plain parameter is ignored",
         "checked_parameter",
         "_ANNOTATION in vars(parameter)",
         "False",

@@ -24,42 +24,42 @@ GIVEN_UP = "test_reductions_of_a_backward_that_fails_are_given_up_and_gradients_
 MUTATIONS = [
     # --- what changes between passes ----------------------------------------------------------------------------------
     Mutation(
-        "what comes into a model after its first pass is not looked at",
+        "modules added after the first pass are not checked",
         "Inventory.check",
         "_contents(modules) != self._seen",
         "False",
         MEMBERSHIP + "test_what_comes_after_the_first_pass_is_refused_by_name_until_a_unit_has_it[2]",
     ),
     Mutation(
-        "a frozen parameter in no unit is not looked at again",
+        "a frozen parameter in no unit is checked only once",
         "Inventory.check",
         "any(map(_trains, map(call, self._frozen)))",
         "False",
         MEMBERSHIP + "test_what_comes_after_the_first_pass_is_refused_by_name_until_a_unit_has_it[2]",
     ),
     Mutation(
-        "the order of reductions stays that of the units",
+        "the order of reductions never adapts",
         "Consensus.reach",
         "reductions.agreed = tuple(reductions.arrived)",
         "",
         "fsdp/test_order.py::test_reductions_that_wait_for_the_turn_of_another_all_start_with_it[2]",
     ),
     Mutation(
-        "what is reduced is what this rank trains",
+        "only parameters that this rank trains are reduced",
         "Consensus.reach",
         "self._reduce(agreed.trains)",
         "self._reduce([group.trainable for group in groups])",
         DIFFERENTLY_FROZEN,
     ),
     Mutation(
-        "gradients that only some ranks have unfrozen are left where they are",
+        "gradients of parameters unfrozen on some ranks stay unreduced",
         "Consensus.reach",
         "[group for group in late if group.agreed]",
         "[]",
         DIFFERENTLY_FROZEN,
     ),
     Mutation(
-        "an evaluation inside of another model's backward is taken for a recomputation",
+        "an evaluation inside another model's backward is treated as a recomputation",
         "Runtime._recomputes",
         "in_backward() and (torch.is_grad_enabled() or self.passes.current is Pass.BACKWARD)",
         "in_backward()",
@@ -67,7 +67,7 @@ MUTATIONS = [
     ),
     # --- what travels together ----------------------------------------------------------------------------------------
     Mutation(
-        "units that compute in different dtypes travel together",
+        "units with different compute dtypes share a message",
         "fill_buckets",
         "(each.groups[-1], each.recipe.compute)",
         "(each.groups[-1], torch.float32)",
@@ -75,21 +75,21 @@ MUTATIONS = [
         "test_fp32_units_between_bf16_ones_compute_with_weights_that_nothing_has_rounded[2-optim_grads_params]",
     ),
     Mutation(
-        "small units never travel together",
+        "small units never share a message",
         "fill_buckets",
         "len(run) > 1",
         "len(run) > 99",
         BUCKETS + "test_a_step_of_small_units_is_a_message_for_each_pass_and_one_for_the_gradients[2]",
     ),
     Mutation(
-        "a bucket has no largest size",
+        "the size of a bucket is unlimited",
         "fill_buckets",
         "len(alike) > 1 or sum(other.gathered_bytes for other in (*runs[-1], unit)) > most",
         "len(alike) > 1",
         BUCKETS + "test_a_bucket_holds_as_many_bytes_as_asked_for_and_large_units_travel_by_themselves[2]",
     ),
     Mutation(
-        "gradients of small units on one rank are added up one by one",
+        "on one rank, gradients of small units are added one by one",
         "bundle_bytes",
         "(each.capabilities.bundle_bytes for each in transports)",
         "(each.capabilities.bundle_bytes for each in transports if units[0].groups[-1].groups[-1].size() > 1)",
@@ -103,36 +103,36 @@ MUTATIONS = [
         BUCKETS + "test_messages_of_a_large_model_are_larger_but_at_least_eight[2]",
     ),
     Mutation(
-        "a rank that needs nothing of a bucket leaves others waiting",
+        "a rank that needs no unit of a bucket does not join its gather",
         "GatherHelper._parts",
         "enumerate(self._buckets)",
         "()",
         BUCKETS + "test_a_rank_that_needs_no_unit_of_a_bucket_takes_part_for_those_that_do[2]",
     ),
     Mutation(
-        "a rank that has not stepped yet sends its weights to one that has",
+        "a rank sends its weights before its optimizer step to ranks after theirs",
         "Steps.reached",
         "not self._counts or issued.get(self._key, 0) <= here",
         "True",
         "fsdp/test_steps_here.py::test_a_rank_that_has_not_stepped_yet_sends_nothing_to_one_that_has",
     ),
     Mutation(
-        "a rank takes part in a bucket only while it has not gathered it itself",
+        "a rank does not join the gather of a bucket that it has gathered",
         "Bucket.serve",
         "self._start([None] * len(sources), sources, copy)",
         "None if self.gathered else self._start([None] * len(sources), sources, copy)",
         BUCKETS + "test_a_rank_takes_part_for_a_forward_that_it_is_past_and_for_a_backward_too[2]",
     ),
     Mutation(
-        "gradients of earlier microbatches stay where a backward failed",
+        "gradients of earlier microbatches survive a failed backward",
         "Runtime.fail",
         "left in (Pass.BACKWARD, Pass.SCHEDULE) and not evaluates",
         "False",
-        "fsdp/seams/test_failures.py::test_a_backward_that_fails_takes_the_gradients_of_the_microbatches_before_it"
+        "fsdp/seams/test_failures.py::test_a_failed_backward_drops_the_gradients_of_earlier_microbatches"
         "[2-optim_grads-0]",
     ),
     Mutation(
-        "an evaluation that fails in a schedule takes gradients that wait",
+        "an evaluation that fails in a schedule drops deferred gradients",
         "Runtime.fail",
         "left in (Pass.FORWARD, Pass.EVALUATION) or (left is Pass.SCHEDULE and self._evaluates)",
         "left in (Pass.FORWARD, Pass.EVALUATION)",
@@ -140,28 +140,28 @@ MUTATIONS = [
     ),
     # --- when things run ----------------------------------------------------------------------------------------------
     Mutation(
-        "reductions wait for the turn of a frozen unit",
+        "reductions wait for a frozen unit",
         "Reductions.begin",
         "unit.trainable_groups and not self.defers(unit) and checks and unit.is_addressed",
         "not self.defers(unit) and checks and unit.is_addressed",
         ORDER + "test_nothing_waits_for_the_turn_of_a_unit_that_is_frozen[2]",
     ),
     Mutation(
-        "weights do not go after forward",
+        "weights are not freed after forward",
         "GatherOrder.done",
         "not self.stays(each)",
         "False",
         ORDER + "test_weights_go_when_the_next_unit_has_computed[2-trace]",
     ),
     Mutation(
-        "weights that stay are gathered in each microbatch",
+        "resident weights are gathered in each microbatch",
         "Freshness.begin_pass",
         "self.certain = False",
         "",
         ORDER + "test_weights_that_stay_are_gathered_once_in_a_step_of_many_microbatches[2-optim]",
     ),
     Mutation(
-        "each reduction is waited for at once",
+        "the host waits for each reduction immediately",
         "Reductions.reduce_group",
         "group.gradients.reduce(self._channels, scale, channel=group.channel, finishes=finishes)",
         "[(ticket := group.gradients.reduce(self._channels, 1.0, channel=group.channel, finishes=finishes)), "
@@ -176,7 +176,7 @@ MUTATIONS = [
         ORDER + "test_partial_gradients_are_reduced_once_in_a_step_and_sharded_ones_after_each_microbatch[2-optim]",
     ),
     Mutation(
-        "weights that stay are made anew one at a time",
+        "resident weights are updated without overlap",
         "Freshness.reach",
         "self.ahead and self._made and self._made[-1] is unit",
         "False",
@@ -191,7 +191,7 @@ MUTATIONS = [
         STREAMS + "test_a_steady_step_has_no_wait_of_the_host[2-optim_grads_params-False]",
     ),
     Mutation(
-        "reductions of a failed backward are forgotten, not given up",
+        "reductions of a failed backward are dropped without a wait",
         "Reductions.abandon",
         "ticket.abandon()",
         "",
@@ -206,35 +206,35 @@ MUTATIONS = [
     ),
     # --- weights ------------------------------------------------------------------------------------------------------
     Mutation(
-        "weights that stay are never made anew",
+        "resident weights are never updated",
         "Freshness.begin_pass",
         "ordinary if words[0] else []",
         "[]",
         SEAMS + "test_freshness.py::test_weights_that_are_written_between_microbatches[2-optim-True-copy_]",
     ),
     Mutation(
-        "small writes to weights that rest as payload are lost",
+        "small writes to weights kept as payload are lost",
         "_word_of",
         "rewritten and resting.has_passed",
         "False",
         "fsdp/test_payload_only.py::test_small_writes_add_up_as_those_to_main_weights[2]",
     ),
     Mutation(
-        "a write on one rank is not told to the others",
+        "a write on one rank is not announced to the others",
         "Freshness.begin_pass",
         "words, _ = agree(words, [], groups, 'beginning of a pass', channel=self._agreement.channel)",
         "agree(words, [], groups, 'beginning of a pass', channel=self._agreement.channel)",
         SEAMS + "test_freshness.py::test_a_write_on_one_rank_is_a_write_on_all[2-optim]",
     ),
     Mutation(
-        "a user's hold is evicted by a pass",
+        "a pass frees weights that the user holds",
         "Shared._begin_units",
         "unit.end_holds(UNTIL_BACKWARD, RETURNED, *((UNTIL_NEXT_PASS,) if unit.reshard_after_backward else ()))",
         "unit.end_holds(USER, UNTIL_BACKWARD, RETURNED, *((UNTIL_NEXT_PASS,) if unit.reshard_after_backward else ()))",
         SEAMS + "test_holds.py::test_a_users_unshard_is_not_evicted_by_a_pass_of_others[2-0]",
     ),
     Mutation(
-        "who takes part in a gather sends stale weights",
+        "a rank that joins a gather sends stale weights",
         "GatherHelper.serve",
         "self._freshness.reach(unit)",
         "",
@@ -249,21 +249,21 @@ MUTATIONS = [
         NARROW + "test_bytes_are_those_of_the_whole_weight[2]",
     ),
     Mutation(
-        "a plan takes gathers of quantized weights for wide ones",
+        "a plan counts gathers of quantized weights at full width",
         "fsdp:_facts",
         "sent=sum(group.payload.sent for group in unit.groups)",
         "sent=None",
         NARROW_BYTES,
     ),
     Mutation(
-        "a rank sends the quantized weights of the last step of a unit that its pass is without",
+        "a rank sends stale quantized weights of a unit that its pass does not use",
         "Freshness.reach",
         "self.is_due(unit)",
         "False",
         "fsdp/test_mixed_bundles.py::test_a_rank_whose_pass_is_one_without_some_quantized_units_sends_those_of_after_its_last_step[2-0]",
     ),
     Mutation(
-        "a plan knows nothing of weights that are gathered again while they are held",
+        "a plan omits weights that are gathered again while held",
         "fsdp:_facts",
         "sum(group.payload.sent for group in turning)",
         "0",
@@ -271,7 +271,7 @@ MUTATIONS = [
     ),
     # --- passes and calls ---------------------------------------------------------------------------------------------
     Mutation(
-        "models end a backward in any order",
+        "models end a joint backward in different orders on different ranks",
         "_Ending.__call__",
         "self.parts.sort(key=lambda model: model[0])",
         "",
@@ -287,7 +287,7 @@ MUTATIONS = [
     ),
     # --- schedules of pipelines ---------------------------------------------------------------------------------------
     Mutation(
-        "gradients of units that do not run in the last microbatch are left over",
+        "gradients of units that the last microbatch skips stay unreduced",
         "Reductions.left_over",
         "gradients.where in (Where.PACKED, Where.SUMMED)",
         "False",
@@ -295,14 +295,14 @@ MUTATIONS = [
     ),
     # --- by which way a backward comes in -----------------------------------------------------------------------------
     Mutation(
-        "a forward that fails drops the gradients that wait",
+        "a failed forward drops deferred gradients",
         "Shared._reset_units",
         "not keeps_gradients",
         "True",
         WAYS_IN + "test_a_forward_that_fails_takes_nothing_from_the_microbatches_before_it[2-optim-evaluation]",
     ),
     Mutation(
-        "what is added after sharding trains on each rank for itself",
+        "parameters added after sharding train separately on each rank",
         "Inventory._walk",
         "if parameter.requires_grad: ...",
         "if False: ...",
@@ -310,14 +310,14 @@ MUTATIONS = [
     ),
     # --- in the place of torch's FSDP2 --------------------------------------------------------------------------------
     Mutation(
-        "weights without values are used",
+        "weights without values are accepted",
         "Runtime._enter",
         "not self._filled",
         "False",
         "fsdp/test_meta.py::test_what_has_no_values_is_refused_by_name_on_all_ranks_and_may_be_filled_then[2]",
     ),
     Mutation(
-        "replicas that were filled by themselves stay different",
+        "replicas that were filled separately stay different",
         "check_filled",
         "equalize(group)",
         "",

@@ -6,29 +6,28 @@ CHECKED = "debug/test_checked_library.py::test_every_operator_comes_behind_what_
 
 MUTATIONS = [
     Mutation(
-        "two units lie in one place of the slab",
+        "two live units share memory in the slab",
         "Pool._share",
         "begin < start + one.nbytes and start < begin + other.nbytes",
         "False",
         "memory/test_pool.py::test_buffers_alive_together_never_share_memory_even_when_no_plan_foresaw_it",
     ),
     Mutation(
-        "who moved out comes back without its values",
+        "a buffer that was moved comes back without its values",
         "Pool.come_back",
         "place.copy_(transient.own)",
         "",
-        "memory/test_pool.py::"
-        "test_a_buffer_that_nobody_computes_with_moves_out_for_one_that_must_not_move_and_comes_back",
+        "memory/test_pool.py::test_an_unused_buffer_moves_out_for_one_that_must_not_move_and_comes_back",
     ),
     Mutation(
-        "gradients in memory of the host are read before they are here",
+        "gradients are read before their download has ended",
         "GradientDownload.finish",
         "self._arriving.synchronize()",
         "",
         CHECKED + "[accumulation_evaluation_and_flat_optimizers_work_alike]",
     ),
     Mutation(
-        "a plan is made on the stream where a backward ends",
+        "the slab is allocated on the stream on which a backward ends",
         "Pool._adopt",
         "streams.on(self._home)",
         "streams.on(None)",
@@ -36,10 +35,10 @@ MUTATIONS = [
         "test_the_slab_of_a_plan_belongs_to_the_stream_that_takes_from_it_wherever_the_plan_is_made",
     ),
     Mutation(
-        "memory under guard keeps what it had",
+        "guarded memory keeps its values when it is freed",
         "Pool.give",
         "blank(transient.tensor)",
         "",
-        "debug/test_guard.py::test_a_kept_view_of_gathered_weights_reads_nan_and_the_numbers_are_the_same[2-trace]",
+        "debug/test_guard.py::test_a_stale_view_of_gathered_weights_reads_nan_and_the_numbers_do_not_change[2-trace]",
     ),
 ]

@@ -3,7 +3,7 @@
 from mutation import Mutation
 from mutations.tests import HALVES, OF_KINDS, ROWS, STREAMS
 
-SIZES = "test_the_exchange_of_a_schedule_runs_beside_the_computation_and_the_host_waits_for_sizes_alone[2]"
+SIZES = "test_the_exchange_of_a_schedule_overlaps_with_the_computation_and_the_host_waits_for_sizes_only[2]"
 VISITS = "moe/test_visits.py::"
 
 MUTATIONS = [
@@ -15,14 +15,14 @@ MUTATIONS = [
         OF_KINDS + "[2-E]",
     ),
     Mutation(
-        "a router's loss is one about this rank's positions",
+        "a router's loss covers only this rank's positions",
         "Router._loss",
         "self.over_positions is not None",
         "False",
         "models/test_whole_experts.py::test_losses_steps_and_loads_are_those_of_one_process[2]",
     ),
     Mutation(
-        "ranks as threads share the switch for halves",
+        "ranks in threads share the flag for halves",
         "moe:_Mode",
         "class _Mode(threading.local): ...",
         "class _Mode: ...",
@@ -36,7 +36,7 @@ MUTATIONS = [
         "moe/test_padding.py::test_padding_changes_no_result_and_makes_the_rows_of_each_expert_equally_many[0.7]",
     ),
     Mutation(
-        "an exchange is waited for at once",
+        "the host waits for an exchange immediately",
         "AllToAll._move",
         "Arrival(output, ticket, rows)",
         "ticket.wait() or Arrival(output, ticket, rows)",
@@ -51,7 +51,7 @@ MUTATIONS = [
         VISITS + "test_each_rank_gets_each_of_its_tokens_once_with_the_weights_of_its_experts",
     ),
     Mutation(
-        "a token travels once for each of its experts",
+        "a token is sent once for each of its experts",
         "visits_of",
         "visited.sum(0)",
         "torch.bincount(rank.flatten(), minlength=ranks + 1)[:ranks]",
@@ -65,49 +65,49 @@ MUTATIONS = [
         "moe/test_layer.py::test_experts_over_ranks_equal_one_process_with_all_of_them[2]",
     ),
     Mutation(
-        "gradients of weights stay where the experts are",
+        "gradients of routing weights are not sent back",
         "_OpenUp.backward",
         "_bits(for_weights, ctx.dtype)",
         "_bits(torch.zeros_like(for_weights), ctx.dtype)",
         VISITS + "test_each_rank_gets_each_of_its_tokens_once_with_the_weights_of_its_experts",
     ),
     Mutation(
-        "a half leaves before its counts are here",
+        "a half is sent before its counts have arrived",
         "AllToAll.dispatch.rows_to_all",
         "handle.arriving()",
         "[0] * self.size",
         "overlap/test_halves.py::test_halves_change_no_loss_and_gradients_only_by_the_order_of_sums[2]",
     ),
     Mutation(
-        "the host waits for sizes before rows may leave",
+        "the host waits for sizes before it sends rows",
         "AllToAll.dispatch",
         "if streams.has_streams(rows.device): ...",
         "...",
         HALVES,
     ),
     Mutation(
-        "rows that arrive are not awaited",
+        "computation does not wait for arriving rows",
         "Arrival.wait",
         "self._ticket.wait()",
         "",
         STREAMS + SIZES,
     ),
     Mutation(
-        "sizes of an exchange are read before they are here",
+        "sizes of an exchange are read before they have arrived",
         "_ExchangeHandle.ready",
         "ticket.synchronize()",
         "",
         STREAMS + SIZES,
     ),
     Mutation(
-        "rows arrive in memory that was the computation's",
+        "rows arrive in memory of the computation's stream",
         "AllToAll._memory",
         "behind is None or not rows.is_contiguous()",
         "True",
         STREAMS + ROWS,
     ),
     Mutation(
-        "rows that are copied first leave before the copy",
+        "rows are sent before they are copied",
         "AllToAll._move",
         "behind = None",
         "pass",
@@ -119,6 +119,6 @@ MUTATIONS = [
         "scores = logits.softmax(-1) if self.score == 'softmax' else logits.sigmoid()",
         "logits.requires_grad and logits.register_hook(lambda gradient: gradient.to(hidden.dtype).float())\n"
         "scores = logits.softmax(-1) if self.score == 'softmax' else logits.sigmoid()",
-        "moe/test_router.py::test_scores_are_computed_in_fp32_whatever_the_model_computes_in[False]",
+        "moe/test_router.py::test_scores_are_computed_in_fp32_for_any_model_dtype[False]",
     ),
 ]

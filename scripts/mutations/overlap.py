@@ -7,14 +7,14 @@ MICROBATCHES = "overlap/test_microbatches.py::"
 
 MUTATIONS = [
     Mutation(
-        "a schedule leaves out what stands beside tokens and labels of layers",
+        "a schedule does not pass further microbatch entries to layers",
         "ChunkPass._begin",
         "self._microbatch.given(self._layers[layer].attend)",
         "{}",
         MICROBATCHES + "test_documents_reach_layers_depths_and_loss_of_a_schedule",
     ),
     Mutation(
-        "experts compute when both halves are here",
+        "experts wait for both halves",
         "LayerPass._experts",
         "part.arrived = Value(part.arrive(), self._rows.needs_grad)",
         "[each.moving.wait() for each in self._parts if each.moving]\n"
@@ -22,14 +22,14 @@ MUTATIONS = [
         HALVES,
     ),
     Mutation(
-        "what stands alone goes in one piece",
+        "unpaired microbatches are not exchanged in halves",
         "ScheduledRun._pass",
         "place in self._halves",
         "False",
         HALVES,
     ),
     Mutation(
-        "weight gradients that a backward leaves run beside nothing",
+        "remaining weight gradients run without an exchange to hide",
         "table_order",
         "_last_weights(steps)",
         "[]",
@@ -37,21 +37,21 @@ MUTATIONS = [
         "the_next[combined]",
     ),
     Mutation(
-        "the second of two forwards ends a layer before the first sends",
+        "in a pair of forwards, the second finishes a layer before the first sends",
         "FORWARDS",
         "(FIRST, 'attend'), (FIRST, 'dispatch'), (LATE, 'finish')",
         "(FIRST, 'attend'), (LATE, 'finish'), (FIRST, 'dispatch')",
         PAIRED + "test_two_of_a_kind_run_in_the_order_of_the_table[forward]",
     ),
     Mutation(
-        "each of two backwards of a pair reduces what it finds",
+        "each backward of a pair reduces separately",
         "ModelUnits.program",
         "for pair in together: ...",
         "for pair in (): ...",
         PAIRED + "test_gradients_of_two_backwards_of_a_pair_are_reduced_as_one[2]",
     ),
     Mutation(
-        "delayed weight gradients of attention wait behind the last exchange",
+        "delayed weight gradients of attention run after the last exchange",
         "COMBINED",
         "(BEFORE, 'attend.weights')",
         "(BACKWARD, 'attend.weights')",
@@ -73,21 +73,21 @@ MUTATIONS = [
         "overlap/test_events.py::test_each_delayed_product_of_a_sharded_model_runs_in_its_slot[2]",
     ),
     Mutation(
-        "weight gradients of the head are not computed apart",
+        "weight gradients of the head are not computed separately",
         "weights_order",
         "yield behind.behind(BACKWARD)._replace(slot='head.weights')",
         "",
         "overlap/test_stages.py::test_two_chunks_on_a_rank_in_a_loop_and_in_a_v[2]",
     ),
     Mutation(
-        "gradients of what two stages share are added again by a second call",
+        "a second call adds gradients shared by two stages again",
         "SharedEnds.__init__",
         "self._parameters if cut.has_copies else ()",
         "()",
         "overlap/test_stages.py::test_tied_weights_on_two_ranks_and_prediction_depths[2]",
     ),
     Mutation(
-        "a pair of a table runs one after the other",
+        "the parts of a pair run one after the other",
         "table_order",
         "(entry,) if overlap else ((action,) for action in entry)",
         "((action,) for action in entry) if overlap else ((action,) for action in entry)",
@@ -101,14 +101,14 @@ MUTATIONS = [
         "overlap/test_events.py::test_each_delayed_product_runs_in_its_slot[recompute0]",
     ),
     Mutation(
-        "the host asks for sizes before the device has something to do",
+        "the host waits for sizes before it has queued work for the device",
         "ScheduledRun.forward_backward",
         "streams.has_streams(self._device)",
         "False",
         STREAMS + ROWS,
     ),
     Mutation(
-        "rows leave before they are there",
+        "rows are sent before they are computed",
         "LayerPass._attended",
         "streams.moment(crossing.rows.device)",
         "streams.new('none', crossing.rows.device).record_event()",

@@ -8,7 +8,7 @@ SCHEDULES = "pipeline/test_schedules.py::"
 
 MUTATIONS = [
     Mutation(
-        "forwards and backwards at both ends stand alone",
+        "forwards and backwards at both ends are not paired",
         "pipeline:_alike",
         "len(waiting) == len(entry) == 1",
         "len(waiting) == len(entry) == 0",
@@ -22,7 +22,7 @@ MUTATIONS = [
         "pipeline/test_transport.py::test_the_next_message_is_expected_while_one_is_worked_on[2]",
     ),
     Mutation(
-        "the memory of a message is given back while it leaves",
+        "the memory of a message is freed while it is sent",
         "Channel.send",
         "tensors if streams.has_streams(self._device) else ()",
         "()",
@@ -36,28 +36,28 @@ MUTATIONS = [
         "pipeline/test_transport.py::test_the_memory_of_a_message_goes_when_it_has_arrived[2]",
     ),
     Mutation(
-        "a model that was converted crosses stages in its old dtype",
+        "after a conversion, messages between stages keep the old dtype",
         "Channel.forget_shapes",
         "self._known.clear()",
         "",
         AGREED + "test_a_model_that_is_converted_between_calls_crosses_stages_in_its_new_dtype[2]",
     ),
     Mutation(
-        "ranks that wait for each other pass the check",
+        "a deadlock passes the check",
         "_Run.simulation",
         "len(self._spans[rank]) < len(entries)",
         "False",
-        CHECK + "test_ranks_that_wait_for_each_other_are_told_as_a_circle",
+        CHECK + "test_ranks_that_wait_for_each_other_are_named_as_a_cycle",
     ),
     Mutation(
-        "a microbatch that never comes passes the check",
+        "a missing microbatch passes the check",
         "check_ranks",
         "ledger.missing()",
         "None",
         CHECK + "test_an_entry_that_is_missing_is_named",
     ),
     Mutation(
-        "a microbatch that comes twice passes the check",
+        "a repeated microbatch passes the check",
         "_Ledger._order_fault",
         "microbatch < due",
         "False",
@@ -78,14 +78,14 @@ MUTATIONS = [
         CHECK + "test_what_cannot_be_is_refused_with_its_place_and_reason",
     ),
     Mutation(
-        "weight gradients before their other part pass the check",
+        "weight gradients before input gradients pass the check",
         "_Ledger._order_fault",
         "kind == 'W' and microbatch >= self._next['I', chunk]",
         "False",
         CHECK + "test_what_cannot_be_is_refused_with_its_place_and_reason",
     ),
     Mutation(
-        "a simulated forward does not wait for the stage before",
+        "a simulated forward does not wait for the previous stage",
         "_Run._needs",
         "kind == 'F' and stage > 0",
         "False",
@@ -106,7 +106,7 @@ MUTATIONS = [
         SCHEDULES + "test_dualpipev_idles_as_long_as_its_authors_say[0.8-4-8]",
     ),
     Mutation(
-        "activations are counted as gone before their weight gradients",
+        "activations are counted as freed before their weight gradients",
         "pipeline:_alive",
         "action.kind in 'BW'",
         "action.kind in 'BI'",

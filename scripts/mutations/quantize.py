@@ -4,14 +4,14 @@ from mutation import Mutation
 
 MUTATIONS = [
     Mutation(
-        "infinities spoil the scale of their block",
+        "infinities determine the scale of their block",
         "_finite_magnitudes",
         "values.abs().nan_to_num_(nan=0.0, posinf=0.0)",
         "values.abs()",
         "quantize/test_formats.py::test_infinities_saturate_and_spoil_nothing_else",
     ),
     Mutation(
-        "the operand beside a quantized weight is not quantized",
+        "the other operand of a quantized weight is not quantized",
         "scaled_product",
         "dequantize(*quantize(whole, other), other)[:, :x.shape[-1]]",
         "x.float()",

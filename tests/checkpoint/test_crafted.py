@@ -229,7 +229,7 @@ CRAFTED = {
 
 
 @pytest.mark.parametrize("craft", CRAFTED.values(), ids=CRAFTED)
-def test_a_crafted_checkpoint_runs_nothing_and_ends_in_one_line(checkpoint, tmp_path, capsys, craft):
+def test_a_crafted_checkpoint_runs_no_code_and_is_a_one_line_error(checkpoint, tmp_path, capsys, craft):
     mark = tmp_path / "mark"
     craft(checkpoint, mark)
     with pytest.raises((CheckpointError, CheckpointMismatch)) as error:
@@ -259,7 +259,7 @@ def test_a_key_cannot_write_to_the_terminal(checkpoint, capsys):
 
 
 @pytest.mark.long
-def test_a_resume_from_a_crafted_checkpoint_runs_nothing_and_is_one_line(pool, tmp_path):
+def test_a_resume_from_a_crafted_checkpoint_runs_no_code_and_is_a_one_line_error(pool, tmp_path):
     from tests.train.command import weft, write_config
     from tests.train.test_loop import train_on
 
@@ -295,7 +295,7 @@ def test_torch_reads_a_checkpoint_as_its_own(checkpoint):
     assert torch.equal(state["model.weight"], load(checkpoint)["model"]["weight"])
 
 
-def test_an_element_that_is_there_twice_is_told(checkpoint):
+def test_a_repeated_element_is_an_error(checkpoint):
     put_chunks(checkpoint, [((0, 0), (3, 3)), ((0, 1), (3, 2))])
     with pytest.raises(CheckpointError, match=r"has some elements of model\.weight twice"):
         load(checkpoint)
@@ -342,7 +342,7 @@ RULES = [
 
 
 @pytest.mark.parametrize(("said", "broken"), RULES)
-def test_each_rule_that_the_metadata_breaks_is_told(checkpoint, said, broken):
+def test_each_rule_that_the_metadata_breaks_is_an_error(checkpoint, said, broken):
     """By its own words: another rule, or whoever reads the parts, may refuse it as well, or may not."""
     metadata = metadata_of(checkpoint)
     broken(metadata)
@@ -366,7 +366,7 @@ def test_what_plain_data_names_in_another_way_is_told():
 
 
 @pytest.mark.parametrize(("calls", "size"), [(1, 1 << 30), (1 << 12, 1 << 10)])
-def test_bare_storages_that_would_take_memory_are_told(calls, size):
+def test_storages_without_tensors_that_would_take_memory_are_refused(calls, size):
     one = b"ctorch.storage\nUntypedStorage\nJ" + size.to_bytes(4, "little") + b"\x85R0"
     with pytest.raises(ValueError, match=f"loading it could take {calls * size} bytes of memory"):
         unpack(io.BytesIO(with_pickle(b"\x80\x02" + one * calls + b"K\x01.")))

@@ -85,7 +85,7 @@ def test_flipped_bytes_are_never_loaded(tmp_path, name):
     assert load(manager) == 2
 
 
-def test_a_checkpoint_without_any_intact_one_before_it_is_one_line_and_stays(tmp_path):
+def test_a_damaged_checkpoint_without_an_intact_older_one_is_a_one_line_error_and_stays(tmp_path):
     save(tmp_path, 1, 2)
     for step in (1, 2):
         flip(tmp_path / f"step-0000000{step}" / "__0_0.distcp", 20)
@@ -102,7 +102,7 @@ def test_a_checkpoint_without_any_intact_one_before_it_is_one_line_and_stays(tmp
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
-def test_a_run_that_met_damage_rotates_nothing_away_that_was_there(tmp_path):
+def test_a_run_that_found_damage_deletes_no_existing_checkpoint(tmp_path):
     save(tmp_path, 1, 2, 3)
     flip(tmp_path / "step-00000003" / "__0_0.distcp", 20)
     with CheckpointManager(tmp_path, keep=1) as manager:
@@ -123,7 +123,7 @@ NO_FOLDERS = {
 
 
 @pytest.mark.parametrize("make", NO_FOLDERS.values(), ids=NO_FOLDERS)
-def test_a_newest_checkpoint_that_is_no_folder_is_damaged_and_the_intact_one_before_it_is_taken(tmp_path, make):
+def test_a_newest_checkpoint_that_is_not_a_folder_is_damaged_and_an_older_intact_one_is_loaded(tmp_path, make):
     save(tmp_path, 1)
     place = tmp_path / "step-00000002"
     make(place)
@@ -150,7 +150,7 @@ class Loader:
             raise OSError(5, "the disk of the data is gone")
 
 
-def test_an_error_of_what_is_filled_is_no_damage_and_no_older_checkpoint_is_taken(tmp_path):
+def test_an_error_of_a_stateful_object_is_not_damage_and_no_older_checkpoint_is_loaded(tmp_path):
     save(tmp_path, 1, 2)
     manager = CheckpointManager(tmp_path)
     with pytest.raises(OSError, match="the disk of the data is gone"):
@@ -160,7 +160,7 @@ def test_an_error_of_what_is_filled_is_no_damage_and_no_older_checkpoint_is_take
 
 @pytest.mark.long
 @distributed(2)
-def test_an_error_of_what_one_rank_fills_ends_the_load_on_all_of_them(tmp_path):
+def test_an_error_of_a_stateful_object_on_one_rank_ends_the_load_on_all_ranks(tmp_path):
     with CheckpointManager(tmp_path) as manager:
         for step in (1, 2):
             manager.save(step, {"data": {"position": step}}, asynchronous=False)

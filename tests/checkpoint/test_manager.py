@@ -227,7 +227,7 @@ def test_two_writers_of_one_directory_are_refused(tmp_path, monkeypatch):
     assert second.steps() == [1, 2]
 
 
-def test_a_process_forked_meanwhile_keeps_nobody_from_writing(tmp_path, monkeypatch):
+def test_a_forked_process_does_not_keep_the_lock(tmp_path, monkeypatch):
     """As the workers of a loader, which may live on after the run."""
     monkeypatch.setattr("weft.checkpoint.manager._LOCK_TIMEOUT_S", 0.2)
     manager = CheckpointManager(tmp_path)
@@ -310,7 +310,7 @@ def fail_to_measure_on_rank_1(directory):
             File.measure = kept
 
 
-def test_when_one_rank_cannot_measure_its_files_every_rank_hears_of_it(pool, tmp_path):
+def test_a_rank_that_cannot_compute_its_checksums_is_reported_on_every_rank(pool, tmp_path):
     for said, steps in pool.run(2, fail_to_measure_on_rank_1, tmp_path, timeout=20):
         assert "No space left on device" in said
         assert steps == []

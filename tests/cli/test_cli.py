@@ -96,7 +96,7 @@ def test_resume_before_the_configuration_means_the_newest_run(tmp_path, capsys):
     assert "no run 'tiny' in" in line
 
 
-def test_resume_of_a_run_s_configuration_means_that_run(tmp_path, capsys, monkeypatch):
+def test_resuming_a_run_s_configuration_resumes_that_run(tmp_path, capsys, monkeypatch):
     run = tmp_path / "runs" / "tiny"
     for directory in (run, run.with_name("tiny-2")):
         (directory / "checkpoints" / "step-00000003").mkdir(parents=True)
@@ -109,7 +109,7 @@ def test_resume_of_a_run_s_configuration_means_that_run(tmp_path, capsys, monkey
 
 @pytest.mark.parametrize("words", [["--from", "none"], ["--set", "run.weights=none"]])
 @pytest.mark.parametrize("resume", [["--resume"], ["--set", "run.resume=true"]])
-def test_weights_for_a_run_that_goes_on_are_refused(tmp_path, capsys, words, resume):
+def test_weights_for_a_resumed_run_are_refused(tmp_path, capsys, words, resume):
     line = refused(capsys, "train", write_config(tmp_path), *resume, *words)
     assert f"{' '.join(words)}: has no effect on a resumed run" in line
 
@@ -254,7 +254,7 @@ def test_help_takes_less_than_half_a_second_of_processor_time():
     assert spent() - before < 0.5
 
 
-def test_what_starts_the_ranks_says_so_before_anything_imports_torch(tmp_path):
+def test_starting_the_ranks_is_printed_before_torch_is_imported(tmp_path):
     program = (
         "import sys, weft.cli, weft.train.run.launch as launch\n"
         "launch.launch = lambda *_, **__: print('torch' in sys.modules) or 0\n"
@@ -294,7 +294,7 @@ def test_an_unknown_benchmark_is_refused_with_the_names_of_those_there_are(tmp_p
     (tmp_path / "benchmarks" / "_shared.py").write_text("")
     monkeypatch.chdir(tmp_path)
     line = refused(capsys, "bench", "hallo")
-    assert "'hallo' is no benchmark; there are: " in line
+    assert "'hallo' is not a benchmark; choose from: " in line
     assert "hello" in line
     assert "_shared" not in line
 

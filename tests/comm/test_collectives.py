@@ -169,7 +169,7 @@ def test_a_broadcast_brings_rank_0_s_values():
 
 
 @distributed(2, 4)
-def test_lanes_run_side_by_side_and_their_tickets_may_be_waited_for_in_any_order():
+def test_lanes_run_concurrently_and_their_tickets_can_be_waited_for_in_any_order():
     group, ranks = dist.group.WORLD, dist.get_world_size()
     gather, reduce = lane("gather"), lane("reduce")
     sources = [values(50, torch.float32, seed) for seed in range(3)]

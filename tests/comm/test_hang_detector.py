@@ -74,7 +74,7 @@ def test_a_rank_that_throws_in_forward_is_named_on_the_others():
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @distributed(2)
-def test_a_rank_that_stops_a_step_earlier_is_named_with_the_place_where_it_waits(strategy):
+def test_a_rank_that_stops_a_step_early_is_named_with_its_source_line(strategy):
     with patience(ELSEWHERE_S=1.0):
         net = shard(strategy=strategy)
         step(net)
@@ -200,7 +200,7 @@ def restart() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["full_tensor", "state dict"])
 @distributed(2)
-def test_ranks_with_unequal_numbers_of_microbatches_that_then_want_full_weights_are_told_so(what):
+def test_ranks_with_unequal_numbers_of_microbatches_that_then_need_full_weights_raise(what):
     net = shard(strategy="optim_grads_params")
     begin, said = time.monotonic(), r"rank 0: the full tensor of .*; rank 1: (gather|reduce) of "
     with patience(CERTAIN_S=0.3), pytest.raises(CollectiveMismatch, match=said):
@@ -215,7 +215,7 @@ def test_ranks_with_unequal_numbers_of_microbatches_that_then_want_full_weights_
 
 @pytest.mark.slow
 @distributed(2)
-def test_experts_of_a_model_that_nobody_sharded_are_watched_too():
+def test_experts_of_an_unsharded_model_are_watched_too():
     group = dist.new_group([0, 1])
     dispatcher = AllToAll(group, num_experts=4, rows_per="expert")
     with patience(ELSEWHERE_S=1.0):

@@ -144,7 +144,7 @@ def test_an_error_while_preparing_is_the_callers():
 
 
 @distributed(4)
-def test_an_outer_gather_and_the_inner_one_behind_it_run_beside_the_computation():
+def test_an_outer_gather_and_the_inner_one_after_it_overlap_with_the_computation():
     """As with weights cut over two axes: pairs gather over the outer axis, then all over the shard axis."""
     rank = dist.get_rank()
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -185,7 +185,7 @@ def test_the_second_round_of_an_all_reduce_runs_beside_the_computation_and_in_or
 
 
 @distributed(2, 4)
-def test_all_reduces_of_two_channels_do_not_pair_whatever_comes_first():
+def test_all_reduces_of_two_channels_do_not_match_in_any_order():
     group, ranks, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     lane, sums = Lane("reduce", CPU), {}
     for channel in (1, 2) if rank % 2 else (2, 1):

@@ -62,7 +62,7 @@ def test_what_runs_on_a_lane_without_a_process_group_is_recorded_too():
 
 @pytest.mark.slow
 @distributed(2)
-def test_ends_are_noticed_when_transfers_end_not_when_somebody_waits():
+def test_the_end_of_a_transfer_is_noticed_without_a_wait():
     group, rank = dist.group.WORLD, dist.get_rank()
     lane = Lane("gather", CPU)
     full = torch.zeros(2, 50_000)

@@ -65,7 +65,7 @@ CASES = [
     case(test_behaviour.test_a_block_may_run_twice_in_one_forward),
     case(test_behaviour.test_several_forwards_then_their_backwards_in_any_order),
     case(test_behaviour.test_parameters_tied_across_units_stay_tied, **Z3),
-    case(test_behaviour.test_validation_in_the_middle_of_training_changes_nothing, allocator="trace", slow=True),
+    case(test_behaviour.test_validation_during_training_changes_nothing, allocator="trace", slow=True),
     case(test_behaviour.test_evaluation_between_forward_and_backward_changes_nothing, slow=True),
     case(test_double_backward.test_what_cannot_be_differentiated_twice_says_so, slow=True),
     case(test_narrow.test_a_step_equals_one_process_that_quantizes_in_the_same_places, slow=True),

@@ -64,7 +64,7 @@ def test_events_order_what_comes_before_them_and_nothing_behind():
         streams.current(CPU).wait_stream(side)
 
 
-def test_new_memory_may_have_been_somebody_elses_on_its_stream():
+def test_new_memory_may_have_been_used_by_other_work_on_its_stream():
     """Another stream that writes to it comes behind that, not only behind what it itself reads."""
     with check_streams():
         side = streams.new("side", CPU)

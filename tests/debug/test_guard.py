@@ -38,7 +38,7 @@ def step(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("allocator", ["trace", "caching"])
 @distributed(2)
-def test_a_kept_view_of_gathered_weights_reads_nan_and_the_numbers_are_the_same(allocator):
+def test_a_stale_view_of_gathered_weights_reads_nan_and_the_numbers_do_not_change(allocator):
     free, guarded = make(allocator=allocator), make(allocator=allocator)
     for _ in range(3):
         step(free)

@@ -89,7 +89,7 @@ def test_frozen_weights_in_memory_of_the_host_may_be_written_after_a_backward():
 @pytest.mark.slow
 @pytest.mark.parametrize("separate", [False, True])
 @distributed(2)
-def test_gathers_and_reductions_run_beside_the_computation_of_other_units(separate):
+def test_gathers_and_reductions_overlap_with_the_computation_of_other_units(separate):
     with weft.debug.check_streams(record=True) as checker:
         runtime = weft.RuntimeOptions(separate_all_gather_group=separate)
         net = nets.shard(nets.make(depth=4), runtime=runtime)
@@ -123,7 +123,7 @@ def test_gathers_and_reductions_run_beside_the_computation_of_other_units(separa
 
 @pytest.mark.slow
 @distributed(4)
-def test_outer_gathers_and_reductions_run_beside_the_computation():
+def test_outer_gathers_and_reductions_overlap_with_the_computation():
     with weft.debug.check_streams(record=True) as checker:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
         net = nets.shard(nets.make(depth=4), mesh=mesh, outer_strategy="optim")
@@ -138,7 +138,7 @@ def test_outer_gathers_and_reductions_run_beside_the_computation():
 
 @pytest.mark.slow
 @distributed(2)
-def test_the_exchange_of_a_schedule_runs_beside_the_computation_and_the_host_waits_for_sizes_alone():
+def test_the_exchange_of_a_schedule_overlaps_with_the_computation_and_the_host_waits_for_sizes_only():
     microbatches = 3
     with weft.debug.check_streams(record=True) as checker:
         model = build(CFG, weft.init_meshes("cpu", ep=2), strategy="optim_grads_params")

@@ -333,7 +333,7 @@ OPTIMIZERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks, name", [(2, "Adam, amsgrad"), (2, "SGD, momentum"), (4, "AdamW")])
 @distributed()
-def test_optimizers_equal_the_reference_in_every_implementation(name):
+def test_optimizers_equal_the_reference_in_all_implementations(name):
     for implementation in ({"foreach": True}, {"foreach": False}, {"fused": True}):
         for shapes in (SHAPES["mixed"], SHAPES["0-D and empty"], random_shapes(3)):
             plain, sharded = Bag(shapes), weft.fully_shard(Bag(shapes))

@@ -209,7 +209,7 @@ def weft_slice(parameter, full):
 
 
 @distributed(2)
-def test_lists_take_full_tensors_beside_sharded_ones_but_do_not_write_to_them():
+def test_lists_take_full_and_sharded_tensors_but_do_not_write_to_full_ones():
     sharded = weft.fully_shard(Bag(SHAPES["mixed"]))
     parameters = [parameter.detach() for parameter in sharded.parameters()]
     full = [torch.randn(each.shape, generator=torch.Generator().manual_seed(2)) for each in parameters]
@@ -282,7 +282,7 @@ def test_plain_states_are_not_taken_for_parts():
 
 
 @distributed(2)
-def test_all_ranks_step_alike_whatever_lies_where():
+def test_all_ranks_step_in_the_same_way_wherever_the_parts_are():
     shapes = [(100, 100), (1,)]  # one rank has all, the other nothing
     plain, even = Bag(shapes), weft.fully_shard(Bag(shapes))
     atomic = weft.fully_shard(Bag(shapes), shard_placement_fn=lambda _: weft.TensorAtomic())

@@ -81,7 +81,7 @@ def test_ranks_hear_what_waits_elsewhere_and_whether_all_came_the_same_way():
 
 
 @distributed(2)
-def test_ranks_with_different_units_are_told_so_before_the_first_pass():
+def test_ranks_with_different_units_raise_before_the_first_pass():
     net = nets.shard(nets.make(hidden=29 + dist.get_rank()))
     said = r"rank 0: blocks\.0 \(Block, \d+ elements\); rank 1: .*build the same model on every rank"
     with pytest.raises(CollectiveMismatch, match=said):
@@ -89,7 +89,7 @@ def test_ranks_with_different_units_are_told_so_before_the_first_pass():
 
 
 @distributed(4)
-def test_ranks_on_two_axes_are_all_told_of_different_units_whichever_group_sees_it_first():
+def test_ranks_on_two_axes_all_raise_for_different_units_whichever_group_notices_first():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
     units = ["first", "second", "third" if dist.get_rank() else "another third"]
     with pytest.raises(CollectiveMismatch, match=r"have different units.*build the same model on every rank"):

@@ -376,7 +376,7 @@ def test_gradients_accumulate_with_and_without_synchronisation(strategy):
 @pytest.mark.slow
 @pytest.mark.parametrize("allocator", ["trace", "caching"])
 @distributed(2)
-def test_validation_in_the_middle_of_training_changes_nothing(allocator):
+def test_validation_during_training_changes_nothing(allocator):
     def work(model, batch, part, step):
         if step % 2:
             model.eval()

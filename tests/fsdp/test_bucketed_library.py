@@ -33,7 +33,7 @@ CASES = [
     case(test_behaviour.test_a_block_may_run_twice_in_one_forward),
     case(test_behaviour.test_gradients_accumulate_with_and_without_synchronisation, strategy="optim"),
     case(test_behaviour.test_gradients_accumulate_with_and_without_synchronisation, **Z3),
-    case(test_behaviour.test_validation_in_the_middle_of_training_changes_nothing, allocator="trace"),
+    case(test_behaviour.test_validation_during_training_changes_nothing, allocator="trace"),
     case(test_behaviour.test_evaluation_between_forward_and_backward_changes_nothing),
     case(test_behaviour.test_training_goes_on_after_an_exception_in_forward, **Z3),
     case(test_behaviour.test_training_goes_on_after_an_exception_in_backward_and_a_reset, **Z3),
@@ -59,7 +59,7 @@ CASES = [
         strategy="optim_grads",
         known=2,
     ),
-    case(test_ways_in.test_a_backward_is_noticed_by_whatever_tensor_it_comes_in, nested=True, **Z3),
+    case(test_ways_in.test_a_backward_is_noticed_whichever_tensor_it_starts_from, nested=True, **Z3),
     case(test_two_roots.test_a_parameter_tied_across_two_roots, runs="in turn", **Z3),
     case(test_two_roots.test_two_roots_that_step_between_each_others_passes, **Z3),
 ]

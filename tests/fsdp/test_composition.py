@@ -66,7 +66,7 @@ def test_wrappers_that_take_all_parameters_for_replicas_are_refused():
 
 
 @distributed(2)
-def test_a_wrapper_that_was_told_to_ignore_what_is_sharded_replicates_the_rest():
+def test_a_wrapper_that_ignores_sharded_parameters_replicates_the_rest():
     model = make()
     weft.fully_shard(model[0])
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])

@@ -99,7 +99,7 @@ def loss_of(net: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @distributed(2)
-def test_two_units_of_one_shape_of_which_each_rank_uses_another_have_true_gradients():
+def test_units_of_the_same_shape_that_run_on_different_ranks_have_correct_gradients():
     assert_truth(WAYS["each rank another one of two"], 1, strategy="optim_grads")
 
 
@@ -111,7 +111,7 @@ def test_units_that_do_not_run_in_the_last_microbatch_are_reduced_with_what_they
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", RESIDENT)
 @distributed(2)
-def test_units_that_run_on_some_ranks_only_have_true_gradients(strategy):
+def test_units_that_run_on_some_ranks_only_have_correct_gradients(strategy):
     for number, (name, way) in enumerate(WAYS.items()):
         microbatches = 1 + (number + RESIDENT.index(strategy)) % 2
         try:

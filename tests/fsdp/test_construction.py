@@ -41,7 +41,7 @@ def built_on_meta(*layers) -> nn.Sequential:
 
 
 @distributed(2)
-def test_ranks_with_other_seeds_get_rank_0s_values_and_real_buffers():
+def test_ranks_with_different_seeds_get_rank_0s_values_and_real_buffers():
     model = built_on_meta(lambda: Scaled(7), lambda: Scaled(7))
     torch.manual_seed(dist.get_rank())
     for layer in model:
@@ -157,7 +157,7 @@ class Live(TorchDispatchMode):
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["optim_grads_params", pytest.param("optim", marks=pytest.mark.slow)])
 @distributed(2)
-def test_construction_takes_one_and_a_half_units_and_gives_the_values_of_a_plain_one(strategy):
+def test_construction_needs_one_and_a_half_units_and_gives_the_values_of_a_plain_model(strategy):
     torch.manual_seed(dist.get_rank())
     with torch.device("meta"):
         model = Decoder()

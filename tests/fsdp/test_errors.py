@@ -205,7 +205,7 @@ def test_embeddings_with_sparse_gradients_are_refused(kind):
 
 
 @distributed(2)
-def test_parameters_that_are_replaced_after_sharding_are_named_and_the_model_goes_on():
+def test_parameters_that_are_replaced_after_sharding_are_named_and_the_model_continues():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     x = torch.randn(2, 4)

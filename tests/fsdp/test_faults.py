@@ -32,7 +32,7 @@ class Either(nn.Module):
 
 @pytest.mark.slow
 @distributed(2)
-def test_gradients_of_parameters_of_one_shape_are_not_mixed_as_fsdp2_mixes_them():
+def test_gradients_of_parameters_of_the_same_shape_are_not_mixed():
     plain = Either()
     for rank in range(2):
         (plain(rank) / 2).backward()
@@ -119,7 +119,7 @@ def fail(module: nn.Module, args: tuple) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
 @distributed(2)
-def test_a_parent_that_catches_its_child_s_exception_on_one_rank_goes_on_while_others_wait(strategy):
+def test_a_parent_that_catches_its_child_s_exception_on_one_rank_continues_while_others_wait(strategy):
     inputs = torch.randn(2, 3, 13, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     plain, net = Careful(), Careful()
     for rank in range(2):

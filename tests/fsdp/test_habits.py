@@ -300,7 +300,7 @@ def test_a_unit_that_forces_sums_asks_the_backend_for_no_average():
 
 
 @distributed(2)
-def test_an_outer_strategy_beside_placements_is_refused():
+def test_an_outer_strategy_together_with_placements_is_refused():
     with pytest.raises(ValueError, match="the placements already define it"):
         weft.fully_shard(nn.Linear(2, 2), strategy=weft.Placements(*[Shard(0)] * 3), outer_strategy="optim")
 

@@ -113,7 +113,7 @@ def test_replicas_that_drew_other_numbers_start_alike():
 
 
 @distributed(2)
-def test_state_dicts_that_are_assigned_are_copied_whatever_their_cuts():
+def test_assigned_state_dicts_are_copied_for_any_cuts():
     reference = plain()
     full = {name: value.clone() for name, value in reference.state_dict().items()}
 

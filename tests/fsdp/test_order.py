@@ -59,7 +59,7 @@ def test_a_unit_is_gathered_while_the_one_before_it_computes(strategy):
 
 
 @distributed(4)
-def test_outer_gathers_are_under_way_while_the_unit_before_computes_and_nobody_waits_for_them():
+def test_outer_gathers_run_while_the_previous_unit_computes_without_a_wait():
     net = chain(outer_strategy="optim", **two_axes())
     for forward, backward in [passes[0] for passes in steps(net, 3)][1:]:
         assert gathered_ahead(forward, FORWARD, "forward", "outer gather") == FORWARD[1:]
@@ -224,7 +224,7 @@ def test_more_units_are_reduced_at_once_where_more_may_be_alive():
 
 @pytest.mark.parametrize("outer_strategy", ["no_shard", "optim"])
 @distributed(4)
-def test_outer_reductions_follow_the_inner_ones_and_nobody_waits_in_between(outer_strategy):
+def test_outer_reductions_follow_the_inner_ones_without_a_wait_between_them(outer_strategy):
     net = chain(outer_strategy=outer_strategy, **two_axes())
     assert reductions(net, "outer reduce", "await outer reduce") == [[True] * 4] * 3
     for (_, backward), *_ in steps(net, 1):

@@ -14,7 +14,7 @@ HELD = r"'up.weight' of .*Block.* is a parameter from before fully_shard.*Build 
 
 
 @distributed(2)
-def test_an_optimizer_that_was_built_before_sharding_says_so_at_its_first_use():
+def test_an_optimizer_that_was_built_before_sharding_raises_at_its_first_use():
     for used in (torch.optim.Optimizer.step, torch.optim.Optimizer.zero_grad):
         for options in ({"foreach": True}, {"foreach": False}, {"fused": True}):
             model = nets.Block(4, 8)

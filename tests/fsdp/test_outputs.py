@@ -163,7 +163,7 @@ def test_what_computes_later_is_refused():
 
 
 @distributed(2)
-def test_a_tensor_that_leaves_by_another_way_than_the_output_is_told():
+def test_a_tensor_that_leaves_other_than_as_an_output_is_an_error():
     class Leaks(Wraps):
         def forward(self, x):
             self.leaked = self.block(x)

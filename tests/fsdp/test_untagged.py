@@ -57,7 +57,7 @@ CASES = [
     case(test_behaviour.test_several_forwards_then_their_backwards_in_any_order),
     case(test_behaviour.test_a_block_may_run_twice_in_one_forward),
     case(test_behaviour.test_gradients_accumulate_with_and_without_synchronisation, strategy="optim_grads"),
-    case(test_behaviour.test_validation_in_the_middle_of_training_changes_nothing, allocator="trace"),
+    case(test_behaviour.test_validation_during_training_changes_nothing, allocator="trace"),
     case(test_behaviour.test_training_goes_on_after_an_exception_in_forward, **Z3),
     case(test_frozen.test_adapters_frozen_units_and_later_changes_equal_one_process, recompute="non-reentrant"),
     case(test_freshness.test_an_optimizer_that_steps_between_microbatches, strategy="optim"),

@@ -179,7 +179,7 @@ def poisoning(take):
 
 @pytest.mark.gpu
 @takes_time
-def test_a_lane_runs_beside_the_computation(tmp_path):
+def test_a_lane_overlaps_with_the_computation(tmp_path):
     def late(tag):
         dawdle()
         return Pending()

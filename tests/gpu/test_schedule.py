@@ -115,7 +115,7 @@ def test_no_step_runs_ahead_of_the_exchange_it_needs(mirrored):
 
 @pytest.mark.gpu
 @takes_time
-def test_the_exchange_runs_beside_the_computation(mirrored):
+def test_the_exchange_overlaps_with_the_computation(mirrored):
     model, microbatches = build(), data()
     for _ in range(2):
         forward_backward(model, microbatches)
@@ -126,7 +126,7 @@ def test_the_exchange_runs_beside_the_computation(mirrored):
 
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_experts_without_rows_have_gradients_of_zeros_whatever_was_in_their_memory(dtype, delayed):
+def test_experts_without_rows_have_zero_gradients_in_any_memory(dtype, delayed):
     experts = GroupedExperts(4, 64, 96).to(DEVICE, dtype)
     offsets = torch.tensor([0, 16, 16, 48], dtype=torch.int32, device=DEVICE)  # experts 0 and 2 get nothing
     rows = torch.randn(48, 64, device=DEVICE, dtype=dtype, requires_grad=True)

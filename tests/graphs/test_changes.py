@@ -35,7 +35,7 @@ def two_parts(graphs):
 
 @pytest.mark.slow
 @distributed(2)
-def test_a_new_plan_of_memory_is_met_by_eager_passes_and_then_by_replays():
+def test_after_a_new_memory_plan_passes_are_eager_and_then_replayed():
     seen, replays = [], []
     for graphs in (None, tape("first")):
         net = two_parts(graphs)

@@ -115,7 +115,7 @@ def test_a_buffer_whose_views_are_in_use_does_not_move():
     assert pool.plan is None, "no plan is made while a buffer must not move"
 
 
-def test_a_buffer_that_nobody_computes_with_moves_out_for_one_that_must_not_move_and_comes_back():
+def test_an_unused_buffer_moves_out_for_one_that_must_not_move_and_comes_back():
     pool, views = Pool(True), []
     ahead = transient(is_evictable=lambda: True)
     now = transient(is_fixed=lambda: bool(views))

@@ -246,7 +246,7 @@ def test_what_describes_no_documents_is_refused(make, said):
         make()
 
 
-def test_documents_of_another_batch_and_beside_a_cache_are_refused():
+def test_documents_of_another_batch_and_together_with_a_cache_are_refused():
     model = build(config("*"))
     tokens, _ = batch()
     with pytest.raises(ValueError, match="2 rows of 23 tokens do not fit a tensor of shape"):

@@ -91,7 +91,7 @@ def test_labels_of_another_shape_are_refused():
 
 
 @pytest.mark.parametrize("pattern", ["[*-][*-]", "[+-]", "M", "G"])
-def test_a_position_sees_only_itself_and_what_stands_before(pattern):
+def test_a_position_sees_only_itself_and_earlier_positions(pattern):
     model = seeded(small(pattern))
     tokens, _ = batch(model.cfg)
     changed = tokens.clone()
@@ -133,7 +133,7 @@ def test_no_two_weight_matrices_start_alike():
     assert len(set(starts)) == len(starts)
 
 
-def test_shallow_layers_start_the_same_whatever_follows_them():
+def test_initial_weights_do_not_depend_on_later_layers():
     shallow, deep = seeded(small("[*-]")), seeded(small("[*-][*-]-"))
     assert_same_weights(shallow.decoder.layers[0], deep.decoder.layers[0])
     assert_same_weights(shallow.embedding, deep.embedding)

@@ -99,7 +99,7 @@ def trunk_of(cfg):
     return dataclasses.replace(cfg, pattern=cfg.pattern.partition("/")[0])
 
 
-def test_depths_count_in_training_only_and_are_told_apart():
+def test_depths_count_in_training_only_and_are_logged_separately():
     torch.manual_seed(0)
     model = HybridModel(small("[*-]/[*E]/[*E]", mtp_loss_coef=0.5))
     tokens, labels = batch()

@@ -97,7 +97,7 @@ def test_many_exchanges_under_way_do_not_mix():
 
 @pytest.mark.slow
 @distributed(2)
-def test_exchanges_that_nobody_waits_for_leave_nothing_for_the_next():
+def test_exchanges_without_a_wait_leave_nothing_for_the_next():
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dispatcher = AllToAll(dist.group.WORLD, LOCAL * ranks, rows_per="expert")
     for case in range(0, 18, 6):
@@ -182,7 +182,7 @@ def test_a_rank_that_calls_fewer_layers_is_named_with_the_place_where_it_waits()
 
 @pytest.mark.slow
 @distributed(2)
-def test_ranks_that_wait_for_different_exchanges_are_told():
+def test_ranks_that_wait_for_different_exchanges_raise():
     layer, hidden = layer_of_its_own()
     output = layer(hidden)[0].sum()
     said = r"rank 0: counts.*, which rank 1 never began; rank 1: exchange.*, which rank 0 never began"

@@ -164,7 +164,7 @@ def test_updates_of_the_bias_balance_the_load():
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_scores_are_computed_in_fp32_whatever_the_model_computes_in(autocast):
+def test_scores_are_computed_in_fp32_for_any_model_dtype(autocast):
     router = make(6, 2, z_loss_coef=1.0)
     hidden = torch.randn(1, 9, HIDDEN)
     if not autocast:

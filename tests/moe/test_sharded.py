@@ -66,7 +66,7 @@ def train(net, batches):
 
 @pytest.mark.slow
 @distributed(4)
-def test_sharded_experts_train_as_one_process_does():
+def test_sharded_experts_train_like_one_process():
     meshes = weft.init_meshes("cpu", ep=2)
     for strategy in ("optim_grads", "optim_grads_params"):
         for recompute in (False, True):

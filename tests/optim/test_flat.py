@@ -91,7 +91,7 @@ def test_a_parameter_without_gradient_keeps_its_value_and_its_state():
 
 @pytest.mark.slow
 @distributed(2, 4)
-def test_state_loads_under_another_strategy_and_training_goes_on_alike():
+def test_state_loads_under_another_strategy_and_training_continues_alike():
     def build(strategy):
         net = nets.shard(nets.make(), strategy=strategy)
         return net, weft.optim.flat(torch.optim.AdamW, net, no_decay=small, lr=1e-2, weight_decay=0.1)
@@ -441,7 +441,7 @@ def test_norms_count_complex_unsharded_and_frozen_gradients(norm_type):
 
 
 @distributed(2)
-def test_gradients_that_nobody_reduced_are_stepped_and_clipped():
+def test_unreduced_gradients_are_stepped_and_clipped():
     plain, model = make_alike(Halves)
     optimizer = weft.optim.flat(torch.optim.SGD, model, lr=1.0)
     for parameter in model.parameters():
@@ -512,7 +512,7 @@ def test_wrong_use_is_named():
     with pytest.raises(ValueError, match=r"missing \['gain'\]"):
         weft.optim.flat(torch.optim.AdamW, net).load_state_dict(state)
     optimizer = weft.optim.flat(torch.optim.AdamW, net, no_decay=small)
-    with pytest.raises(ValueError, match="FlatAdamW always has all parameters of its model: build it again"):
+    with pytest.raises(ValueError, match="FlatAdamW always has all parameters of its model: after you add"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     other = weft.optim.flat(torch.optim.AdamW, net, no_decay=lambda name, p: small(name, p) or name.startswith("emb"))
     with pytest.raises(ValueError, match=r"embedding\.weight from 0 to 1: pass flat\(\) the no_decay"):

@@ -54,7 +54,7 @@ def test_ranks_that_share_experts_and_run_different_schedules_say_so():
         CollectiveMismatch, match=r"rank 0: schedule .* of 3 microbatches.*rank 1: .* of 2 microbatches"
     ):
         forward_backward(model, data(3 - rank, cfg=cfg))
-    with pytest.raises(CollectiveMismatch, match="exchange rows run different things"):
+    with pytest.raises(CollectiveMismatch, match="exchange rows called the schedule with different arguments"):
         forward_backward(model, data(2, cfg=cfg), overlap=bool(rank))
     with pytest.raises(CollectiveMismatch, match=r"in training mode.*in evaluation mode"):
         evaluate(model.train(not rank), data(2, cfg=cfg))
@@ -70,7 +70,7 @@ def test_a_difference_in_one_pipeline_reaches_those_that_share_its_experts():
     pairs = data(2, seed=meshes.dp_rank, cfg=cfg)
     if rank == 0:
         pairs = data(2, seed=99, cfg=cfg)
-    with pytest.raises(CollectiveMismatch, match="run different things"):
+    with pytest.raises(CollectiveMismatch, match="called the schedule with different arguments"):
         forward_backward(model, pairs, schedule="1f1b")
 
 
@@ -162,7 +162,7 @@ os._exit(0)
 
 
 @pytest.mark.long
-def test_a_rank_that_catches_an_exception_in_a_schedule_with_experts_and_resumes_is_told_and_not_aborted(tmp_path):
+def test_a_rank_that_catches_an_exception_in_a_schedule_and_continues_gets_an_error_and_is_not_aborted(tmp_path):
     command = [sys.executable, "-c", RESUMES, str(tmp_path / "store")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     ranks = [subprocess.Popen([*command, str(rank)], **pipes) for rank in range(2)]

@@ -76,7 +76,7 @@ def test_documents_in_stages_and_under_the_exchange_of_experts():
 
 
 @distributed(2)
-def test_ranks_of_a_pipeline_with_other_documents_are_told():
+def test_ranks_of_a_pipeline_with_different_documents_raise():
     model = build("M*", weft.init_meshes("cpu", pp=2))
     mine = data()
     if dist.get_rank():
@@ -137,7 +137,7 @@ class Doubling(nn.Module):
     finish = experts
 
 
-def test_each_part_gets_what_it_names_and_what_nobody_takes_is_refused():
+def test_each_part_gets_the_entries_that_it_names_and_unused_entries_are_refused():
     torch.manual_seed(0)
     model = Pictured(config("*-"))
     tokens, labels = data()[0]["tokens"], data()[0]["labels"]

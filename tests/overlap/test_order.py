@@ -104,7 +104,7 @@ def test_where_a_device_computes_beside_the_host_only_the_dispatch_of_a_forward_
     assert queued[place - 1] == ("F0.attend" if partner == ALONE else "B0.experts")
 
 
-def test_layers_pair_first_with_last_and_the_model_s_ends_stand_around_them():
+def test_layers_pair_first_with_last_between_the_ends_of_the_model():
     three = layers(ALONE, DENSE, ALONE)
     steps = combined_order(Part(1, three), Part(0, three), delay_wgrad=False, early_release=False)
     assert spelled(steps) == [

@@ -81,7 +81,7 @@ SOME = {2: [BOTH, APART_DELAYED]}
 @pytest.mark.long
 @distributed(2, 4)
 @pytest.mark.parametrize("name", MODELS)
-def test_every_way_of_running_equals_plain_forward_and_backward(name):
+def test_every_schedule_equals_plain_forward_and_backward(name):
     """Expert parallel over all ranks, each strategy, unsharded too."""
     cfg, meshes = MODELS[name], weft.init_meshes("cpu", ep=dist.get_world_size())
     if dist.get_world_size() == 4:  # another exchange; what is done with its rows is the same
@@ -367,7 +367,7 @@ def test_a_rank_that_fails_in_a_schedule_is_named_to_the_others():
 
 
 @distributed(2)
-def test_a_layer_that_smuggles_a_tensor_is_refused_with_the_node_s_name():
+def test_a_tensor_that_bypasses_the_crossing_is_refused_with_the_node_s_name():
     model = build(CFG, weft.init_meshes("cpu", ep=2))
     layer = model.decoder.layers[2]
     kind = type(layer)

@@ -106,7 +106,7 @@ def test_a_model_lists_the_layers_of_each_of_its_chunks():
         assert all(model.chunks)
 
 
-def test_a_table_in_a_file_is_run_as_it_stands_there(tmp_path):
+def test_a_table_in_a_file_is_run_as_written(tmp_path):
     cfg = dataclasses.replace(CFG, pattern="[*-]|[*E]")
     entries = "F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 B0.0 B1.0"
     (tmp_path / "mine.txt").write_text(f"table mine: chunks 2, microbatches 2, placement loop\nrank 0: {entries}\n")

@@ -153,7 +153,7 @@ DEPTHS = dataclasses.replace(MIXED, pattern="[*E]*[*-]/[*E]/[*E]", recompute=("e
 @pytest.mark.slow
 @distributed(2)
 @pytest.mark.parametrize("schedule, how", [("1f1b", {}), ("zbv", {"chunks": 2, "placement": "v"})])
-def test_prediction_depths_stand_behind_the_last_stage(schedule, how):
+def test_prediction_depths_follow_the_last_stage(schedule, how):
     meshes = weft.init_meshes("cpu", pp=2)
     expected = of_the_whole(DEPTHS, 1, 4)
     model, trace = in_stages(DEPTHS, meshes, "optim_grads_params", schedule, 4, expected, {"delay_wgrad": True}, **how)
@@ -281,7 +281,7 @@ def test_a_checkpoint_of_stages_loads_in_one_piece_and_in_other_stages(tmp_path)
 
 @pytest.mark.slow
 @distributed(4)
-def test_a_checkpoint_goes_on_with_other_ranks_of_pipelines_and_of_experts(tmp_path):
+def test_a_checkpoint_resumes_with_other_numbers_of_pipeline_and_expert_ranks(tmp_path):
     cfg = dataclasses.replace(MIXED, aux_loss_coef=0.0)
     both, deep, wide = (weft.init_meshes("cpu", pp=pp, ep=ep) for pp, ep in ((2, 2), (4, 1), (1, 4)))
     cut = dataclasses.replace(cfg, pattern="[*E]|*|[*-]|[*E]")

@@ -136,7 +136,7 @@ def test_what_a_simulation_says_keeps_the_order_of_what_needs_what(made, forward
     assert 0 <= found.idle_share <= 1
 
 
-def test_ranks_that_wait_for_each_other_are_told_as_a_circle():
+def test_ranks_that_wait_for_each_other_are_named_as_a_cycle():
     text = """
         table stuck: chunks 1, microbatches 2, placement loop
         rank 0: F0.0 B0.0 F1.0 B1.0

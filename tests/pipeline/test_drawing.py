@@ -148,9 +148,9 @@ def test_times_of_any_unit_are_drawn(capsys, unit):
         (["1f1b", "--pp", "2", "--microbatches", "4", "--costs", "1,2"], "--costs 1,2: must be three numbers"),
         (
             ["1f1b", "--pp", "2", "--microbatches", "4", "--costs", "0,0,0"],
-            "--costs 0,0,0: the whole schedule takes the time 0",
+            "--costs 0,0,0: give the whole schedule the time 0",
         ),
-        (["1f1b", "--pp", "2", "--microbatches", "4", "--costs", "1e308,1,1"], "the whole schedule takes the time inf"),
+        (["1f1b", "--pp", "2", "--microbatches", "4", "--costs", "1e308,1,1"], "give the whole schedule the time inf"),
         (["1f1b", "--pp", "2", "--microbatches", "4", "--pair", "-1"], "pair = -1.0; times must be finite"),
         (["1f1b", "--pp", "2", "--microbatches", "4", "--save", "a.pdf"], "--save a.pdf: must end in .png"),
         (["1f1b", "--pp", "2", "--microbatches", "4", "--save", "/none/a.txt"], "/none/a.txt: cannot be written"),

@@ -15,7 +15,7 @@ def test_what_is_written_is_read_back_the_same(made):
     assert max(map(len, text.splitlines())) <= 110
 
 
-def test_a_table_of_one_s_own_comes_from_a_file(tmp_path):
+def test_a_custom_table_is_read_from_a_file(tmp_path):
     path = tmp_path / "mine.txt"
     path.write_text("""
         # a comment

@@ -82,7 +82,7 @@ def all_resumed(path, directory):
 
 
 @pytest.mark.long
-def test_each_changed_setting_is_refused_told_or_quiet_as_the_table_says(pool, tmp_path):
+def test_each_changed_setting_is_refused_printed_or_silent_as_the_table_says(pool, tmp_path):
     path = stopped(pool, tmp_path)
     before = metrics(tmp_path / "run")
     for setting, (said, groups, rate) in pool.run(1, all_resumed, path, tmp_path / "run")[0].items():
@@ -142,7 +142,7 @@ def resume_in_vain(path, directory):
 
 
 @pytest.mark.slow
-def test_a_resume_that_saves_nothing_leaves_what_the_run_was_trained_with(pool, tmp_path):
+def test_a_resume_that_saves_nothing_keeps_the_recorded_settings(pool, tmp_path):
     path = stopped(pool, tmp_path)
     before, done, diverged, saved = pool.run(1, resume_in_vain, path, tmp_path / "run")[0]
     assert done[CONFIG] == diverged[CONFIG] == before[CONFIG]
@@ -165,7 +165,7 @@ def test_the_table_of_the_documentation_has_every_setting_with_what_happens_to_i
             assert found.get(name, found.get(f"{section}.*")) == treatment(name), name
 
 
-def test_the_readme_s_own_commands_change_no_setting_and_leave_the_learning_rate_continuous(pytestconfig, tmp_path):
+def test_the_commands_of_the_readme_change_no_setting_and_keep_the_learning_rate_continuous(pytestconfig, tmp_path):
     root = pytestconfig.rootpath
     block = (root / "README.md").read_text().partition("## Train, stop, resume")[2].split("```")[1]
     commands = [shlex.split(line, comments=True) for line in block.splitlines() if line.startswith("weft train")]
@@ -181,12 +181,12 @@ def test_the_readme_s_own_commands_change_no_setting_and_leave_the_learning_rate
         (tmp_path / CONFIG).write_text(to_toml(now))
 
 
-def test_a_run_whose_configuration_is_gone_says_so(tmp_path):
+def test_a_run_without_its_configuration_is_an_error(tmp_path):
     config = load_config(write_config(tmp_path))
     assert "no longer exists: these settings cannot be compared" in changed(tmp_path, config, 3)[0]
 
 
-def test_or_start_goes_on_where_it_can_and_starts_where_it_cannot(tmp_path):
+def test_or_start_resumes_if_it_can_and_starts_if_it_cannot(tmp_path):
     config = load_config(write_config(tmp_path)).run
     first = open_run(config, True, "weft train x.toml", or_start=True)
     assert (first.directory, first.step) == (tmp_path / "runs" / "tiny", None)
@@ -210,7 +210,7 @@ def numbered(tmp_path):
 
 
 @pytest.mark.parametrize("or_start", [False, True])
-def test_a_run_goes_on_by_its_own_name_and_not_by_that_of_its_folder(tmp_path, numbered, or_start):
+def test_a_run_is_resumed_by_its_own_name_and_not_by_that_of_its_folder(tmp_path, numbered, or_start):
     runs = tmp_path / "runs"
     assert open_run(numbered, True, "", or_start=or_start).directory == runs / "exp"
     second = dataclasses.replace(numbered, name="exp-2")
@@ -232,7 +232,7 @@ def test_the_configuration_of_a_run_behind_resume_means_that_run(tmp_path, numbe
 
 
 @pytest.mark.slow
-def test_a_run_whose_text_lies_around_it_goes_on(pool, tmp_path):
+def test_a_run_inside_the_folder_of_its_text_resumes(pool, tmp_path):
     paths = [f"data.paths={json.dumps([str(tmp_path)])}"]
     path = write_config(tmp_path, train__steps=4, train__validate_every=0)
     run = tmp_path / "runs" / "tiny"
@@ -292,7 +292,7 @@ def test_printed_commands_survive_a_shell(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_bit_for_bit_with_its_layers_in_other_groups(pool, tmp_path):
+def test_a_run_resumes_bit_for_bit_with_its_layers_grouped_differently(pool, tmp_path):
     """Weights, optimizer state and averages under other numbers, through both spellings and back.
 
     Not clipped: the norm of all gradients adds what units have, and other groups are other units.

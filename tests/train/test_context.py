@@ -22,7 +22,7 @@ def assert_same_run(found, expected):
 
 @pytest.mark.long
 @pytest.mark.parametrize("pattern", ["M*-", "+G-/[+-]"])
-def test_a_run_over_context_ranks_has_the_losses_of_one_rank_and_goes_on_on_it(pool, tmp_path, pattern):
+def test_a_run_over_context_ranks_has_the_losses_of_one_rank_and_resumes_on_one(pool, tmp_path, pattern):
     path = write_config(tmp_path, train__validate_every=2, data__sequence_length=64)
     changes = [f"model.pattern={pattern}", *write_documents(tmp_path)]
     alone = pool.run(1, train_on, path, tmp_path / "alone", changes, stop_at=4)[0]

@@ -198,7 +198,7 @@ WRONG = [
     ('{"messages": []}', "must be an object with a list of messages"),
     ('{"messages": [{"content": "a"}]}', "must be an object with a list of messages"),
     ('{"messages": [{"role": "tool", "content": "a"}]}', "no tool"),
-    ("{", "is no JSON"),
+    ("{", "is not JSON"),
 ]
 
 

@@ -86,7 +86,7 @@ def test_every_sequence_comes_once_per_epoch():
 @pytest.mark.slow
 @given(st.integers(0, 40), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3, 6]))
 @settings(max_examples=40, deadline=None)
-def test_a_restored_position_goes_on_exactly_on_any_number_of_ranks(steps, before, after):
+def test_a_restored_position_continues_exactly_on_any_number_of_ranks(steps, before, after):
     source = batches(0, before)
     for _ in range(steps):
         source.next_step()
@@ -217,7 +217,7 @@ def test_the_same_text_gives_the_same_tokens_wherever_it_is_and_whatever_the_see
     assert np.array_equal(first.validation, second.validation)
 
 
-def test_what_runs_write_is_no_text(text, tmp_path):
+def test_output_of_runs_is_not_training_text(text, tmp_path):
     before = load_corpus(config(text, tmp_path))
     for folder in ("runs/exp", "cache"):
         (text / folder).mkdir(parents=True)

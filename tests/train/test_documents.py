@@ -93,7 +93,7 @@ def seen_by_llama(path, changes):
     return found
 
 
-def test_a_model_of_transformers_is_told_where_documents_begin(pool, tmp_path):
+def test_a_model_of_transformers_receives_the_document_boundaries(pool, tmp_path):
     path = configured(tmp_path, factory=f'"{__name__}:llama"')
     changes = [*write_documents(tmp_path), "data.sequence_length=128"]
     before, after = pool.run(1, seen_by_llama, path, changes)[0]
@@ -143,7 +143,7 @@ def test_the_check_of_documents_leaves_modes_and_random_numbers_as_they_were(poo
     assert torch.equal(drawn, expected)
 
 
-def test_a_model_that_is_told_and_looks_beyond_borders_is_refused(pool, tmp_path):
+def test_a_model_that_ignores_document_boundaries_is_refused(pool, tmp_path):
     path = configured(tmp_path, factory=f'"{__name__}:Recurrent"', options="{width = 16}")
     pool.run(1, looks_beyond, path, write_documents(tmp_path))
 
@@ -154,7 +154,7 @@ def refused(path, changes):
     task_of(load_config(path, [*changes, "train.cross_documents=true"]), torch.device("cpu"), lambda line: None)
 
 
-def test_a_model_that_cannot_be_told_is_refused(pool, tmp_path):
+def test_a_model_that_cannot_receive_document_boundaries_is_refused(pool, tmp_path):
     path = configured(tmp_path, factory='"tests.train.test_factory:Tokens"', options="{width = 16}")
     pool.run(1, refused, path, write_documents(tmp_path))
 

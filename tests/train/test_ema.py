@@ -72,7 +72,7 @@ def test_the_average_on_any_ranks_is_that_of_one_process(pool, tmp_path, ranks):
 
 
 @pytest.mark.slow
-def test_a_run_with_an_average_goes_on_bit_for_bit(pool, tmp_path):
+def test_a_run_with_a_moving_average_resumes_bit_for_bit(pool, tmp_path):
     path = write_config(tmp_path, train__ema_decay=DECAY, train__validate_every=3, checkpoint__every=3)
     whole = pool.run(2, averaged, path, tmp_path / "run", 6)[0]
     rewind(tmp_path / "run", 3)

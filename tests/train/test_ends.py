@@ -42,7 +42,7 @@ class Stopped(StopRequest):
 
 
 @pytest.mark.slow
-def test_waiting_names_the_ranks_that_are_absent_and_ends_with_patience(tmp_path, monkeypatch):
+def test_waiting_names_the_missing_ranks_and_ends_after_the_patience(tmp_path, monkeypatch):
     monkeypatch.setattr(meeting, "FIRST_WORD_S", 0.2)
     said = []
     arguments = {"patience": 0.5, "stop": StopRequest(), "say": said.append}
@@ -138,7 +138,7 @@ def test_a_run_that_moves_is_left_alone():
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 9\n"), "out of memory"),
     ],
 )
-def test_what_a_line_explains_needs_no_traceback(error, said):
+def test_errors_that_one_line_explains_print_no_traceback(error, said):
     line = in_one_line(error)
     assert said in line and "\n" not in line
 
@@ -148,7 +148,7 @@ def test_an_error_of_the_program_keeps_its_traceback():
         assert in_one_line(error) is None
 
 
-def test_without_matplotlib_the_report_says_what_is_missing(tmp_path, monkeypatch):
+def test_without_matplotlib_the_report_names_what_is_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "kind": "train", "loss": 2.0}\n')
     page = write_report(tmp_path).read_text()
@@ -157,7 +157,7 @@ def test_without_matplotlib_the_report_says_what_is_missing(tmp_path, monkeypatc
 
 
 @pytest.mark.long
-def test_a_rank_without_its_first_rank_says_so_and_obeys_sigterm(tmp_path):
+def test_a_rank_that_waits_for_rank_0_names_it_and_obeys_sigterm(tmp_path):
     config = write_config(tmp_path)
     variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with started("train", config, env={**os.environ, **variables}) as process:
@@ -200,7 +200,7 @@ def test_a_stopped_rank_is_named_and_ranks_listen_on_loopback_only(tmp_path):
 
 
 @pytest.mark.long
-def test_a_full_disk_is_one_line_and_leaves_what_was_there(pool, tmp_path):
+def test_a_full_disk_is_a_one_line_error_and_existing_files_stay(pool, tmp_path):
     config = write_config(tmp_path, train__steps=2, train__validate_every=0, model__hidden_size=64)
     pool.run(1, train_here, config)
     run = tmp_path / "runs" / "tiny"

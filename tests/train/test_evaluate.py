@@ -126,7 +126,7 @@ def test_what_is_no_run_is_one_line(tmp_path, capsys, command):
         ("train.steps=3", "leave it out"),
     ],
 )
-def test_a_setting_on_which_the_loss_does_not_depend_is_refused(tmp_path, override, said):
+def test_a_setting_that_does_not_affect_the_loss_is_refused(tmp_path, override, said):
     settings = {"data__validation_paths": ["held.txt"], "data__validation_fraction": 0.05}
     write_config(tmp_path, **settings).rename(tmp_path / "config.toml")
     with pytest.raises(ConfigError, match=rf"has no effect on the validation loss, .*{said}") as error:
@@ -135,7 +135,7 @@ def test_a_setting_on_which_the_loss_does_not_depend_is_refused(tmp_path, overri
 
 
 @pytest.mark.slow
-def test_another_text_is_validated_on_whatever_the_run_was(pool, tmp_path):
+def test_another_text_can_be_validated_on_for_any_run(pool, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("".join(chr(33 + n * n % 90) for n in range(9000)))
     own = {"data__validation_paths": [str(tmp_path / "text.txt")], "data__validation_fraction": 0.05}

@@ -143,7 +143,7 @@ def test_what_stands_alone_is_exchanged_as_the_run_says_and_each_rank_tells_how_
 
 
 @pytest.mark.long
-def test_a_run_goes_on_bit_for_bit_in_new_processes_and_its_checkpoint_loads_with_experts_anywhere(pool, tmp_path):
+def test_a_run_resumes_bit_for_bit_in_new_processes_and_its_checkpoint_loads_with_experts_anywhere(pool, tmp_path):
     path = write_config(tmp_path, **SETTINGS, train__steps=4, train__validate_every=2)
     whole, parts = tmp_path / "whole", tmp_path / "runs" / "tiny"
     pool.run(2, train_on, path, whole, stop_at=4)

@@ -63,7 +63,7 @@ TEXT = {"factory": f'"{__name__}:Tokens"', "options": "{width = 16}"}
 
 
 @pytest.mark.slow
-def test_a_model_by_its_place_learns_text_goes_on_bit_for_bit_and_is_evaluated(pool, tmp_path):
+def test_a_model_by_import_path_learns_text_resumes_bit_for_bit_and_is_evaluated(pool, tmp_path):
     path = configured(tmp_path, **TEXT)
     whole = pool.run(2, trained, path, tmp_path / "whole", 6)[0]
     assert whole[2].endswith("Tokens") and whole[0][-1]["loss"] < whole[0][0]["loss"]
@@ -79,7 +79,7 @@ def broken():
 
 @pytest.mark.long
 @pytest.mark.parametrize("command", ["train", "eval"])
-def test_a_fault_in_one_s_own_code_is_shown_with_its_traceback_and_is_no_wrong_configuration(tmp_path, command):
+def test_an_error_in_user_code_shows_its_traceback_and_is_not_a_configuration_error(tmp_path, command):
     path = configured(tmp_path, factory=f'"{__name__}:broken"')
     (tmp_path / "config.toml").write_text(path.read_text())
     done = weft(*(("train", path) if command == "train" else ("eval", tmp_path, "--trust")))
@@ -109,7 +109,7 @@ def test_data_by_its_place_trains_too(pool, tmp_path):
         ("", "", 'model.loss = "": your own data'),
     ],
 )
-def test_data_of_one_s_own_goes_with_no_other_and_with_a_loss(loss, data, said):
+def test_custom_data_excludes_other_data_and_needs_a_loss(loss, data, said):
     text = f'[model]\nfactory = "a:b"\nloss = "{loss}"\n[data]\nfactory = "a:b"\n{data}\n'
     with pytest.raises(ConfigError) as error:
         task_of(parse_config(text), torch.device("cpu"))

@@ -107,7 +107,7 @@ SGD = ["optimizer.name=SGD", "optimizer.options={momentum = 0.9}"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("before, after", [([], FLAT), (FLAT, []), (SGD, SGD), (MUON, MUON)])
-def test_every_optimizer_goes_on_bit_for_bit(pool, tmp_path, before, after):
+def test_every_optimizer_resumes_bit_for_bit(pool, tmp_path, before, after):
     whole, parts = pool.run(2, stopped_and_resumed, config_for(tmp_path, checkpoint__every=2), tmp_path, before, after)[
         0
     ]
@@ -153,7 +153,7 @@ def test_an_optimizer_that_cannot_step_is_refused_in_one_line_before_the_first_s
     assert "\n" not in str(caught.value)
 
 
-def test_an_optimizer_of_one_s_own_that_needs_a_closure_is_refused():
+def test_a_custom_optimizer_that_needs_a_closure_is_refused():
     with pytest.raises(ConfigError, match="optimizer: LBFGS recomputes the loss"):
         made_by(lambda model: torch.optim.LBFGS(model.parameters()), nn.Linear(2, 2))
 
@@ -161,7 +161,7 @@ def test_an_optimizer_of_one_s_own_that_needs_a_closure_is_refused():
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 @pytest.mark.parametrize("option", ["fused", "foreach", "differentiable"])
 @pytest.mark.parametrize("value", [True, False])
-def test_how_a_step_is_computed_is_chosen_by_whoever_names_it(name, option, value):
+def test_the_user_can_choose_how_a_step_is_computed(name, option, value):
     model = nn.Linear(2, 2)
     optimizer = make_optimizer(model, OptimizerConfig(name=name, options={option: value}))
     assert all(group[option] is value for group in optimizer.param_groups)

@@ -165,7 +165,7 @@ class Recorded:
         self.calls.append(("close",))
 
 
-def test_a_logger_of_one_s_own_hears_everything(tmp_path):
+def test_a_custom_logger_receives_everything(tmp_path):
     Recorded.calls.clear()
     names = [f"{__name__}:Recorded"]
     check(names)

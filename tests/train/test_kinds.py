@@ -167,7 +167,7 @@ def test_a_mixture_has_its_weights_from_the_beginning_on_and_every_sequence_in_t
         assert np.array_equal(numbers[texts == text], np.arange((texts == text).sum()))
 
 
-def test_a_mixture_goes_on_exactly_and_is_the_same_on_any_ranks():
+def test_a_mixture_resumes_exactly_and_is_the_same_on_any_number_of_ranks():
     whole = mixed()
     steps = [torch.cat([tokens for tokens, _ in whole.next_step()]) for _ in range(6)]
     for ranks in (1, 2):
@@ -235,7 +235,7 @@ def kept(request, tmp_path):
     return batches_of
 
 
-def test_data_goes_on_with_the_same_texts_wherever_they_lie(kept, tmp_path):
+def test_data_resumes_with_the_same_texts_at_any_path(kept, tmp_path):
     state = json.loads(json.dumps(kept(tmp_path).state_dict()))
     kept(tmp_path).load_state_dict(state)
     (tmp_path / "moved").mkdir()
@@ -255,7 +255,7 @@ def test_data_goes_on_with_the_same_texts_wherever_they_lie(kept, tmp_path):
         ("ab", {"held": "124\n"}, r'data\.validation_paths = \[".*/held.*"\]: differs from the text'),
     ],
 )
-def test_data_that_changed_in_place_or_order_is_refused_by_name(kept, tmp_path, names, texts, said):
+def test_data_that_changed_in_place_or_in_order_is_refused(kept, tmp_path, names, texts, said):
     state = kept(tmp_path).state_dict()
     with pytest.raises(ConfigError, match=said) as error:
         kept(tmp_path, *names, **texts).load_state_dict(state)
@@ -322,7 +322,7 @@ def test_data_that_is_not_what_it_is_said_to_be_is_one_line(tmp_path, name):
 def test_a_broken_line_is_named_by_its_number(tmp_path):
     path = write_jsonl(tmp_path)
     path.write_text(path.read_text() + "{broken\n")
-    with pytest.raises(ConfigError, match="line 301: is no JSON"):
+    with pytest.raises(ConfigError, match="line 301: is not JSON"):
         load_corpus(config(path, tmp_path, kind="jsonl"))
 
 
@@ -358,7 +358,7 @@ def write_damage(folder):
 
 UNREADABLE = {
     "a half of a character": (write_half_a_character, "half.jsonl': document 2 cannot be read"),
-    "too deep for the parser": (write_nested, "deep.jsonl': document 1 cannot be read (line 1: is no JSON"),
+    "too deep for the parser": (write_nested, "deep.jsonl': document 1 cannot be read (line 1: is not JSON"),
     "null": (write_nothing_there, "line 1: must be an object with text in this field, but has null"),
     "other bytes than text": (write_no_text, "bytes.parquet': document 2 cannot be read"),
     "a damaged page": (write_damage, ".parquet': document 1 cannot be read"),
@@ -379,7 +379,7 @@ HELD = {
     "no text": ("text", "held.txt", b"\0", "is not text"),
     "an empty file": ("text", "held.txt", b"", "no text found"),
     "too little": ("text", "held.txt", b"too short", "9 validation tokens are 0 sequences"),
-    "a broken line": ("jsonl", "held.jsonl", b"{broken", "document 1 cannot be read (line 1: is no JSON"),
+    "a broken line": ("jsonl", "held.jsonl", b"{broken", "document 1 cannot be read (line 1: is not JSON"),
     "no tokens": ("tokens", "held.npy", b"x", "cannot be mapped as tokens"),
     "no data set": ("datasets", "held", None, "is not the directory of a `datasets` dataset"),
 }
@@ -444,7 +444,7 @@ def settings_for(folder, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*WRITERS, "tokens"])
-def test_a_run_on_any_kind_goes_on_bit_for_bit(pool, tmp_path, kind):
+def test_a_run_on_any_kind_of_data_resumes_bit_for_bit(pool, tmp_path, kind):
     path = write_config(tmp_path, train__validate_every=2, data__validation_fraction=0.1, checkpoint__every=3)
     changes = settings_for(tmp_path, kind)
     whole = pool.run(2, train_on, path, tmp_path / "run", changes, stop_at=6)[0]

@@ -38,7 +38,7 @@ def test_the_page_of_a_run_that_trains_loads_itself_again_and_the_last_one_does_
 
 
 @pytest.mark.long
-def test_a_report_is_written_beside_the_run_and_one_that_fails_is_one_line(folder, monkeypatch):
+def test_a_report_is_written_during_the_run_and_a_failure_is_one_line(folder, monkeypatch):
     said = []
     live = LiveReport(folder, 0.01, said.append)
     wait_until(lambda: live.after_step() or (folder / "report.html").exists())

@@ -128,7 +128,7 @@ def test_all_ranks_stop_at_the_same_step_when_one_is_asked_to(pool, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_other_ranks_and_under_another_strategy(pool, tmp_path):
+def test_a_run_resumes_on_another_number_of_ranks_and_under_another_strategy(pool, tmp_path):
     path = write_config(tmp_path, train__microbatch_size=1, train__validate_every=0)
     whole = pool.run(2, train_on, path, tmp_path / "run", stop_at=6)[0]
     pool.run(2, train_on, path, tmp_path / "parts", stop_at=3)
@@ -142,7 +142,7 @@ def test_a_run_goes_on_with_other_ranks_and_under_another_strategy(pool, tmp_pat
 
 
 @pytest.mark.slow
-def test_on_the_same_ranks_a_run_goes_on_bit_for_bit(pool, tmp_path):
+def test_on_the_same_ranks_a_run_resumes_bit_for_bit(pool, tmp_path):
     path = write_config(tmp_path, train__validate_every=2, train__precision="bf16")
     whole = pool.run(2, train_on, path, tmp_path / "run", stop_at=6)[0]
     pool.run(2, train_on, path, tmp_path / "parts", stop_at=3)
@@ -285,7 +285,7 @@ def save_in(run):
     (run.directory / CONFIG).write_text('[model]\n[data]\n[run]\nname = "tiny"\n')
 
 
-def test_a_new_run_takes_a_directory_of_its_own_and_says_how_the_earlier_one_goes_on(tmp_path):
+def test_a_new_run_gets_a_new_directory_and_prints_how_to_resume_the_earlier_one(tmp_path):
     config = load_config(write_config(tmp_path)).run
     folder = tmp_path / "runs"
     first = open_run(config, False, "weft train x.toml")
@@ -326,7 +326,7 @@ def test_a_run_that_is_refused_leaves_no_directory(pool, tmp_path, setting):
 
 
 @pytest.mark.slow
-def test_the_step_is_chosen_when_the_directory_is_this_run_s_alone(pool, tmp_path):
+def test_the_step_is_chosen_after_the_directory_is_locked(pool, tmp_path):
     path = write_config(tmp_path, train__validate_every=0, checkpoint__every=1)
     pool.run(1, train_on, path, tmp_path / "run", stop_at=3)
     said = pool.run(1, train_on, path, tmp_path / "run", stop_at=5, resume_from=2)[0][-1]
@@ -334,7 +334,7 @@ def test_the_step_is_chosen_when_the_directory_is_this_run_s_alone(pool, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_run_whose_report_cannot_be_written_is_complete_and_says_so(pool, tmp_path):
+def test_a_run_whose_report_cannot_be_written_is_complete_and_prints_a_line(pool, tmp_path):
     run = tmp_path / "run"
     (run / "report.html").mkdir(parents=True)
     path = write_config(tmp_path, train__steps=2, train__validate_every=0)

@@ -25,7 +25,7 @@ DEEP = 100_000
 def test_what_nests_too_deeply_is_a_line_in_each_file_of_a_run(tmp_path):
     nested = "[" * DEEP + "]" * DEEP
     (tmp_path / "config.toml").write_text(f"[run]\nname = {nested}\n")
-    with pytest.raises(ConfigError, match="cannot be read: it nests too deeply; write it flatter"):
+    with pytest.raises(ConfigError, match="cannot be read: it nests too deeply; nest its tables less deeply"):
         load_config(tmp_path / "config.toml")
     assert recorded_name(tmp_path) is None
     with pytest.raises(ConfigError, match=r"train\.steps"):
@@ -129,7 +129,7 @@ def test_a_request_to_stop_before_the_first_step_promises_no_checkpoint():
 
 
 @pytest.mark.long
-def test_ctrl_c_before_the_first_step_saves_nothing_and_says_so(tmp_path):
+def test_ctrl_c_before_the_first_step_saves_nothing_and_prints_that(tmp_path):
     config = write_config(tmp_path, run__loggers=["tests.train.test_messages:SlowToBegin"])
     with started("train", config, "--ranks", 2) as process:
         wait_until(lambda: len(ranks_of(process.pid)) == 2)

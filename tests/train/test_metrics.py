@@ -120,7 +120,7 @@ def test_tensorboard_shows_the_same_numbers_and_forgets_those_after_the_resumed_
 @pytest.mark.parametrize(
     "broken", [b'{"step": 3, "ki', b'{"step": 3, "kin\n', b"\0\0\0\0\n", b"\xff\xfe\n", b"7\n", b"{}\n"]
 )
-def test_a_broken_last_line_is_cut(tmp_path, broken):
+def test_an_incomplete_last_line_is_removed(tmp_path, broken):
     with Metrics(tmp_path) as metrics:
         for step in (1, 2):
             metrics.log(step, "train", loss=1.0)

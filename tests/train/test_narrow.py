@@ -58,7 +58,7 @@ def test_the_example_fits_every_precision():
 
 
 @pytest.mark.long
-def test_a_quantized_run_goes_on_bit_for_bit_and_under_another_recipe(pool, tmp_path):
+def test_a_quantized_run_resumes_bit_for_bit_and_under_another_recipe(pool, tmp_path):
     path = write_config(tmp_path, train__validate_every=2, train__precision="nvfp4", train__quantization_shares_every=3)
     whole = pool.run(2, train_on, path, tmp_path / "run", stop_at=6)[0]
     pool.run(2, train_on, path, tmp_path / "parts", stop_at=3)

@@ -118,7 +118,7 @@ def test_the_files_of_a_model_say_how_it_chooses_tokens(published):
 
 def test_options_without_effect_and_values_without_meaning_are_refused(published, capsys):
     assert main(["sample", str(published), "--top-p", "0.5"]) == 2
-    assert "has no effect when the best token is chosen" in capsys.readouterr().err
+    assert "has no effect when the most likely token is chosen" in capsys.readouterr().err
     assert main(["sample", str(published), "--top-k", "-1"]) == 2
     assert "--top-k -1: must be at least 0" in capsys.readouterr().err
 

@@ -131,7 +131,7 @@ def test_the_last_validation_loss_stands_beside_the_baseline(tmp_path, monkeypat
         ({}, {"samples_per_second": 1.0}, ["", "own loss"]),
     ],
 )
-def test_final_losses_stand_under_the_unit_that_they_are_in(tmp_path, of_validation, of_training, head, monkeypatch):
+def test_final_losses_are_listed_under_their_unit(tmp_path, of_validation, of_training, head, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     records = [{"step": 1, "kind": "train", "loss": 2.0, **of_training}]
     records.append({"step": 1, "kind": "validation", "loss": 2.0, "tokens": 5, **of_validation})
@@ -201,7 +201,7 @@ def test_tokens_per_expert_are_drawn_however_many_layers_and_experts_there_are(t
 
 
 @pytest.mark.parametrize("moved, said", [([[100, 80], [100, 78]], "saves 21% of the rows"), ([[9, 9]], None)])
-def test_rows_that_were_saved_are_told(tmp_path, moved, said):
+def test_saved_rows_are_reported(tmp_path, moved, said):
     records = [
         {"step": step, "kind": "experts", "load": {"layer": [1, 3]}, "exchanged": {"layer": rows}}
         for step, rows in enumerate(moved)

@@ -41,7 +41,7 @@ def test_ten_steps_and_ten_more_in_new_processes_are_bit_for_bit_twenty_steps(po
     assert_same_contents(contents(run / "checkpoints" / "step-00000020"), whole)
 
 
-def test_ctrl_c_saves_and_the_printed_command_goes_on_to_the_same_end(pool, tmp_path):
+def test_ctrl_c_saves_and_the_printed_command_resumes_to_the_same_end(pool, tmp_path):
     config = write_config(tmp_path, train__steps=60, checkpoint__every=0, train__validate_every=0)
     pool.run(2, train_here, config)
     whole = tmp_path / "runs" / "tiny"
@@ -97,7 +97,7 @@ def test_a_checkpoint_of_another_model_is_refused_in_one_line_and_stays(pool, tm
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_sigterm_and_a_closed_terminal_save_too(tmp_path, number, request):
+def test_sigterm_and_a_closed_terminal_also_save(tmp_path, number, request):
     before = signal.signal(number, signal.SIG_DFL)  # under nohup SIGHUP is ignored, by what is started as well
     request.addfinalizer(lambda: signal.signal(number, before))
     config = write_config(tmp_path, train__steps=5000, checkpoint__every=0, train__validate_every=0)
@@ -111,7 +111,7 @@ def test_sigterm_and_a_closed_terminal_save_too(tmp_path, number, request):
     assert (run / "checkpoints" / f"step-{step:08d}").is_dir()
 
 
-def test_a_run_goes_on_from_the_newest_intact_checkpoint_and_is_refused_in_one_line_without_one(pool, tmp_path):
+def test_a_run_resumes_from_the_newest_intact_checkpoint_and_is_refused_in_one_line_without_one(pool, tmp_path):
     config = write_config(tmp_path, train__steps=3, checkpoint__every=1, train__validate_every=0)
     pool.run(1, train_here, config)
     run = tmp_path / "runs" / "tiny"

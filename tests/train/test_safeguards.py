@@ -230,7 +230,7 @@ def test_the_exit_code_after_ctrl_c_says_whether_there_is_a_checkpoint(
 
 
 @pytest.mark.parametrize(("complete", "code"), [(True, SUCCESS), (False, INTERRUPTED)])
-def test_a_rank_whose_training_was_interrupted_says_so_by_its_exit_code(tmp_path, monkeypatch, complete, code):
+def test_an_interrupted_rank_has_its_own_exit_code(tmp_path, monkeypatch, complete, code):
     path = tmp_path / CONFIG
     path.write_text("[data]\nsequence_length = 8\n")
     monkeypatch.setenv(worker.RUN, json.dumps({"directory": str(tmp_path), "step": None, "note": ""}))

@@ -210,7 +210,7 @@ def refusal(override):
 
 
 @pytest.mark.parametrize("override", WRONG)
-def test_a_wrong_value_is_one_line_with_the_setting_its_value_the_rule_and_the_fix(override):
+def test_a_wrong_value_is_a_one_line_error_with_the_setting_its_value_the_rule_and_the_fix(override):
     override = override.replace("\\n", "\n")
     line = refusal(override)
     setting, _, value = override.partition("=")

@@ -153,7 +153,7 @@ def test_a_path_that_is_no_model_is_refused(tmp_path, capsys):
     [
         ("--top-p", "7", "must be more than 0 and at most 1"),
         ("--top-p", "nan", "must be more than 0 and at most 1"),
-        ("--temperature", "-1", "must be at least 0; 0 chooses the best token"),
+        ("--temperature", "-1", "must be at least 0; 0 chooses the most likely token"),
         ("--tokens", "-3", "must be at least 0"),
         ("--seed", str(2**70), "must be at least -2**63 and below 2**64"),
     ],
@@ -185,7 +185,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_weights_of_another_function_are_refused_even_where_all_shapes_fit(tmp_path, name):
+def test_weights_of_another_function_are_refused_even_if_all_shapes_fit(tmp_path, name):
     options = {"model__pattern": "[*E]", "model__num_experts": 2, "model__moe_intermediate_size": 8}
     source = Source(run_of(tmp_path, 1, **options))
     source.load(HybridModel(dataclasses.replace(source.model_config, pattern="*E", aux_loss_coef=0.5)))
@@ -196,7 +196,7 @@ def test_weights_of_another_function_are_refused_even_where_all_shapes_fit(tmp_p
         source.load(other)
 
 
-def test_a_checkpoint_is_named_where_its_run_has_it_and_no_other_is_taken_for_it(tmp_path):
+def test_a_copy_of_a_checkpoint_is_not_mistaken_for_the_one_of_the_run(tmp_path):
     run = run_of(tmp_path, 1)
     checkpoint = run / "checkpoints" / "step-00000001"
     assert (Source(checkpoint).run, Source(checkpoint).step) == (run, 1)

@@ -68,7 +68,7 @@ def test_losses_of_routers_are_logged_apart_where_stages_have_them(pool, tmp_pat
 
 
 @pytest.mark.long
-def test_a_run_goes_on_with_other_stages(pool, tmp_path):
+def test_a_run_resumes_with_other_stages(pool, tmp_path):
     path = write_config(tmp_path, **MODEL, train__validate_every=0, checkpoint__every=2)
     pool.run(2, train_on, path, tmp_path / "whole", stop_at=6)
     pool.run(2, train_on, path, tmp_path / "parts", ["sharding.pp=2"], stop_at=2)

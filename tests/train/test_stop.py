@@ -32,7 +32,7 @@ def stop(monkeypatch):
     request.release()
 
 
-def test_signals_that_come_together_are_one_request_and_a_later_one_ends_at_once(clock, stop):
+def test_simultaneous_signals_are_one_request_and_a_later_one_ends_the_run_immediately(clock, stop):
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP):
         os.kill(os.getpid(), number)
         clock.now += 0.1

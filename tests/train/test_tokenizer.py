@@ -37,7 +37,7 @@ def test_a_tokenizer_file_gives_all_of_a_text_and_nothing_else(words):
     assert tokenizer.decode(np.array([9, 1])) == "b a"
 
 
-def test_a_token_that_no_text_stands_for_is_refused(words):
+def test_a_token_without_a_text_is_refused(words):
     for tokenizer, token in ((load_tokenizer("bytes"), 256), (load_tokenizer(str(words)), 5)):
         assert token not in tokenizer.ids
         with pytest.raises(ValueError, match=f"token {token}: the tokenizer has no such token"):

@@ -167,7 +167,7 @@ def go_on_shuffled(folder, steps, resume):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [go_on, go_on_stateful, go_on_shuffled])
-def test_a_run_of_one_s_own_goes_on_bit_for_bit(pool, tmp_path, how):
+def test_a_run_of_a_program_resumes_bit_for_bit(pool, tmp_path, how):
     whole = pool.run(2, how, tmp_path, 9, False)[0]
     rewind(tmp_path / "default", 6)
     parts = pool.run(2, how, tmp_path, 9, "or-start")[0]
@@ -212,7 +212,7 @@ def read_by_others(folder):
 
 
 @pytest.mark.slow
-def test_a_run_of_one_s_own_claims_no_model_and_no_text_and_whoever_needs_them_names_it(pool, tmp_path):
+def test_a_run_of_a_program_records_no_model_and_text_and_commands_that_need_them_refuse_it(pool, tmp_path):
     for who, said in pool.run(1, read_by_others, tmp_path)[0]:
         assert said.startswith(f"{tmp_path / 'default'}: is a run of a program"), who
         assert (f"resume='{tmp_path / 'default'}'" in said) == (who == "train --resume") and "\n" not in said
@@ -234,11 +234,11 @@ def over_a_text(folder):
     return str(error.value)
 
 
-def test_a_program_does_not_go_on_with_a_run_of_a_text(pool, tmp_path):
+def test_a_program_cannot_resume_a_run_of_a_text(pool, tmp_path):
     (tmp_path / "config.toml").write_text("[model]\nhidden_size = 32\n")
     (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)
     for said in pool.run(2, over_a_text, tmp_path):
-        assert "not of a program's own" in said and f"weft train --resume {tmp_path}" in said
+        assert "which a program cannot replace" in said and f"weft train --resume {tmp_path}" in said
 
 
 @pytest.mark.long
@@ -269,7 +269,7 @@ print("there is one:", dist.is_initialized())
 
 
 @pytest.mark.slow
-def test_a_process_group_that_somebody_else_ended_is_gone_and_a_later_one_is_left_alone():
+def test_a_process_group_that_was_destroyed_elsewhere_is_not_destroyed_again():
     program = """
 import atexit, gc, weakref
 import torch.distributed as dist
@@ -308,7 +308,7 @@ def refused_at_its_beginning(folder):
         Trainer(model=nn.ReLU, loss=lambda model, batch: batch, data=batches, config=settings(folder, 3))
 
 
-def test_a_run_of_one_s_own_that_is_refused_leaves_no_directory(pool, tmp_path):
+def test_a_run_of_a_program_that_is_refused_leaves_no_directory(pool, tmp_path):
     pool.run(1, refused_at_its_beginning, tmp_path / "runs")
     assert list((tmp_path / "runs").iterdir()) == []
 
@@ -436,7 +436,7 @@ def went_on(folder):
 
 
 @pytest.mark.slow
-def test_a_run_to_go_on_with_may_be_a_path(pool, tmp_path):
+def test_the_run_to_resume_may_be_a_path(pool, tmp_path):
     assert pool.run(1, went_on, tmp_path)[0]
 
 
@@ -457,7 +457,7 @@ def stopped_and_started_again(folder):
 
 
 @pytest.mark.slow
-def test_a_script_says_where_its_run_is_and_how_it_goes_on_and_obeys_run_resume(pool, tmp_path):
+def test_a_script_prints_where_its_run_is_and_how_to_resume_it_and_obeys_run_resume(pool, tmp_path):
     first, again, resumed, refusal = pool.run(1, stopped_and_started_again, tmp_path)[0]
     run = tmp_path / "default"
     go_on = f"resume={str(run)!r}"
@@ -501,7 +501,7 @@ def test_data_that_yields_nothing_is_an_error():
         Stream([], 1).next_step()
 
 
-def test_data_that_can_be_gone_through_once_says_so_when_it_is_at_its_end():
+def test_data_that_can_be_iterated_only_once_raises_at_its_end():
     with pytest.raises(ConfigError, match="data: a generator, ended after 3 microbatches of this rank") as error:
         stream = Stream((number for number in range(3)), 2)
         assert stream.next_step() == [0, 1]
@@ -509,10 +509,10 @@ def test_data_that_can_be_gone_through_once_says_so_when_it_is_at_its_end():
     assert "pass data that starts again" in str(error.value)
 
 
-def test_data_that_became_shorter_is_told_from_a_damaged_checkpoint():
+def test_shorter_data_is_not_mistaken_for_a_damaged_checkpoint():
     stream = Stream([0] * 9, 7)
     stream.next_step()
-    with pytest.raises(ConfigError, match="is 7 microbatches into a pass, but this data has 5"):
+    with pytest.raises(ConfigError, match="is 7 microbatches into a pass, but a pass over this data has 5"):
         Stream([0] * 5, 7).load_state_dict(stream.state_dict())
 
 
@@ -660,7 +660,7 @@ def loss_with_a_router_beside_it(folder):
 
 
 @pytest.mark.slow
-def test_nothing_is_taken_off_a_loss_of_one_s_own(pool, tmp_path):
+def test_a_custom_loss_is_not_adjusted(pool, tmp_path):
     (line,) = pool.run(1, loss_with_a_router_beside_it, tmp_path)[0]
     assert line["loss"] > 0
 
@@ -691,7 +691,7 @@ def momentum_that_changes(folder):
 
 
 @pytest.mark.slow
-def test_options_of_one_s_own_optimizer_are_those_of_the_checkpoint(pool, tmp_path):
+def test_options_of_a_custom_optimizer_come_from_the_checkpoint(pool, tmp_path):
     assert pool.run(1, momentum_that_changes, tmp_path)[0] == 0.5
 
 
@@ -717,7 +717,7 @@ def with_features(folder):
 
 
 @pytest.mark.slow
-def test_features_of_a_configuration_hold_for_a_model_of_one_s_own(pool, tmp_path):
+def test_features_of_a_configuration_work_with_a_custom_model(pool, tmp_path):
     losses, _, weights = reference()
     lines, _, trained = pool.run(2, with_features, tmp_path)[0]
     assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-5)

@@ -67,7 +67,8 @@ class Reader(dcp.FileSystemReader):
                 part = part.narrow(dim, offset, length)
             target = planner.resolve_tensor(item).detach()
             if part.dtype != target.dtype or part.shape != target.shape:
-                raise ValueError(f"a {part.dtype} {list(part.shape)} lies where {list(target.shape)} should")
+                found, wanted = f"{part.dtype} {list(part.shape)}", f"{target.dtype} {list(target.shape)}"
+                raise ValueError(f"it has {found} instead of {wanted}")
             target.copy_(part)
             planner.commit_tensor(item, target)
         except CheckpointError:

@@ -197,7 +197,7 @@ def bench(options: argparse.Namespace) -> int:
     }
     if options.name not in found:
         known = ", ".join(found) or "none found; run this in a checkout of the repository"
-        raise ValueError(f"{options.name!r} is no benchmark; there are: {known}")
+        raise ValueError(f"{options.name!r} is not a benchmark; choose from: {known}")
     return subprocess.call(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),

@@ -65,7 +65,7 @@ def _lines() -> Iterable[str]:
 
 def _choices(options: argparse.Namespace) -> dict[str, Any]:
     """Return the sampling options as keyword arguments of `Source.added`. Raises ValueError if one is out of range."""
-    best = "must be at least 0; 0 chooses the best token"
+    best = "must be at least 0; 0 chooses the most likely token"
     for name, good, rule in (
         ("tokens", options.tokens >= 0, "must be at least 0"),
         ("temperature", options.temperature is None or 0 <= options.temperature < math.inf, best),
@@ -93,11 +93,11 @@ def _source(options: argparse.Namespace) -> Any:
     for name in ("top_k", "top_p"):
         if temperature == 0 and getattr(options, name) is not None:
             raise ValueError(
-                f"--{name.replace('_', '-')} {getattr(options, name)}: has no effect when the best token is chosen; "
-                f"pass --temperature too"
+                f"--{name.replace('_', '-')} {getattr(options, name)}: has no effect when the most likely token is "
+                "chosen; pass --temperature too"
             )
     if generation.not_followed:
-        warn(f"generation_config.json: passes over {', '.join(generation.not_followed)}")
+        warn(f"generation_config.json: weft ignores {', '.join(generation.not_followed)}")
     return source
 
 

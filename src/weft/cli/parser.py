@@ -178,10 +178,10 @@ def _chat(known: Any) -> None:
 def _add_generation(command: argparse.ArgumentParser) -> None:
     own = "the model's own, else"
     command.add_argument("--tokens", type=int, default=200, help="the maximum number of new tokens (default: 200)")
-    command.add_argument("--temperature", type=float, help=f"0 chooses the best token (default: {own} 0.8)")
-    command.add_argument("--top-k", type=int, help=f"draw from this many of the best tokens (default: {own} all)")
+    command.add_argument("--temperature", type=float, help=f"0 chooses the most likely token (default: {own} 0.8)")
+    command.add_argument("--top-k", type=int, help=f"number of most likely tokens to sample from (default: {own} all)")
     command.add_argument(
-        "--top-p", type=float, help=f"draw from the best tokens of this total probability (default: {own} 0.95)"
+        "--top-p", type=float, help=f"total probability of the tokens to sample from (default: {own} 0.95)"
     )
     command.add_argument("--seed", type=int, default=0, help="seed of the random choices (default: 0)")
     _add_ignored(command)
@@ -234,7 +234,7 @@ def _pattern(known: Any) -> None:
 
 def _schedule(known: Any) -> None:
     schedule = known.add_parser("schedule", help="draw the schedule of a pipeline, with its cost", epilog=EXIT_CODES)
-    schedule.add_argument("name", metavar="NAME_OR_FILE", help="such as 1f1b or dualpipev, or a file with a table")
+    schedule.add_argument("name", metavar="NAME_OR_FILE", help="a schedule, such as dualpipev, or a file with a table")
     schedule.add_argument("--pp", type=int, help="pipeline ranks")
     schedule.add_argument("--microbatches", type=int, help="the number of microbatches of a step")
     schedule.add_argument("--chunks", type=int, help="stages on each rank (default: that of the schedule)")
@@ -260,7 +260,7 @@ def _config(known: Any) -> None:
     instead = config.add_mutually_exclusive_group()
     instead.add_argument("--check", metavar="FILE", help="check whether FILE is a configuration that can run")
     config.add_argument("--ranks", type=int, help="with --check: the number of ranks to check for (default: 1)")
-    instead.add_argument("--markdown", action="store_true", help="as a table")
+    instead.add_argument("--markdown", action="store_true", help="print all settings as a Markdown table")
     instead.add_argument(
         "--from", dest="source", metavar="DIRECTORY", help="print the [model] of a model's directory or of a run"
     )
@@ -273,7 +273,7 @@ def _evaluate(known: Any) -> None:
         "eval", help="print the validation loss of a run's newest intact checkpoint", epilog=EXIT_CODES
     )
     evaluate.add_argument("path", metavar="RUN_DIRECTORY")
-    evaluate.add_argument("--step", type=int, help="of the checkpoint of this step")
+    evaluate.add_argument("--step", type=int, help="evaluate the checkpoint of this step (default: the newest)")
     evaluate.add_argument("--ema", action="store_true", help="use the moving average of the weights")
     _add_set(evaluate, ", such as data.paths")
     _add_trust(evaluate)
@@ -299,6 +299,6 @@ def _bench(known: Any) -> None:
         help="run a benchmark of this repository",
         epilog="Arguments after -- are passed to the benchmark. " + EXIT_CODES,
     )
-    bench.add_argument("name", metavar="NAME", help="of a file in benchmarks/, such as fsdp2")
+    bench.add_argument("name", metavar="NAME", help="name of a file in benchmarks/, such as fsdp2")
     bench.add_argument("--ranks", type=int, default=2, help="local processes (default: 2)")
     bench.set_defaults(run=commands.bench)

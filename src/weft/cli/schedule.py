@@ -27,7 +27,7 @@ def draw(options: argparse.Namespace) -> int:
     found = check(made, _costs(options))
     if not 0 < found.time < math.inf:
         raise ValueError(
-            f"--costs {options.costs}: the whole schedule takes the time {found.time:g}; pass times such as 1,1,1"
+            f"--costs {options.costs}: give the whole schedule the time {found.time:g}; pass times such as 1,1,1"
         )
     if target is not None and target.suffix == ".png":
         _save_picture(found, target)

@@ -115,7 +115,7 @@ class Transfer:
             self._end()
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """`complete`, or `abandon` after `timeout`: as one of the works of another transfer."""
+        """Call `complete` or, with a `timeout`, `abandon`: the interface of torch's work handles."""
         return self.complete() if timeout is None else self.abandon(timeout)
 
     def abandon(self, timeout: timedelta) -> None:

@@ -49,7 +49,7 @@ _ELEMENT_WISE = {"clone", "_to_copy", "zeros_like", "ones_like", "empty_like", "
 
 
 def run(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-    """Run the operator `func` on arguments with tensors of these rules. `types`: the classes of its tensors."""
+    """Run the operator `func` on arguments that contain unevenly cut tensors. `types`: the classes of its tensors."""
     kwargs = kwargs or {}
     if DeferredDTensor in types:
         bring_all((args, kwargs))

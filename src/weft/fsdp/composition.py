@@ -2,7 +2,7 @@
 
 Both of torch's `replicate()` skip sharded children, which the composable registry lists as sharded. The wrappers
 `DistributedDataParallel` and `DataParallel` would broadcast and reduce parts that differ between ranks, and deadlock,
-unless they ignore sharded parameters. Of torch's `fully_shard` and weft's a model can use only one.
+unless they ignore sharded parameters. A model can use torch's `fully_shard` or weft's, but not both.
 """
 
 import functools

@@ -46,7 +46,7 @@ def fully_shard(
     Args:
         module: a module, or a list of modules that are gathered and reduced together.
         mesh: a DeviceMesh of data-parallel ranks: 1-D, or 2-D (outer, shard). Default: all ranks, on the parameters'
-            device; for parameters in CPU memory on CUDA, unless the process group is gloo.
+            device. For parameters in CPU memory, that is CUDA unless the process group is gloo.
         strategy: "no_shard", "optim", "optim_grads", "optim_grads_params" (ZeRO-0 to 3) or `weft.Placements`.
         outer_strategy: over the outer axis of a 2-D mesh: "no_shard" (HSDP) or "optim" (HFSDP).
         reshard_after_forward: whether to free the full weights after forward and gather them again for backward. None:
@@ -62,7 +62,7 @@ def fully_shard(
         offload_policy: `weft.OffloadPolicy`, `weft.CPUOffloadPolicy` (sharded weights, gradients and optimizer state
             stay in CPU memory), or torch's.
         ignored_params: parameters that are not sharded. Parameters of other modules are allowed.
-        gradient_divide_factor: a number by which averaged gradients are divided in addition.
+        gradient_divide_factor: a number that also divides the averaged gradients.
         runtime: `weft.RuntimeOptions`. Those of the root apply; other units must be given equal ones, or none.
         dp_mesh_dims: `weft.DataParallelMeshDims`, or torch's: the data-parallel axes of a larger `mesh`. With axes to
             replicate over and none to shard over, the default strategy is "no_shard".
@@ -101,8 +101,7 @@ def fully_shard(
 
 
 class _ShardedState:
-    """The state of the model that a sharded module belongs to, as far as torch.distributed.pipelining uses it to reduce
-    a stage's gradients: the last method reduces those of backwards without sync, and `post_backward` does nothing."""
+    """The part of a module's state that torch.distributed.pipelining uses to reduce the gradients of a stage."""
 
     def __init__(self, module: FSDPModule) -> None:
         self._module = module

@@ -113,9 +113,8 @@ class FSDPModule:
                 unit.requires_gradient_sync = reduces
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether the next backward is the last before the optimizer step, in which strategies with a partial
-        gradient reduce; they do not reduce in others.
-        """
+        """Set whether the next backward is the last one before the optimizer step. Strategies with partial gradients,
+        "no_shard" and "optim", reduce only in the last backward."""
         is_last_backward = _switch("set_is_last_backward", is_last_backward)
         runtime_of(self).reductions.last_backward = is_last_backward
 
@@ -126,7 +125,7 @@ class FSDPModule:
             unit.requires_gradient_sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Set whether backward reduces gradients over the outer axis of a 2-D mesh; False: it accumulates them before.
+        """Set whether backward reduces gradients over the outer axis of a 2-D mesh; False: only over the shard axis.
         Raises ValueError for False if a unit's mesh is 1-D, which has no such axis."""
         requires_all_reduce = _switch("set_requires_all_reduce", requires_all_reduce)
         for unit in units_under(self, recurse):
@@ -145,7 +144,8 @@ class FSDPModule:
             unit.reshard_after(reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Set whether the full weights are freed after backward; they must be before the optimizer steps."""
+        """Set whether the full weights are freed after backward. If they are not, call `reshard` before the optimizer
+        step."""
         reshard_after_backward = _switch("set_reshard_after_backward", reshard_after_backward)
         for unit in units_under(self, recurse):
             unit.reshard_after_backward = reshard_after_backward

@@ -158,7 +158,7 @@ def has_less_range(narrow: torch.dtype, wide: torch.dtype) -> bool:
 
 
 def precision_of(policy: Any) -> MixedPrecisionPolicy:
-    """Return weft's or torch's policy as weft's. Raises TypeError for anything else."""
+    """Convert weft's or torch's policy to weft's. Raises TypeError for anything else."""
     if isinstance(policy, MixedPrecisionPolicy):
         return policy
     if isinstance(policy, _TorchMixedPrecisionPolicy):

@@ -5,7 +5,7 @@ forward or backward call, a step of a schedule, the user's `unshard()`, or a hol
 The pool may move a unit's weights to make room for another; only holders end holds. A unit does not know its drivers.
 
 Full parameters are registered while a computation or the user's `unshard()` holds the weights. Otherwise the sharded
-ones are: optimizers, freezes and writes use these. Autograd has views of weights that wait for a backward.
+ones are: optimizers, freezing and writes use these. Autograd has views of weights that wait for a backward.
 
 `weft.fsdp.gradients.group` describes the life of the gradients.
 """

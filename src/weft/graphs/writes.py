@@ -60,7 +60,7 @@ class Writes:
                     del each.main_grad
 
     def begin(self) -> None:
-        """Start the writes, possibly again."""
+        """Start a run of the backward, possibly a repeated one."""
         self.asked.clear()
 
     def _note(self, parameter: nn.Parameter) -> Target:
@@ -164,7 +164,7 @@ class Targets:
         return [range_of(each, writable=True) for each in self._buffers()]
 
     def begin(self) -> None:
-        """Start the writes, possibly again."""
+        """Start a run of the backward, possibly a repeated one."""
         self._next = 0
 
     @contextmanager

@@ -69,8 +69,8 @@ class Layout:
         return (self.numel - self.data_numel) / max(self.data_numel, 1)
 
     def cuts(self, tensor: int, pieces: int | None = None) -> tuple[int, ...]:
-        """Return the borders inside tensor number `tensor`, as element numbers of that tensor. Of `pieces` equal pieces
-        of the buffer (default: the shards), piece r has its elements `[cuts[r], cuts[r + 1])`."""
+        """Return the borders inside tensor number `tensor`, counted in its elements. If the buffer is cut into `pieces`
+        equal pieces (default: the shards), piece r has the tensor's elements `[cuts[r], cuts[r + 1])`."""
         extent = self.extents[tensor]
         pieces = pieces or self.shards
         numel = self.numel // pieces

@@ -7,8 +7,8 @@
 
 Autograd saves views of gathered weights, so a buffer's address must not change between a forward and its backward. A
 place in the slab is fixed. A buffer with its own memory keeps one storage, which is resized to 0 and back. If a step
-uses buffers as no step before (a pass in another order, a block used twice), a buffer without a free place takes its
-own memory. That counts as a fallback and leads to a new plan after the step. A plan covers all steps so far. If such a
+uses buffers in a new way (a pass in another order, a block used twice), a buffer without a free place takes its own
+memory. That counts as a fallback and leads to a new plan after the step. A plan covers all steps so far. If such a
 plan would take more than `PATIENCE` times the peak of live bytes, the new plan covers the last step only.
 
 A buffer that must be in its place finds another one there only in unforeseen cases, such as a user who unshards all

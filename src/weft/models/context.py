@@ -104,12 +104,12 @@ class Slices:
         return labels
 
     def following(self, values: Tensor, places: int, filling: int) -> Tensor:
-        """Return the slices of `Documents.following` of the whole rows, which are gathered."""
+        """Return this rank's slices of `Documents.following`, which is computed on the gathered rows."""
         whole = self._joined(gathered(self.group, values)[0].unbind())
         return self.cut(self.whole.following(whole, places, filling))
 
     def kept(self, device: torch.device, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """Return the result of `make` on `device`, cached by name and device, as `Documents.kept`."""
+        """Return the result of `make` on `device`, cached by name and device, like `Documents.kept`."""
         if (device, name) not in self._made:
             with torch.inference_mode(False):
                 self._made[device, name] = make().to(device)

@@ -16,17 +16,17 @@ class Sampling:
     """How the next token is chosen. Raises ValueError for values out of range."""
 
     temperature: float = 1.0
-    """Divisor of the logits; 0 takes the best token."""
+    """Divisor of the logits; 0 chooses the most likely token."""
     top_k: int = 0
-    """The number of best tokens to sample from; 0: all."""
+    """The number of most likely tokens to sample from; 0: all."""
     top_p: float = 1.0
-    """The next token is sampled from the smallest set of best tokens with at least this total probability."""
+    """The next token is sampled from the smallest set of most likely tokens with at least this total probability."""
     repetition_penalty: float = 1.0
     """Positive logits of earlier tokens are divided by this, negative ones multiplied."""
 
     def __post_init__(self) -> None:
         for name, fits, rule in (
-            ("temperature", 0 <= self.temperature < math.inf, "must be at least 0; 0 chooses the best token"),
+            ("temperature", 0 <= self.temperature < math.inf, "must be at least 0; 0 chooses the most likely token"),
             ("top_k", isinstance(self.top_k, int) and self.top_k >= 0, "must be a whole number, 0 for all tokens"),
             ("top_p", 0 < self.top_p <= 1, "must be more than 0 and at most 1"),
             ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "must be positive, 1 for none"),
@@ -46,7 +46,7 @@ class Sampling:
         if self.top_k:
             shares = shares[:, : self.top_k]
             shares = shares / shares.sum(-1, keepdim=True)
-        before = shares.cumsum(-1) - shares  # the probability of all better tokens, so that the best token remains
+        before = shares.cumsum(-1) - shares  # the probability of all likelier tokens: the most likely one remains
         place = torch.multinomial(shares.masked_fill(before >= self.top_p, 0), 1, generator=generator)
         return order.gather(-1, place)[:, 0]
 

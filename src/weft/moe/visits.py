@@ -55,7 +55,7 @@ def width_of(k: int, experts: int) -> int:
 def visits_of(routing: Routing, ranks: int, local: int, shape: tuple[int, int]) -> Visits:
     """Return the visits to `ranks` ranks with `local` experts each. `shape`: (batch, seq).
 
-    On a device with streams the host does not know the number of rows: there are as many as possible, unused ones last.
+    On a device with streams the host does not know the number of rows: the result has the maximum, unused ones last.
     """
     experts, kept = routing.experts, routing.kept
     tokens, k = experts.shape

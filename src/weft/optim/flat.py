@@ -195,8 +195,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Raise ValueError once the optimizer is built: the model and `no_decay` determine its groups."""
         if hasattr(self, "_runs"):
             raise ValueError(
-                f"{type(self).__name__} always has all parameters of its model: build it again after the model has "
-                f"new ones, and use the ordinary optimizer with model.parameters() if groups need different options"
+                f"{type(self).__name__} always has all parameters of its model: after you add parameters, build it "
+                "again; if groups need different options, use the ordinary optimizer with model.parameters()"
             )
         super().add_param_group(param_group)
 
@@ -293,7 +293,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
 
 def _by_name(state_dict: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """Return state and parameter groups with parameter names in place of an ordinary optimizer's numbers."""
+    """Return the state and parameter groups, with an ordinary optimizer's numbers replaced by parameter names."""
     state, groups = dict(state_dict["state"]), list(state_dict["param_groups"])
     numbers = [number for group in groups for number in group["params"]]
     if not any(isinstance(key, int) for key in (*state, *numbers)):

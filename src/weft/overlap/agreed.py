@@ -101,7 +101,7 @@ def agree_on_schedule(
                 told = exchange_objects(said, group, "arguments of a schedule")
                 everyone.update(zip(dist.get_process_group_ranks(group), told))
         name = "of one pipeline" if not experts else "that exchange rows"
-        raise mismatch(f"{name} run different things", dict(sorted(everyone.items())), _RULE)
+        raise mismatch(f"{name} called the schedule with different arguments", dict(sorted(everyone.items())), _RULE)
     return converted
 
 

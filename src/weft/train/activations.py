@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class Activations(TorchDispatchMode):
-    """Counts memory that operations allocate inside the block and that is freed before its end: activations, their
-    gradients and temporary tensors. Gathered weights do not count, because their buffers exist before."""
+    """Measures the peak of memory that operations allocate inside the block and that is freed before its end:
+    activations, their gradients and temporary tensors. Gathered weights do not count, because their buffers already
+    exist."""
 
     def __init__(self) -> None:
         super().__init__()

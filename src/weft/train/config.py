@@ -208,7 +208,7 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, name: str = "confi
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{name}: is not valid TOML: {error}; correct that line") from error
     except NotReadable as error:
-        raise ConfigError(f"{name}: cannot be read: {error}; write it flatter") from error
+        raise ConfigError(f"{name}: cannot be read: {error}; nest its tables less deeply") from error
     changed = {_apply_override(tables, override) for override in overrides}
     shortened = "train.steps" in changed and "schedule.warmup_steps" not in changed
     notes = _unpin_warmup(tables) if shortened else ()

@@ -191,7 +191,7 @@ def test_going_on_after_an_exception(fails, then, strategy, known):
 @pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(2)
-def test_a_backward_that_fails_takes_the_gradients_of_the_microbatches_before_it(strategy, bucket_bytes):
+def test_a_failed_backward_drops_the_gradients_of_earlier_microbatches(strategy, bucket_bytes):
     """All of them, whatever of it had run: none is of some microbatches here and of others there. Seen at once."""
     for number, place in enumerate(("head", "blocks.2", "blocks.2.up", "blocks.0", "embedding")):
         waits = bool((number + bool(bucket_bytes)) % 2)

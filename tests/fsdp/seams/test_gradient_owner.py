@@ -48,7 +48,7 @@ def pair(**options) -> tuple[nets.Net, nets.Net]:
 
 @all_pairs(strategy=[*STRATEGIES[1:], "no_shard"], microbatches=[1, 2], when=["before", "after"])
 @distributed(2)
-def test_a_penalty_on_sharded_parameters_computed_beside_the_forward(strategy, microbatches, when):
+def test_a_penalty_on_sharded_parameters_computed_outside_the_forward(strategy, microbatches, when):
     def loss(net: nets.Net, rows: torch.Tensor, rank: int) -> torch.Tensor:
         if when == "before":
             extra = penalty(net)
@@ -212,7 +212,7 @@ def test_zero_grad_of_an_unsharded_block_between_forward_and_backward():
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(2)
-def test_memory_of_gradients_that_nobody_holds_is_reused(strategy):
+def test_memory_of_gradients_without_references_is_reused(strategy):
     _, sharded = pair(strategy=strategy)
     optimizer = torch.optim.SGD(parameters_of[sharded], lr=0.1)
     places, reported = [], []

@@ -94,7 +94,7 @@ def test_one_rank_reads_whole_tensors_that_the_other_never_asks_for():
 
 @pytest.mark.slow
 @distributed(2, timeout=WORST_S + 10)
-def test_a_rank_that_evaluates_alone_is_told_that_all_ranks_must():
+def test_a_rank_that_evaluates_alone_gets_an_error_that_all_ranks_must():
     net = shard(strategy="optim")
     with pytest.raises(
         CollectiveMismatch, match=r"rank 0: \S.*including evaluations and state dicts.*another rank's batch"

@@ -61,7 +61,7 @@ WAYS = [
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("nested", [False, True])
 @distributed(2)
-def test_a_backward_is_noticed_by_whatever_tensor_it_comes_in(nested, strategy):
+def test_a_backward_is_noticed_whichever_tensor_it_starts_from(nested, strategy):
     for way in WAYS:
         plain, sharded = Net(way), Net(way)
         if nested:
@@ -147,7 +147,7 @@ def test_what_is_added_after_sharding_is_refused_unless_it_is_sharded_or_ignored
 
 
 @distributed(2)
-def test_a_unit_that_begins_in_place_is_told_what_to_change():
+def test_a_unit_that_modifies_its_input_in_place_gets_an_error_with_the_fix():
     net = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8)))
     weft.fully_shard(net[1])
     weft.fully_shard(net)

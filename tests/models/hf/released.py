@@ -89,7 +89,7 @@ def table():
             try:
                 pattern, found = f"`{hf.config_of(folder, ignored=IGNORED.get(name, ())).pattern}`", "yes"
             except ConversionError as error:
-                pattern, found = "", f"no: {str(error).split('config.json: ')[1].split(': there are')[0]}"
+                pattern, found = "", f"no: {str(error).split('config.json: ')[1].split(': choose from')[0]}"
         if name in IGNORED:
             found = f"with `--ignore-field {IGNORED[name][0]}`"
         others = "bit for bit | yes" if name in READ else " | "

@@ -36,7 +36,7 @@ def test_a_model_type_alone_is_the_model_of_all_defaults(kind):
 
 
 @pytest.mark.parametrize("kind", POSITIONS)
-def test_the_base_and_the_part_of_a_rotation_may_stand_in_the_older_place(kind):
+def test_the_base_and_the_fraction_of_a_rotation_may_be_in_the_older_fields(kind):
     family, name = FAMILIES[kind]
     raw = full_text_of(config(name))
     plain = {each: value for each, value in raw.items() if not each.startswith("rope_")}

@@ -106,7 +106,7 @@ def test_a_tensor_that_is_missing_or_unused_is_named(there):
 def test_a_tensor_of_another_shape_is_named(there):
     files = tensors(there)
     replace_tensors(there, {**files, "lm_head.weight": files["lm_head.weight"][:5]})
-    with pytest.raises(ConversionError, match=r"lm_head.weight has the shape \[5, 32\], output_layer"):
+    with pytest.raises(ConversionError, match=r"lm_head.weight has the shape \[5, 32\], but output_layer"):
         hf.load(HybridModel(hf.config_of(there)), there)
 
 
@@ -117,7 +117,7 @@ CHANGES = [
     ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0, "factor": 2.0}}, "'longrope'"),
     ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1.0}}, "'proportional'"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantized by 'fp8'"),
-    ({"model_type": "bert"}, "model_type='bert': there are llama"),
+    ({"model_type": "bert"}, "model_type='bert': choose from llama"),
     ({"layer_types": ["linear_attention", "windowed"]}, "full_attention, linear_attention only, not windowed"),
     ({"layer_types": ["linear_attention"] * 3}, "layer_types: 3, but qwen3_next needs .*num_hidden_layers=2"),
     ({"layer_types": 2}, "layer_types=2: must be a list"),
@@ -275,7 +275,7 @@ def test_a_width_that_follows_from_others_is_that_width(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["../model.safetensors", "/model.safetensors", "", "..", 3])
-def test_an_index_names_files_beside_it_only(tmp_path, file):
+def test_an_index_names_only_files_in_its_folder(tmp_path, file):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
     with pytest.raises(ConversionError, match="not a file in its directory"):
         TensorFiles(tmp_path)

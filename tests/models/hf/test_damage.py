@@ -194,7 +194,7 @@ DAMAGES = {
     "an index that names another shard": mapped(lambda table: {**table, first(table): another(table)}),
     "a long header": overwritten("weights", 0, (1 << 40).to_bytes(8, "little")),
     "a header of no length": overwritten("weights", 0, (0).to_bytes(8, "little")),
-    "a header that is no JSON": overwritten("weights", 8, b"not JSON"),
+    "a header that is not JSON": overwritten("weights", 8, b"not JSON"),
     "an unknown dtype": header(lambda table: {**table, first(table): {**table[first(table)], "dtype": "F7"}}),
     "another dtype": header(lambda table: {**table, first(table): {**table[first(table)], "dtype": "I32"}}),
     "another shape": header(lambda table: {**table, first(table): {**table[first(table)], "shape": [1]}}),

@@ -225,7 +225,7 @@ def test_a_kernel_that_is_named_and_does_not_run_is_an_error(symbol):
 
 
 @pytest.mark.parametrize("symbol", KINDS)
-def test_a_kernel_is_told_where_documents_begin(installed, monkeypatch, symbol):
+def test_a_kernel_receives_the_document_boundaries(installed, monkeypatch, symbol):
     setting, place = KINDS[symbol]
     monkeypatch.setattr(kernels, "DEVICES", ("cpu",))
     tokens = torch.arange(30).view(2, 15)

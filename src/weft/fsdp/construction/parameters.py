@@ -1,8 +1,8 @@
 """How one parameter is sharded: whether it can be, where it is cut, and whether it is quantized.
 
-Plain parameters can be sharded, those of subclasses without own operators, and DTensors of a tensor-parallel plan, of
-which this rank's slice is cut further. `shard_placement_fn` chooses the cuts. With `param_quantization`, parameters of
-a class with a method `dequantize` are dequantized first: plain ones replace them.
+Plain parameters can be sharded, and so can those of subclasses that define no operators. So can DTensors of a
+tensor-parallel plan: this rank's slice is then cut further. `shard_placement_fn` chooses the cuts. With
+`param_quantization`, parameters of a class with a method `dequantize` are dequantized first: plain ones replace them.
 """
 
 import math
@@ -175,7 +175,7 @@ def recipe_of(
 
 
 def dequantize_parameters(slots: dict[nn.Parameter, Slot], policy: MixedPrecisionPolicy) -> dict[nn.Parameter, Slot]:
-    """Replace parameters whose class has `dequantize` by plain ones, if `policy` quantizes; return `slots` by these."""
+    """Replace parameters whose class has `dequantize` by plain ones, also in `slots`, if `policy` quantizes."""
     if policy.param_quantization is None:
         return slots
     found = {}

@@ -97,7 +97,7 @@ class GroupGradients:
         return self._stages[0].buffer is not None
 
     def accumulates(self, finishing: bool = True) -> bool:
-        """Return whether gradients wait for a later reduction; not `finishing`: for one over the shard axis."""
+        """Return whether gradients wait for a later reduction; with `finishing=False`, for one over the shard axis."""
         return self.where is Where.PACKED or (finishing and self.where is Where.SUMMED)
 
     # --- gradients that modules write ---------------------------------------------------------------------------------
@@ -264,7 +264,8 @@ class GroupGradients:
         self.main.publish()
 
     def drop(self) -> None:
-        """Clear all gradients after a failed backward. Reductions in flight may write to main ones until `discard`."""
+        """Clear all gradients after a failed backward. Reductions in flight may write to the main gradients until
+        `discard`."""
         self._forget()
         self.main.drop()
 

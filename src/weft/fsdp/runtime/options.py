@@ -12,8 +12,8 @@ BUCKET_BYTES: int | None = None  # the default of `RuntimeOptions.bucket_bytes`
 
 
 class CaptureTable(Protocol):
-    """The captures of one model. `failed`: which parts had one that failed here since the ranks agreed last. `agree`:
-    the pass is over; `failed`: which parts had one that failed on any rank."""
+    """The captures of one model. `failed`: for each part, whether a capture failed on this rank since the last
+    agreement. `agree`: end the pass; its argument says, for each part, whether a capture failed on any rank."""
 
     @property
     def failed(self) -> list[bool]: ...
@@ -22,8 +22,8 @@ class CaptureTable(Protocol):
 
 @runtime_checkable
 class Captures(Protocol):
-    """A choice of parts, as `weft.graphs` implements it. `table`: the captures of the model `root`. `unit_of`: the unit
-    of each sharded module. `owns`: whether a parameter is sharded."""
+    """A choice of parts to capture; `weft.graphs` implements it. `table`: return the captures of the model `root`.
+    `unit_of`: the unit of each sharded module. `owns`: whether a parameter is sharded."""
 
     def table(
         self, root: nn.Module, engine: Any, unit_of: Callable, owns: Callable, device: torch.device

@@ -101,7 +101,7 @@ class Reductions(ReductionOrder):
                 self._agreement.note(unit.number, "reduction", group.gradients.sent)
 
     def left_over(self, unit: Unit) -> bool:
-        """Return whether `unit` has gradients that no call's end has taken, of this backward or due ones of earlier."""
+        """Return whether `unit` has gradients that are due, of any backward, and that no call has reduced."""
         for group in unit.trainable_groups:
             gradients = group.gradients
             if gradients.arrived:

@@ -255,7 +255,7 @@ class Runtime(Shared):
         self.planner.end_pass()
 
     def finish_unnoticed(self) -> None:
-        """End this model's backward after one of autograd in which no hook of the model ran, if that left gradients."""
+        """Finish this model's backward if autograd's backward left gradients in it without running any of its hooks."""
         if self.passes.current is Pass.IDLE and any(unit.awaits_reduction for unit in self.units):
             self._open_backward()
             self.end_backward()

@@ -24,9 +24,9 @@ class Depths:
     """The tensor names of a family's prediction depths.
 
     `symbols(config_json)`: the layer symbols of one depth. `prefix(trunk, length, number, place)`: the prefix of names
-    of layer `place` in depth `number`; the main model has `trunk` layers, each depth `length`. `around`: weft's modules
-    of a depth outside its layers to names on disk; {first} and {last} stand for the prefixes of its first and last
-    layer. `copies`: modules of the main model that each depth stores again. `most`: the maximum number of depths.
+    of layer `place` in depth `number`; the main model has `trunk` layers, each depth `length`. `around`: maps weft's
+    modules of a depth outside its layers to names on disk; {first} and {last} stand for the prefixes of its first and
+    last layer. `copies`: modules of the main model that each depth stores again. `most`: the maximum number of depths.
     `counted`: the field of config.json with the number of depths.
     """
 

@@ -28,7 +28,7 @@ def read(raw: Raw) -> Raw:
     inner = raw.get("mamba_expand", 2) * hidden if inner is None else inner
     width = raw.get("mamba_d_head", "auto")
     if inner != (inner // heads if width == "auto" else width) * heads:
-        raise ConversionError(f"mamba_n_heads={heads} of mamba_d_head={width!r} must be mamba_d_ssm={inner} together")
+        raise ConversionError(f"mamba_n_heads={heads} times mamba_d_head={width!r} must equal mamba_d_ssm={inner}")
     if raw.get("projectors_bias", False) != raw.get("mamba_proj_bias", False):
         raise ConversionError("projectors_bias differs from mamba_proj_bias: in weft both have a bias or neither")
     into = raw.get("attention_in_multiplier", 1.0), raw.get("ssm_in_multiplier", 1.0)

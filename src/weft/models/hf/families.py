@@ -73,7 +73,7 @@ def family_of(raw: Raw) -> Family:
     """Return the family that a config.json names."""
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ConversionError(f"model_type={kind!r}: there are {', '.join(FAMILIES)}")
+        raise ConversionError(f"model_type={kind!r}: choose from {', '.join(FAMILIES)}")
     return FAMILIES[kind]
 
 
@@ -124,7 +124,7 @@ def family_for(cfg: HybridConfig, model_type: str | None = None) -> tuple[Family
     Without `model_type`, the first family that can is returned. Raises `ConversionError` if none can.
     """
     if model_type is not None and model_type not in FAMILIES:
-        raise ConversionError(f"model_type={model_type!r}: there are {', '.join(FAMILIES)}")
+        raise ConversionError(f"model_type={model_type!r}: choose from {', '.join(FAMILIES)}")
     reasons = []
     for name in [model_type] if model_type is not None else FAMILIES:
         try:

@@ -33,12 +33,13 @@ REQUIRED = {"attention_dropout": 0.0}
 class Family:
     """The tables of a family.
 
-    `fields`: names in config.json to names in `HybridConfig`, each with the family's default. `required`: fields of
-    config.json for which weft supports only this value. `kept`: fields of config.json that do not affect the result.
-    `read` and `write` convert the fields that the table cannot express. `outer`: weft's modules outside of layers to
-    names on disk. `layer`: the prefix of names in layer {}, which holds `symbols_per_layer` symbols. `tensors`: a table
-    for each layer symbol. `depths`: the prediction depths, None if none are published. `memory`: parts of names on disk
-    and what replaces them in transformers' `state_dict()`; files of a saved `state_dict()` have the latter.
+    `fields`: maps names in config.json to names in `HybridConfig`, each with the family's default. `required`: fields
+    of config.json for which weft supports only this value. `kept`: fields of config.json that do not affect the result.
+    `read` and `write` convert the fields that the table cannot express. `outer`: maps weft's modules outside of layers
+    to names on disk. `layer`: the prefix of names in layer {}, which holds `symbols_per_layer` symbols. `tensors`: a
+    table for each layer symbol. `depths`: the prediction depths, None if none are published. `memory`: maps parts of
+    names on disk to the parts that replace them in transformers' `state_dict()`, and thus in files of a saved
+    `state_dict()`.
     """
 
     model_type: str
@@ -81,7 +82,7 @@ class Family:
             raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            raise ConversionError(f"{self.model_type} describes no model: {reason}") from error
+            raise ConversionError(f"{self.model_type} does not describe a model: {reason}") from error
         known = {*self.fields, *required, *self.kept, *KEPT, *MEANINGLESS, *written}
         if unknown := lacking(raw, known):
             raise ConversionError(

@@ -49,7 +49,7 @@ class Place(Protocol):
 @dataclass(frozen=True)
 class Same:
     """One tensor, unchanged. `copies`: other names under which files may store it again; these are written too.
-    `repeats`: such names that are not written, as the output layer of a tied model."""
+    `repeats`: such names that are not written, for example the output layer of a tied model."""
 
     name: str
     copies: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ class PerExpert:
         outputs, inputs = files[self.names[0]].get_shape()
         for name in self.names:
             if (other := files[name].get_shape()) != [outputs, inputs]:
-                raise ConversionError(f"{name} has the shape {other}, {self.names[0]} {[outputs, inputs]}")
+                raise ConversionError(f"{name} has the shape {other}, but {self.names[0]} {[outputs, inputs]}")
         return [self.experts, inputs, outputs]
 
     def fused(self, gated: bool) -> "Turned | Half":

@@ -116,9 +116,10 @@ def check_fits(shapes: Mapping[str, list[int]], places: Mapping[str, Place], fil
         except (ValueError, IndexError) as error:  # the tensor on disk has another number of dimensions
             found = files[place.names[0]].get_shape()
             reason = str(error) if isinstance(error, ConversionError) else f"{place.names[0]} has the shape {found}"
-            raise ConversionError(f"{files.directory}: {reason}; {name} {wanted}") from error
+            raise ConversionError(f"{files.directory}: {reason}, but {name} is {wanted}") from error
         if shape != wanted:
-            raise ConversionError(f"{files.directory}: {listed(place.names, 3)} has the shape {shape}, {name} {wanted}")
+            found = f"{listed(place.names, 3)} has the shape {shape}"
+            raise ConversionError(f"{files.directory}: {found}, but {name} is {wanted}")
 
 
 class Renamed:

@@ -229,7 +229,7 @@ def _products(rows: Tensor, columns: Tensor, decay: Tensor) -> Tensor:
 def _prepared(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the arguments in at least fp32, with queries and keys scaled to their lengths.
+    """Return the arguments in at least fp32; keys are scaled to length 1, queries to length dk^-0.5.
 
     A missing state becomes zeros; `g` gets a last dimension if each head has one decay.
     """

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def fast_scan(asked: str, chunked: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function with the arguments of `ssd_chunked` that runs mamba_ssm's kernel or `chunked`, as `asked`."""
+    """Return a function with the arguments of `ssd_chunked` that runs the kernel that `asked` selects."""
 
     def scan(
         x: Tensor,
@@ -63,7 +63,7 @@ def fast_scan(asked: str, chunked: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def fast_rule(asked: str, chunked: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function with the arguments of `delta_chunked` that runs fla's kernel or `chunked`, as `asked`."""
+    """Return a function with the arguments of `delta_chunked` that runs the kernel that `asked` selects."""
 
     def rule(
         q: Tensor,

@@ -32,7 +32,7 @@ BY_LENGTH = ("dynamic", "longrope")
 class RotaryEmbedding(nn.Module):
     """Rotates the first `width` elements of each head, and leaves the others.
 
-    `scaling`: {"rope_type": a type of the table above, and its numbers}, as `HybridConfig.rope_scaling`; None: none.
+    `scaling`: {"rope_type": a type of the table above, and its numbers}, like `HybridConfig.rope_scaling`; None: none.
     All layers of a stack share one instance. Its tables are buffers [positions, width] that are not in checkpoints.
     They grow for longer sequences, and stay at least fp32 if the module is cast. `local`: the rotation of layers with a
     window, if it differs.
@@ -86,7 +86,7 @@ class RotaryEmbedding(nn.Module):
         return self.scaling is not None and self.scaling["rope_type"] in BY_LENGTH
 
     def _rows(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of positions `start` to `end`, [positions, width]. The sequence so far ends at `end`."""
+        """Return cos and sin of positions `start` to `end`, the length of the sequence so far; [positions, width]."""
         if self._is_by_length and end > self.scaling["original_max_position_embeddings"]:  # type: ignore[index]
             return self._table(start, end, end)
         if end > self.cos.shape[0]:

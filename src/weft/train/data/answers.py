@@ -17,7 +17,7 @@ def marked(tokens: np.ndarray, labelled: np.ndarray, vocab_size: int) -> np.ndar
 
 
 class Answered:
-    """The sequences of tokens from `marked` that have at least one label."""
+    """The sequences that have at least one label; tokens are as `marked` returns them."""
 
     def __init__(self, sequences: Sequences, vocab_size: int) -> None:
         self.sequences, self.vocab_size = sequences, vocab_size
@@ -49,6 +49,6 @@ class Answered:
 
 
 def split(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Split rows into tokens and labels, int64 [row, sequence]; a label is -100 if there is none."""
+    """Split rows into tokens and labels, int64 [row, sequence]; -100 marks positions without a label."""
     tokens = np.where(rows <= WITHOUT, WITHOUT - rows, np.maximum(rows, 0))
     return np.ascontiguousarray(tokens[:, :-1]), np.maximum(rows[:, 1:], WITHOUT + 1)

@@ -96,7 +96,7 @@ def open_cache(
 
 def _mapped(path: Path, dtype: str, count: int) -> np.ndarray:
     if path.stat().st_size != count * np.dtype(dtype).itemsize:
-        raise ValueError(f"{path} is not whole")
+        raise ValueError(f"{path} is incomplete")
     return np.memmap(path, dtype=dtype, mode="r", shape=(count,)) if count else np.zeros(0, dtype=dtype)
 
 

@@ -26,8 +26,8 @@ class ConversationTokenizer:
         template = template_of(files, str(folder))
         if template is None:
             raise ConfigError(
-                f"data.tokenizer = {path!r}: has no chat template in its folder, in {' or '.join(FILES)}, which "
-                'data.kind = "messages" needs'
+                f"data.tokenizer = {path!r}: has no chat template in its folder ({' or '.join(FILES)}), but "
+                'data.kind = "messages" needs one'
             )
         self.template, self.tokenizer = template, HuggingFaceTokenizer(path)
         self.tokens = self.tokenizer.vocab_size

@@ -162,7 +162,7 @@ def _records(path: str) -> Iterator[tuple[int, Any, float]]:
             try:
                 yield number, json.loads(line), read / size
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"line {number}: is no JSON: {error}") from error
+                raise ValueError(f"line {number}: is not JSON: {error}") from error
 
 
 def _parquet_rows(path: str, field: str) -> Iterator[tuple[str, float]]:

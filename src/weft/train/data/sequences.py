@@ -79,7 +79,7 @@ class WholeDocuments:
         return found
 
     def documents(self, indices: np.ndarray) -> np.ndarray:
-        """Return the number of each place's document, as `Sequences.documents`."""
+        """Return the number of each place's document, like `Sequences.documents`."""
         found = np.full((len(indices), self.length + 1), PADDING, dtype=np.int64)
         for row, (begin, end) in zip(found, self.borders[indices].tolist()):
             row[: end - begin] = np.searchsorted(self.starts, np.arange(begin, end), side="right")
@@ -128,7 +128,7 @@ def sequences(
     answered = Answered(found, part.conversations)
     if len(answered) < at_least:
         raise ConfigError(
-            f"data.sequence_length = {length}: only {len(answered)} of {len(found)} sequences contain text of an "
+            f"data.sequence_length = {length}: only {len(answered)} of {len(found)} sequences contain text of the "
             f"assistant, fewer than one for each of {at_least} ranks; use more conversations or raise "
             f"data.sequence_length"
         )

@@ -1,7 +1,7 @@
 """Facts about a run that are not metrics, kept in the run's folder for the report:
 
 parameters, ranks, device, versions, command, commit, resumed, pattern    written at the start
-description: the text of `weft.describe`                                  written at the end, as all below
+description: the text of `weft.describe`                                  written at the end, like all below
 memory: the result of `weft.memory_report`, or a list of them for the ranks of a pipeline
 baseline: the validation loss of the bigram table in nats per byte
 graphs: the counts of `weft.graph_report` on the first rank

@@ -131,7 +131,7 @@ def _line(connection: socket.socket) -> bytes:
     while not received.endswith(b"\n"):
         part = connection.recv(4096)
         if not part or len(received) > _LONGEST:
-            raise ValueError("no whole line came")
+            raise ValueError("no complete line arrived")
         received += part
     return received
 

@@ -156,7 +156,7 @@ def refuse_described_task(directory: Path) -> None:
     """Raise ConfigError for a run whose configuration describes model and data, which a program cannot resume."""
     if _describes_task(directory):
         raise ConfigError(
-            f"{directory}: is a run of a model and data that its {CONFIG} describes, not of a program's own; resume "
+            f"{directory}: its {CONFIG} describes the model and the data, which a program cannot replace; resume "
             f"with: weft train --resume {shlex.quote(str(directory))}"
         )
 

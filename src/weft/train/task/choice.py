@@ -21,7 +21,7 @@ def task_of(config: TrainConfig, device: torch.device, say: Callable[[str], None
         return TextTask(config, device, say)
     assert isinstance(model, OwnModelConfig)
     if dataclasses.replace(data, factory="", validation_factory="") != DataConfig():
-        raise ConfigError("[data]: has no effect with data.factory; leave the other settings out")
+        raise ConfigError("[data]: the other settings have no effect with data.factory; leave them out")
     if not model.loss:
         raise ConfigError(
             'model.loss = "": your own data (data.factory) needs its own loss; set model.loss to its path'

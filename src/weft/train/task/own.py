@@ -211,8 +211,8 @@ class Stream:
             for done in range(self.taken):
                 if next(self._iterator, self) is self:
                     raise ConfigError(
-                        f"data: the checkpoint is {self.taken} microbatches into a pass, but this data has {done}; "
-                        f"resume with the data that it was saved with"
+                        f"data: the checkpoint is {self.taken} microbatches into a pass, but a pass over this data has "
+                        f"{done}; resume with the data that it was saved with"
                     )
             self._random.load_state_dict(now)
 
@@ -239,7 +239,7 @@ def own_model(
     meshes: weft.Meshes,
     device: torch.device,
 ) -> Any:
-    """Return your model, sharded as the configuration says. A function builds it on the meta device."""
+    """Return your model, sharded as the configuration says. If it is a function, it is called on the meta device."""
     if shard is not None:
         check_callable("shard", shard, ["model"], "a function shard(model, **options)")
     torch.manual_seed(config.train.seed)  # the same initial weights on every rank

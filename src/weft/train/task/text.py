@@ -117,7 +117,7 @@ class TextTask:
 
 
 def _compare(names: Sequence[str], texts: list[Any]) -> None:
-    """Raise ConfigError on every rank if a rank has other texts than the first. Collective."""
+    """Raise ConfigError on every rank if the texts of a rank differ from those of the first rank. Collective."""
     everyone = exchange_objects(texts, what="the texts of the ranks")
     for rank, theirs in enumerate(everyone):
         for name, first, other in zip(names, everyone[0], theirs):
