@@ -426,7 +426,7 @@ def test_copies_come_from_full_tensors_and_from_other_cuts():
             plain = torch.zeros(parameter.shape)
             plain.copy_(parameter)
             exactly(plain, full)
-        with pytest.raises(ValueError, match=r"copy_ of shape \(3,\) into a parameter of shape \(13, 29\)"):
+        with pytest.raises(ValueError, match=r"copy_ of a tensor of shape \(3,\) into a parameter of shape \(13, 29\)"):
             target.p0.copy_(torch.zeros(3))
 
 

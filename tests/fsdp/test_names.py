@@ -88,7 +88,7 @@ def test_what_is_refused_says_why():
     hybrid = weft.fully_shard(nn.Linear(2, 2), mesh=mesh)
     with pytest.raises(ValueError, match="on a 2-D mesh"):
         hybrid.set_all_reduce_hook(lambda reduced: None, stream=object())
-    with pytest.raises(ValueError, match=r"axis 'data': choose of the mesh's axes \('outer', 'shard'\)"):
+    with pytest.raises(ValueError, match=r"axis 'data': choose from the axes \('outer', 'shard'\) of the mesh"):
         weft.fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=weft.DataParallelMeshDims(shard="data"))
     with pytest.raises(ValueError, match="pass the mesh too"):
         weft.fully_shard(nn.Linear(2, 2), dp_mesh_dims=weft.DataParallelMeshDims(shard="shard"))

@@ -124,7 +124,7 @@ def tensor_parallel_of(
         spec = beside
     if spec.mesh.ndim != 1 and not hasattr(parameter, EXPERT):
         raise ValueError(
-            f"{where} is a DTensor over the {spec.mesh.ndim} axes {spec.mesh.mesh_dim_names}: weft composes with one "
+            f"{where} is a DTensor over the {spec.mesh.ndim} axes {spec.mesh.mesh_dim_names}: weft supports one "
             "tensor-parallel axis; pass parallelize_module a 1-D mesh, such as mesh['tp']"
         )
     placement = next((each for each in spec.placements if type(each) not in (Shard, Replicate)), None)
@@ -151,7 +151,7 @@ def _beside(spec: DTensorSpec, replicas: Collection[str], where: str) -> DTensor
         if name in replicas and not placement.is_replicate():
             raise ValueError(
                 f"{where} is a DTensor placed as {placement!r} over the data-parallel axis {name!r}: distribute it "
-                "with Replicate() there, which fully_shard cuts"
+                "with Replicate() over this axis; fully_shard shards it"
             )
     others = tuple(name for name in names if name not in replicas)
     if not others:

@@ -43,8 +43,8 @@ class FSDPModule:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
             f"pickling the sharded {kind_of(self)}: save its state_dict() with "  # type: ignore[arg-type]
-            "torch.distributed.checkpoint, or full tensors of it, as get_model_state_dict with full_state_dict=True "
-            "returns them, with torch.save"
+            "torch.distributed.checkpoint, or save the result of get_model_state_dict with full_state_dict=True with "
+            "torch.save"
         )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:

@@ -197,7 +197,7 @@ def _data_parallel_mesh(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
     known = mesh.mesh_dim_names or ()
     for name in (name for names in axes for name in names):
         if name not in known:
-            raise ValueError(f"dp_mesh_dims names the axis {name!r}: choose of the mesh's axes {known}")
+            raise ValueError(f"dp_mesh_dims names the axis {name!r}: choose from the axes {known} of the mesh")
     parts = [mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names)) for names in axes]
     return parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
 
