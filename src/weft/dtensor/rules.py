@@ -115,8 +115,8 @@ def _copy(func: Any, args: tuple, kwargs: dict) -> Any:
             whole = whole_of(source).expand(target.shape)
         except RuntimeError as error:
             raise ValueError(
-                f"copy_ of a tensor of shape {tuple(source.shape)} into a parameter of shape {tuple(target.shape)}: pass "
-                "a tensor of the parameter's shape, or one that can be expanded to it"
+                f"copy_ of a tensor of shape {tuple(source.shape)} into a parameter of shape {tuple(target.shape)}: "
+                "pass a tensor of the parameter's shape, or one that can be expanded to it"
             ) from error
         source = target.slice_of(whole)
     func(target._local_tensor, _localized(source), *args[2:], **kwargs)
