@@ -105,7 +105,7 @@ def test_data_by_its_place_trains_too(pool, tmp_path):
 @pytest.mark.parametrize(
     ("loss", "data", "said"),
     [
-        ("a:b", "sequence_length = 8", "[data]: has no effect with data.factory"),
+        ("a:b", "sequence_length = 8", "[data]: the other settings have no effect with data.factory"),
         ("", "", 'model.loss = "": your own data'),
     ],
 )
@@ -114,6 +114,13 @@ def test_custom_data_excludes_other_data_and_needs_a_loss(loss, data, said):
     with pytest.raises(ConfigError) as error:
         task_of(parse_config(text), torch.device("cpu"))
     assert str(error.value).startswith(said) and "\n" not in str(error.value)
+
+
+def test_options_that_the_factory_does_not_take_are_one_line():
+    own = f'factory = "{__name__}:Tokens"\nloss = "{__name__}:plain_loss"\noptions = {{ width = 16, depth = 2 }}'
+    text = f'[model]\n{own}\n[data]\nfactory = "a:b"\n'
+    with pytest.raises(ConfigError, match=r"the class Tokens is called with \(width=16, depth=2\): got an"):
+        task_of(parse_config(text), torch.device("cpu"))
 
 
 def test_a_configuration_with_a_factory_reads_back_equal(tmp_path):

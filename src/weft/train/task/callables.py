@@ -1,7 +1,8 @@
 """Checks functions that you pass to the trainer, before the run begins."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -9,8 +10,10 @@ from torch import nn
 from weft.train.errors import ConfigError
 
 
-def check_callable(name: str, value: Any, arguments: Sequence[str], wanted: str) -> None:
-    """Raise ConfigError if `value` cannot be called with arguments of these names.
+def check_callable(
+    name: str, value: Any, arguments: Sequence[str], wanted: str, options: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """Raise ConfigError if `value` cannot be called with arguments of these names and the keyword arguments `options`.
 
     name: the trainer's argument. wanted: a description of a correct value. Both are for the message.
     """
@@ -21,9 +24,10 @@ def check_callable(name: str, value: Any, arguments: Sequence[str], wanted: str)
     except (TypeError, ValueError):  # functions in C may have no signature
         return
     try:
-        takes.bind(*arguments)
+        takes.bind(*arguments, **options)
     except TypeError as error:
-        called = f"is called with ({', '.join(arguments)})" if arguments else "is called without arguments"
+        given = ", ".join((*arguments, *(f"{name}={value!r}" for name, value in options.items())))
+        called = f"is called with ({given})" if given else "is called without arguments"
         raise ConfigError(f"{name}: {told(value)} {called}: {error}; give {wanted}") from error
 
 

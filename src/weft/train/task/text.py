@@ -25,6 +25,7 @@ from weft.train.modes import in_eval_mode
 from weft.train.run.turns import first_rank_first
 from weft.train.sections import OwnModelConfig
 from weft.train.task.blocks import prepare
+from weft.train.task.callables import check_callable
 from weft.train.task.own import own_model, with_numbers
 from weft.train.task.sharding import meshes_of, options_of
 from weft.train.task.task import Losses
@@ -131,8 +132,11 @@ def _compare(names: Sequence[str], texts: list[Any]) -> None:
 
 
 def factory_of(model: OwnModelConfig) -> Callable[[], nn.Module]:
-    """Return the function that builds the model, with its options bound."""
-    return partial(imported("model.factory", model.factory), **model.options)
+    """Return the function that builds the model, with its options bound. Raises ConfigError if it does not take
+    them."""
+    factory = imported("model.factory", model.factory)
+    check_callable("model.factory", factory, [], "a callable that takes the names in model.options", model.options)
+    return partial(factory, **model.options)
 
 
 def _context_part(batch: Batch, meshes: weft.Meshes) -> Batch:
