@@ -11,8 +11,8 @@ is forward and backward of all microbatches. An exchange counts as hidden while 
 it waits for communication of any kind. `--routing` draws the experts of each token from a distribution, the same for
 all sides. `--skew` measures from uniform routing to Zipf's, and `--routing` besides.
 
-Sending and receiving take CPU time, which no schedule hides. "core s" is the CPU time of a step on rank 0; with one core
-per rank no step is shorter than that. With `--device` products take as long as on a device of so many GFLOP/s, and
+Sending and receiving take CPU time, which no schedule hides. "core s" is the CPU time of a step on rank 0; with one
+core per rank no step is shorter than that. With `--device` products take as long as on a device of so many GFLOP/s, and
 leave the cores to the network in that time (`benchmarks/_device.py`).
 """
 
