@@ -100,7 +100,7 @@ MUTATIONS = [
         "bundle_bytes",
         "min(4 * least, sum(unit.gathered_bytes for unit in units) // 8)",
         "least",
-        BUCKETS + "test_messages_of_a_large_model_are_larger_but_at_least_eight[2]",
+        BUCKETS + "test_messages_of_a_large_model_are_larger_but_at_least_eight[2-32-8]",
     ),
     Mutation(
         "a rank that needs no unit of a bucket does not join its gather",
