@@ -79,6 +79,7 @@ def test_a_published_model_is_sampled_as_transformers_generates(published, capsy
     assert capsys.readouterr().out.count("\n\n") >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompts_of_different_lengths_together_are_continued_as_each_alone_by_transformers(tmp_path, kind):
     theirs = KINDS[kind].make()

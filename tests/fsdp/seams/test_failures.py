@@ -188,6 +188,7 @@ def test_going_on_after_an_exception(fails, then, strategy, known):
     assert_weights(sharded, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(2)

@@ -35,6 +35,7 @@ def live(net: nn.Module) -> dict[str, int]:
     return {role: pool["live"] for role, pool in weft.memory_report(net)["transient"].items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("allocator", ["trace", "caching"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(2)
