@@ -43,7 +43,7 @@ if os.environ.get("WEFT_BUCKETS") != "1":
 MAX_RANKS = 4
 TIMEOUT_S = 120
 MOST_S = float(os.environ.get("WEFT_JOB_SECONDS", "inf"))
-"""For each job, whatever its test allows: of mutants some hang, and each of those would wait for all of its time."""
+"""Limits the time of every job. Some mutations make a job hang, which would otherwise use its whole time limit."""
 
 
 class RankFailed(AssertionError):

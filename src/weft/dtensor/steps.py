@@ -1,7 +1,7 @@
 """Lets torch's optimizers step over local parts on CPU, over lists of them if they are small.
 
 With sharded tensors, each operator on each tensor calls from torch into Python, which costs more than a small tensor's
-arithmetic. An operator on a list is one such call, and on local parts there is none.
+arithmetic. An operator on a list makes one such call for all tensors, and one on local parts makes none.
 
     optimizer            parameters of the group           foreach, fused    steps
     -------------------  --------------------------------  ----------------  -----------------------------------

@@ -89,7 +89,8 @@ class Bucket:
 
     def _start(self, fulls: Sequence[torch.Tensor | None], sources: Sequence[torch.Tensor], copy: int) -> Ticket:
         with torch.no_grad(), profiled(self._name, "gather"):
-            if all(full is None for full in fulls):  # nobody waits: this rank may change its weights meanwhile
+            if all(full is None for full in fulls):
+                # No unit of this rank waits for the sends, so that its weights may change before they end.
                 sources = [source.clone() for source in sources]
             return self._channels.gathers.run(
                 all_gather_bundle,
