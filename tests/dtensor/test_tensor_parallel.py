@@ -129,7 +129,7 @@ def test_five_clipped_adamw_steps_equal_one_process():
         compare(nets.train(make(sequence=sequence), data()), net, mesh, data(), **options)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(4)
 def test_every_strategy_microbatches_and_an_outer_axis():
     batches = data(2)

@@ -72,7 +72,7 @@ def travelled(monkeypatch) -> set[torch.dtype]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "strategy", [*(pytest.param(s, marks=pytest.mark.slow) for s in STRATEGIES[:3]), STRATEGIES[3]]
+    "strategy", [*(pytest.param(s, marks=pytest.mark.long) for s in STRATEGIES[:3]), STRATEGIES[3]]
 )
 @distributed(2)
 def test_every_recipe_equals_one_process_that_casts_at_the_same_places(strategy):
@@ -274,7 +274,7 @@ def summed_loss(net: nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> t
 
 
 @pytest.mark.parametrize(
-    "strategy", [*(pytest.param(s, marks=pytest.mark.slow) for s in STRATEGIES[:3]), STRATEGIES[3]]
+    "strategy", [*(pytest.param(s, marks=pytest.mark.long) for s in STRATEGIES[:3]), STRATEGIES[3]]
 )
 @distributed(2)
 def test_a_loss_per_token_with_uneven_counts_equals_one_process(strategy):

@@ -30,7 +30,7 @@ BOTH = ("attend", "experts")
     [
         ("[*E]", OVERLAPPED, 2, PADDED),
         pytest.param("M[*-]G", None, 2, {}, marks=pytest.mark.slow),
-        pytest.param("M[*-]G", {"overlap": False, "delay_wgrad": True}, 1, {}, marks=pytest.mark.slow),
+        pytest.param("M[*-]G", {"overlap": False, "delay_wgrad": True}, 1, {}, marks=pytest.mark.long),
     ],
 )
 @distributed(2)
@@ -51,7 +51,7 @@ def test_what_is_recomputed_from_a_gather_on_is_eager_by_name():
     assert scopes["finish"]["replays"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("driven", "recompute"), [({}, ()), ({"delay_wgrad": True}, BOTH)])
 @distributed(2)
 def test_stages_of_a_pipeline_with_recurrences(driven, recompute):

@@ -134,14 +134,14 @@ def test_scopes_whose_shapes_depend_on_values_are_refused_by_name():
         assert report["scopes"]["attn"]["replays"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(4)
 def test_experts_over_two_ranks_and_copies_over_two():
     cfg = config("[*E]", moe_rows_per="expert")
     compare(cfg, ALL, schedule=OVERLAPPED, ep=2, dp_replicate=2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_tensor_parallel_ranks_sum_gradients_of_the_router_behind_its_replay():
     """The losses of the router are of all positions, so that its scope ends before the ranks exchange means."""

@@ -9,7 +9,7 @@ from tests.train.command import write_config
 from tests.train.test_loop import train_on
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_with_graphs_is_the_run_without_and_its_report_counts_replays(pool, tmp_path):
     changes = {"model__pattern": "[*E][*-]", "model__num_experts": 4, "model__moe_intermediate_size": 16}
     changes |= {

@@ -152,7 +152,7 @@ def test_steps_after_the_plan_take_no_memory_and_the_plan_is_tight():
         assert_steady_and_tight(name, strategy=strategy)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(4, timeout=300)
 def test_plans_over_two_axes_are_tight_too():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
@@ -254,7 +254,9 @@ class Trainer:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads", "optim"])
+@pytest.mark.parametrize(
+    "strategy", ["optim_grads_params", *(pytest.param(each, marks=pytest.mark.long) for each in ("optim_grads", "optim"))]
+)
 @distributed(2)
 def test_events_change_no_number_are_counted_and_lead_to_a_plan_that_knows_them(strategy):
     for event in list(EVENTS)[{"optim_grads_params": slice(None), "optim_grads": EVEN, "optim": ODD}[strategy]]:

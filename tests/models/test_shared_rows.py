@@ -104,7 +104,7 @@ def wide(pattern, **more):
     return dataclasses.replace(config(pattern, **heads, **sizes, **more), hidden_size=64)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(4)
 def test_activations_are_spread_over_context_and_tensor_parallel_ranks():
     cfg = wide("M[*-]GG[*E]")

@@ -175,7 +175,7 @@ class Branch(Halves):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*weft.optim.ELEMENT_WISE, "LBFGS"])
+@pytest.mark.parametrize("name", [*weft.optim.ELEMENT_WISE, pytest.param("LBFGS", marks=pytest.mark.long)])
 @distributed(2)
 def test_every_element_wise_optimizer_steps_as_over_parameters(name):
     optimizer = getattr(torch.optim, name)

@@ -279,7 +279,7 @@ def test_a_checkpoint_of_stages_loads_in_one_piece_and_in_other_stages(tmp_path)
     goes_on_elsewhere(tmp_path, CFG, (pieces, "1f1b", {}), [one_rank, v])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(4)
 def test_a_checkpoint_resumes_with_other_numbers_of_pipeline_and_expert_ranks(tmp_path):
     cfg = dataclasses.replace(MIXED, aux_loss_coef=0.0)

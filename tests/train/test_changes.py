@@ -291,7 +291,7 @@ def test_printed_commands_survive_a_shell(tmp_path):
     assert shlex.split(note.partition("with: ")[2])[-1] == str(first.directory)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_resumes_bit_for_bit_with_its_layers_grouped_differently(pool, tmp_path):
     """Weights, optimizer state and averages under other numbers, through both spellings and back.
 

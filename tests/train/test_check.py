@@ -122,7 +122,7 @@ RIGHT = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_right_configurations_raise_no_alarm():
     for ranks, pattern, changes in RIGHT:
         result = checked(ranks, pattern, *changes)

@@ -48,7 +48,7 @@ def test_eval_prints_every_digit_of_the_step(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == "step 1234567  loss 1.25\n"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_report_is_written_again_the_same(pool, tmp_path, capsys):
     pool.run(1, train_to_the_end, write_config(tmp_path, train__steps=3), pictures=True)
     page = tmp_path / "runs" / "tiny" / "report.html"

@@ -26,7 +26,7 @@ MODEL = {
     [
         (2, ["train.pipeline_schedule=dualpipev", "model.tie_word_embeddings=true"]),
         (2, ["sharding.chunks=1", "model.tie_word_embeddings=true"]),
-        (4, ["train.overlap=true", "sharding.ep=2", "train.microbatch_size=1"]),
+        pytest.param(4, ["train.overlap=true", "sharding.ep=2", "train.microbatch_size=1"], marks=pytest.mark.long),
     ],
 )
 def test_training_in_stages_is_training_in_one_process(pool, tmp_path, ranks, changes):

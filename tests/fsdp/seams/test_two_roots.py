@@ -217,7 +217,7 @@ def test_a_backward_that_reaches_two_roots_in_another_order_on_each_rank():
                 net.zero_grad()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2, timeout=60)
 def test_many_roots_of_which_each_rank_runs_others():
     """The last layers run on one rank only, each another: none takes part in the message of another root."""
