@@ -255,7 +255,8 @@ class Trainer:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "strategy", ["optim_grads_params", *(pytest.param(each, marks=pytest.mark.long) for each in ("optim_grads", "optim"))]
+    "strategy",
+    ["optim_grads_params", *(pytest.param(each, marks=pytest.mark.long) for each in ("optim_grads", "optim"))],
 )
 @distributed(2)
 def test_events_change_no_number_are_counted_and_lead_to_a_plan_that_knows_them(strategy):
