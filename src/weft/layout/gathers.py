@@ -11,6 +11,8 @@
                 use 1   waits for 1 and starts 2
                 done 1  frees its memory, unless 1 is needed next
 
+    The unit or bundle that a forward ends with, and the backward begins with, stays in between.
+
 If a pass deviates from its trace, the rest of it is gathered on demand: predictions change speed, never results. A
 schedule gathers further ahead than hooks do. A byte budget limits the total of the units ahead, each counted once. The
 runtime applies these rules to units, `layout.walk` to numbers: both see the same events in the same order.
@@ -135,7 +137,11 @@ class GatherOrder:
             if len(self._ahead) == _RECORDS:
                 self._ahead.clear()
             self._ahead[key] = {}
-        self.current = _Pass(kind, expected, backwards, self._ahead[key])
+        here = self.current = _Pass(kind, expected, backwards, self._ahead[key])
+        if kind == "backward" and (first := self._first_gathered(expected)) in self.bundles:
+            message = self._message_of(first)
+            if all(self._units[number].resident for number in message):
+                here.gathered.update(message)  # at the end of the forward it stayed
 
     def _known(self, kinds: Iterable[str]) -> Trace | None:
         for kind in kinds:
@@ -209,14 +215,28 @@ class GatherOrder:
         if not here.on_plan:
             return False
         position, expected = here.position, here.expected
-        if position < len(expected):
-            return number == expected[position] or number in here.wanted
-        if here.kind == "forward":  # the backward follows its last use
-            known = self._known(BACKWARD)
-            for coming in known.uses if known is not None else ():
-                if not self._units[coming].holders:
-                    return number == coming
-        return False
+        if position < len(expected) and (number == expected[position] or number in here.wanted):
+            return True
+        return here.kind == "forward" and self._begins_backward(self._message_of(unit.number))
+
+    def _begins_backward(self, message: Collection[int]) -> bool:
+        """Return whether the forward ends and the backward begins with units of `message`."""
+        here = self.current
+        if not all(number in message for number in islice(here.expected, here.position, None)):
+            return False
+        known = self._known(BACKWARD)
+        return self._first_gathered(known.uses if known is not None else ()) in message
+
+    def _first_gathered(self, uses: Iterable[int]) -> int | None:
+        """Return the first of the `uses` whose weights no holder keeps."""
+        return next((number for number in uses if not self._units[number].holders), None)
+
+    def _message_of(self, unit: int) -> Collection[int]:
+        """Return the units that are gathered with `unit`, for forward and backward alike."""
+        bundle = self.bundles.get(unit)
+        if bundle is None or any(self._units[number].turns for number in bundle.numbers):
+            return (unit,)
+        return bundle.numbers
 
     def _behind(self, in_use: Collection[int], upcoming: Iterable[int]) -> Iterator[int]:
         """Yield the units to gather ahead while the units `in_use` are, perhaps several times in a row."""
