@@ -28,14 +28,14 @@ MUTATIONS = [
     Mutation(
         "backward gathers again what the forward ended with",
         "GatherOrder.stays",
-        'here.kind == "forward" and self._begins_backward(self._message_of(unit.number))',
-        "False",
+        "self._first_gathered(known.uses if known is not None else ()) in here.ending",
+        "number == self._first_gathered(known.uses if known is not None else ())",
         BUCKETS + "test_a_step_of_small_units_is_one_message_for_the_weights_and_one_for_the_gradients[2]",
     ),
     Mutation(
         "a bucket that stays hides the one to gather ahead",
         "GatherOrder._follow",
-        "here.gathered.update(message)",
+        "here.gathered.update(unit.number for unit in message)",
         "",
         BUCKETS + "test_the_next_bucket_is_under_way_while_the_one_that_stayed_computes[2]",
     ),

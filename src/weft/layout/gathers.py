@@ -68,6 +68,8 @@ class _Pass:
     wanted: tuple[int, ...] = ()  # the units that should be gathered ahead after the latest use
     gathered: set[int] = field(default_factory=set)  # the units of the bundles that were gathered
     on_plan: bool = True  # whether the pass has followed its trace so far
+    ending: Collection[int] = ()  # the units of the last message of a forward; from `ends_at` on it uses no others
+    ends_at: int = 0
     waits: bool = False  # whether gradients of a backward wait for another backward
 
 
@@ -138,10 +140,14 @@ class GatherOrder:
                 self._ahead.clear()
             self._ahead[key] = {}
         here = self.current = _Pass(kind, expected, backwards, self._ahead[key])
+        if kind == "forward" and expected:
+            here.ending = self._message_of(expected[-1])
+            before = dropwhile(here.ending.__contains__, reversed(expected))
+            here.ends_at = sum(1 for _ in before)
         if kind == "backward" and (first := self._first_gathered(expected)) in self.bundles:
-            message = self._message_of(first)
-            if all(self._units[number].resident for number in message):
-                here.gathered.update(message)  # at the end of the forward it stayed
+            message = [self._units[number] for number in self._message_of(first)]
+            if all(unit.resident and not unit.turns for unit in message):  # it stayed after the forward
+                here.gathered.update(unit.number for unit in message)
 
     def _known(self, kinds: Iterable[str]) -> Trace | None:
         for kind in kinds:
@@ -217,19 +223,14 @@ class GatherOrder:
         position, expected = here.position, here.expected
         if position < len(expected) and (number == expected[position] or number in here.wanted):
             return True
-        return here.kind == "forward" and self._begins_backward(self._message_of(unit.number))
-
-    def _begins_backward(self, message: Collection[int]) -> bool:
-        """Return whether the forward ends and the backward begins with units of `message`."""
-        here = self.current
-        if not all(number in message for number in islice(here.expected, here.position, None)):
+        if number not in here.ending or position < here.ends_at:
             return False
         known = self._known(BACKWARD)
-        return self._first_gathered(known.uses if known is not None else ()) in message
+        return self._first_gathered(known.uses if known is not None else ()) in here.ending
 
-    def _first_gathered(self, uses: Iterable[int]) -> int | None:
-        """Return the first of the `uses` whose weights no holder keeps."""
-        return next((number for number in uses if not self._units[number].holders), None)
+    def _first_gathered(self, uses: Iterable[int]) -> int:
+        """Return the first of the `uses` whose weights no holder keeps; -1: none."""
+        return next((number for number in uses if not self._units[number].holders), -1)
 
     def _message_of(self, unit: int) -> Collection[int]:
         """Return the units that are gathered with `unit`, for forward and backward alike."""
