@@ -223,10 +223,12 @@ class GatherOrder:
         position, expected = here.position, here.expected
         if position < len(expected) and (number == expected[position] or number in here.wanted):
             return True
-        if number not in here.ending or position < here.ends_at:
+        ends = number in here.ending and position >= here.ends_at
+        if here.kind != "forward" or (position < len(expected) and not ends):
             return False
         known = self._known(BACKWARD)
-        return self._first_gathered(known.uses if known is not None else ()) in here.ending
+        first = self._first_gathered(known.uses if known is not None else ())
+        return number == first or (ends and first in here.ending)
 
     def _first_gathered(self, uses: Iterable[int]) -> int:
         """Return the first of the `uses` whose weights no holder keeps; -1: none."""
