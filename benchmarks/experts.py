@@ -116,10 +116,18 @@ def main() -> None:
         "--routing", metavar="NAME", help="uniform, zipf:S, or the folder of a run; default: the router's"
     )
     parser.add_argument("--rows-per", choices=ROWS_PER, default="rank", help="what a row travels to")
+    parser.add_argument(
+        "--sides", nargs="+", choices=SIDES, metavar="NAME", help="measure only these, combined and the unpaired nodes"
+    )
     parser.add_argument("--device", type=float, metavar="GFLOPS", help="rate of a device for each rank")
     parser.add_argument("--skew", action="store_true", help="measure over routings of growing skew")
     parser.add_argument("--picture", metavar="FILE", help="with --skew: draw what was measured")
     options = parser.parse_args()
+    if options.skew and options.sides:
+        parser.error("--sides with --skew, which has sides of its own: leave one of them out")
+    fitting = [name for name in SIDES if options.rows_per == "rank" or name != HALVES]
+    if not set(options.sides or ()).issubset(fitting):
+        parser.error(f"--sides {HALVES!r} with --rows-per expert: there is nothing to divide; leave it out")
     if options.picture and not options.skew:
         parser.error("--picture without --skew: there is nothing to draw; add --skew")
     routings = [*(_skew.ROUTINGS if options.skew else ()), *([options.routing] if options.routing else ())]
@@ -141,7 +149,8 @@ def main() -> None:
                 if options.picture:
                     _skew.picture(skews, options.picture)
             return
-        sides = {name: run for name, run in SIDES.items() if options.rows_per == "rank" or name != HALVES}
+        chosen = {"combined", "unpaired nodes", *(options.sides or fitting)}
+        sides = {name: run for name, run in SIDES.items() if name in chosen}
         nets = {name: model(options.rows_per) for name in sides}
         for net in nets.values() if options.routing else ():
             _routing.assign(net, shares[options.routing], MICROBATCHES, seed=100 * dist.get_rank())
@@ -189,18 +198,17 @@ def measured(name: str, shares: _routing.Shares, data: list, options: argparse.N
 
 def report(taken: dict, recorded: dict[str, Recorded], nets: dict) -> None:
     """What delayed weight gradients gain, and tables of lanes and of memory."""
-    gains = [now / delayed for now, delayed in zip(taken["combined"], taken[DELAYED])]
-    hidden = [f"{recorded[name].lanes['exchange'][1]:.0%}" for name in ("combined", DELAYED)]
+    hidden = {name: f"{found.lanes['exchange'][1]:.0%} hidden" for name, found in recorded.items() if found.lanes}
     for name in ("paired", PAIRED):
-        ratio = _report.ratio(taken[name], taken["unpaired nodes"])
+        if name in recorded:
+            ratio = _report.ratio(taken[name], taken["unpaired nodes"])
+            print(f"\n{name}: {ratio:.2f} of the unpaired nodes' step, {hidden[name]}", end="")
+    if DELAYED in taken:
+        gains = [now / delayed for now, delayed in zip(taken["combined"], taken[DELAYED])]
         print(
-            f"\n{name}: {ratio:.2f} of the unpaired nodes' step, {recorded[name].lanes['exchange'][1]:.0%} hidden",
-            end="",
+            f"\nwgrad delayed: {statistics.median(gains):.2f} times as fast as combined without ({min(gains):.2f} to "
+            f"{max(gains):.2f} in single rounds); of the exchange {hidden[DELAYED]}, without {hidden['combined']}"
         )
-    print(
-        f"\nwgrad delayed: {statistics.median(gains):.2f} times as fast as combined without ({min(gains):.2f} to "
-        f"{max(gains):.2f} in single rounds); of the exchange {hidden[1]} hidden, without {hidden[0]}"
-    )
     print(f"\n{'one more step, rank 0':25}{'core s':>9}{'/ s of unpaired':>17}")
     for name, found in recorded.items():
         share = found.processor / statistics.median(taken["unpaired nodes"])

@@ -4,11 +4,14 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import settings
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.pool import Pool, Template
 
 torch.set_num_threads(1)
+settings.register_profile("untimed", deadline=None)  # a slow machine is no failure
+settings.load_profile("untimed")
 # With this policy a thread does not preempt the one that has just woken it. By default gloo's thread preempts the
 # sender, which holds a lock, and spins on that lock until the end of its time slice. macOS has no such policy.
 if hasattr(os, "SCHED_BATCH"):
@@ -16,6 +19,7 @@ if hasattr(os, "SCHED_BATCH"):
 
 
 TEMPLATE = pytest.StashKey[Template]()
+COLLECTED = pytest.StashKey[set[str]]()
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +27,12 @@ def pool(pytestconfig):
     workers = Pool(pytestconfig.stash[TEMPLATE])
     yield workers
     workers.stop()
+
+
+@pytest.fixture
+def collected(pytestconfig):
+    """The ids of the tests in the files of this run, with those that its marks leave out."""
+    return pytestconfig.stash[COLLECTED]
 
 
 @pytest.fixture
@@ -61,7 +71,9 @@ def pytest_unconfigure(config):
         template.stop()
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(tryfirst=True)  # before marks deselect some
+def pytest_collection_modifyitems(config, items):
+    config.stash[COLLECTED] = {item.nodeid for item in items}
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available() and os.environ.get("WEFT_REHEARSE") != "1":
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib
 import pickle
 import re
 import subprocess
@@ -79,6 +80,16 @@ def test_every_mutation_quotes_what_is_once_in_its_class_or_function():
     script = Path(__file__).parents[1] / "scripts" / "mutate.py"
     listed = subprocess.run([sys.executable, script, "--list"], capture_output=True, text=True, check=False)
     assert listed.returncode == 0, listed.stdout[-2000:] + listed.stderr
+
+
+def test_every_mutation_names_a_test_that_is_there_with_its_case(collected, monkeypatch):
+    root = Path(__file__).parents[1]
+    monkeypatch.syspath_prepend(root / "scripts")
+    named = {f"tests/{each.test}" for each in importlib.import_module("mutate").mutations()}
+    files = {name for name in named if (root / name.partition("::")[0]).is_file()}
+    assert named == files
+    there = collected | {test.partition("::")[0] for test in collected}
+    assert not {name for name in named - there if name.partition("::")[0] in there}
 
 
 def test_files_of_the_engine_hold_one_noun_each():

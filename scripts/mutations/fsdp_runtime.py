@@ -79,7 +79,7 @@ MUTATIONS = [
         "fill_buckets",
         "len(run) > 1",
         "len(run) > 99",
-        BUCKETS + "test_a_step_of_small_units_is_a_message_for_each_pass_and_one_for_the_gradients[2]",
+        BUCKETS + "test_a_step_of_small_units_is_one_message_for_the_weights_and_one_for_the_gradients[2]",
     ),
     Mutation(
         "the size of a bucket is unlimited",

@@ -9,7 +9,7 @@ MUTATIONS = [
         "turns_of",
         "kind is not None",
         "False",
-        BUCKETS + "test_a_step_of_small_units_is_a_message_for_each_pass_and_one_for_the_gradients[2]",
+        BUCKETS + "test_a_step_of_small_units_is_one_message_for_the_weights_and_one_for_the_gradients[2]",
     ),
     Mutation(
         "the number of bundled reductions in flight is unlimited",
@@ -24,6 +24,20 @@ MUTATIONS = [
         "self._gather(tied, backward)",
         "",
         BUCKETS + "test_units_whose_weights_are_shared_bring_their_bucket[2]",
+    ),
+    Mutation(
+        "backward gathers again what the forward ended with",
+        "GatherOrder.stays",
+        "number == first or (ends and first in here.ending)",
+        "number == first",
+        BUCKETS + "test_a_step_of_small_units_is_one_message_for_the_weights_and_one_for_the_gradients[2]",
+    ),
+    Mutation(
+        "a bucket that stays hides the one to gather ahead",
+        "GatherOrder._follow",
+        "here.gathered.update(unit.number for unit in message)",
+        "",
+        BUCKETS + "test_the_next_bucket_is_under_way_while_the_one_that_stayed_computes[2]",
     ),
     Mutation(
         "the next bucket is not gathered ahead",

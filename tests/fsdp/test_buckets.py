@@ -130,10 +130,10 @@ def test_one_rank_adds_up_the_gradients_of_small_units_at_once():
 
 
 @distributed(2)
-def test_a_step_of_small_units_is_a_message_for_each_pass_and_one_for_the_gradients():
+def test_a_step_of_small_units_is_one_message_for_the_weights_and_one_for_the_gradients():
     lanes = Counter()
     train(model(ALL), lanes=lanes)
-    assert lanes == {"gathers": 2, "reductions": 1}
+    assert lanes == {"gathers": 1, "reductions": 1}  # the last message of a forward stays, here all of it
     train(model(EACH), lanes=lanes)
     assert lanes == {"gather": 2 * DEPTH - 1, "reduce": DEPTH}  # the last unit of a forward stays
 
@@ -143,7 +143,7 @@ def test_a_step_of_small_units_is_a_message_for_each_pass_and_one_for_the_gradie
 def test_a_bucket_holds_as_many_bytes_as_asked_for_and_large_units_travel_by_themselves():
     lanes, layer = Counter(), bytes_of_a_layer()
     train(model(2 * layer), lanes=lanes)
-    assert lanes == {"gathers": 2 * (DEPTH // 2), "reductions": DEPTH // 2}  # two units each, in both passes
+    assert lanes == {"gathers": 2 * (DEPTH // 2) - 1, "reductions": DEPTH // 2}  # two units each; the last two stay
     train(model(2 * layer - 1), lanes=lanes)
     assert (lanes["reductions"], lanes["reduce"]) == (0, DEPTH)
     together = train(model(4 * layer, wide=[2]), lanes=lanes)  # 0 1 | 2 | 3 4 5
@@ -194,6 +194,30 @@ def test_the_next_bucket_is_gathered_before_the_units_of_this_one_are_computed()
             net(torch.ones(1, WIDTH))
     pair = ["forward", "forward"]
     assert events == ["gathers", "gathers", *pair, "gathers", *pair, *pair]
+
+
+@distributed(2)
+def test_the_next_bucket_is_under_way_while_the_one_that_stayed_computes():
+    events: list[str] = []
+    net, run, linear = model(2 * bytes_of_a_layer()), Lane.run, nn.functional.linear
+
+    def noted(lane, *args, **kwargs):
+        if lane.name == "gathers":
+            events.append("gathers")
+        return run(lane, *args, **kwargs)
+
+    def computed(*args):
+        output = linear(*args)
+        output.register_hook(lambda gradient: events.append("backward"))
+        return output
+
+    with mock.patch.object(Lane, "run", noted), mock.patch.object(nn.functional, "linear", computed):
+        for _ in range(2):
+            loss = net(torch.ones(1, WIDTH)).sum()
+            events.clear()
+            loss.backward()
+    pair = ["backward", "backward"]
+    assert events == ["backward", "gathers", "backward", "backward", "gathers", *pair, "backward"]
 
 
 @pytest.mark.slow
@@ -266,7 +290,7 @@ def test_a_unit_that_is_used_again_travels_by_itself():
     net, lanes = model(ALL), Counter()
     net.layers.append(net.layers[0])
     train(net, lanes=lanes)
-    assert (lanes["gathers"], lanes["gather"]) == (2, 2)  # in each pass all of them once, and this one
+    assert (lanes["gathers"], lanes["gather"]) == (1, 1)  # alone at the end of the backward; after the forward all stay
 
 
 @distributed(2)
@@ -282,7 +306,7 @@ def test_units_whose_weights_are_shared_bring_their_bucket():
 
     lanes = Counter()
     assert equal_bit_by_bit(found(2 * bytes_of_a_layer(), lanes), found(EACH))
-    assert lanes == {"gathers": 6, "gather": 2, "reductions": 3}
+    assert lanes == {"gathers": 5, "gather": 2, "reductions": 3}
 
 
 @distributed(2)
@@ -311,7 +335,7 @@ def test_after_an_exception_units_travel_together_again():
         return train(net, steps=2, lanes=lanes), lanes
 
     together, lanes = found(ALL)
-    assert lanes == {"gathers": 2, "reductions": 1}
+    assert lanes == {"gathers": 1, "reductions": 1}
     assert equal_bit_by_bit(together, found(EACH)[0])
 
 
@@ -332,7 +356,7 @@ def test_weights_of_a_two_axis_mesh_travel_together_over_the_inner_one():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "shard"))
     lanes = Counter()
     together = train(model(ALL, mesh=mesh), lanes=lanes)
-    assert lanes["gathers"] == 2 and not lanes["gather"]
+    assert lanes["gathers"] == 1 and not lanes["gather"]
     assert equal_bit_by_bit(together, train(model(EACH, mesh=mesh)))
 
 
@@ -372,12 +396,12 @@ def test_by_default_a_message_has_the_size_that_takes_as_long_as_its_latency():
     net, lanes, layer = model(None), Counter(), bytes_of_a_layer()
     train(net, lanes=lanes)
     assert said.bundle_bytes >= DEPTH * layer
-    assert lanes == {"gathers": 2, "reductions": 1}
+    assert lanes == {"gathers": 1, "reductions": 1}
     slow = dataclasses.replace(said, latency=2 * layer / said.bandwidth * 1.01)
     with mock.patch.object(type(transport_of(dist.group.WORLD, torch.device("cpu"))), "capabilities", slow):
         net = model(None)
         train(net, lanes=lanes)
-    assert lanes == {"gathers": 2 * (DEPTH // 2), "reductions": DEPTH // 2}
+    assert lanes == {"gathers": 2 * (DEPTH // 2) - 1, "reductions": DEPTH // 2}
 
 
 @pytest.mark.parametrize("layers, messages", [(32, 8), (64, 8), (72, 9)])

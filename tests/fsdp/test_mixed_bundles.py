@@ -41,7 +41,7 @@ def test_small_quantized_units_share_one_message_and_compute_the_same():
             found.append((loss.detach(), weights, sum(each.nbytes for each in gathers), len(gathers)))
         (loss, weights, nbytes, count), (same, others, as_many, fewer) = found
         assert torch.equal(loss, same) and all(map(torch.equal, weights, others))
-        assert fewer == 2 < count and as_many >= nbytes
+        assert fewer == 1 < count and as_many < nbytes  # between the passes all weights stay
 
 
 @pytest.mark.slow

@@ -709,7 +709,6 @@ def settings_of(examples: int) -> settings:
     return settings(
         max_examples=examples,
         derandomize="WEFT_FUZZ" not in os.environ,  # the same programs each time, or `make fuzz` has new ones
-        deadline=None,
         database=None,
         phases=[Phase.generate],  # what fails is reduced by `check`
         suppress_health_check=list(HealthCheck),

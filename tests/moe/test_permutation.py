@@ -10,7 +10,7 @@ from weft.moe.dispatch import _sort_blocks
 from weft.moe.permutation import by_expert, permutation, reorder, spread, weigh
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 1000),
     tokens=st.integers(0, 9),
@@ -45,7 +45,7 @@ def test_rows_spread_sorted_by_expert_and_come_back_weighted(seed, tokens, k, dr
     assert_close(weights.grad, factors.grad, **({} if dtype == torch.float32 else {"rtol": 4e-2, "atol": 4e-2}))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     blocks=st.integers(1, 4).flatmap(
         lambda n: st.lists(st.lists(st.integers(0, 3), min_size=n, max_size=n), min_size=1)

@@ -33,7 +33,7 @@ def chosen_by_hand(scores, k, num_groups, topk_groups):
     return sorted(experts, key=lambda expert: -scores[expert])[:k]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 1000),
     group_size=st.integers(1, 3),
@@ -115,7 +115,7 @@ def test_the_z_loss_is_a_mean_over_tokens_beside_the_balance_loss():
     assert_close(both(hidden).loss, expected + make(6, 2, aux_loss_coef=0.1)(hidden).loss)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 1000), factor=st.sampled_from([0.1, 0.5, 1.0, 1.25, 3.0]), ties=st.booleans())
 def test_the_capacity_keeps_the_best_of_each_expert_in_each_sequence(seed, factor, ties):
     experts, k, seq, batch = 4, 2, 7, 2

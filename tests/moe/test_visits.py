@@ -29,7 +29,7 @@ def some_routing(seed, tokens, k, experts, drops, dtype):
     return Routing(chosen, weights, None, counts, kept if drops else None), kept
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 1000),
     tokens=st.integers(0, 7),

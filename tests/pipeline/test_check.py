@@ -52,7 +52,7 @@ def comes_after(a, b):
     return a.microbatch == b.microbatch and "FIW".index(parts[a.kind][0]) < "FIW".index(parts[b.kind][0])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_an_entry_that_is_missing_is_named(data):
     whole = data.draw(tables())
@@ -67,7 +67,7 @@ def test_an_entry_that_is_missing_is_named(data):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_an_entry_that_comes_twice_is_refused_where_it_comes_again(data):
     whole = data.draw(tables())
@@ -80,7 +80,7 @@ def test_an_entry_that_comes_twice_is_refused_where_it_comes_again(data):
     assert "appears twice" in reason
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_two_swapped_entries_are_refused_or_the_table_still_keeps_every_rule(data):
     whole = data.draw(tables())
@@ -127,7 +127,7 @@ def assert_in_order(made, spans):
             assert begun >= start["I", microbatch, stage]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(tables(), st.floats(0, 3), st.floats(0, 3), st.floats(0, 3))
 def test_what_a_simulation_says_keeps_the_order_of_what_needs_what(made, forward, inputs, weights):
     found = check(made, Costs(forward, inputs, weights, pair=0.8, transfer=0.1))

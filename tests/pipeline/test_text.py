@@ -7,7 +7,7 @@ from tests.pipeline.test_check import tables
 from weft.pipeline import format_table, parse_table, read_table, table
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(tables())
 def test_what_is_written_is_read_back_the_same(made):
     text = format_table(made)

@@ -26,7 +26,7 @@ texts = st.lists(st.integers(0, 6), min_size=2, max_size=60)
 
 @pytest.mark.parametrize("dense", [True, False])
 @given(texts, texts, st.sampled_from(STRENGTHS))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_cross_entropy_equals_the_definition(dense, train, validation, strength):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bigram_module, "_DENSE", 100 if dense else 0)
@@ -38,7 +38,7 @@ def test_the_cross_entropy_equals_the_definition(dense, train, validation, stren
 
 
 @given(texts)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_the_probabilities_of_what_follows_sum_to_one(train):
     table = Bigram.fit(np.array(train), 7)
     for token in range(7):

@@ -11,6 +11,8 @@
                 use 1   waits for 1 and starts 2
                 done 1  frees its memory, unless 1 is needed next
 
+    The unit or bundle that a forward ends with, and the backward begins with, stays in between.
+
 If a pass deviates from its trace, the rest of it is gathered on demand: predictions change speed, never results. A
 schedule gathers further ahead than hooks do. A byte budget limits the total of the units ahead, each counted once. The
 runtime applies these rules to units, `layout.walk` to numbers: both see the same events in the same order.
@@ -66,6 +68,8 @@ class _Pass:
     wanted: tuple[int, ...] = ()  # the units that should be gathered ahead after the latest use
     gathered: set[int] = field(default_factory=set)  # the units of the bundles that were gathered
     on_plan: bool = True  # whether the pass has followed its trace so far
+    ending: Collection[int] = ()  # the units of the last message of a forward; from `ends_at` on it uses no others
+    ends_at: int = 0
     waits: bool = False  # whether gradients of a backward wait for another backward
 
 
@@ -135,7 +139,15 @@ class GatherOrder:
             if len(self._ahead) == _RECORDS:
                 self._ahead.clear()
             self._ahead[key] = {}
-        self.current = _Pass(kind, expected, backwards, self._ahead[key])
+        here = self.current = _Pass(kind, expected, backwards, self._ahead[key])
+        if kind == "forward" and expected:
+            here.ending = self._message_of(expected[-1])
+            before = dropwhile(here.ending.__contains__, reversed(expected))
+            here.ends_at = sum(1 for _ in before)
+        if kind == "backward" and (first := self._first_gathered(expected)) in self.bundles:
+            message = [self._units[number] for number in self._message_of(first)]
+            if all(unit.resident and not unit.turns for unit in message):  # it stayed after the forward
+                here.gathered.update(unit.number for unit in message)
 
     def _known(self, kinds: Iterable[str]) -> Trace | None:
         for kind in kinds:
@@ -209,14 +221,25 @@ class GatherOrder:
         if not here.on_plan:
             return False
         position, expected = here.position, here.expected
-        if position < len(expected):
-            return number == expected[position] or number in here.wanted
-        if here.kind == "forward":  # the backward follows its last use
-            known = self._known(BACKWARD)
-            for coming in known.uses if known is not None else ():
-                if not self._units[coming].holders:
-                    return number == coming
-        return False
+        if position < len(expected) and (number == expected[position] or number in here.wanted):
+            return True
+        ends = number in here.ending and position >= here.ends_at
+        if here.kind != "forward" or (position < len(expected) and not ends):
+            return False
+        known = self._known(BACKWARD)
+        first = self._first_gathered(known.uses if known is not None else ())
+        return number == first or (ends and first in here.ending)
+
+    def _first_gathered(self, uses: Iterable[int]) -> int:
+        """Return the first of the `uses` whose weights no holder keeps; -1: none."""
+        return next((number for number in uses if not self._units[number].holders), -1)
+
+    def _message_of(self, unit: int) -> Collection[int]:
+        """Return the units that are gathered with `unit`, for forward and backward alike."""
+        bundle = self.bundles.get(unit)
+        if bundle is None or any(self._units[number].turns for number in bundle.numbers):
+            return (unit,)
+        return bundle.numbers
 
     def _behind(self, in_use: Collection[int], upcoming: Iterable[int]) -> Iterator[int]:
         """Yield the units to gather ahead while the units `in_use` are, perhaps several times in a row."""

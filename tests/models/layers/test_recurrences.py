@@ -58,7 +58,7 @@ def results(form, inputs, **options):
     return [output, state, *(each.grad for each in leaves if each is not None)]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(positions=st.integers(1, 40), counts=COUNTS, chunk=st.sampled_from([1, 4, 16]), with_state=st.booleans())
 def test_the_chunked_state_space_is_the_recurrence_with_all_gradients(positions, counts, chunk, with_state):
     torch.manual_seed(positions)
@@ -67,7 +67,7 @@ def test_the_chunked_state_space_is_the_recurrence_with_all_gradients(positions,
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(positions=st.integers(1, 2 * CHUNK + 10), counts=COUNTS, with_state=st.booleans())
 def test_the_chunked_delta_rule_is_the_recurrence_with_all_gradients(positions, counts, with_state):
     torch.manual_seed(positions)
