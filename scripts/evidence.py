@@ -14,6 +14,8 @@ The first form belongs to the sentence before it, or to its table row. `python s
 
 import re
 from collections.abc import Iterator
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -103,10 +105,11 @@ def markdown() -> str:
             continue
         title = next(line for line in page.read_text().split("\n") if line.startswith("# "))[2:]
         name = str(page.relative_to(ROOT / "docs")) if page.is_relative_to(ROOT / "docs") else "index.md"
-        parts.append(f"## {title}\n\nFrom [{name}]({name}).\n\n| section | claim | tests |\n|---|---|---|")
-        for row in rows:
-            parts.append(f"| {row.heading} | {row.text} | {'<br>'.join(f'`{test}`' for test in row.tests)} |")
-        parts.append("")
+        parts.append(f"## {title}\n\nFrom [{name}]({name}).\n")
+        for heading, claimed in groupby(rows, attrgetter("heading")):
+            parts += [f"**{heading}**\n"] if heading not in ("", title) else []
+            parts += ["<br>".join([f"- {row.text}", *(f"`{test}`" for test in row.tests)]) for row in claimed]
+            parts.append("")
     return "\n".join(parts)
 
 

@@ -103,6 +103,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     return "".join([*parts, LINK.sub(moved, markdown[end:])])
 
 
+def on_post_build(config: Any) -> None:
+    """Write the index of the search as a script too: a page that is opened from a folder cannot read the other, and
+    the theme's script stops where it fails."""
+    index = Path(config["site_dir"], "search", "search_index.json").read_text()
+    Path(config["site_dir"], "search", "search_index.js").write_text(f"var __index = {index}")
+
+
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
     """Find tables and lists that did not become any, for want of an empty line or a column."""
     for _, text in TEXT.findall(html):

@@ -57,7 +57,7 @@ def test_the_example_is_resumed_by_its_own_command(monkeypatch, tmp_path):
 
 
 def needed_by(names: list[str]) -> set[str]:
-    """The installed distributions that these and what they need consist of."""
+    """The installed distributions that `names` depend on, transitively."""
     found: set[str] = set()
     left = [Requirement(name) for name in names]
     while left:

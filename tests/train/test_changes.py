@@ -101,7 +101,7 @@ def test_each_changed_setting_is_refused_printed_or_silent_as_the_table_says(poo
             assert tuple(group["betas"]) == config.optimizer.betas and group["eps"] == config.optimizer.eps
         assert [group["weight_decay"] for group in groups] == [config.optimizer.weight_decay, 0.0]
         assert rate == pytest.approx(config.optimizer.lr * config.schedule.factor(3, config.train.steps))
-        jump = [line for line in said if line.startswith("the learning rate of step 4 is")]
+        jump = [line for line in said if line.startswith("learning rate of step 4: ")]
         assert bool(jump) == (name.startswith(("schedule.", "train.steps", "optimizer.lr"))), (setting, said)
     assert metrics(tmp_path / "run") == before, "a refused or closed run writes nothing"
 

@@ -72,7 +72,7 @@ def _check_names(pickled: bytes, length: int) -> None:
         calls += opcode.name in ("REDUCE", "NEWOBJ")
         largest = max(largest, argument) if isinstance(argument, int) else largest
     if has_bare_storages and calls * largest > 16 * length:  # a call with a number allocates that many bytes
-        raise ValueError(f"loading it could take {calls * largest} bytes of memory, but it has only {length}")
+        raise ValueError(f"loading it could allocate {calls * largest} bytes, but the file has only {length}")
 
 
 def compare(

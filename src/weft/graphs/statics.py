@@ -57,5 +57,7 @@ def _check(shape: Sequence[int], strides: Sequence[int]) -> None:
     dimensions: Any = sorted((stride, size) for size, stride in zip(shape, strides) if stride and size > 1)
     for stride, size in dimensions:
         if stride <= end:
-            raise CaptureRefused(f"a tensor of shape {tuple(shape)} and strides {tuple(strides)} overlaps itself")
+            raise CaptureRefused(
+                f"a tensor of shape {tuple(shape)} and strides {tuple(strides)} overlaps itself; pass .contiguous()"
+            )
         end += (size - 1) * stride

@@ -23,7 +23,8 @@ Arrival = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Costs:
-    """The times of actions, in any unit. A B takes `inputs` + `weights`. A pair takes `pair` x the sum of its actions.
+    """The times of actions, in any unit. A full backward (B) takes `inputs` + `weights`. A pair takes
+    `pair` x the sum of its actions.
 
     `transfer`: the time from the end of an action to the arrival of its result on another rank.
     """

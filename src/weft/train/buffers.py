@@ -90,5 +90,5 @@ class Buffers:
             buffer.copy_(state["buffers"][name])
 
     def load_from_other_ranks(self, state: Mapping[str, Any], rank: int, ranks: int) -> None:
-        """Load `state`, the buffers of rank 0, if the number of ranks has changed."""
+        """Load `state`, the buffers of rank 0, for a run whose number of ranks has changed."""
         self.load_state_dict(state)

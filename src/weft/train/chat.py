@@ -86,7 +86,9 @@ class ChatTemplate:
                 messages=messages, tools=None, documents=None, add_generation_prompt=prompt, **self.special
             )
         except (TemplateError, SecurityError, TypeError, ValueError, LookupError) as error:
-            raise ConfigError(f"{self.name}: refuses these messages ({error}); correct them") from error
+            raise ConfigError(
+                f"the chat template of {self.name} rejects these messages ({error}); correct them"
+            ) from error
 
 
 def template_of(files: Mapping[str, bytes], name: str) -> ChatTemplate | None:

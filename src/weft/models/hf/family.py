@@ -256,16 +256,16 @@ def experts(template: str) -> Bound:
     return lambda prefix, cfg: PerExpert(prefix + template, cfg.num_experts)
 
 
-def differences(cfg: HybridConfig, there: HybridConfig) -> list[str]:
-    """Describe the fields in which the models of `cfg` and `there` differ, even if all shapes fit. The grouping of
+def differences(cfg: HybridConfig, other: HybridConfig) -> list[str]:
+    """Describe the fields in which the models of `cfg` and `other` differ, even if all shapes fit. The grouping of
     symbols is ignored.
     """
-    if cfg.parsed.symbols != there.parsed.symbols:
-        return [f"pattern={cfg.pattern!r}, there {there.pattern!r}"]
+    if cfg.parsed.symbols != other.parsed.symbols:
+        return [f"pattern={cfg.pattern!r}, there {other.pattern!r}"]
     return [
-        f"{name}={plain(cfg, name)!r}, there {plain(there, name)!r}"
-        for name in relevant(there)
-        if plain(cfg, name) != plain(there, name)
+        f"{name}={plain(cfg, name)!r}, there {plain(other, name)!r}"
+        for name in relevant(other)
+        if plain(cfg, name) != plain(other, name)
     ]
 
 

@@ -55,7 +55,7 @@ _KNOWN: dict[str, tuple[str, Callable[[float], str]]] = {
     "gradient_norm": ("gradient norm", "{:.3f}".format),
     "tokens_per_second": ("tokens/s", format_count),
     "step_seconds": ("step", format_step),
-    "memory_bytes": ("memory", format_bytes),
+    "memory_bytes": ("peak memory", format_bytes),
 }
 """Name -> (label, format) of the usual values of `update`, in display order."""
 

@@ -107,10 +107,7 @@ def changed(directory: Path, config: TrainConfig, step: int) -> list[str]:
     ]
     rates = [each.optimizer.lr * each.schedule.factor(step, each.train.steps) for each in (before, config)]
     if told and rates[0] != rates[1]:
-        told.append(
-            f"the learning rate of step {step + 1} is {rates[1]:.3g}, with the old settings it would have "
-            f"been {rates[0]:.3g}"
-        )
+        told.append(f"learning rate of step {step + 1}: {rates[1]:.3g} ({rates[0]:.3g} with the old settings)")
     return told
 
 

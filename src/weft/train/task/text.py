@@ -65,7 +65,7 @@ class TextTask:
         self.units_per_step = config.train.global_batch_size * data.sequence_length
         validated = "nats/byte" if self._bytes_per_token is not None else "nats/token"
         self.loss_units: Mapping[str, str] = {
-            "loss": "nats/token",
+            "loss": validated if self._bytes_per_token == 1 else "nats/token",
             "validation_loss": validated,
         }
         self.description = "; ".join(corpus.description for corpus in self.corpora)
