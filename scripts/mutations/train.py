@@ -137,7 +137,7 @@ MUTATIONS = [
     Mutation(
         "a run that was asked to stop is restarted",
         "launch",
-        "code != FAILURE or supervisor.requests.count or number == restarts or not run.directory.is_dir()",
+        "code != FAILURE or requests.count or number == restarts or not run.directory.is_dir()",
         "code != FAILURE or number == restarts or not run.directory.is_dir()",
         "train/test_safeguards.py::test_there_is_no_restart_after_ctrl_c",
     ),

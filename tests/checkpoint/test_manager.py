@@ -179,6 +179,30 @@ def test_another_dtype_is_an_error(tmp_path):
         manager.load({"model": ModelState(nn.Linear(3, 3, dtype=torch.bfloat16))})
 
 
+class Nested(torch.optim.SGD):
+    """Keeps a dictionary of tensors for each parameter."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            moments = self.state[parameter].setdefault("moments", {"first": torch.zeros_like(parameter)})
+            moments["first"] += parameter.grad
+
+
+def test_dictionaries_in_an_optimizer_s_state_come_back(tmp_path):
+    found = []
+    for number in (1, 2):
+        model, _ = make(sharded=False)
+        optimizer = Nested(model.parameters(), lr=0.1)
+        with CheckpointManager(tmp_path) as manager:
+            if number == 1:
+                step(model, optimizer)
+                manager.save(1, {"optimizer": OptimizerState(model, optimizer)}, asynchronous=False)
+            else:
+                manager.load({"optimizer": OptimizerState(model, optimizer)})
+        found.append([optimizer.state[parameter]["moments"]["first"].clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *found)) and found[0][0].any()
+
+
 def test_another_optimizer_is_an_error(tmp_path):
     model, optimizer = make(sharded=False)
     step(model, optimizer)

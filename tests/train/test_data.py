@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import json
 import os
 from pathlib import Path
@@ -215,6 +216,41 @@ def test_the_same_text_gives_the_same_tokens_wherever_it_is_and_whatever_the_see
     second = load_corpus(config(moved, tmp_path / "other", seed=5))
     assert np.array_equal(first.train, second.train)
     assert np.array_equal(first.validation, second.validation)
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.3])
+def test_a_document_is_text_of_one_file_without_a_gap(tmp_path, fraction):
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text("".join(f"{name} {number}\n" for number in range(300)))
+    corpus = load_corpus(config(tmp_path, tmp_path, include=("*.txt",), validation_fraction=fraction))
+    whole = [path.read_text() for path in sorted(tmp_path.glob("*.txt"))]
+    for part in (corpus.training, corpus.held):
+        borders = [*part.starts.tolist(), len(part.tokens)]
+        texts = [bytes(part.tokens[begin:end]).decode() for begin, end in itertools.pairwise(borders)]
+        assert borders[0] == 0 and all(any(text in file for file in whole) for text in texts)
+        assert all(text not in file for text in map("".join, itertools.pairwise(texts)) for file in whole)
+
+
+def test_a_folder_that_cannot_be_read_is_named(text, tmp_path, monkeypatch):
+    real = os.scandir
+
+    def scandir(path):
+        if str(path).endswith("deep/er"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(ConfigError, match=r"data\.paths: '.*deep/er' cannot be read \(Permission denied\)"):
+        load_corpus(config(text, tmp_path))
+
+
+def test_files_that_are_validation_and_training_text_are_told(text, tmp_path):
+    said = []
+    held = (str(text / "b.txt"), str(tmp_path / "held.txt"))
+    (tmp_path / "held.txt").write_text("held\n" * 20)
+    load_corpus(config(text, tmp_path, validation_paths=held), say=said.append)
+    (line,) = said
+    assert line.startswith("data.validation_paths = ") and "1 of its 2 files are in data.paths = " in line
 
 
 def test_output_of_runs_is_not_training_text(text, tmp_path):

@@ -115,6 +115,8 @@ def test_the_best_validation_and_those_since():
         position.step = step
         seen.append((position.validated(loss), position.best_step, position.worse))
     assert seen == [(True, 1, 0), (True, 2, 0), (False, 2, 1), (False, 2, 2), (True, 5, 0), (False, 5, 1)]
+    first = Position()
+    assert [first.validated(loss) for loss in (math.nan, 2.0, 3.0)] == [False, True, False], "NaN is never the best"
 
 
 def losses_told(path, folder, losses, resume_from=None):

@@ -49,8 +49,8 @@ def supervisor_that(runs, errors, asked_to_stop=0):
     """Stands for what starts the ranks: start N fails with the N-th error. `runs`: ranks and run of each start."""
 
     class Fails:
-        def __init__(self, arguments, ranks, run, resume_command, memory):
-            self.requests = type("Requests", (), {"count": asked_to_stop})
+        def __init__(self, arguments, ranks, run, resume_command, memory, requests):
+            requests.count += asked_to_stop
             self.error = errors[len(runs)]
             runs.append((ranks, run))
 
