@@ -3,6 +3,7 @@ import itertools
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,12 +12,15 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.pool import distributed
 from weft.train.config import DataConfig
 from weft.train.data import Batches, Validation, load_corpus
 from weft.train.data import cache as cache_module
 from weft.train.data import documents as documents_module
+from weft.train.data.corpus import _key
 from weft.train.data.order import shuffled
 from weft.train.errors import ConfigError
+from weft.train.run.turns import first_rank_first
 
 LENGTH = 4
 TOKENS = np.arange(1001, dtype=np.uint16)
@@ -278,6 +282,35 @@ def test_text_is_tokenised_once_and_again_when_it_changed(text, tmp_path, monkey
     changed = load_corpus(config(text, tmp_path))
     assert len(built) == 1
     assert "something else" in lines(changed.train) + lines(changed.validation)
+
+
+def test_tokens_of_another_origin_are_in_other_files(text, tmp_path):
+    file, byte = ("a.txt", 3, 5), SimpleNamespace(identity="bytes")
+    lines = {"kind": "jsonl", "field": "a"}
+    keys = [
+        _key(config(text, tmp_path, **settings), files, tokenizer, fraction)
+        for settings, files, tokenizer, fraction in (
+            ({}, [file], byte, 0.1),
+            ({}, [file], byte, 0.2),
+            ({}, [file], SimpleNamespace(identity="tokenizer.json"), 0.1),
+            ({}, [("a.txt", 3, 6)], byte, 0.1),
+            ({}, [file, file], byte, 0.1),
+            ({"separator": "|"}, [file], byte, 0.1),
+            (lines, [file], byte, 0.1),
+            ({**lines, "field": "b"}, [file], byte, 0.1),
+        )
+    ]
+    assert len(set(keys)) == len(keys)
+
+
+@distributed(2)
+def test_what_only_the_first_rank_finds_wrong_ends_all():
+    def make():
+        if dist.get_rank() == 0:
+            raise ConfigError("no room here")
+
+    with pytest.raises(ConfigError, match="no room here"):
+        first_rank_first(make)
 
 
 def test_a_cut_off_cache_file_is_made_again(text, tmp_path):

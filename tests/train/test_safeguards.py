@@ -112,6 +112,22 @@ def test_a_copy_waits_for_the_best_checkpoint_that_it_names(tmp_path, monkeypatc
     assert done == ["checkpoint", "copy"]
 
 
+def test_the_best_checkpoint_stays_until_a_better_one_is_complete(tmp_path, monkeypatch):
+    there = []
+
+    def before(name, path):
+        if name == "rename" and "disk/step-" in path and ".tmp-" in path and ".metadata" not in path:
+            time.sleep(0.1 if "step-00000002" in path else 0)  # a slow disk
+            there.append(committed_steps(tmp_path / "disk"))
+
+    saver = saves(tmp_path, [], keep=1, keep_best=True)
+    monkeypatch.setattr(storage, "before", before)
+    for step, best in ((1, 1), (2, 1), (3, 3)):
+        saver.save(step, best_step=best, committed=lambda: None)
+    saver.close()
+    assert there == [[], [1], [1, 2]] and committed_steps(tmp_path / "disk") == [3]
+
+
 @pytest.mark.parametrize(
     ("on_disk", "copied", "broken", "step"),
     [(2, 3, False, 3), (3, 2, False, 3), (2, 3, True, 2)],

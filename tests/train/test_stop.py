@@ -55,6 +55,15 @@ def test_pressing_all_the_time_ends_at_once_too(clock, stop):
     assert stop.ended == [1]
 
 
+def test_a_rank_ends_with_the_process_that_started_it(stop):
+    reading, writing = os.pipe()
+    os.write(writing, b"s")
+    os.close(writing)
+    stop._watch(reading)
+    os.close(reading)
+    assert stop.requested and stop.ended == [1]
+
+
 def test_the_starter_asks_its_ranks_once_for_signals_that_come_together(clock, tmp_path):
     supervisor = _Supervisor([], 1, Run(tmp_path), "", None, Requests())
     done = []

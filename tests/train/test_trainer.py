@@ -576,6 +576,18 @@ def test_every_pass_through_the_data_has_a_number():
     assert again.next_step() == stream.next_step() == [3, 3, 4]
 
 
+def test_reading_up_to_a_position_draws_no_random_number_of_the_run():
+    def stream():
+        return Stream(DataLoader(TensorDataset(torch.arange(4.0)), shuffle=True), 1)
+
+    first, again = stream(), stream()
+    first.next_step()
+    state, before = first.state_dict(), torch.get_rng_state()
+    again.load_state_dict(state)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(first.next_step()[0][0], again.next_step()[0][0])
+
+
 def test_loaders_with_an_epoch_and_a_state_hear_of_the_epoch_first():
     heard = []
 

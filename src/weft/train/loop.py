@@ -171,8 +171,6 @@ class Trainer:
             raise
         for group, configured in zip(self.optimizer.param_groups, options):
             group.update(configured)
-        if self.config.checkpoint.keep_best:
-            self.saves.checkpoints.protected = {self.position.best_step}
         told = changed(self.run_place.directory, self.config, step)
         self.say(f"resuming {self.run_place.directory} from step {step}")
         for line in told:
