@@ -299,13 +299,8 @@ def test_token_files_are_read_for_their_fingerprint_once(tmp_path, monkeypatch):
     heard = len(said)
     again = load_corpus(settings, say=said.append)
     assert len(said) == heard and again.training.fingerprint == first.training.fingerprint != ""
-    raw = str(tmp_path / "a.bin")
-    np.arange(4000, dtype=np.uint16).tofile(raw)
-    settings = dataclasses.replace(settings, paths=(raw,))
-    others = [settings, dataclasses.replace(settings, validation_fraction=0.2)]
-    others.append(dataclasses.replace(settings, token_dtype="uint8"))
-    assert len({load_corpus(each).training.fingerprint for each in others}) == 3
-    settings = dataclasses.replace(settings, paths=(path,))
+    less = load_corpus(dataclasses.replace(settings, validation_fraction=0.2))
+    assert less.training.fingerprint != first.training.fingerprint
     nowhere = dataclasses.replace(settings, cache_dir=f"{path}/cache")
     assert load_corpus(nowhere).training.fingerprint == first.training.fingerprint, "it only takes longer"
 
