@@ -203,15 +203,6 @@ def test_weights_and_biases_is_called_as_it_wants_to_be(tmp_path, monkeypatch):
     assert [name for name, _, _ in called].count("finish") == 2
 
 
-def test_tensorboard_drops_what_a_resumed_run_writes_again(tmp_path, monkeypatch):
-    made = []
-    module = types.ModuleType("torch.utils.tensorboard")
-    module.SummaryWriter = lambda folder, **options: made.append((folder, options)) or types.SimpleNamespace(close=int)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    Metrics(tmp_path, resumed_step=7).close()
-    assert made == [(str(tmp_path / "tensorboard"), {"purge_step": 8})]
-
-
 def test_a_logger_without_its_package_is_refused():
     with pytest.raises(ConfigError, match='"wandb" needs the package `wandb`; install it'):
         check(["wandb"])
