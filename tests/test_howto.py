@@ -22,6 +22,10 @@ def blocks(name, language=""):
     return [body for name, body in found if name == language]
 
 
+RUNS = {"example", *(parse_config(toml, []).run.name for name in NAMES for toml in ["", *blocks(name, "toml")])}
+"""The runs that the commands of the pages start."""
+
+
 @distributed(2)
 def test_the_python_of_a_page_trains_sharded():
     for page in ("any-module", "from-ddp", "from-deepspeed"):
@@ -46,6 +50,7 @@ def test_the_command_line_takes_the_commands(page):
         if "weft" in words:
             options, unknown = make_parser().parse_known_args(words[words.index("weft") + 1 :])
             assert not unknown and options.command in ("train", "config", "convert", "inspect", "sample"), line
+            assert set(re.findall(r"runs/(\w+)", line)) <= RUNS, line
         elif "torchrun" in words:
             assert (PAGES.parents[1] / words[-1]).is_file(), line
         else:

@@ -53,4 +53,25 @@ MUTATIONS = [
         "return True",
         "checkpoint/test_storage.py::test_a_folder_that_not_all_ranks_see_is_refused_when_a_run_is_claimed[2]",
     ),
+    Mutation(
+        "an error of fsync is ignored",
+        "flush_descriptor",
+        "error.errno not in UNSUPPORTED | {errno.EACCES, errno.EPERM}",
+        "False",
+        "checkpoint/test_storage.py::test_what_the_disk_does_not_take_ends_the_claim_or_the_save",
+    ),
+    Mutation(
+        "a file of a checkpoint is read into memory as a whole",
+        "CheckedFile._load",
+        "if len(self._blocks) == _KEPT: ...",
+        "if False: ...",
+        "checkpoint/test_damage.py::test_every_block_that_is_read_is_checked_and_no_other",
+    ),
+    Mutation(
+        "dictionaries in an optimizer's state cannot be loaded",
+        "OptimizerState.prepare_load",
+        "target = target.setdefault(each, {})",
+        "pass",
+        "checkpoint/test_manager.py::test_dictionaries_in_an_optimizer_s_state_come_back",
+    ),
 ]

@@ -225,6 +225,9 @@ def test_every_block_that_is_read_is_checked_and_no_other(tmp_path, monkeypatch)
     broken, first = 0, {"model": {"weight": torch.zeros(999)}}
     CheckpointManager(tmp_path).load(first)
     assert first["model"]["weight"].sum() == 999
+    with manifest.CheckedFile(path.parent, path.name, manifest.Manifest.read(path.parent).files[path.name]) as stream:
+        stream.readall()
+        assert len(stream._blocks) <= 4 < len(content) / 256, "a large file does not fit into memory"
     for place in range(0, len(content), 512):
         path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         try:

@@ -111,6 +111,25 @@ def test_a_real_error_of_a_folder_s_fsync_ends_the_save(tmp_path, monkeypatch):
         manager.save(1, STATE, asynchronous=False)
 
 
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_what_the_disk_does_not_take_ends_the_claim_or_the_save(tmp_path, monkeypatch, is_folder):
+    fsync = os.fsync
+
+    def refuse(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}") is is_folder:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fsync(descriptor)
+
+    with CheckpointManager(tmp_path) as manager:
+        manager.claim()
+        monkeypatch.setattr(os, "fsync", refuse)
+        with pytest.raises(CheckpointError, match=r"fsync of .*: Input/output error; .*set run\.directory"):
+            manager.claim()
+        with pytest.raises((CheckpointError, StorageError), match=r"fsync of .*: Input/output error"):
+            manager.save(1, STATE, asynchronous=False)
+    assert committed_steps(tmp_path) == []
+
+
 @pytest.fixture
 def without_flock(monkeypatch):
     def refuse(*_):
@@ -155,6 +174,7 @@ def test_a_lease_of_a_dead_process_of_this_host_is_taken_at_once(tmp_path, witho
 
 @pytest.mark.parametrize("name", ["mkdir", "open", "write", "fsync", "rename"])
 def test_what_a_save_needs_is_tried_when_a_run_is_claimed(tmp_path, monkeypatch, name):
+    (tmp_path / ".probe-0123456789ab").mkdir()  # a killed run left it
     failing(monkeypatch, name, ".probe-", errno.EACCES)
     with CheckpointManager(tmp_path) as manager, pytest.raises(CheckpointError, match=f"{name} of .*set run.directory"):
         manager.claim()

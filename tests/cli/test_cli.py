@@ -221,11 +221,15 @@ def test_inspect_of_something_else_is_refused(tmp_path, capsys):
 
 
 def test_inspect_of_a_damaged_checkpoint_fails(tmp_path, capsys):
+    tmp_path = tmp_path / "exp[/b]"
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"model": {"weight": torch.ones(3)}})
     (tmp_path / "step-00000001" / ".metadata").unlink()
     assert main(["inspect", str(tmp_path)]) == 1
-    assert "damaged: .metadata is missing" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "damaged: .metadata is missing" in said.err and str(tmp_path) in said.out.replace("\n", ""), (
+        "a path is no markup"
+    )
 
 
 def test_inspect_of_a_run_shows_which_checkpoints_are_damaged_and_the_newest_that_is_not(tmp_path, capsys):

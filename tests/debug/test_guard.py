@@ -7,6 +7,7 @@ from torch import nn
 import weft
 from tests.fsdp import nets
 from tests.pool import distributed
+from weft.debug import guard
 from weft.fsdp.autograd import WeightsWritten
 
 
@@ -34,6 +35,14 @@ def make(way: str = "detach", allocator: str = "trace") -> nn.Sequential:
 
 def step(model: nn.Module) -> None:
     model(torch.ones(2, 4)).sum().backward()
+
+
+def test_a_guard_inside_another_leaves_it():
+    with guard.guard_memory():
+        with guard.guard_memory():
+            pass
+        assert guard.guards == 1
+    assert guard.guards == 0
 
 
 @pytest.mark.parametrize("allocator", ["trace", "caching"])

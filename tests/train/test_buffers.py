@@ -82,6 +82,22 @@ def test_a_model_with_running_statistics_resumes_bit_for_bit_by_its_rule(pool, t
     assert_same_contents(contents(tmp_path / "whole" / last), contents(tmp_path / "parts" / last))
 
 
+def changed_to_own(folder):
+    """The statistics of this rank at the end of a run, and when a run with each rank's own goes on from there."""
+    before = statistics(trained(folder, "broadcast", 2))
+    again = trained(folder, "own", 3, resume=True, run=False)
+    begun = statistics(again)
+    again.run()
+    return before, begun, statistics(again), statistics(trained(folder, "own", 4, resume=True, run=False))
+
+
+@pytest.mark.slow
+def test_each_rank_can_have_its_own_buffers_from_a_resume_on(pool, tmp_path):
+    first, second = pool.run(2, changed_to_own, tmp_path)
+    assert first[0] == first[1] == second[0] == second[1]
+    assert first[2] == first[3] != second[2] == second[3]
+
+
 seen = []
 
 

@@ -1,5 +1,8 @@
 """`weft check`: faults are named, and right configurations raise no alarm. All ranks are threads of this process."""
 
+import os
+import signal
+import threading
 from types import SimpleNamespace
 from unittest import mock
 
@@ -74,6 +77,21 @@ def test_ranks_as_threads_go_in_halves_each_by_itself():
         return inside, goes_in_halves()
 
     assert run_ranks(2, work) == [(True, False), (False, False)]
+
+
+def test_ctrl_c_ends_all_ranks():
+    def work(rank):
+        while True:
+            dist.barrier()
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            run_ranks(2, work)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not any(thread.name.startswith("rank ") for thread in threading.enumerate())
 
 
 def test_a_rank_that_sends_nothing_is_named_at_once():

@@ -82,7 +82,23 @@ def tokenizer_in(folder, template):
 def conversations(count):
     """Of several turns, some with a system message, other alphabets and empty answers."""
     chance = random.Random(0)
-    words = ["hello", "there", "are", "all", "of", "these", "words,", "здравствуй", "你好", "😀", "a\nb", "", "c"]
+    words = [
+        "hello",
+        "there",
+        "are",
+        "all",
+        "of",
+        "these",
+        "words,",
+        "здравствуй",
+        "你好",
+        "😀",
+        "a\nb",
+        "",
+        "c",
+        "\ue000",
+        "\ue001",
+    ]
 
     def text(most):
         return " ".join(chance.choices(words, k=chance.randint(0, most)))
@@ -197,7 +213,7 @@ WRONG = [
     ('{"messages": "hello"}', "must be an object with a list of messages"),
     ('{"messages": []}', "must be an object with a list of messages"),
     ('{"messages": [{"content": "a"}]}', "must be an object with a list of messages"),
-    ('{"messages": [{"role": "tool", "content": "a"}]}', "no tool"),
+    ('{"messages": [{"role": "tool", "content": "a"}]}', r"data\.paths: '.*talk\.jsonl', document 2: .*no tool"),
     ("{", "is not JSON"),
 ]
 
@@ -205,7 +221,8 @@ WRONG = [
 @pytest.mark.parametrize("line, message", WRONG)
 def test_lines_that_are_no_conversations_are_refused_by_number(tmp_path, line, message):
     _, path = tokenizer_in(tmp_path, CHECKED)
-    (tmp_path / "talk.jsonl").write_text(line + "\n")
+    fine = '{"messages": [{"role": "user", "content": "a"}]}'
+    (tmp_path / "talk.jsonl").write_text(f"{fine}\n\n{line}\n")
     data = DataConfig(kind="messages", paths=(str(tmp_path / "talk.jsonl"),), tokenizer=path, cache_dir=str(tmp_path))
     with pytest.raises(ConfigError, match=message):
         load_corpus(data)

@@ -1,7 +1,9 @@
 import dataclasses
+import itertools
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,12 +12,15 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.pool import distributed
 from weft.train.config import DataConfig
 from weft.train.data import Batches, Validation, load_corpus
 from weft.train.data import cache as cache_module
 from weft.train.data import documents as documents_module
+from weft.train.data.corpus import _key
 from weft.train.data.order import shuffled
 from weft.train.errors import ConfigError
+from weft.train.run.turns import first_rank_first
 
 LENGTH = 4
 TOKENS = np.arange(1001, dtype=np.uint16)
@@ -217,6 +222,41 @@ def test_the_same_text_gives_the_same_tokens_wherever_it_is_and_whatever_the_see
     assert np.array_equal(first.validation, second.validation)
 
 
+@pytest.mark.parametrize("fraction", [0.1, 0.3])
+def test_a_document_is_text_of_one_file_without_a_gap(tmp_path, fraction):
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text("".join(f"{name} {number}\n" for number in range(300)))
+    corpus = load_corpus(config(tmp_path, tmp_path, include=("*.txt",), validation_fraction=fraction))
+    whole = [path.read_text() for path in sorted(tmp_path.glob("*.txt"))]
+    for part in (corpus.training, corpus.held):
+        borders = [*part.starts.tolist(), len(part.tokens)]
+        texts = [bytes(part.tokens[begin:end]).decode() for begin, end in itertools.pairwise(borders)]
+        assert borders[0] == 0 and all(any(text in file for file in whole) for text in texts)
+        assert all(text not in file for text in map("".join, itertools.pairwise(texts)) for file in whole)
+
+
+def test_a_folder_that_cannot_be_read_is_named(text, tmp_path, monkeypatch):
+    real = os.scandir
+
+    def scandir(path):
+        if str(path).endswith("deep/er"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(ConfigError, match=r"data\.paths: '.*deep/er' cannot be read \(Permission denied\)"):
+        load_corpus(config(text, tmp_path))
+
+
+def test_files_that_are_validation_and_training_text_are_told(text, tmp_path):
+    said = []
+    held = (str(text / "b.txt"), str(tmp_path / "held.txt"))
+    (tmp_path / "held.txt").write_text("held\n" * 20)
+    load_corpus(config(text, tmp_path, validation_paths=held), say=said.append)
+    (line,) = said
+    assert line.startswith("data.validation_paths = ") and "1 of its 2 files are in data.paths = " in line
+
+
 def test_output_of_runs_is_not_training_text(text, tmp_path):
     before = load_corpus(config(text, tmp_path))
     for folder in ("runs/exp", "cache"):
@@ -242,6 +282,35 @@ def test_text_is_tokenised_once_and_again_when_it_changed(text, tmp_path, monkey
     changed = load_corpus(config(text, tmp_path))
     assert len(built) == 1
     assert "something else" in lines(changed.train) + lines(changed.validation)
+
+
+def test_tokens_of_another_origin_are_in_other_files(text, tmp_path):
+    file, byte = ("a.txt", 3, 5), SimpleNamespace(identity="bytes")
+    lines = {"kind": "jsonl", "field": "a"}
+    keys = [
+        _key(config(text, tmp_path, **settings), files, tokenizer, fraction)
+        for settings, files, tokenizer, fraction in (
+            ({}, [file], byte, 0.1),
+            ({}, [file], byte, 0.2),
+            ({}, [file], SimpleNamespace(identity="tokenizer.json"), 0.1),
+            ({}, [("a.txt", 3, 6)], byte, 0.1),
+            ({}, [file, file], byte, 0.1),
+            ({"separator": "|"}, [file], byte, 0.1),
+            (lines, [file], byte, 0.1),
+            ({**lines, "field": "b"}, [file], byte, 0.1),
+        )
+    ]
+    assert len(set(keys)) == len(keys)
+
+
+@distributed(2)
+def test_what_only_the_first_rank_finds_wrong_ends_all():
+    def make():
+        if dist.get_rank() == 0:
+            raise ConfigError("no room here")
+
+    with pytest.raises(ConfigError, match="no room here"):
+        first_rank_first(make)
 
 
 def test_a_cut_off_cache_file_is_made_again(text, tmp_path):

@@ -1,6 +1,7 @@
 """However a run ends, it says why in a line, and earlier files are unchanged."""
 
 import errno
+import io
 import os
 import re
 import resource
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,7 @@ from weft.checkpoint.storage import operation
 from weft.train.report import write_report
 from weft.train.run import meeting
 from weft.train.run.failures import Interrupted, Refused, in_one_line
+from weft.train.run.output import _Steady
 from weft.train.run.stop import StopRequest
 from weft.train.run.watchdog import Watchdog
 
@@ -220,6 +223,33 @@ def test_a_full_disk_is_a_one_line_error_and_existing_files_stay(pool, tmp_path)
     assert [path.name for path in (run / "checkpoints").iterdir() if not path.name.startswith(".")] == ["step-00000002"]
     verify(run / "checkpoints" / "step-00000002")
     assert metrics(run)[:2] == lines
+
+
+def test_a_reader_of_output_that_does_not_block_is_waited_for():
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)  # as other programs on a terminal do
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"x" * 65536)
+    received = []
+
+    def read():
+        time.sleep(0.05)
+        with open(reading, "rb") as stream:
+            received.append(stream.read())
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    with io.BufferedWriter(_Steady(writing, "w")) as stream:
+        stream.write(b"a line\n")
+    thread.join()
+    assert received[0].endswith(b"xa line\n")
+
+
+def test_no_file_gets_the_number_of_a_standard_stream_that_is_closed():
+    program = "import os\nfrom weft.train.run.output import outlive_readers\noutlive_readers()\nos._exit(os.dup(0))"
+    command = ["sh", "-c", f"exec {sys.executable} -c '{program}' <&- >&- 2>&-"]
+    assert subprocess.run(command, check=False).returncode == 3
 
 
 @pytest.mark.long

@@ -58,6 +58,15 @@ def test_overlapped_training_of_spread_experts_is_training_in_one_process(pool, 
     assert len(exchanged) == 5 * 2 and all(0 < rows < assignments < 8 * 16 * 2 for assignments, rows in exchanged)
 
 
+def test_loads_are_those_of_the_step_that_is_logged(pool, tmp_path):
+    kept = {name: value for name, value in SETTINGS.items() if not name.startswith(("model__expert_b", "train__"))}
+    path = write_config(tmp_path, **kept, train__validate_every=0, train__log_every=2, checkpoint__every=0)
+    pool.run(2, train_on, path, tmp_path / "run", stop_at=2)
+    (line,) = metrics(tmp_path / "run", "experts")
+    assert [sum(load) for load in line["load"].values()] == [8 * 16 * 2] * 2
+    assert all(0 < rows < assignments < 1.5 * 8 * 16 for assignments, rows in line["exchanged"].values())
+
+
 SMALL = {
     "hidden_size": 16,
     "num_attention_heads": 2,

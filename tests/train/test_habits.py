@@ -115,6 +115,8 @@ def test_the_best_validation_and_those_since():
         position.step = step
         seen.append((position.validated(loss), position.best_step, position.worse))
     assert seen == [(True, 1, 0), (True, 2, 0), (False, 2, 1), (False, 2, 2), (True, 5, 0), (False, 5, 1)]
+    first = Position()
+    assert [first.validated(loss) for loss in (math.nan, 2.0, 3.0)] == [False, True, False], "NaN is never the best"
 
 
 def losses_told(path, folder, losses, resume_from=None):
@@ -134,7 +136,7 @@ def test_a_run_ends_early_keeps_its_best_checkpoint_and_has_nothing_to_do_afterw
         train__steps=50,
         train__validate_every=1,
         train__stop_after=3,
-        checkpoint__every=2,
+        checkpoint__every=0,
         checkpoint__keep=1,
         checkpoint__keep_best=True,
     )
@@ -255,14 +257,14 @@ def test_what_is_no_logger_is_refused_before_the_run_begins(place, says):
 def looked_at(path, folder):
     trainer = Trainer(load_config(path), Run(folder), say=lambda line: None)
     trainer.run()
-    return trainer.passes.operations.total, metrics(folder)
+    return trainer.passes.operations.total, trainer.position.seconds
 
 
 @pytest.mark.slow
 def test_a_window_of_steps_leaves_a_trace_of_each_rank_and_utilisation_is_logged(pool, tmp_path):
     changes = {"train__profile_step": 3, "train__profile_steps": 2, "train__peak_tflops": 0.001}
     path = write_config(tmp_path, train__steps=6, train__validate_every=0, checkpoint__every=0, **changes)
-    total, _ = pool.run(2, looked_at, path, tmp_path / "run")[0]
+    total, seconds_of_steps = pool.run(2, looked_at, path, tmp_path / "run")[0]
     for rank in range(2):
         trace = json.loads((tmp_path / "run" / "profile" / f"steps-3-4-rank-{rank}.json").read_text())
         assert any(event.get("name") == "aten::mm" for event in trace["traceEvents"])
@@ -270,6 +272,8 @@ def test_a_window_of_steps_leaves_a_trace_of_each_rank_and_utilisation_is_logged
     for line in (line for line in lines if line["kind"] == "train"):
         seconds = 8 * 16 / line["tokens_per_second"]
         assert line["mfu"] == pytest.approx(total / seconds / 1e9, rel=1e-3)
+    steps = [line["step_seconds"] for line in lines if line["kind"] == "train"]
+    assert sum(steps) == pytest.approx(seconds_of_steps)
     assert "10^12 operations (" in json.loads((tmp_path / "run" / "facts.json").read_text())["operations"]
 
 

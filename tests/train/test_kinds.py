@@ -299,6 +299,8 @@ def test_token_files_are_read_for_their_fingerprint_once(tmp_path, monkeypatch):
     heard = len(said)
     again = load_corpus(settings, say=said.append)
     assert len(said) == heard and again.training.fingerprint == first.training.fingerprint != ""
+    less = load_corpus(dataclasses.replace(settings, validation_fraction=0.2))
+    assert less.training.fingerprint != first.training.fingerprint
     nowhere = dataclasses.replace(settings, cache_dir=f"{path}/cache")
     assert load_corpus(nowhere).training.fingerprint == first.training.fingerprint, "it only takes longer"
 

@@ -1,5 +1,8 @@
 """What a person sees of a run while it trains: a report that is written again and again, and texts of the model."""
 
+import errno
+import os
+
 import pytest
 
 from tests.train.command import metrics, wait_until, write_config
@@ -37,6 +40,10 @@ def test_the_page_of_a_run_that_trains_loads_itself_again_and_the_last_one_does_
     assert 'http-equiv="refresh"' not in page and "A training run of weft, 3 steps" in page
 
 
+def no_process(*arguments, **options):
+    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+
 @pytest.mark.long
 def test_a_report_is_written_during_the_run_and_a_failure_is_one_line(folder, monkeypatch):
     said = []
@@ -48,6 +55,14 @@ def test_a_report_is_written_during_the_run_and_a_failure_is_one_line(folder, mo
     wait_until(lambda: live.after_step() or said)
     live.close()
     assert said == ["the report could not be written while the run trains (exit code 2); training continues"]
+    del said[:]
+    live = LiveReport(folder, 1e-9, said.append)
+    monkeypatch.setattr("subprocess.Popen", no_process)
+    for _ in range(2):
+        live.after_step()
+    live.close()
+    why = "its process cannot be started: Resource temporarily unavailable"
+    assert said == [f"the report could not be written while the run trains ({why}); training continues"]
     for disabled in (LiveReport(folder, 0, said.append), LiveReport(folder, 0.01, said.append, enabled=False)):
         disabled.after_step()
         assert disabled._writer is None

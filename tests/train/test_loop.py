@@ -16,6 +16,7 @@ from weft.train.data import Batches, Validation, load_corpus
 from weft.train.errors import ConfigError
 from weft.train.loop import Trainer, train
 from weft.train.optimizers import make_optimizer
+from weft.train.run.failures import Interrupted
 from weft.train.run.runs import CONFIG, Run, open_run, remove_if_unused
 from weft.train.run.stop import StopRequest
 from weft.train.schedule import Schedule
@@ -205,6 +206,8 @@ def test_every_group_has_the_factor_of_the_step_times_its_own_rate():
         factor = schedule.config.factor(step, 8)
         assert schedule.advance() == factor
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([factor, 0.1 * factor])
+    optimizer = torch.optim.AdamW(weights[:1], lr=torch.tensor(0.5))
+    assert type(Schedule(optimizer, ScheduleConfig(warmup_steps=2), steps=8).advance()) is float, "it is logged"
 
 
 def train_alone(path):
@@ -322,6 +325,21 @@ def refused_at_its_beginning(path, setting):
 @pytest.mark.parametrize("setting", ['data.paths=["none"]', "run.weights=none", 'run.loggers=["none:None"]'])
 def test_a_run_that_is_refused_leaves_no_directory(pool, tmp_path, setting):
     pool.run(2, refused_at_its_beginning, write_config(tmp_path), setting)
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+class Stopped(StopRequest):
+    requested = True
+
+
+def interrupted_at_its_beginning(path):
+    config = load_config(path)
+    with pytest.raises(Interrupted, match="stopped before step 1: nothing was trained and nothing was saved"):
+        Trainer(config, open_run(config.run, False, None), stop=Stopped(), say=lambda line: None).run()
+
+
+def test_a_run_that_is_interrupted_before_its_first_step_leaves_no_directory(pool, tmp_path):
+    pool.run(1, interrupted_at_its_beginning, write_config(tmp_path))
     assert list((tmp_path / "runs").iterdir()) == []
 
 

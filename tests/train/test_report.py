@@ -134,6 +134,7 @@ def test_the_last_validation_loss_stands_beside_the_baseline(tmp_path, monkeypat
 def test_final_losses_are_listed_under_their_unit(tmp_path, of_validation, of_training, head, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     records = [{"step": 1, "kind": "train", "loss": 2.0, **of_training}]
+    records.append({"step": 0, "kind": "validation", "loss": None, **dict.fromkeys(of_validation)})
     records.append({"step": 1, "kind": "validation", "loss": 2.0, "tokens": 5, **of_validation})
     (tmp_path / FILE).write_text("".join(json.dumps(record) + "\n" for record in records))
     html, _ = read(write_report(tmp_path))
@@ -176,7 +177,7 @@ def test_a_run_without_numbers_still_has_a_report(tmp_path):
         ([{"step": 1, "kind": "train", "loss": None, "tokens_per_second": None}], {"loss"}),
         ([{"step": s, "kind": "train", "loss": None if s == 50 else 2.0} for s in range(1, 99)], {"loss"}),
         ([{"step": 1, "kind": "validation", "loss": 0.0, "nats_per_byte": None}], {"loss"}),
-        ([{"step": 10, "kind": "experts", "load": {"layer": [1, 0, 3]}}], {"experts"}),
+        ([{"step": 10, "kind": "experts", "load": {name: [1, 0, 3]}} for name in ("layer", "renumbered")], {"experts"}),
     ],
 )
 def test_what_is_missing_is_left_out(tmp_path, records, names):

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import signal
+import subprocess
 from pathlib import Path
 from tempfile import gettempdir
 
@@ -49,8 +51,8 @@ def supervisor_that(runs, errors, asked_to_stop=0):
     """Stands for what starts the ranks: start N fails with the N-th error. `runs`: ranks and run of each start."""
 
     class Fails:
-        def __init__(self, arguments, ranks, run, resume_command, memory):
-            self.requests = type("Requests", (), {"count": asked_to_stop})
+        def __init__(self, arguments, ranks, run, resume_command, memory, requests):
+            requests.count += asked_to_stop
             self.error = errors[len(runs)]
             runs.append((ranks, run))
 
@@ -94,6 +96,24 @@ def test_what_starts_the_ranks_names_the_file_that_it_cannot_make_and_leaves_no_
     with pytest.raises(StorageError, match=f"{name} of .*{part}: No space left on device"):
         launch([], 2, Run(tmp_path / "run"), "")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_that_was_started_ends_if_another_cannot_be(tmp_path, monkeypatch):
+    started, real = [], subprocess.Popen
+
+    def starting(command, **options):
+        if started:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        started.append(real(["sleep", "60"], **options))
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", starting)
+    monkeypatch.setattr("weft.train.run.launch.on_stop_signals", lambda handler: {})
+    with pytest.raises(OSError, match="temporarily unavailable"):
+        launch([], 2, Run(tmp_path / "run"), "")
+    ended = started[0].poll()
+    started[0].kill()
+    assert ended == -signal.SIGKILL
 
 
 def test_ranks_for_restarts_that_do_not_fit_are_refused_before_there_is_a_run(tmp_path):

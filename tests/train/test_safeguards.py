@@ -22,6 +22,7 @@ from weft.train.run.failures import FAILURE, INTERRUPTED, NOT_BEGUN, SUCCESS
 from weft.train.run.launch import _Supervisor
 from weft.train.run.peers import Peers
 from weft.train.run.runs import CONFIG, LOGS, Run, remove_if_unused
+from weft.train.run.stop import Requests
 from weft.train.run.trust import mark_as_own
 from weft.train.saves import Saves
 
@@ -111,6 +112,22 @@ def test_a_copy_waits_for_the_best_checkpoint_that_it_names(tmp_path, monkeypatc
     assert done == ["checkpoint", "copy"]
 
 
+def test_the_best_checkpoint_stays_until_a_better_one_is_complete(tmp_path, monkeypatch):
+    there = []
+
+    def before(name, path):
+        if name == "rename" and "disk/step-" in path and ".tmp-" in path and ".metadata" not in path:
+            time.sleep(0.1 if "step-00000002" in path else 0)  # a slow disk
+            there.append(committed_steps(tmp_path / "disk"))
+
+    saver = saves(tmp_path, [], keep=1, keep_best=True)
+    monkeypatch.setattr(storage, "before", before)
+    for step, best in ((1, 1), (2, 1), (3, 3)):
+        saver.save(step, best_step=best, committed=lambda: None)
+    saver.close()
+    assert there == [[], [1], [1, 2]] and committed_steps(tmp_path / "disk") == [3]
+
+
 @pytest.mark.parametrize(
     ("on_disk", "copied", "broken", "step"),
     [(2, 3, False, 3), (3, 2, False, 3), (2, 3, True, 2)],
@@ -131,7 +148,23 @@ def test_a_restart_loads_the_newer_of_checkpoint_and_copy(tmp_path, on_disk, cop
     assert weight.tolist() == [0.0, 1.0, 2.0, 3.0]
     assert again.saved_step == on_disk, "a checkpoint of the copy's step is still to be written"
     assert any("is removed, and the newest checkpoint on disk is loaded" in line for line in said) == broken
-    assert committed_steps(tmp_path / "memory") == ([] if broken else [copied])
+    assert committed_steps(tmp_path / "memory") == ([copied] if step == copied else []), "its steps come again"
+
+
+def test_a_copy_beyond_damaged_checkpoints_is_not_in_the_way_of_the_copies_that_follow(tmp_path):
+    saver = saves(tmp_path, [])
+    for step in (2, 4):
+        saver.save(step, best_step=0, committed=lambda: None)
+        saver.copy(step)
+    saver.close()
+    damage(tmp_path / "disk", 4)
+    again = saves(tmp_path, [])
+    assert again.load({"model": {"weight": torch.zeros(4)}}) == 2
+    for step in (3, 4):
+        again.copy(step)
+        again.copies.wait()
+        assert committed_steps(tmp_path / "memory") == [step]
+    again.close()
 
 
 @pytest.mark.parametrize(
@@ -146,6 +179,38 @@ def test_a_restart_begins_at_the_newer_of_checkpoint_and_copy(tmp_path, monkeypa
     assert launch.launch([], 2, Run(tmp_path), "", restarts=1, keeps_copies=True) == FAILURE
     assert [run.step for _, run in runs] == [None, max([0, *saved, *copied]) or None]
     assert f"restart 1 of 1, from {start}\n" in capsys.readouterr().out
+
+
+def test_a_signal_between_two_starts_is_obeyed_by_the_next_one(tmp_path, monkeypatch):
+    known = []
+
+    class Fails(supervisor_that([], ["a", "b"])):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.requests = arguments[-1]
+
+        def run_all(self):
+            known.append(self.requests.count)
+            return INTERRUPTED if self.requests.count else FAILURE
+
+        def _say(self, line):
+            self.requests.note_signal()  # while the restart is announced
+
+    monkeypatch.setattr(launch, "_Supervisor", Fails)
+    assert launch.launch([], 2, Run(tmp_path), "", restarts=2) == INTERRUPTED
+    assert known == [0, 1]
+
+
+def test_the_first_failure_is_the_first_although_the_clock_was_set_back(tmp_path, monkeypatch):
+    clock = iter((2000.0, 1000.0))
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+    monkeypatch.setenv(launch.STORE, str(tmp_path / "store"))
+    for rank, why in ((1, "the cause"), (0, "a lost connection")):
+        launch.report_failure(rank, "failure", why, ValueError(why))
+    supervisor = _Supervisor([], 2, Run(tmp_path), "", None, Requests())
+    supervisor.folder, supervisor.ranks = tmp_path, [SimpleNamespace(number=rank) for rank in range(2)]
+    supervisor.died = [SimpleNamespace(number=0, process=SimpleNamespace(returncode=1))]
+    assert supervisor._explain() == FAILURE and supervisor.error == "the cause"
 
 
 def test_there_is_no_restart_after_ctrl_c(tmp_path, monkeypatch):
@@ -222,7 +287,7 @@ def test_the_exit_code_after_ctrl_c_says_whether_there_is_a_checkpoint(
 ):
     monkeypatch.setattr(launch, "on_stop_signals", lambda handler: {})
     monkeypatch.setattr(_Supervisor, "_ask_to_stop", lambda self, rank: None)
-    supervisor = _Supervisor([], len(codes), Run(tmp_path / "run", step), "", None)
+    supervisor = _Supervisor([], len(codes), Run(tmp_path / "run", step), "", None, Requests())
     supervisor.requests.count = signals
     supervisor._start = lambda rank, store: launch._Rank(rank, Ended(codes[rank]), 0)
     assert supervisor.run_all() == code

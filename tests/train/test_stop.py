@@ -9,7 +9,7 @@ import pytest
 from weft.train.run import stop as stop_module
 from weft.train.run.launch import _Supervisor
 from weft.train.run.runs import Run
-from weft.train.run.stop import StopRequest
+from weft.train.run.stop import Requests, StopRequest
 
 
 @pytest.fixture
@@ -55,8 +55,17 @@ def test_pressing_all_the_time_ends_at_once_too(clock, stop):
     assert stop.ended == [1]
 
 
+def test_a_rank_ends_with_the_process_that_started_it(stop):
+    reading, writing = os.pipe()
+    os.write(writing, b"s")
+    os.close(writing)
+    stop._watch(reading)
+    os.close(reading)
+    assert stop.requested and stop.ended == [1]
+
+
 def test_the_starter_asks_its_ranks_once_for_signals_that_come_together(clock, tmp_path):
-    supervisor = _Supervisor([], 1, Run(tmp_path), "", None)
+    supervisor = _Supervisor([], 1, Run(tmp_path), "", None, Requests())
     done = []
     supervisor._ask_to_stop = lambda rank: done.append("asked")
     supervisor._kill = lambda rank: done.append("killed")

@@ -402,6 +402,7 @@ WRONG = {
     "data: the class Deep is called with (rank, ranks)": {"data": Deep},
     "validation: the function nothing returns None": {"validation": nothing},
     "validation: is an iterator": {"validation": iter([])},
+    "validation: a list yields no microbatch": {"validation": []},
     "shard: a bool cannot be called": {"shard": True},
     "optimizer: a SGD cannot be called": {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)},
     "optimizer: the function nothing returns None": {"optimizer": nothing},
@@ -575,6 +576,20 @@ def test_every_pass_through_the_data_has_a_number():
     assert again.next_step() == stream.next_step() == [3, 3, 4]
 
 
+def test_reading_up_to_a_position_draws_no_random_number_of_the_run():
+    def stream():
+        return Stream(DataLoader(TensorDataset(torch.arange(4.0)), shuffle=True), 1)
+
+    first, again = stream(), stream()
+    first.next_step()
+    state = first.state_dict()
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
+    again.load_state_dict(state)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(first.next_step()[0][0], again.next_step()[0][0])
+
+
 def test_loaders_with_an_epoch_and_a_state_hear_of_the_epoch_first():
     heard = []
 
@@ -695,6 +710,42 @@ def test_options_of_a_custom_optimizer_come_from_the_checkpoint(pool, tmp_path):
     assert pool.run(1, momentum_that_changes, tmp_path)[0] == 0.5
 
 
+class Adapts(torch.optim.SGD):
+    """Counts its steps in its groups, and grows by them."""
+
+    def __init__(self, params, lr=1e-3, momentum=0.0):
+        super().__init__(params, lr=lr, momentum=momentum)
+        for group in self.param_groups:
+            group["steps"] = 0
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] += 1
+            group["lr"] *= group["steps"]
+        super().step()
+
+
+def adapting(folder):
+    optimizer = {"name": f"{__name__}:Adapts", "options": {"momentum": 0.5}}
+    config = {**settings(folder, 6, validate_every=0), "optimizer": optimizer}
+    whole = fit(folder / "whole", config={**config, "run": {"directory": str(folder / "whole")}})
+    fit(folder, config={**config, "train": {**config["train"], "steps": 3}})
+    options = {"momentum": 0.25}
+    again = make(folder, config={**config, "optimizer": {**optimizer, "options": options}}, resume=True)
+    held = [(group["steps"], group["momentum"]) for group in again.optimizer.param_groups]
+    again.saves.close()
+    return whole, fit(folder, config=config, resume=True), held
+
+
+@pytest.mark.slow
+def test_what_an_optimizer_counts_in_its_groups_resumes_and_its_arguments_are_those_of_the_configuration(
+    pool, tmp_path
+):
+    whole, resumed, held = pool.run(1, adapting, tmp_path)[0]
+    assert resumed[0] == whole[0] and held == [(3, 0.25)] * len(held)
+    assert all(torch.equal(resumed[2][name], value) for name, value in whole[2].items())
+
+
 def foreign_optimizer(folder):
     with pytest.raises(ConfigError) as error:
         make(folder, optimizer=lambda model: torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
@@ -764,6 +815,9 @@ def more_refusals(folder):
         {"validation": lambda rank, ranks: iter(batches(rank, ranks))},
         {"data": 3},
         {"config": settings(folder, validation_batches=2)},
+        {"config": settings(folder, stop_after=2)},
+        {"config": settings(folder, sample="def ")},
+        {"config": {**settings(folder), "checkpoint": {"keep_best": True}}},
         {"config": {**settings(folder), "optimizer": {"lr": 0.1}}, **optimizer},
         {"config": {**settings(folder), "run": {"directory": str(folder), "weights": "there"}}},
     ):
@@ -776,6 +830,13 @@ def more_refusals(folder):
 
 @pytest.mark.slow
 def test_data_and_options_without_effect_are_refused(pool, tmp_path):
-    words = ["first validation would use up", "neither an iterable", "validation_batches", "[optimizer]", "run.weights"]
+    words = ["first validation would use up", "neither an iterable", "validation_batches"]
+    words += [
+        "train.stop_after = 2",
+        'train.sample = "def "',
+        "checkpoint.keep_best = true",
+        "[optimizer]",
+        "run.weights",
+    ]
     for line, word in zip(pool.run(1, more_refusals, tmp_path)[0], words, strict=True):
         assert word in line

@@ -36,7 +36,7 @@ def show(path: Path, *, verify_content: bool = False, console: Console | None = 
         raise ValueError(
             f"{path}: contains no checkpoint; name a checkpoint (…/step-00000010) or the directory of a run"
         )
-    overview = Table("checkpoint", "step", "ranks", "size", "state", title=str(folder), title_justify="left")
+    overview = Table("checkpoint", "step", "ranks", "size", "state", title=escape(str(folder)), title_justify="left")
     damaged: dict[int, CheckpointError] = {}
     for step in steps:
         name = path_of(folder, step).name

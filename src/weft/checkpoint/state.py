@@ -89,9 +89,15 @@ class OptimizerState:
         """Allocate tensors for the stored state. State of unknown parameters is later reported as unexpected."""
         targets: dict[str, dict[str, Any]] = {}
         for key, value in stored.items():
-            name, _, field = key.removeprefix("state.").rpartition(".")
-            if key.startswith("state.") and name in self.parameters:
-                targets.setdefault(name, {})[field] = _room_for(field, value, self.parameters[name])
+            first, *parts = key.split(".")
+            lengths = range(len(parts) - 1, 0, -1) if first == "state" else ()
+            name = next((name for length in lengths if (name := ".".join(parts[:length])) in self.parameters), "")
+            if name:
+                *outer, field = parts[name.count(".") + 1 :]
+                target = targets.setdefault(name, {})
+                for each in outer:  # an optimizer may keep dictionaries of tensors
+                    target = target.setdefault(each, {})
+                target[field] = _room_for(field, value, self.parameters[name])
         self._targets = targets
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

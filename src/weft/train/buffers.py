@@ -54,6 +54,8 @@ class Buffers:
             if name in saved and not isinstance(buffer, DTensor) and buffer.numel()
         }
         self._model = model
+        self._are_absent = False
+        """Whether the checkpoint that is being loaded holds no buffers, because its run had another rule."""
 
     @property
     def are_saved(self) -> bool:
@@ -82,11 +84,16 @@ class Buffers:
         known = dict(self._model.named_buffers())  # a module may have replaced a buffer by another tensor
         return (known[name] for name in self._buffers)
 
+    def prepare_load(self, stored: Mapping[str, Any]) -> None:
+        """Note whether the checkpoint holds buffers of each rank. If not, every rank keeps those of the model."""
+        self._are_absent = not stored
+
     def state_dict(self) -> dict[str, Any]:
-        return {"buffers": {name: buffer.clone() for name, buffer in zip(self._buffers, self._now())}}
+        absent, self._are_absent = self._are_absent, False  # for one load only
+        return {} if absent else {"buffers": {name: buffer.clone() for name, buffer in zip(self._buffers, self._now())}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, buffer in zip(self._buffers, self._now()):
+        for name, buffer in zip(self._buffers, self._now()) if state else ():
             buffer.copy_(state["buffers"][name])
 
     def load_from_other_ranks(self, state: Mapping[str, Any], rank: int, ranks: int) -> None:

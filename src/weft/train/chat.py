@@ -19,8 +19,9 @@ from weft.train.errors import ConfigError
 
 Messages = Sequence[Mapping[str, Any]]
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-BEGIN, END = "\ue000", "\ue001"
-"""Characters of the private use area that mark the assistant's text in rendered templates until it is extracted."""
+BEGIN, END = "\ud800", "\ud801"
+"""Halves of characters, which no valid text contains, mark the assistant's text in rendered templates until it is
+extracted."""
 
 
 class _Generation(Extension):

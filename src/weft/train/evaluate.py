@@ -84,8 +84,9 @@ def evaluate(
     alone.
 
     average: use the moving average of the weights. overrides: changes of the run's settings, as of `--set`. trust:
-    import the code that the configuration names even if this user did not create the run here. say: called with a line
-    about each damaged checkpoint that is skipped. Raises ConfigError for an override that does not affect the loss."""
+    import the code that the configuration names even if this user did not create the run here. say: called with lines
+    about damaged checkpoints that are skipped, and about the text. Raises ConfigError for an override that does not
+    affect the loss."""
     if not (run / CONFIG).is_file():
         raise ConfigError(f"{run}: contains no {CONFIG}; name the directory of a run")
     refuse_own_task(run)
@@ -108,7 +109,7 @@ def evaluate(
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if not dist.is_initialized():
         begin_alone()
-    task = task_of(config, device)
+    task = task_of(config, device, say or (lambda line: None))
     state: dict[str, Any] = {"model": ModelState(task.model)}
     buffers = Buffers(task.model, config.train.buffers)
     if buffers.are_saved and isinstance(config.model, OwnModelConfig):

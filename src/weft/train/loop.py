@@ -25,7 +25,7 @@ from weft.train.config import TrainConfig, to_dict
 from weft.train.ema import WeightAverage
 from weft.train.errors import ConfigError
 from weft.train.evaluate import move, validate
-from weft.train.optimizers import clip_gradients, made_by, make_optimizer
+from weft.train.optimizers import clip_gradients, configured_options, made_by, make_optimizer
 from weft.train.passes import Passes
 from weft.train.record.loggers import check as check_loggers
 from weft.train.record.metrics import Metrics
@@ -39,7 +39,7 @@ from weft.train.run.changes import changed
 from weft.train.run.failures import Interrupted, Refused, as_one_line
 from weft.train.run.opening import agree_to_begin, beginning, open_run_together
 from weft.train.run.process import end_with, memory_in_use, print_on, seed_all
-from weft.train.run.runs import ORIGIN, Run, resuming
+from weft.train.run.runs import ORIGIN, Run, remove_if_unused, resuming
 from weft.train.run.stop import StopRequest
 from weft.train.run.watchdog import Watchdog
 from weft.train.run.world import begin_alone
@@ -93,7 +93,7 @@ class Trainer:
         self.optimizer = (
             make_optimizer(self.model, config.optimizer) if optimizer is None else made_by(optimizer, self.model)
         )
-        self._is_optimizer_configured = optimizer is None
+        self._optimizer_config = config.optimizer if optimizer is None else None
         self.average: WeightAverage | None = None
         self.samples = Samples(config, self.model, self.device) if config.train.sample else None
         self.live = LiveReport(run.directory, config.run.report_every, self._note, enabled=self.rank == 0)
@@ -160,12 +160,7 @@ class Trainer:
 
     def _go_on(self) -> None:
         """Load the newest intact checkpoint, then apply the settings that differ from it."""
-        # The learning rate comes from the configuration. The other options of your own optimizer come from the
-        # checkpoint, because your code may have changed them during the run.
-        held = (lambda name: name != "params") if self._is_optimizer_configured else (lambda name: name == "lr")
-        options = [
-            {name: value for name, value in group.items() if held(name)} for group in self.optimizer.param_groups
-        ]
+        options = configured_options(self.optimizer, self._optimizer_config)
         try:
             state = self.state()
             if isinstance(self.model, HybridModel):  # the run may have begun with layers in other groups
@@ -176,8 +171,6 @@ class Trainer:
             raise
         for group, configured in zip(self.optimizer.param_groups, options):
             group.update(configured)
-        if self.config.checkpoint.keep_best:
-            self.saves.checkpoints.protected = {self.position.best_step}
         told = changed(self.run_place.directory, self.config, step)
         self.say(f"resuming {self.run_place.directory} from step {step}")
         for line in told:
@@ -192,6 +185,8 @@ class Trainer:
         try:
             return self._run()
         except Interrupted:
+            if self.rank == 0:
+                remove_if_unused(self.run_place)
             raise
         except Exception as error:
             if is_lost_connection(error) and (why := self.watchdog.why()):
@@ -273,8 +268,9 @@ class Trainer:
         return 0 < self.config.train.stop_after <= self.position.worse
 
     def _settled(self) -> str:
-        best = f"{self.position.best_loss:.4f} of step {self.position.best_step}"
-        return f"{self.position.worse} validations in a row did not lower the loss below {best} (train.stop_after)"
+        position = self.position
+        best = "NaN" if position.best_loss is None else f"{position.best_loss:.4f} of step {position.best_step}"
+        return f"{position.worse} validations in a row did not lower the loss below {best} (train.stop_after)"
 
     def moment(self, name: str, numbers: dict[str, Any]) -> None:
         """Do nothing. Called on all ranks at "start", after each "step" and "validation", at "save" and at "end"."""

@@ -11,7 +11,7 @@ Weight decay applies to matrices only, not to norms and biases.
 import inspect
 import math
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -75,6 +75,24 @@ def clip_gradients(model: nn.Module, largest: float) -> torch.Tensor:
         if math.isfinite(norm):
             raise
         return norm
+
+
+def configured_options(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None) -> list[dict[str, Any]]:
+    """Return, for each group, the options that a resumed run takes from its configuration, not from the checkpoint.
+
+    `config`: None for your own optimizer. Its code may have changed options during the run, so only the learning rate
+    is taken. A class that a path names may keep state in its groups, such as a count of steps: what is no argument of
+    the class is taken from the checkpoint.
+    """
+    known: Collection[str] | None = None
+    if config is None:
+        known = {"lr"}
+    elif ":" in config.name:
+        known = {"lr", "weight_decay", *config.options, *inspect.signature(type(optimizer)).parameters}
+    return [
+        {name: value for name, value in group.items() if name != "params" and (known is None or name in known)}
+        for group in optimizer.param_groups
+    ]
 
 
 def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:

@@ -61,7 +61,10 @@ class Saves:
             raise
 
     def load(self, state: Mapping[str, Any]) -> int:
-        """Fill `state` from the newest intact checkpoint or copy; return its step."""
+        """Fill `state` from the newest intact checkpoint or copy; return its step.
+
+        Copies that are not loaded are removed: the run will copy their steps again.
+        """
         newest = self.checkpoints.latest() or 0
         copied = self.copies.latest() or 0 if self.copies is not None else 0
         if self.copies is not None and copied > newest:
@@ -75,6 +78,8 @@ class Saves:
                 self._say(f"step {step} is in memory, but the newest checkpoint on disk is from step {newest}")
                 return step
         self.saved_step = self.checkpoints.load(state)
+        if self.copies is not None:
+            self._remove_copies(self.copies)
         return self.saved_step
 
     def check_room(self) -> None:

@@ -26,7 +26,7 @@ class Schedule:
         for group, peak in zip(self.optimizer.param_groups, self.peaks):
             group["lr"] = peak * factor
         self.step += 1
-        return self.optimizer.param_groups[0]["lr"]
+        return float(self.optimizer.param_groups[0]["lr"])
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step}

@@ -1,5 +1,6 @@
 """The progress of a run."""
 
+import math
 import typing
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -27,7 +28,7 @@ class Position:
     def validated(self, loss: float) -> bool:
         """Record the loss of a validation; return whether it is the best so far."""
         self.validation_loss = loss
-        if self.best_loss is not None and not loss < self.best_loss:
+        if math.isnan(loss) or (self.best_loss is not None and not loss < self.best_loss):
             self.worse += 1
             return False
         self.best_loss, self.best_step, self.worse = loss, self.step, 0

@@ -20,6 +20,7 @@ from weft.train.run.process import end_with
 from weft.train.run.stop import StopRequest
 from weft.train.run.watchdog import Watchdog
 from weft.train.run.world import begin_alone, end_with_interpreter, place_from
+from weft.train.sections.rules import require
 from weft.train.task.callables import check_callable, told
 from weft.train.task.own import Data, LossFunction, OwnTask
 
@@ -144,6 +145,8 @@ def _refuse_what_has_no_effect(config: TrainConfig) -> None:
     for section in OF_TASK:
         if getattr(config, section) != getattr(plain, section):
             raise ConfigError(f"[{section}]: has no effect with your own model and data; leave the section out")
+    prompt, rule = config.train.sample, "needs a model described by [model] and a tokenizer; leave it out"
+    require("train.sample", prompt, not prompt, rule)
     config.check_own_model()
 
 

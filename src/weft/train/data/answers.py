@@ -23,7 +23,7 @@ class Answered:
         self.sequences, self.vocab_size = sequences, vocab_size
         self.length, self.apart = sequences.length, sequences.apart
         self.numbers = np.arange(len(sequences))
-        counts = [self.labels(self.numbers[at : at + _AT_ONCE]) for at in range(0, len(sequences), _AT_ONCE)]
+        counts = [self._count(self.numbers[at : at + _AT_ONCE]) for at in range(0, len(sequences), _AT_ONCE)]
         self.counts = np.concatenate(counts) if counts else np.zeros(0, dtype=np.int64)
         self.numbers, self.counts = self.numbers[self.counts > 0], self.counts[self.counts > 0]
 
@@ -41,6 +41,9 @@ class Answered:
 
     def labels(self, indices: np.ndarray) -> np.ndarray:
         """Return numbers of labels as `Sequences.labels`."""
+        return self.counts[indices]
+
+    def _count(self, indices: np.ndarray) -> np.ndarray:
         learnt = self.rows(indices)[:, 1:] >= 0
         if self.apart:
             numbers = self.documents(indices)

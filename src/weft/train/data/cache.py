@@ -21,14 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from weft.errors import TokensDamaged
+from weft.errors import ConfigError, TokensDamaged
 from weft.train.data.documents import Document
 from weft.train.files import parse_json, read_bounded, replacing
 from weft.train.tokenizer import Tokenizer
 
 _LARGEST = 1 << 20
 """The largest size of KEY.json in bytes."""
-FORMAT = 3
+FORMAT = 4
 """The version of the file format. It is part of KEY."""
 _EVERY_S = 5.0
 """Seconds between two progress lines."""
@@ -121,7 +121,10 @@ def build(
     with replacing(folder / f"{key}.tokens") as train, TemporaryFile(dir=folder) as validation:
         for document in documents:
             part, out = ("validation", validation) if document.validates else ("train", train)
-            tokens = tokenizer.encode(document.text).astype(dtype, copy=False).tobytes()
+            try:
+                tokens = tokenizer.encode(document.text).astype(dtype, copy=False).tobytes()
+            except ConfigError as error:
+                raise ConfigError(f"{document.place}: {error}") from error
             if document.begins:
                 starts[part].append(counts[f"{part}_tokens"])
             if document.ends:

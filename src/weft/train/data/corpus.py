@@ -89,6 +89,9 @@ def load_corpus(
     written: list[str | Path] = [cache.cache_folder(data.cache_dir), *([runs] if runs else [])]
     text = _text(data, "data.paths", paths, written)
     apart = _text(data, "data.validation_paths", data.validation_paths, written) if data.validation_paths else None
+    shared = {path for path, *_ in text.files} & {path for path, *_ in (apart.files if apart else ())}
+    if apart and shared:
+        say(f"{apart}: {len(shared)} of its {len(apart.files)} files are in {text} too: its loss is that of known text")
     if data.kind == "tokens":
         corpus = _of_token_files(data, text, apart, say)
     else:

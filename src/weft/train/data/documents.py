@@ -1,7 +1,7 @@
 """Reads documents from files of several kinds.
 
 kind         files                                      a document
-"text"       any text                                   a file; large ones are read in pieces
+"text"       any text                                   a file; two, where a part between them is held out
 "jsonl"      *.jsonl                                    `data.field` of the object on a line
 "messages"   *.jsonl                                    the conversation in `data.field`, as JSON
 "parquet"    *.parquet                                  `data.field` of a row
@@ -43,6 +43,8 @@ class Document(NamedTuple):
     ends: bool
     done: float
     """The fraction of all text that has been read, this document included."""
+    place: str
+    """The setting, the file and the number of the document, for messages."""
 
 
 def find_files(data: DataConfig, setting: str, paths: Sequence[str], written: Sequence[str | Path] = ()) -> list[File]:
@@ -85,17 +87,19 @@ def _paths(data: DataConfig, setting: str, paths: Sequence[str], written: Sequen
 def documents(data: DataConfig, setting: str, files: Sequence[File], fraction: float) -> Iterator[Document]:
     """Yield all documents of `files`, which `setting` names. A fixed `fraction` of them is for validation."""
     if data.kind == "text":
-        yield from _texts(files, fraction)
+        yield from _texts(setting, files, fraction)
         return
     total = sum(size for _, size, _ in files) or 1
     read = {"jsonl": _lines, "messages": _conversations, "parquet": _parquet_rows, "datasets": _arrow_rows}[data.kind]
     before = number = 0
     for path, size, _ in files:
-        for text, share in _told(setting, path, read(path, data.record_field)):
+        rows = _told(setting, path, read(path, data.record_field))
+        for of_file, (text, share) in enumerate(rows, start=1):
             validates = _hash(number) < fraction
             number += 1
             if text:
-                yield Document(text, validates, True, True, (before + share * size) / total)
+                place = f"{setting}: {path!r}, document {of_file}"
+                yield Document(text, validates, True, True, (before + share * size) / total, place)
         before += size
 
 
@@ -169,7 +173,7 @@ def _parquet_rows(path: str, field: str) -> Iterator[tuple[str, float]]:
     parquet = _pyarrow("pyarrow.parquet", "parquet")
     with parquet.ParquetFile(path) as file:
         _check_column(path, field, file.schema_arrow.names)
-        batches = file.iter_batches(batch_size=256, columns=[field])
+        batches = file.iter_batches(batch_size=256, columns=[field], use_threads=False)
         yield from _texts_of(batches, path, field, max(1, file.metadata.num_rows))
 
 
@@ -234,7 +238,7 @@ def _walk(root: str, include: tuple[str, ...], without: set[str], closed: set[st
 
     without: names of folders to leave out. closed: real paths of folders to leave out.
     """
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(root, onerror=_raise):
         folders[:] = sorted(
             name
             for name in folders
@@ -250,20 +254,34 @@ def _walk(root: str, include: tuple[str, ...], without: set[str], closed: set[st
                 yield os.path.realpath(path)
 
 
+def _raise(error: OSError) -> None:
+    raise error
+
+
 def _is_binary(path: str) -> bool:
     with open(path, "rb") as file:
         return b"\0" in file.read(8192)
 
 
-def _texts(files: Sequence[File], fraction: float) -> Iterator[Document]:
+def _texts(setting: str, files: Sequence[File], fraction: float) -> Iterator[Document]:
     sizes = [size for _, size, _ in files]
     total = sum(sizes) or 1
     done = 0
     for validates, pieces in zip((False, True), _split(sizes, fraction)):
+        before = (-1, 0, 0)
         for index, start, end in pieces:
             done += end - start
-            text = _read_lines(files[index][0], start, end)
-            yield Document(text, validates, start == 0, end == sizes[index], done / total)
+            path = files[index][0]
+            goes_on = (index, start) == (before[0], before[2])
+            before = index, start, end
+            yield Document(
+                _read_lines(path, start, end),
+                validates,
+                not goes_on,
+                end == sizes[index],
+                done / total,
+                f"{setting}: {path!r}",
+            )
 
 
 Piece = tuple[int, int, int]

@@ -84,9 +84,11 @@ def _rows_saved(loads: list[dict[str, Any]]) -> str:
 def _expert_figures(folder: Path, records: list[dict[str, Any]], facts: Mapping[str, Any]) -> list[Drawing]:
     """Return the drawings of a run with experts."""
     found: list[Drawing] = []
-    loads = [record for record in records if record["kind"] == "experts"]
+    loads = [record for record in records if record["kind"] == "experts" and record.get("load")]
     if loads:
-        by_layer = {layer: [record["load"][layer] for record in loads] for layer in loads[0]["load"]}
+        layers = loads[-1]["load"].keys()  # with run.renumber, earlier records name the layers differently
+        loads = [record for record in loads if record["load"].keys() == layers]
+        by_layer = {layer: [record["load"][layer] for record in loads] for layer in layers}
         draw = expert_figures.expert_load([record["step"] for record in loads], by_layer)
         title = "Tokens per expert over the steps, for each layer" + _rows_saved(loads)
         found.append(("experts", title, draw))

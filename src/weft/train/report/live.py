@@ -33,19 +33,22 @@ class LiveReport:
         if self._writer is not None:
             if (status := self._writer.poll()) is None:
                 return
-            self._note(status)
+            self._note_exit(status)
             self._writer = None
             self._pause = max(self._every, _SHARE * (now - self._started))
         if now - self._started >= self._pause:
             self._started = now
-            self._writer = self._start()
+            try:
+                self._writer = self._start()
+            except OSError as error:
+                self._note(f"its process cannot be started: {error.strerror}")
 
     def close(self) -> None:
         """Wait for a page that is being written, so that it does not replace the final one."""
         if self._writer is None:
             return
         try:
-            self._note(self._writer.wait(_LAST_S))
+            self._note_exit(self._writer.wait(_LAST_S))
         except subprocess.TimeoutExpired:
             self._writer.kill()
             self._writer.wait()
@@ -63,7 +66,11 @@ class LiveReport:
             process_group=0,  # Ctrl-C in the terminal must not stop it
         )
 
-    def _note(self, status: int) -> None:
-        if status and not self._has_failed:
+    def _note_exit(self, status: int) -> None:
+        if status:
+            self._note(f"exit code {status}")
+
+    def _note(self, why: str) -> None:
+        if not self._has_failed:
             self._has_failed = True
-            self._say(f"the report could not be written while the run trains (exit code {status}); training continues")
+            self._say(f"the report could not be written while the run trains ({why}); training continues")

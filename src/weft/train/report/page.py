@@ -146,8 +146,9 @@ def _rows(
     if validation:
         step, value = validation[-1]
         named[f"validation, step {step:,.0f}"] = value
-        step, value = min(validation, key=lambda pair: pair[1])
-        named[f"best validation, step {step:,.0f}"] = value
+        if known := [pair for pair in validation if not math.isnan(pair[1])]:
+            step, value = min(known, key=lambda pair: pair[1])
+            named[f"best validation, step {step:,.0f}"] = value
     named.update(baselines)
     if train:
         named[f"training, step {train[-1][0]:,.0f}"] = train[-1][1]

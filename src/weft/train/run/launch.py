@@ -70,13 +70,14 @@ def launch(
     keeps_copies: whether ranks copy their state to memory. A restart resumes from the copy if that is newer.
     """
     failed = ""
+    requests = Requests()  # of all starts: a signal between two of them is obeyed by the next one
     with ExitStack() as stack:
         try:
             memory = stack.enter_context(folder_in_memory()) if keeps_copies else None
             for number in range(restarts + 1):
-                supervisor = _Supervisor(arguments, ranks, run, resume_command, memory)
+                supervisor = _Supervisor(arguments, ranks, run, resume_command, memory, requests)
                 code = supervisor.run_all()
-                if code != FAILURE or supervisor.requests.count or number == restarts or not run.directory.is_dir():
+                if code != FAILURE or requests.count or number == restarts or not run.directory.is_dir():
                     break
                 saved = [0, *committed_steps(run.checkpoints)][-1]
                 copied = [0, *committed_steps(memory)][-1] if memory is not None else 0
@@ -103,7 +104,7 @@ def report_failure(rank: int, kind: Kind, message: str, error: BaseException) ->
     The file is in the folder of the ranks' store, not in the run's directory, whose disk may be full.
     """
     content = {
-        "time": time.time(),
+        "time": time.monotonic(),  # one clock for all processes of a host, which nobody sets back
         "kind": kind,
         "message": " ".join(message.split()),
         "traceback": "".join(traceback.format_exception(error)),
@@ -129,13 +130,19 @@ class _Rank:
 
 class _Supervisor:
     def __init__(
-        self, arguments: Sequence[str], ranks: int, run: Run, resume_command: str, memory: Path | None
+        self,
+        arguments: Sequence[str],
+        ranks: int,
+        run: Run,
+        resume_command: str,
+        memory: Path | None,
+        requests: Requests,
     ) -> None:
         self.memory = memory
         self.arguments, self.count, self.run, self.resume_command = arguments, ranks, run, resume_command
         self.logs = run.directory / LOGS
         self.ranks: list[_Rank] = []
-        self.requests = Requests()
+        self.requests = requests
         self.died: list[_Rank] = []
         """Ranks that ended with an error without being killed by this process, in order of detection."""
         self.error = ""

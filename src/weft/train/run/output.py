@@ -1,22 +1,36 @@
 """Keeps a run alive if its output cannot be written: `weft train … | head`, a closed terminal, a full disk."""
 
 import io
+import os
+import select
 import sys
+from contextlib import suppress
 
 
 class _Steady(io.FileIO):
     def write(self, data: object) -> int:  # type: ignore[override]
-        try:
-            return super().write(data)  # type: ignore[arg-type, return-value]
-        except OSError:
-            return memoryview(data).nbytes  # type: ignore[arg-type]
+        with suppress(OSError):
+            # None: another program on the same terminal has made it non-blocking, and it is full.
+            while (written := super().write(data)) is None:  # type: ignore[arg-type]
+                select.select([], [self], [])
+            return written
+        return memoryview(data).nbytes  # type: ignore[arg-type]
 
 
 def outlive_readers() -> None:
     """Make stdout and stderr drop output that cannot be written, instead of raising an error."""
+    _keep_free()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is getattr(sys, f"__{name}__") and stream is not None:
             raw = _Steady(stream.fileno(), "w", closefd=False)
             steady = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "replace", line_buffering=True)
             setattr(sys, name, steady)
+
+
+def _keep_free() -> None:
+    """Open the descriptors of standard streams that are closed: a file of the run would get their numbers, and the
+    warnings that libraries print."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)

@@ -1,6 +1,7 @@
 """The task of your own model and data."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
 from itertools import repeat
 from typing import Any
 
@@ -16,6 +17,7 @@ from weft.train.config import TrainConfig
 from weft.train.errors import ConfigError
 from weft.train.experts import ExpertBalance
 from weft.train.sections import LoopConfig
+from weft.train.sections.rules import require
 from weft.train.task.blocks import outermost, prepare, repeated_blocks
 from weft.train.task.callables import check_callable, told
 from weft.train.task.sharding import meshes_of, options_of
@@ -55,6 +57,7 @@ class OwnTask:
         own = _of_rank("data", data, rank, ranks)
         self.batches = Stream(own, config.microbatches_per_step(ranks), config.train.microbatch_size, ranks)
         self.validation = () if validation is None else _of_rank("validation", validation, rank, ranks)
+        _refuse_no_validation(validation, self.validation, config)
         if isinstance(self.validation, Iterator):
             raise ConfigError(
                 "validation: the function returns an iterator, which the first validation would use up; "
@@ -101,6 +104,18 @@ class OwnTask:
 
     def baseline(self) -> None:
         return None
+
+
+def _refuse_no_validation(given: Data | None, found: Iterable[Any], config: TrainConfig) -> None:
+    """Raise ConfigError for an empty validation set, and for settings that have no effect without a set."""
+    if given is None:
+        rule = "has no effect without a validation set; pass one, or leave it out"
+        require("train.stop_after", config.train.stop_after, not config.train.stop_after, rule)
+        require("checkpoint.keep_best", config.checkpoint.keep_best, not config.checkpoint.keep_best, rule)
+        return
+    with suppress(TypeError):  # a loader of an iterable without a length
+        if isinstance(found, Sized) and not len(found):
+            raise ConfigError(f"validation: {told(given)} yields no microbatch; pass some, or leave it out")
 
 
 def _samples(microbatch: Any, default: int) -> int:

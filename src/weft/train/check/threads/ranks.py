@@ -340,6 +340,11 @@ def _threads_for_ranks() -> Iterator[None]:
         _c10d._set_thread_isolation_mode(False)
 
 
+def _join(threads: Sequence[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join()
+
+
 def run_ranks(ranks: int, work: Callable[[int], Any]) -> list[Any]:
     """Run `work(rank)` on `ranks` threads, each a rank of one world. Return the results in rank order.
 
@@ -369,8 +374,13 @@ def run_ranks(ranks: int, work: Callable[[int], Any]) -> list[Any]:
         threads = [threading.Thread(target=begin, args=(rank,), name=f"rank {rank}") for rank in range(ranks)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            _join(threads)
+        except BaseException:  # such as Ctrl-C
+            with box.turn:
+                box.fail()
+            _join(threads)
+            raise
     if errors:
         first = min(errors)
         errors[first].add_note(f"on rank {first} of {ranks}")
