@@ -300,6 +300,8 @@ def test_what_cannot_be_is_refused():
         context_part(context_part(given, meshes), meshes)
     with pytest.raises(ValueError, match="mamba_kernel='mamba_ssm' on cp=2 ranks"):
         build(config("M", mamba_kernel="mamba_ssm"), meshes)
+    with pytest.raises(ValueError, match="capacity_factor=1.0 on cp=2 ranks: dropping needs all positions of a row"):
+        build(config("E", capacity_factor=1.0), meshes)
     with pytest.raises(ValueError, match="slices of 2 tokens: a convolution needs the 3 tokens before"):
         model(**context_part(batch(None, 8), meshes))
     with pytest.raises(ValueError, match="meshes have no context ranks"):

@@ -12,6 +12,7 @@ from tests.models.test_context import CLOSE, ROWS, averaged, batch, build, cut, 
 from tests.models.test_documents import config
 from tests.pool import distributed, each_on_one_rank
 from weft.models import HybridConfig, HybridModel, hf, shard
+from weft.models.shared import check_shared
 from weft.models.tensor_parallel import cuts_of
 from weft.overlap import evaluate, forward_backward
 
@@ -185,6 +186,9 @@ def test_what_cannot_be_is_refused():
     ):
         with pytest.raises(ValueError, match=r"is cut over tp=2 ranks: make it a multiple of tp"):
             HybridModel(config(symbol, **sizes), meshes)
+    check_shared(dataclasses.replace(config("-"), vocab_size=7), 4, 4)
+    with pytest.raises(ValueError, match="vocab_size=5 is cut over tp=4 ranks: each needs at least one token"):
+        check_shared(dataclasses.replace(config("-"), vocab_size=5), 4, 4)  # parts of 2, 2, 1 and 0
     with pytest.raises(ValueError, match="mamba_n_groups=3 on tp=2 ranks"):
         HybridModel(config("M", mamba_num_heads=6, mamba_n_groups=3), meshes)
     model = build(config("*"), meshes)
@@ -192,6 +196,18 @@ def test_what_cannot_be_is_refused():
         model(**batch(None, 27))
     with pytest.raises(ValueError, match="tp=2: a cache needs whole layers"):
         model(torch.zeros(1, 4, dtype=torch.int64), cache={})
+
+
+@distributed(2)
+def test_numbers_that_are_no_tokens_are_refused_as_on_one_rank():
+    cfg, size = config("-"), config("-").vocab_size
+    for meshes, error in ((None, (IndexError, RuntimeError)), (weft.init_meshes("cpu", tp=2), RuntimeError)):
+        model, tokens = build(cfg, meshes), torch.zeros(1, 4, dtype=torch.int64)
+        for wrong in (-1, size):
+            with pytest.raises(error, match="vocabulary|out of"):
+                model(tokens.masked_fill(torch.arange(4) == 2, wrong))
+            with pytest.raises(error, match="vocabulary|out of"):
+                model(tokens, labels=tokens.masked_fill(torch.arange(4) == 2, wrong))
 
 
 @distributed(2)

@@ -147,6 +147,11 @@ def test_tied_weights_on_two_ranks_and_prediction_depths():
         dist.all_gather_object(both, mine.get("embedding.weight"))
         if copies:
             same(*both)
+    untied = dataclasses.replace(tied, tie_word_embeddings=False)
+    model, alone = build(untied, meshes).eval(), build(untied).eval()  # without depths only one end uses the embedding
+    same(forward_backward(model, data(2, untied), schedule="1f1b"), plain(alone, data(2, untied)))
+    mine, whole = gradients(model, whole=True), gradients(alone, whole=True)
+    same(mine["embedding.weight"], whole["embedding.weight"])
 
 
 @pytest.mark.slow
