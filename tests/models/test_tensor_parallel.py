@@ -204,9 +204,9 @@ def test_numbers_that_are_no_tokens_are_refused_as_on_one_rank():
     for meshes, error in ((None, (IndexError, RuntimeError)), (weft.init_meshes("cpu", tp=2), RuntimeError)):
         model, tokens = build(cfg, meshes), torch.zeros(1, 4, dtype=torch.int64)
         for wrong in (-1, size):
-            with pytest.raises(error, match="vocabulary|out of"):
+            with pytest.raises(error, match=r"vocabulary|out of"):
                 model(tokens.masked_fill(torch.arange(4) == 2, wrong))
-            with pytest.raises(error, match="vocabulary|out of"):
+            with pytest.raises(error, match=r"vocabulary|out of"):
                 model(tokens, labels=tokens.masked_fill(torch.arange(4) == 2, wrong))
 
 

@@ -118,7 +118,14 @@ def test_the_files_of_a_model_say_how_it_chooses_tokens(published):
 
 
 WITHOUT_EFFECT = {
-    *("max_length", "max_new_tokens", "max_time", "num_return_sequences", "renormalize_logits", "remove_invalid_values"),
+    *(
+        "max_length",
+        "max_new_tokens",
+        "max_time",
+        "num_return_sequences",
+        "renormalize_logits",
+        "remove_invalid_values",
+    ),
     *("early_stopping", "length_penalty", "diversity_penalty"),  # of beams
     *("bos_token_id", "pad_token_id", "decoder_start_token_id", "output_attentions", "output_hidden_states"),
     *("output_scores", "output_logits", "return_dict_in_generate", "use_cache", "cache_implementation", "cache_config"),

@@ -24,9 +24,7 @@ def require_tokens(name: str, tokens: Tensor, vocab_size: int) -> None:
     torch._assert_async(inside.all(), f"{name} outside of the vocabulary: must be from 0 to {vocab_size - 1}")
 
 
-def cut_cross_entropy(
-    logits: Tensor, labels: Tensor, first: int, vocab_size: int, group: dist.ProcessGroup
-) -> Tensor:
+def cut_cross_entropy(logits: Tensor, labels: Tensor, first: int, vocab_size: int, group: dist.ProcessGroup) -> Tensor:
     """Return `weft.models.loss.cross_entropy` of logits that are cut over `group`. Collective.
 
     logits: [..., tokens of this rank], for the tokens from `first` on. Every rank returns the same loss; backward gives

@@ -238,9 +238,9 @@ def test_of_two_tables_of_rotation_the_older_one_applies_as_in_transformers():
     found = hf.FAMILIES["gemma3_text"].config({"model_type": "gemma3_text", **raw})
     assert (found.rope_theta, found.rope_scaling) == (full["rope_theta"], LINEAR) == (70.0, LINEAR)
     with pytest.raises(ConversionError, match="reads only rope_type here, not type"):
-        hf.FAMILIES["gemma3_text"].config({"model_type": "gemma3_text", "rope_scaling": {"type": "linear", "factor": 8}})
+        hf.FAMILIES["gemma3_text"].config({"rope_scaling": {"type": "linear", "factor": 8.0}})
     with pytest.raises(ConversionError, match="rope_parameters: has factor, rope_type beside its tables"):
-        hf.FAMILIES["gemma3_text"].config({"model_type": "gemma3_text", "rope_parameters": LINEAR})
+        hf.FAMILIES["gemma3_text"].config({"rope_parameters": LINEAR})
 
 
 @pytest.mark.parametrize("rotation", ROTATIONS)
