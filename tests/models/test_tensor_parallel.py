@@ -213,12 +213,25 @@ def test_numbers_that_are_no_tokens_are_refused_as_on_one_rank():
 @distributed(2)
 def test_scores_are_those_of_one_process_and_so_are_losses_of_them():
     meshes, given = weft.init_meshes("cpu", tp=2), batch(None)
-    models = build(config("[*-]"), meshes), build(config("[*-]"))
+    cfg = config("[*-]", pad_token_id=int(given["tokens"][0, 0]))
+    models = build(cfg, meshes), build(cfg)
     scores = [model(given["tokens"]) for model in models]
     for each in scores:
         each.logsumexp(-1).sum().backward()
     same([scores[0]], [scores[1]])
     same(*([{name: whole(each.grad) for name, each in model.named_parameters()}] for model in models))
+
+
+@distributed(2)
+def test_experts_that_are_cut_start_from_the_same_weights_on_the_meta_device():
+    cfg, meshes = config("E", shared_expert_intermediate_size=8), weft.init_meshes("cpu", tp=2)
+    found = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = HybridModel(cfg, meshes)
+        found.append({name: whole(each.detach()) for name, each in shard(model, meshes).named_parameters()})
+    same(found[:1], found[1:])
 
 
 def test_every_parameter_of_every_kind_of_layer_is_in_the_list():
