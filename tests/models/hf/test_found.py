@@ -17,6 +17,7 @@ from tests.models.hf.released import config, make, tensors
 from weft.errors import ConversionError
 from weft.models import HybridConfig, HybridModel, hf
 from weft.models.hf.directory import TensorWriter
+from weft.models.hf.spelling import full_text_of
 from weft.models.layers.rotary import frequencies
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -225,6 +226,13 @@ ROTATIONS = {
 
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
+
+
+def test_a_field_that_a_larger_model_and_its_text_model_give_differently_is_refused():
+    text = {"model_type": "llama", "tie_word_embeddings": True}
+    assert full_text_of({"text_config": text, "tie_word_embeddings": True}) == text
+    with pytest.raises(ConversionError, match="tie_word_embeddings=False, and True in text_config"):
+        full_text_of({"text_config": text, "tie_word_embeddings": False})
 
 
 def test_of_two_tables_of_rotation_the_older_one_applies_as_in_transformers():
