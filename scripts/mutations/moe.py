@@ -22,6 +22,27 @@ MUTATIONS = [
         "models/test_whole_experts.py::test_losses_steps_and_loads_are_those_of_one_process[2]",
     ),
     Mutation(
+        "a router's graph contains the exchange of means",
+        "Router.share_positions",
+        "vars(self)['graph_scopes'] = {'_scored': ('moe_router', None)}",
+        "",
+        "graphs/test_scopes.py::test_tensor_parallel_ranks_sum_gradients_of_the_router_behind_its_replay[2]",
+    ),
+    Mutation(
+        "each half counts the loss of its router",
+        "MoE._send_per_rank",
+        "losses=each is routings[0]",
+        "losses=True",
+        "overlap/test_halves.py::test_a_microbatch_of_one_token_and_a_capacity_that_leaves_a_half_nothing[2]",
+    ),
+    Mutation(
+        "rows that were not sent come back with what was in memory",
+        "AllToAll.combine",
+        "output[handle.sent:].zero_()",
+        "",
+        "moe/test_dispatch.py::test_rows_behind_those_that_are_sent_come_back_as_zeros[1]",
+    ),
+    Mutation(
         "ranks in threads share the flag for halves",
         "moe:_Mode",
         "class _Mode(threading.local): ...",

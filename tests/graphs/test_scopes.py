@@ -148,9 +148,10 @@ def test_tensor_parallel_ranks_sum_gradients_of_the_router_behind_its_replay():
     losses = {"aux_loss_coef": 0.1, "z_loss_coef": 0.01, "router_bias": True, "qk_norm": "head"}
     cfg = config("[*-][*E]", moe_rows_per="expert", **losses)
     cfg = dataclasses.replace(cfg, num_key_value_heads=2)
-    meshes, how = weft.init_meshes("cpu", tp=2), {"schedule": None, "steps": 5, "microbatches": 1}
-    plain, _ = train(cfg, meshes, None, **how)
-    for scopes in (ROUTER, ALL):
+    how = {"schedule": None, "steps": 5, "microbatches": 1}
+    for scopes, etp in ((ROUTER, 1), (ALL, 2)):  # with etp=1 each rank routes its own positions
+        meshes = weft.init_meshes("cpu", tp=2, etp=etp)
+        plain, _ = train(cfg, meshes, None, **how)
         with poisoned():
             found, report = train(cfg, meshes, scopes, **how)
         assert_equal(found, plain)

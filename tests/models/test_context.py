@@ -143,6 +143,20 @@ def test_what_is_gathered_again_serves_a_second_backward_and_ranks_with_nothing_
                     torch.testing.assert_close(gradient, times * expected.get_parameter(name).grad, **EXACT)
 
 
+def test_rows_are_padded_so_that_tensor_parallel_ranks_can_cut_slices_again(world):
+    world(0, 8)
+    part = context_part({"tokens": torch.zeros(2, 9).long()}, weft.init_meshes("cpu", cp=2, tp=4))
+    assert part["tokens"].shape == (2, 8)
+
+
+@distributed(2)
+def test_a_rank_without_labels_adds_nothing_to_the_loss():
+    meshes, given = weft.init_meshes("cpu", cp=2), batch(None)
+    given["labels"][:, 8:] = -100  # the first slice is the first rank's
+    expected, model = build(config("-")), build(config("-"), meshes, {})
+    same([model(**context_part(given, meshes))], [expected(**given)])
+
+
 @distributed(2)
 def test_outputs_of_a_rank_are_those_of_its_positions():
     meshes, cfg, given = weft.init_meshes("cpu", cp=2), config("[*-]M"), batch(ROWS["a document over three slices"])
@@ -300,6 +314,8 @@ def test_what_cannot_be_is_refused():
         context_part(context_part(given, meshes), meshes)
     with pytest.raises(ValueError, match="mamba_kernel='mamba_ssm' on cp=2 ranks"):
         build(config("M", mamba_kernel="mamba_ssm"), meshes)
+    with pytest.raises(ValueError, match=r"capacity_factor=1\.0 on cp=2 ranks: dropping needs all positions of a row"):
+        build(config("E", capacity_factor=1.0), meshes)
     with pytest.raises(ValueError, match="slices of 2 tokens: a convolution needs the 3 tokens before"):
         model(**context_part(batch(None, 8), meshes))
     with pytest.raises(ValueError, match="meshes have no context ranks"):

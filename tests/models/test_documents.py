@@ -216,6 +216,8 @@ def test_documents_are_what_they_were_made_from():
     labels = torch.arange(8).view(2, 4)
     assert two.labels(labels).tolist() == [[0, -100, 2, -100], [4, 5, 6, -100]]
     assert dataclasses.replace(two, continues=True).labels(labels).tolist() == [[0, -100, 2, 3], [4, 5, 6, 7]]
+    padded = dataclasses.replace(one, continues=True, padding=(2, 3))  # padding does not continue
+    assert padded.labels(labels).tolist() == [[0, -100, -100, -100], [-100] * 4]
     assert two.following(labels, 1, -1).tolist() == [[1, -1, 3, -1], [5, 6, 7, -1]]
 
 

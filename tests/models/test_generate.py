@@ -67,6 +67,12 @@ def test_drawn_tokens_have_the_shares_of_the_scores():
     assert torch.allclose(drawn.bincount() / 20000, torch.tensor([0.625, 0.375]), atol=0.02)
 
 
+def test_the_share_of_the_most_likely_is_of_what_the_most_likely_few_have():
+    scores, sampling = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log(), Sampling(top_k=2, top_p=0.5)  # 0.57 of the two
+    drawn = sampling.choose(scores.expand(100, 4), torch.zeros(100, 1).long(), torch.Generator().manual_seed(0))
+    assert not drawn.any()
+
+
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 5.0}, {"top_p": 0.5}])
 def test_only_tokens_of_those_that_may_follow_are_chosen(options):
     among = torch.tensor([3, 4, 30])

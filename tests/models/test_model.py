@@ -54,6 +54,14 @@ def test_grouped_and_ungrouped_spellings_give_identical_outputs_and_gradients(gr
     assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
 
 
+def test_numbers_of_layers_with_a_window_or_without_rotation_do_not_name_parallel_attention():
+    layers = HybridModel(small("[P-][*-]", sliding_window=4, windowed=(0,), unrotated=(0,))).decoder.layers
+    parallel, alone = layers[0].mixer.attention, layers[1].self_attention
+    assert (parallel.window, alone.window) == (None, 4)
+    assert parallel.rotary is not None and alone.rotary is None
+    assert HybridModel(small("P", sliding_window=4)).decoder.layers[0].mixer.attention.window == 4
+
+
 def test_members_of_a_group_share_the_prefix_of_their_logical_layer():
     model = HybridModel(small("*[*-]-"))
     weights = {"norm", "q_proj", "k_proj", "v_proj", "o_proj"}, {"norm", "gate_proj", "up_proj", "down_proj"}

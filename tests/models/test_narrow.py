@@ -53,6 +53,9 @@ def test_projections_and_experts_are_quantized_and_the_ends_are_left_out():
     assert inner == [name for name in main if "layers.1.mlp" in name or "layers.2" in name]
     own = chosen(HybridModel(CFG), lambda name, parameter: name.endswith("in_proj.weight"))
     assert own == ["decoder.layers.0.mixer.in_proj.weight", "decoder.layers.3.mixer.in_proj.weight"]
+    gated = dataclasses.replace(CFG, pattern="E", shared_expert_intermediate_size=32, shared_expert_gate=True)
+    shared = [name for name in chosen(HybridModel(gated)) if "shared" in name]
+    assert shared == [f"decoder.layers.0.mlp.shared_expert.{each}" for each in mlp], "the gate is left out"
 
 
 def test_ends_that_are_the_whole_model_are_refused():

@@ -20,6 +20,7 @@ from tests.fsdp.nets import full
 from tests.pool import distributed
 from weft.mesh import Meshes, init_meshes
 from weft.models import HybridConfig, HybridModel, shard
+from weft.models.sharding import _for_experts
 
 CFG = HybridConfig(pattern="[*-]*-", vocab_size=37, hidden_size=32, intermediate_size=48, num_attention_heads=4)
 
@@ -45,6 +46,13 @@ def test_options_reach_every_unit_and_runtime_the_root_only():
     calls, _ = recorded(HybridModel(CFG), strategy="optim", runtime="options of the run")
     assert all(options["strategy"] == "optim" for _, options in calls)
     assert ["runtime" in options for _, options in calls] == [False] * (len(calls) - 1) + [True]
+
+
+def test_experts_over_replicas_have_no_outer_axis_to_shard(world):
+    world(0, 2)
+    meshes = init_meshes("cpu", dp_replicate=2, ep=2)
+    assert meshes.dense.ndim == 2 and meshes.expert.ndim == 1
+    assert _for_experts({"outer_strategy": "optim"}, meshes)["outer_strategy"] == "no_shard"
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from tests.models.test_context import CLOSE, ROWS, averaged, batch, build, cut, 
 from tests.models.test_documents import config
 from tests.pool import distributed, each_on_one_rank
 from weft.models import HybridConfig, HybridModel, hf, shard
+from weft.models.shared import check_shared
 from weft.models.tensor_parallel import cuts_of
 from weft.overlap import evaluate, forward_backward
 
@@ -185,6 +186,9 @@ def test_what_cannot_be_is_refused():
     ):
         with pytest.raises(ValueError, match=r"is cut over tp=2 ranks: make it a multiple of tp"):
             HybridModel(config(symbol, **sizes), meshes)
+    check_shared(dataclasses.replace(config("-"), vocab_size=7), 4, 4)
+    with pytest.raises(ValueError, match="vocab_size=5 is cut over tp=4 ranks: each needs at least one token"):
+        check_shared(dataclasses.replace(config("-"), vocab_size=5), 4, 4)  # parts of 2, 2, 1 and 0
     with pytest.raises(ValueError, match="mamba_n_groups=3 on tp=2 ranks"):
         HybridModel(config("M", mamba_num_heads=6, mamba_n_groups=3), meshes)
     model = build(config("*"), meshes)
@@ -195,14 +199,39 @@ def test_what_cannot_be_is_refused():
 
 
 @distributed(2)
+def test_numbers_that_are_no_tokens_are_refused_as_on_one_rank():
+    cfg, size = config("-"), config("-").vocab_size
+    for meshes, error in ((None, (IndexError, RuntimeError)), (weft.init_meshes("cpu", tp=2), RuntimeError)):
+        model, tokens = build(cfg, meshes), torch.zeros(1, 4, dtype=torch.int64)
+        for wrong in (-1, size):
+            with pytest.raises(error, match=r"vocabulary|out of"):
+                model(tokens.masked_fill(torch.arange(4) == 2, wrong))
+            with pytest.raises(error, match=r"vocabulary|out of"):
+                model(tokens, labels=tokens.masked_fill(torch.arange(4) == 2, wrong))
+
+
+@distributed(2)
 def test_scores_are_those_of_one_process_and_so_are_losses_of_them():
     meshes, given = weft.init_meshes("cpu", tp=2), batch(None)
-    models = build(config("[*-]"), meshes), build(config("[*-]"))
+    cfg = config("[*-]", pad_token_id=int(given["tokens"][0, 0]))
+    models = build(cfg, meshes), build(cfg)
     scores = [model(given["tokens"]) for model in models]
     for each in scores:
         each.logsumexp(-1).sum().backward()
     same([scores[0]], [scores[1]])
     same(*([{name: whole(each.grad) for name, each in model.named_parameters()}] for model in models))
+
+
+@distributed(2)
+def test_experts_that_are_cut_start_from_the_same_weights_on_the_meta_device():
+    cfg, meshes = config("E", shared_expert_intermediate_size=8), weft.init_meshes("cpu", tp=2)
+    found = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = HybridModel(cfg, meshes)
+        found.append({name: whole(each.detach()) for name, each in shard(model, meshes).named_parameters()})
+    same(found[:1], found[1:])
 
 
 def test_every_parameter_of_every_kind_of_layer_is_in_the_list():

@@ -7,7 +7,7 @@ from tests.models.test_context import batch, build, same, trained
 from tests.models.test_documents import config
 from tests.pool import distributed
 from weft.models import HybridModel
-from weft.moe import load_statistics
+from weft.moe import load_statistics, router_losses
 
 OPTIONS = {
     "shared_expert_intermediate_size": 8,
@@ -35,6 +35,7 @@ def test_losses_steps_and_loads_are_those_of_one_process():
         assert {name: each.tolist() for name, each in counts.items()} == {
             name: each.tolist() for name, each in load_statistics(alone, reset=False).items()
         }
+        same([router_losses(model, group=meshes.dense)], [router_losses(alone, reset=False)], rtol=1e-5, atol=1e-6)
 
 
 @distributed(2)

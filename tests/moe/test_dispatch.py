@@ -240,6 +240,16 @@ def test_rows_that_were_not_planned_are_refused():
         per_rank.dispatch(torch.ones(2, 8), handle)
 
 
+@distributed(1)
+def test_rows_behind_those_that_are_sent_come_back_as_zeros():
+    dispatcher = AllToAll(dist.group.WORLD, 2)
+    handle = dispatcher.plan(torch.tensor([2, 1]), torch.tensor([2]))
+    dispatcher._memory = lambda rows, size, behind=None: rows.new_full((size, *rows.shape[1:]), torch.nan)
+    there = dispatcher.dispatch(torch.ones(5, 3), handle).wait()  # two rows, and three that are not sent
+    back = dispatcher.combine(there, handle).wait()
+    assert back.tolist() == [[1.0] * 3] * 2 + [[0.0] * 3] * 3
+
+
 def test_one_rank_moves_nothing_and_keeps_its_handle_on_the_device():
     dispatcher = LocalDispatcher(3)
     handle = dispatcher.plan(torch.tensor([2, 0, 1]))

@@ -9,6 +9,7 @@ import weft
 from tests.overlap.small import build, config, gradients, plain
 from tests.overlap.test_events import Events, data
 from tests.pool import distributed
+from weft.moe import router_losses
 from weft.overlap import forward_backward
 from weft.overlap.order import BACKWARD, FORWARD
 
@@ -58,13 +59,14 @@ def test_halves_change_no_loss_and_gradients_only_by_the_order_of_sums():
 @distributed(2)
 def test_a_microbatch_of_one_token_and_a_capacity_that_leaves_a_half_nothing():
     meshes = weft.init_meshes("cpu", ep=2)
-    for cfg in (CFG, config("[*E]", capacity_factor=0.2)):
+    for cfg in (CFG, config("[*E]", capacity_factor=0.2, aux_loss_coef=0.1)):
         for shape in ((1, 1), (1, 5)):
             generator = torch.Generator().manual_seed(dist.get_rank())
             microbatches = [torch.randint(37, (2, *shape), generator=generator).unbind() for _ in range(2)]
             model, reference = build(cfg, meshes), build(cfg, meshes)
             losses = forward_backward(model, microbatches, halves=True)
             assert_close(losses, plain(reference, microbatches))
+            assert_close(router_losses(model), router_losses(reference))  # once, not for each half
             expected = gradients(reference)
             for name, gradient in gradients(model).items():
                 assert_close(gradient, expected[name])

@@ -47,6 +47,15 @@ def test_a_value_may_pass_through_and_an_output_may_stay_without_gradient():
     assert unused.take_gradient().tolist() == [0, 0, 0]
 
 
+def test_an_input_that_a_node_does_not_use_gets_no_gradient():
+    used, unused = Value(torch.ones(3), True), Value(torch.ones(3), True)
+    node = ComputeNode("node")
+    (output,) = node.forward(lambda x, y: [2 * x], [used, unused], None)
+    output.gradient = torch.ones(3)
+    node.backward()
+    assert used.gradient is not None and unused.gradient is None
+
+
 def test_data_is_not_kept_for_the_gradient():
     value = Value(torch.ones(3), True)
     node = ComputeNode("node")

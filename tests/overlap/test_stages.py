@@ -19,6 +19,7 @@ from tests.pool import RankFailed, distributed
 from tests.programs import run_programs
 from weft.errors import CollectiveMismatch
 from weft.models import HybridModel, shard
+from weft.models.cut import layer_costs
 from weft.models.stack import Layer
 from weft.overlap import Crossing, evaluate, forward_backward
 from weft.pipeline import Action, Cut, Table, balanced
@@ -147,6 +148,11 @@ def test_tied_weights_on_two_ranks_and_prediction_depths():
         dist.all_gather_object(both, mine.get("embedding.weight"))
         if copies:
             same(*both)
+    untied = dataclasses.replace(tied, tie_word_embeddings=False)
+    model, alone = build(untied, meshes).eval(), build(untied).eval()  # without depths only one end uses the embedding
+    same(forward_backward(model, data(2, untied), schedule="1f1b"), plain(alone, data(2, untied)))
+    mine, whole = gradients(model, whole=True), gradients(alone, whole=True)
+    same(mine["embedding.weight"], whole["embedding.weight"])
 
 
 @pytest.mark.slow
@@ -335,11 +341,20 @@ def test_what_does_not_fit_is_refused():
         weft.pipeline.Cut((range(1),) * 3, placement="v")
 
 
+def test_a_layer_costs_what_a_token_uses_and_depths_belong_to_the_last_segment():
+    cfg = config("[*E]")
+    layer = HybridModel(cfg).decoder.layers[0]
+    whole, experts = (sum(each.numel() for each in part.parameters()) for part in (layer, layer.mlp.experts))
+    assert layer_costs(cfg, cfg.parsed.layers) == [whole - experts / 2]  # a token visits two of four
+    for pattern, expected in (("[*-]" * 8, [4, 4]), ("[*-]" * 8 + "/[*-]", [5, 3])):
+        assert [len(chunk) for chunk in HybridModel(config(pattern), chunks=2).chunks] == expected
+
+
 @pytest.mark.parametrize(
     "costs, last, expected", [([1, 1, 1, 1], 0, [2, 2]), ([1, 1, 1, 1], 2, [3, 1]), ([1], 0, [0, 1])]
 )
 def test_layers_are_cut_where_the_dearest_segment_is_cheapest(costs, last, expected):
-    assert sorted(map(len, balanced(costs, 2, last=last))) == sorted(expected)
+    assert [len(segment) for segment in balanced(costs, 2, last=last)] == expected
     assert [number for segment in balanced(costs, 2, last=last) for number in segment] == list(range(len(costs)))
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.models.hf.families import KINDS
 from tests.train.command import weft, write_config
@@ -12,7 +12,7 @@ from tests.train.test_conversations import CHATML, tokenizer_in
 from weft.cli import main
 from weft.models import HybridConfig, HybridModel, hf
 from weft.models.generate import continuations
-from weft.models.hf.generation import generation_of
+from weft.models.hf.generation import NEUTRAL, generation_of
 from weft.models.hf.origin import origin_of
 from weft.train.source import Source
 
@@ -115,6 +115,31 @@ def test_the_files_of_a_model_say_how_it_chooses_tokens(published):
         path.write_text(damage)
         with pytest.raises(ValueError, match=r"generation_config\.json"):
             generation_of(origin_of(published))
+
+
+WITHOUT_EFFECT = {
+    *(
+        "max_length",
+        "max_new_tokens",
+        "max_time",
+        "num_return_sequences",
+        "renormalize_logits",
+        "remove_invalid_values",
+    ),
+    *("early_stopping", "length_penalty", "diversity_penalty"),  # of beams
+    *("bos_token_id", "pad_token_id", "decoder_start_token_id", "output_attentions", "output_hidden_states"),
+    *("output_scores", "output_logits", "return_dict_in_generate", "use_cache", "cache_implementation", "cache_config"),
+    *("max_cache_len", "low_memory", "prefill_chunk_size", "compile_config", "disable_compile", "use_mtp"),
+    *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+    *("prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind"),
+    *("target_lookbehind", "assistant_ensemble_weight", "speculation_type", "continuous_batching_config"),
+    *("transformers_version", "_from_model_config"),
+}
+
+
+def test_every_field_of_transformers_is_followed_or_told_or_without_effect():
+    followed = {"do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "eos_token_id"}
+    assert vars(GenerationConfig()).keys() == {*NEUTRAL, *followed, *WITHOUT_EFFECT}
 
 
 def test_options_without_effect_and_values_without_meaning_are_refused(published, capsys):

@@ -15,6 +15,7 @@ from weft.models.context import Borders, Slices, require_borders
 from weft.models.cut import cut_of
 from weft.models.layers import Cache, Embedding, dispatcher_of
 from weft.models.layers.positions import Positions
+from weft.models.layers.rotary import changes_rotation
 from weft.models.loss import cross_entropy
 from weft.models.prediction import PredictionDepth, Predictions, shifted
 from weft.models.shared import check_context, check_shared
@@ -224,7 +225,7 @@ class HybridModel(nn.Module):
         if self.ranks is None:
             return cross_entropy(scores, labels)
         first, _ = units_of(self.cfg.vocab_size, self.ranks.size, self.ranks.rank)
-        return cut_cross_entropy(scores, labels, first, self.ranks.group)
+        return cut_cross_entropy(scores, labels, first, self.cfg.vocab_size, self.ranks.group)
 
     def _scores(self, hidden_BSD: Tensor) -> Tensor:
         """Compute the logits; with tensor parallelism, those of this rank's part of the vocabulary."""
@@ -234,6 +235,17 @@ class HybridModel(nn.Module):
             else:
                 scores = self.output_layer(positions.whole)
         return scores if self.cfg.logits_scaling == 1 else scores / self.cfg.logits_scaling
+
+    def _to_read(self, tokens: Tensor, cache: Cache) -> Tensor:
+        """Return `tokens`, or the whole sequence with an emptied cache, if earlier positions turn differently in it."""
+        if (scaling := self.decoder.scaling_by_length) is None:
+            return tokens
+        known = cache.setdefault(self, {}).get("tokens", tokens[:, :0])
+        whole = torch.cat((known, tokens), dim=1)
+        if again := changes_rotation(scaling, known.shape[1], whole.shape[1]):
+            cache.clear()
+        cache[self] = {"tokens": whole}
+        return whole if again else tokens
 
     def forward(
         self,
@@ -251,7 +263,9 @@ class HybridModel(nn.Module):
         of routers and prediction depths are added.
 
         cache: a dict for generation, empty at first, that the call updates. `tokens` follow those of earlier calls:
-        several calls with parts of a sequence return the logits of one call with the whole sequence.
+        several calls with parts of a sequence return the logits of one call with the whole sequence. If `rope_scaling`
+        is "dynamic" or "longrope", they are those of one call with the sequence so far: a call that changes the
+        rotation of earlier positions reads them again.
 
         documents: the documents and the padding in the rows. No information crosses documents. The label at a
         document's last position is ignored.
@@ -273,7 +287,9 @@ class HybridModel(nn.Module):
             raise ValueError(f"tp={self.ranks.size}: a cache needs whole layers; generate with a model without tp")
         if documents is not None and cache is not None:
             raise ValueError("documents with a cache: a cache continues one sequence per row; leave one out")
-        x_BSD, losses = self.decoder(self.embed(tokens, documents), cache, documents)
+        read = tokens if cache is None else self._to_read(tokens, cache)
+        x_BSD, losses = self.decoder(self.embed(read, documents), cache, documents)
+        x_BSD = x_BSD if read is tokens else x_BSD[:, -tokens.shape[1] :]
         if depths:
             outputs, _ = self._outputs(x_BSD, tokens, self.depths, documents)
             return [self._all_scores(output) for output in outputs[1:]]

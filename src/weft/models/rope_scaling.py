@@ -29,6 +29,8 @@ def check_rope_scaling(scaling: Mapping[str, Any], pairs: int) -> None:
             f"rope_scaling={scaling!r}: rope_type {kind!r} needs {', '.join(sorted(needed)) or 'nothing'}"
             f"{', may have ' * bool(more)}{', '.join(sorted(more))}, and nothing else"
         )
+    if kind == "dynamic" and pairs < 2:
+        raise ValueError(f"rope_scaling={scaling!r}: rope_type 'dynamic' needs at least 2 rotated pairs, not {pairs}")
     for name, value in given.items():
         if name == "truncate":
             fits, rule = isinstance(value, bool), "True or False"

@@ -25,6 +25,11 @@ def check_context(cfg: HybridConfig, context: int, size: int) -> None:
                 f"{name}={kernel!r} on cp={context} ranks: this kernel cannot continue from the state of another "
                 f"slice of a row; choose 'auto' or 'torch'"
             )
+    if context > 1 and "E" in cfg.pattern and cfg.capacity_factor is not None:
+        raise ValueError(
+            f"capacity_factor={cfg.capacity_factor} on cp={context} ranks: dropping needs all positions of a row, but "
+            f"each context rank routes only its own; leave the capacity out"
+        )
     heads = cfg.num_attention_heads // size
     if cfg.context_attention == "heads" and set(cfg.pattern) & set("*P") and heads % context:
         raise ValueError(
@@ -66,5 +71,5 @@ def check_shared(cfg: HybridConfig, size: int, experts: int) -> None:
                 f"capacity_factor={cfg.capacity_factor} with etp=1: dropping needs all positions of a row, but each "
                 f"of tp={size} ranks routes only its own; set etp={size}, or leave the capacity out"
             )
-    if cfg.vocab_size < size:
+    if -(-cfg.vocab_size // size) * (size - 1) >= cfg.vocab_size:  # all but the last few ranks have equal parts
         raise ValueError(f"vocab_size={cfg.vocab_size} is cut over tp={size} ranks: each needs at least one token")

@@ -1,6 +1,6 @@
 """Stacks of logical layers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -129,6 +129,9 @@ class Stack(nn.Module):
     `here`: the indices of the `layers` that this rank has; None: all. `ends`: whether this rank has the final norm.
     """
 
+    scaling_by_length: Mapping[str, Any] | None
+    """The `rope_scaling` of a type whose rotation depends on the length of a sequence; None for all other stacks."""
+
     def __init__(
         self,
         cfg: HybridConfig,
@@ -143,6 +146,7 @@ class Stack(nn.Module):
         self.ranks = tensor_ranks(meshes)
         symbols = "".join(layer.symbols for layer in layers)
         rotary = rotary_of(cfg, symbols)
+        self.scaling_by_length = rotary.scaling if rotary is not None and rotary.is_by_length else None
         dispatcher = dispatcher_of(cfg, meshes) if "E" in symbols else None
         self.layers: Any = Layers()
         for number in range(len(layers)) if here is None else here:

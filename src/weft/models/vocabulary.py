@@ -15,13 +15,23 @@ from weft.models.loss import IGNORED_LABEL, check_labels, rows_at_a_time
 WHAT = "scores of tensor-parallel ranks"
 
 
-def cut_cross_entropy(logits: Tensor, labels: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
+def require_tokens(name: str, tokens: Tensor, vocab_size: int) -> None:
+    """Raise RuntimeError for a number that is no token. On a device, work that is awaited later raises.
+
+    Without this check, no rank would have the token, and nothing would fail.
+    """
+    inside = (tokens >= 0) & (tokens < vocab_size)
+    torch._assert_async(inside.all(), f"{name} outside of the vocabulary: must be from 0 to {vocab_size - 1}")
+
+
+def cut_cross_entropy(logits: Tensor, labels: Tensor, first: int, vocab_size: int, group: dist.ProcessGroup) -> Tensor:
     """Return `weft.models.loss.cross_entropy` of logits that are cut over `group`. Collective.
 
     logits: [..., tokens of this rank], for the tokens from `first` on. Every rank returns the same loss; backward gives
     the whole gradient of this rank's logits.
     """
     check_labels(logits, labels)
+    require_tokens("labels", labels.masked_fill(labels == IGNORED_LABEL, 0), vocab_size)
     return _CutCrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), first, group)
 
 

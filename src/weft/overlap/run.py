@@ -237,7 +237,7 @@ class ScheduledRun:
 
 
 class SharedEnds:
-    """The parameters that the first and the last stage share. Each adds the other's gradients, in the same order.
+    """The parameters that the first and the last stage share. Each adds the other's gradients, so both sums are equal.
 
     The gradients on the last rank start as None, so that those of an earlier call are not added twice.
     """
@@ -265,15 +265,22 @@ class SharedEnds:
 
     @torch.no_grad()
     def add_up(self) -> None:
-        """Exchange and add the gradients. There may be none yet, if their reduction is deferred to a later call."""
-        for parameter in self._parameters:
-            if parameter.grad is None or self._transport is None:
+        """Exchange and add the gradients.
+
+        Both ranks may have none yet, if their reduction is deferred to a later call. One of them has none if the other
+        end has not used the parameter, such as the embedding in depths that did not run.
+        """
+        if self._transport is None or not self._parameters:
+            return
+        here = torch.tensor([float(each.grad is not None) for each in self._parameters])
+        there = self._transport.swap(here.to(self._parameters[0].device)).tolist()
+        for parameter, mine, other in zip(self._parameters, here.tolist(), there):
+            if not mine and not other:
                 continue
-            gradient = parameter.grad
-            mine = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            other = self._transport.swap(mine)
-            first, last = (mine, other) if self._cut.is_first else (other, mine)
-            mine.copy_(first + last)
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            part.add_(self._transport.swap(part))
+            parameter.grad = gradient
 
 
 def _numbers(cut: Cut) -> list[range]:

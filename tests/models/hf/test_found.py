@@ -1,5 +1,6 @@
 """Directories as they are found: other weights beside, other spellings, other dtypes, and what a model came with."""
 
+import copy
 import dataclasses
 import json
 
@@ -9,13 +10,14 @@ from safetensors.torch import save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.gemma3 import Gemma3Config, Gemma3ForConditionalGeneration
+from transformers.models.gemma3 import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig
 
 from tests.models.hf.families import KINDS
 from tests.models.hf.released import config, make, tensors
 from weft.errors import ConversionError
 from weft.models import HybridConfig, HybridModel, hf
 from weft.models.hf.directory import TensorWriter
+from weft.models.hf.spelling import full_text_of
 from weft.models.layers.rotary import frequencies
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -216,10 +218,37 @@ LONG = {
     "original_max_position_embeddings": 16,
 }
 ROTATIONS = {
-    "dynamic": {"rope_type": "dynamic", "factor": 3.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 3.0, "original_max_position_embeddings": 8},
     "longrope": {"rope_type": "longrope", **LONG},
     "longrope with a factor": {"rope_type": "longrope", **LONG, "factor": 4.0},
 }
+
+
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+
+
+def test_a_field_that_a_larger_model_and_its_text_model_give_differently_is_refused():
+    text = {"model_type": "llama", "tie_word_embeddings": True}
+    assert full_text_of({"text_config": text, "tie_word_embeddings": True}) == text
+    with pytest.raises(ConversionError, match="tie_word_embeddings=False, and True in text_config"):
+        full_text_of({"text_config": text, "tie_word_embeddings": False})
+
+
+def test_of_two_tables_of_rotation_the_older_one_applies_as_in_transformers():
+    raw = {"rope_scaling": {**LLAMA3, "factor": 8.0}, "rope_parameters": LINEAR}
+    theirs = LlamaConfig(**copy.deepcopy(raw))
+    found = hf.FAMILIES["llama"].config({"model_type": "llama", **raw})
+    assert found.rope_scaling["rope_type"] == theirs.rope_parameters["rope_type"] == "llama3"
+
+    raw = {"rope_scaling": LINEAR, "rope_parameters": {"full_attention": {"rope_type": "default"}}, "rope_theta": 70.0}
+    full = Gemma3TextConfig(**copy.deepcopy(raw)).rope_parameters["full_attention"]
+    found = hf.FAMILIES["gemma3_text"].config({"model_type": "gemma3_text", **raw})
+    assert (found.rope_theta, found.rope_scaling) == (full["rope_theta"], LINEAR) == (70.0, LINEAR)
+    with pytest.raises(ConversionError, match="reads only rope_type here, not type"):
+        hf.FAMILIES["gemma3_text"].config({"rope_scaling": {"type": "linear", "factor": 8.0}})
+    with pytest.raises(ConversionError, match="rope_parameters: has factor, rope_type beside its tables"):
+        hf.FAMILIES["gemma3_text"].config({"rope_parameters": LINEAR})
 
 
 @pytest.mark.parametrize("rotation", ROTATIONS)

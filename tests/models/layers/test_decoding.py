@@ -72,6 +72,21 @@ def test_a_sequence_in_parts_has_the_scores_of_the_sequence(pattern, options):
         assert_close(fed_in_parts(model, tokens, sizes), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("scaling", [LONG, {"rope_type": "dynamic", "factor": 4.0}], ids=["longrope", "dynamic"])
+@pytest.mark.parametrize("pattern", ["[*-]*", "+M+"])
+def test_a_sequence_that_outgrows_its_rotation_has_the_scores_of_the_sequence_so_far(pattern, scaling):
+    scaling = {**scaling, "original_max_position_embeddings": 8}
+    torch.manual_seed(0)
+    model = HybridModel(small(pattern, rope_scaling=scaling, qk_rope_head_dim=8, rope_theta=100.0))
+    tokens = torch.randint(37, (2, 13))
+    cache, end = {}, 0
+    for part in tokens.split([5, 1, 4, 1, 2], dim=1):
+        end += part.shape[1]
+        with torch.no_grad():
+            found = model(part, cache=cache)
+        assert_close(found, model(tokens[:, :end])[:, -part.shape[1] :].detach(), rtol=1e-4, atol=1e-5)
+
+
 def test_every_step_alone_has_the_scores_of_the_sequence():
     torch.manual_seed(0)
     model = HybridModel(small("[M*-][G*E]"))

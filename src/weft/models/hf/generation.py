@@ -27,6 +27,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_length": (None, 0),
     "min_new_tokens": (None, 0),
     "exponential_decay_length_penalty": (None,),
+    "constraints": (None,),
+    "dola_layers": (None,),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "encoder_repetition_penalty": (None, 1.0),
+    "force_words_ids": (None,),
+    "guidance_scale": (None, 1.0),
+    "sequence_bias": (None,),
+    "stop_strings": (None,),
+    "token_healing": (None, False),
+    "top_h": (None,),
+    "watermarking_config": (None,),
 }
 """Sampling fields that weft does not support, with the values that have no effect."""
 MOST_LIKELY = 50

@@ -42,7 +42,8 @@ def read(raw: Raw) -> Raw:
     check_layer_types(raw, layers, (SLIDING, FULL), "gpt_oss")
     kinds: Sequence[str] = raw.get("layer_types") or [FULL if number % 2 else SLIDING for number in range(layers)]
     windowed = tuple(number for number, kind in enumerate(kinds) if kind == SLIDING)
-    given = raw if raw.get("rope_parameters") or raw.get("rope_scaling") else {**raw, "rope_parameters": YARN}
+    absent = raw.get("rope_parameters") is None and not raw.get("rope_scaling")
+    given = {**raw, "rope_parameters": YARN} if absent else raw
     return {
         "pattern": "[*E]" * layers,
         "windowed": windowed if window else None,

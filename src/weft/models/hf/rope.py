@@ -17,9 +17,9 @@ def read(raw: Raw, *, theta: float = 10000.0, partial: float | None = None, unus
     """Return the RoPE fields of `HybridConfig`. `theta`: the family's default base.
 
     `partial`: the default fraction of a head that is rotated, None for families that rotate only whole heads. `unused`:
-    names in the table to ignore.
+    names in the table to ignore. If the file has both tables, the older one applies, as in transformers.
     """
-    return of_table(raw.get("rope_parameters") or raw.get("rope_scaling") or {}, raw, theta, partial, unused)
+    return of_table(raw.get("rope_scaling") or raw.get("rope_parameters") or {}, raw, theta, partial, unused)
 
 
 def of_table(table: Any, raw: Raw, theta: float, partial: float | None = None, unused: Iterable[str] = ()) -> Raw:
@@ -44,6 +44,9 @@ def of_table(table: Any, raw: Raw, theta: float, partial: float | None = None, u
     if kind in WITH_FIRST_CONTEXT:
         outside = raw.get("original_max_position_embeddings")
         first = outside or given.get("original_max_position_embeddings") or longest
+        if kind == "dynamic":  # transformers reads no other field for it
+            first = longest
+            given.pop("original_max_position_embeddings", None)
         if first is not None:
             given["original_max_position_embeddings"] = first
         if kind in ("yarn", "longrope") and "factor" not in given and first and longest:
@@ -67,9 +70,16 @@ def by_layer_type(raw: Raw, theta: float, local: float) -> Raw:
 
     `theta`, `local`: the default bases of other and of windowed layers.
     """
-    given = raw.get("rope_parameters") or {}
-    if FULL in given or SLIDING in given:
-        ours = of_table(given.get(FULL) or {}, {**raw, "rope_theta": None}, theta)
+    given, older = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
+    if "type" in older and "rope_type" not in older:
+        raise ConversionError(f"rope_scaling={older}: transformers reads only rope_type here, not type; rename it")
+    if strange := given.keys() - {FULL, SLIDING}:
+        raise ConversionError(
+            f"rope_parameters: has {', '.join(sorted(strange))} beside its tables {FULL!r} and {SLIDING!r}, which "
+            f"transformers ignores: move them into one of the tables"
+        )
+    if given:
+        ours = of_table({**(given.get(FULL) or {}), **older}, raw, theta)
         windowed = of_table(given.get(SLIDING) or {}, {**raw, "rope_theta": None}, local)
         if windowed["rope_scaling"] is not None:
             raise ConversionError(f"rope_parameters[{SLIDING!r}]={given[SLIDING]}: weft does not scale these layers")

@@ -71,7 +71,8 @@ class Attention(AnyAttention, kind=KIND):
     sliding_window: int | None = optional_size()
     """Number of positions that a query of `*` attends to, itself included; None: all earlier ones."""
     windowed: tuple[int, ...] | None = any_value(None)
-    """Numbers, from 0, of the layers `*` with a sliding window; they restart in each prediction depth. None: all."""
+    """Numbers, from 0, of the layers `*` with a sliding window; they restart in each prediction depth. None: all, and
+    the attention of `P`."""
     attention_sinks: bool = switch(False)
     """Whether each head of `*` has an attention sink: a learned logit in the softmax without a value."""
     partial_rotary_factor: float = declared(
@@ -104,6 +105,8 @@ class Attention(AnyAttention, kind=KIND):
     def check(self) -> None:
         """Raise `ValueError` if fields of `*` do not fit each other."""
         layers, heads = self.count("*"), self.num_attention_heads
+        local = self.rope_local_theta is None or self.rope_theta > 0
+        require(self, "rope_local_theta", local, "None if rope_theta is 0")
         if self.windowed is not None:
             window = self.sliding_window is not None
             require(self, "windowed", window, "None without sliding_window; set one")

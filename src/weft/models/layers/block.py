@@ -11,6 +11,7 @@ from weft.models.layers.norm import RMSNorm
 from weft.models.layers.positions import Positions
 from weft.models.layers.rotary import RotaryEmbedding
 from weft.models.tensor_parallel import TensorRanks
+from weft.models.vocabulary import require_tokens
 from weft.moe import Dispatcher
 from weft.moe.mlp import scaled
 from weft.moe.parts import part, units_of
@@ -31,7 +32,11 @@ class Beside(NamedTuple):
     dispatcher: Dispatcher | None
     """The dispatcher that sends tokens to experts on other ranks."""
     attentions: int
-    """The number of layers `*` before this one."""
+    """The number of layers `*` before this one, or `UNNUMBERED`."""
+
+
+UNNUMBERED = -1
+"""The number of attention that is not a layer `*`."""
 
 
 class Embedding(nn.Embedding):
@@ -56,6 +61,7 @@ class Embedding(nn.Embedding):
         if self.ranks is None:
             return super().forward(input)
         self.ranks.require(input)
+        require_tokens("tokens", input, self.num_embeddings)
         first, count = units_of(self.num_embeddings, self.ranks.size, self.ranks.rank)
         here = (input >= first) & (input < first + count)
         padding = self.padding_idx if self.padding_idx is not None else -1

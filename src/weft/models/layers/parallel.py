@@ -8,7 +8,7 @@ from torch import Tensor
 from weft.models.config import HybridConfig
 from weft.models.context import Borders
 from weft.models.layers.attention import Attention
-from weft.models.layers.block import Beside, Block, State
+from weft.models.layers.block import UNNUMBERED, Beside, Block, State
 from weft.models.layers.mamba2 import Mamba2
 from weft.models.tensor_parallel import TensorRanks
 from weft.moe.mlp import scaled
@@ -20,7 +20,8 @@ class Parallel(Block):
 
     def __init__(self, cfg: HybridConfig, source: WeightSource, beside: Beside) -> None:
         super().__init__(cfg)
-        self.attention = Attention(cfg, source / "attention", beside)
+        # It has no number among the layers `*`, so `windowed` and `unrotated` do not name it.
+        self.attention = Attention(cfg, source / "attention", beside._replace(attentions=UNNUMBERED))
         self.mamba = Mamba2(cfg, source / "mamba", beside)
         self.mamba.multipliers = None if set(cfg.ssm_multipliers) == {1} else cfg.ssm_multipliers
         self.multipliers = cfg.attention_out_multiplier, cfg.ssm_out_multiplier

@@ -82,12 +82,13 @@ class RotaryEmbedding(nn.Module):
         return join(cos, cos).to(dtype), join(-sin, sin).to(dtype)  # (a, b) turns into (a cos - b sin, b cos + a sin)
 
     @property
-    def _is_by_length(self) -> bool:
+    def is_by_length(self) -> bool:
+        """Whether the rotation depends on the length of a sequence."""
         return self.scaling is not None and self.scaling["rope_type"] in BY_LENGTH
 
     def _rows(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Return cos and sin of positions `start` to `end`, the length of the sequence so far; [positions, width]."""
-        if self._is_by_length and end > self.scaling["original_max_position_embeddings"]:  # type: ignore[index]
+        if self.is_by_length and end > self.scaling["original_max_position_embeddings"]:  # type: ignore[index]
             return self._table(start, end, end)
         if end > self.cos.shape[0]:
             self._fill(1 << (end - 1).bit_length())
@@ -104,7 +105,7 @@ class RotaryEmbedding(nn.Module):
 
     def _turns(self, documents: Borders, end: int) -> tuple[Tensor, Tensor]:
         position_ids = documents.position_ids(self.cos.device)
-        if not self._is_by_length:
+        if not self.is_by_length:
             cos, sin = self._rows(0, end)
             return cos[position_ids], sin[position_ids]
         first = self.scaling["original_max_position_embeddings"]  # type: ignore[index]
@@ -134,6 +135,15 @@ class RotaryEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.width}, theta={self.theta}, scaling={self.scaling}, interleave={self.interleave}"
+
+
+def changes_rotation(scaling: Mapping[str, Any], before: int, now: int) -> bool:
+    """Return whether the first `before` positions are rotated differently in a sequence of `now` positions.
+
+    `scaling`: of a type in `BY_LENGTH`.
+    """
+    first = scaling["original_max_position_embeddings"]
+    return 0 < before < now and now > first and (scaling["rope_type"] == "dynamic" or before <= first)
 
 
 def rotary_of(cfg: HybridConfig, symbols: str) -> RotaryEmbedding | None:
