@@ -323,4 +323,40 @@ MUTATIONS = [
         "",
         "fsdp/test_meta.py::test_replicas_that_drew_other_numbers_start_alike[2]",
     ),
+    Mutation(
+        "gathers over a communicator that is chosen late cannot be joined",
+        "Shared.change",
+        "self._helper.offer(self.units)",
+        "",
+        "fsdp/test_own_groups.py::"
+        "test_a_rank_joins_gathers_over_a_communicator_that_was_chosen_after_the_first_pass[2]",
+    ),
+    Mutation(
+        "unshard starts from a shard that a forward has kept",
+        "Runtime.unshard",
+        "if not unit.holders: ...",
+        "if False: ...",
+        "fsdp/test_post_forward.py::test_what_stays_is_dropped_when_the_weights_may_have_changed[4]",
+    ),
+    Mutation(
+        "steps of a model are not counted",
+        "Runtime._end_backward",
+        "self._steps.expect()",
+        "",
+        "fsdp/test_steps_here.py::test_a_model_says_how_many_steps_its_weights_have_until_a_pass_fails[2]",
+    ),
+    Mutation(
+        "steps are counted after a pass that failed",
+        "Runtime._recover",
+        "self._steps.forget()",
+        "",
+        "fsdp/test_steps_here.py::test_a_model_says_how_many_steps_its_weights_have_until_a_pass_fails[2]",
+    ),
+    Mutation(
+        "no optimizer step is expected after a backward",
+        "Runtime._end_backward",
+        "self._freshness.certain = True",
+        "",
+        SEAMS + "test_freshness.py::test_a_write_that_no_counter_sees_is_seen_after_the_next_backward[2]",
+    ),
 ]

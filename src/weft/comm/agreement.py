@@ -42,7 +42,7 @@ def agree(
     tag = tag_of(TAGS, what, channel)
     border = len(highest)
     with streams.on_host():
-        words = torch.tensor([*highest, *union], dtype=torch.int64)
+        words = torch.tensor([*highest, *union], dtype=torch.int64, device="cpu")
         received = torch.empty_like(words)
         high, low = words[:border], words[border:]
         for group in groups:
