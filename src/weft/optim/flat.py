@@ -222,6 +222,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
         Raises ValueError if the parameter names or their groups differ, or if the state dict has no names.
         """
+        state_dict = dict(state_dict)  # hooks may change it
         for before in [*self._optimizer_load_state_dict_pre_hooks.values()]:
             state_dict = changed if (changed := before(self, state_dict)) is not None else state_dict
         state, groups = _by_name(state_dict)
