@@ -183,9 +183,10 @@ def _norm_of(
     if cut is not None and stages is not None and cut.has_copies:
         again = {group for module in model.shared_ends for group in _groups_of(module)}
         groups = [group for group in groups if group not in again]
-    device = unit_of(model).device
-    nothing = torch.zeros((), dtype=torch.float32, device=device)
-    total = _total(groups, norm_type, unsharded) if groups else nothing
+    if groups:
+        total = _total(groups, norm_type, unsharded)
+    else:
+        total = torch.zeros((), dtype=torch.float32, device=unit_of(model).device)
     if stages is not None:
         # In fp64 on every stage, because stages may have gradients of different dtypes.
         parts = list(torch.zeros(stages.size(), dtype=torch.float64, device=total.device).split(1))
