@@ -359,4 +359,18 @@ MUTATIONS = [
         "",
         SEAMS + "test_freshness.py::test_a_write_that_no_counter_sees_is_seen_after_the_next_backward[2]",
     ),
+    Mutation(
+        "reshard leaves a shard that a forward has kept",
+        "Runtime.reshard",
+        "unit.forget()",
+        "",
+        "fsdp/test_post_forward.py::test_what_stays_is_dropped_when_the_weights_may_have_changed[4]",
+    ),
+    Mutation(
+        "a backward leaves the shards of units that it does not reach",
+        "Shared._end_holds",
+        "unit.forget()",
+        "",
+        "fsdp/test_post_forward.py::test_what_stays_is_dropped_when_the_weights_may_have_changed[4]",
+    ),
 ]
