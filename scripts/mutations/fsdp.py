@@ -512,4 +512,11 @@ MUTATIONS = [
         "",
         "fsdp/test_post_forward.py::test_what_stays_is_dropped_when_the_weights_may_have_changed[4]",
     ),
+    Mutation(
+        "a backward keeps shards of the weights that it frees",
+        "Unit.acquire",
+        "self.keeps_post_forward = False",
+        "",
+        "fsdp/test_post_forward.py::test_half_of_each_unit_stays_and_backward_asks_the_neighbour_alone[4]",
+    ),
 ]

@@ -11,6 +11,7 @@ from tests.fsdp import nets
 from tests.fsdp.side_by_side import assert_same, batches, bottom_up, kinds, make, steps, whole
 from tests.pool import distributed
 from weft.comm import collectives
+from weft.fsdp.payload import PostForwardShard
 
 pytestmark = pytest.mark.slow
 
@@ -63,6 +64,9 @@ def test_half_of_each_unit_stays_and_backward_asks_the_neighbour_alone():
             loss.backward()
             assert len(gathers) == 3 and {size for size, _ in gathers} == {2}
             assert gathered_bytes(net) == 0
+    with mock.patch.object(PostForwardShard, "keep", autospec=True) as keep:
+        nets.loss_of(net, tokens).backward()
+    assert keep.call_count == 3, "a backward keeps nothing"
 
 
 @distributed(4)
