@@ -52,7 +52,7 @@ def agree(
             rank, size = host.rank(), host.size()
             with watching(f"{what}/{channel}", f"the {what}", host):
                 while distance < size:
-                    sent = host.send([words.clone()], (rank + distance) % size, tag)
+                    sent = host.send([words], (rank + distance) % size, tag)
                     host.recv([received], (rank - distance) % size, tag).wait()
                     sent.wait()
                     torch.maximum(high, received[:border], out=high)
