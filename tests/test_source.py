@@ -76,6 +76,20 @@ def test_no_room_above_comm_names_a_backend_or_asks_how_a_group_sends():
     assert all(name.startswith("comm/") for name in asked), asked
 
 
+def test_every_tensor_of_the_engine_names_its_device_and_dtype():
+    """`torch.set_default_device` and `torch.set_default_dtype` are the user's: neither may decide where hosts talk."""
+    made = re.compile(r"^torch\.(tensor|empty|zeros|ones|full|arange|empty_strided)$")
+    left = [
+        f"{name_of(file)}:{node.lineno}"
+        for file in files(*ENGINE_ROOMS, "optim", "quantize")
+        for node in nodes_of(file)
+        if isinstance(node, ast.Call) and made.match(ast.unparse(node.func))
+        for given in [{each.arg: ast.unparse(each.value) for each in node.keywords}]
+        if None not in given and not {"device", "dtype"} <= given.keys() and given.get("device") != "'meta'"
+    ]
+    assert not left
+
+
 def test_every_mutation_quotes_what_is_once_in_its_class_or_function():
     script = Path(__file__).parents[1] / "scripts" / "mutate.py"
     listed = subprocess.run([sys.executable, script, "--list"], capture_output=True, text=True, check=False)

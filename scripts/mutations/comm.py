@@ -153,4 +153,18 @@ MUTATIONS = [
         "tag_of(TAGS, what)",
         "comm/test_agreement.py::test_words_of_another_moment_or_model_are_never_taken_for_these[2-model]",
     ),
+    Mutation(
+        "hosts agree on the default device",
+        "agree",
+        "torch.tensor([*highest, *union], dtype=torch.int64, device='cpu')",
+        "torch.tensor([*highest, *union], dtype=torch.int64)",
+        "fsdp/test_surroundings.py::test_hosts_talk_about_numbers_in_their_memory_whatever_the_default_device_is[2]",
+    ),
+    Mutation(
+        "a broadcast is of elements instead of bytes",
+        "broadcast",
+        "moved.view(-1).view(torch.uint8)",
+        "moved",
+        "fsdp/test_surroundings.py::test_parameters_and_buffers_of_integers_are_filled_copied_and_measured[2]",
+    ),
 ]

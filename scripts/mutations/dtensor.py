@@ -124,4 +124,11 @@ MUTATIONS = [
         "None",
         "dtensor/test_whole_mesh.py::test_training_is_that_of_one_process_and_of_torch[4-dp]",
     ),
+    Mutation(
+        "grad_placements is ignored",
+        "_partial",
+        "given is None or tuple(given) == own",
+        "True",
+        "dtensor/test_dtensor.py::test_gradients_of_full_tensors_and_parts_are_summed_where_their_placements_say_so[2]",
+    ),
 ]

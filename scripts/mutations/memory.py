@@ -41,4 +41,11 @@ MUTATIONS = [
         "",
         "debug/test_guard.py::test_a_stale_view_of_gathered_weights_reads_nan_and_the_numbers_do_not_change[2-trace]",
     ),
+    Mutation(
+        "a new plan moves buffers to where they are",
+        "Pool._adopt",
+        "old is not None and old.storage_offset() == place.storage_offset()",
+        "False",
+        "memory/test_pool.py::test_a_move_is_told_and_keeps_views_in_step",
+    ),
 ]

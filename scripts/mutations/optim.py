@@ -39,4 +39,11 @@ MUTATIONS = [
         "",
         "optim/test_flat.py::test_a_state_without_momentum_replaces_one_with_it[2]",
     ),
+    Mutation(
+        "hooks of a flat optimizer's state dict do not run",
+        "FlatOptimizer.state_dict",
+        "before(self)",
+        "",
+        "optim/test_flat.py::test_hooks_of_state_dicts_run[2]",
+    ),
 ]

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -516,6 +517,24 @@ def test_full_tensor_and_to_local_are_differentiable():
     sharded.p0.grad = None
     (sharded.p0.to_local() ** 2).sum().backward()
     assert_same(sharded.p0.grad, plain.p0.grad)
+    half = sharded.p0.redistribute(placements=[Replicate()], forward_dtype=torch.bfloat16)
+    assert half.dtype == torch.bfloat16
+
+
+@distributed(2)
+def test_gradients_of_full_tensors_and_parts_are_summed_where_their_placements_say_so():
+    replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "shard"))
+    weight = 1.0 + dist.get_rank()
+    for mesh, placements, whole in ((None, [Partial()], True), (replicas, [Partial(), Shard(0)], False)):
+        parameter = weft.fully_shard(Bag([(5, 7)]), mesh=mesh).p0
+        read = parameter.full_tensor if whole else parameter.to_local
+        (read(grad_placements=placements) * weight).sum().backward()
+        assert_same(parameter.grad, torch.full((5, 7), 3.0))
+        parameter.grad = None
+        (read(grad_placements=None) * 2).sum().backward()
+        assert_same(parameter.grad, torch.full((5, 7), 2.0))
+        with pytest.raises(ValueError, match=r"grad_placements=.*choose .* with Partial\(\) in place of Replicate\(\)"):
+            read(grad_placements=[Shard(1)])
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from tests.fsdp import nets
 from tests.pool import distributed
 from weft.comm import backends
 from weft.comm.builtin import BuiltIn
-from weft.fsdp.module import runtime_of
+from weft.fsdp.module import runtime_of, units_under
 
 
 @distributed(2)
@@ -297,6 +297,11 @@ def test_a_unit_that_forces_sums_asks_the_backend_for_no_average():
             loss.backward()
     average, total = dist.ReduceOp.AVG, dist.ReduceOp.SUM
     assert asked == [average, total, average, average]
+    together = nets.shard(nets.make(), strategy="optim_grads", runtime=weft.RuntimeOptions(bucket_bytes=1 << 20))
+    together.blocks[1].set_force_sum_reduction_for_comms(True)
+    nets.loss_of(together, nets.data(1, 4)[0]).backward()
+    kinds = [group.gradients.bucket_kind for unit in units_under(together) for group in unit.groups]
+    assert sorted(kind is None for kind in kinds) == [False, False, False, True], "it never shares a message"
 
 
 @distributed(2)

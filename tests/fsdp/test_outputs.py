@@ -54,6 +54,14 @@ class Endless:
         return self.held.x
 
 
+class Record(dict):
+    """A dict that torch's pytree does not know."""
+
+
+class Row(list):
+    """Likewise a list."""
+
+
 REBUILT = [Pair, Plain, Frozen]
 LOOKED_INTO = [Slots, Endless, lambda x, other=None: SimpleNamespace(x=x, other=other)]
 CONTAINERS = {
@@ -62,6 +70,8 @@ CONTAINERS = {
     "OrderedDict": lambda x: OrderedDict(x=x),
     "deque": lambda x: deque([x]),
     "set": lambda x: {x},
+    "Record": lambda x: Record(x=x),
+    "Row": lambda x: Row([x]),
     **{getattr(kind, "__name__", str(kind)): kind for kind in (*REBUILT, *LOOKED_INTO)},
     "nested": lambda x: Plain(Pair(Frozen({"x": x}))),
 }
@@ -136,7 +146,7 @@ def test_output_dtype_reaches_into_containers_and_refuses_what_it_cannot_replace
     x = torch.ones(2, 13)
     for name, wrap in CONTAINERS.items():
         net = weft.fully_shard(Wraps(wrap), mp_policy=policy)
-        if name in ("set", *(getattr(kind, "__name__", str(kind)) for kind in LOOKED_INTO)):
+        if name in ("set", "Record", "Row", *(getattr(kind, "__name__", str(kind)) for kind in LOOKED_INTO)):
             with pytest.raises(TypeError, match=r"output_dtype=torch.float32: .*return a dataclass, or register"):
                 net(x)
             continue

@@ -5,6 +5,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import weft
@@ -43,6 +44,17 @@ def test_gathers_run_on_the_process_group_that_was_given():
     assert torch.equal(*losses)
     with pytest.raises(ValueError, match=r"used another communicator for gathers over the ranks \[0, 1\]"):
         nets.shard(nets.make(), mesh=mesh, runtime=weft.RuntimeOptions(separate_all_gather_group=[other]))(batch)
+
+
+@pytest.mark.slow
+@distributed(2)
+def test_a_rank_joins_gathers_over_a_communicator_that_was_chosen_after_the_first_pass():
+    net, tokens = nets.shard(nets.make()), nets.data(1, 4)[0]
+    nets.loss_of(net, tokens).backward()
+    net.set_separate_reduce_scatter_group(True)
+    if dist.get_rank():
+        net.blocks = nn.ModuleList([net.blocks[0], net.blocks[2]])
+    nets.loss_of(net, tokens).backward()
 
 
 @distributed(2)

@@ -11,6 +11,7 @@ from tests.fsdp import nets
 from tests.fsdp.side_by_side import assert_same, batches, bottom_up, kinds, make, steps, whole
 from tests.pool import distributed
 from weft.comm import collectives
+from weft.fsdp.payload import PostForwardShard
 
 pytestmark = pytest.mark.slow
 
@@ -63,6 +64,9 @@ def test_half_of_each_unit_stays_and_backward_asks_the_neighbour_alone():
             loss.backward()
             assert len(gathers) == 3 and {size for size, _ in gathers} == {2}
             assert gathered_bytes(net) == 0
+    with mock.patch.object(PostForwardShard, "keep", autospec=True) as keep:
+        nets.loss_of(net, tokens).backward()
+    assert keep.call_count == 3, "a backward keeps nothing"
 
 
 @distributed(4)
@@ -74,12 +78,27 @@ def test_what_stays_is_dropped_when_the_weights_may_have_changed():
         for parameter in net.parameters():
             parameter.mul_(0.5)
     changed = nets.shard(nets.make())
-    changed.load_state_dict(net.state_dict())
+    changed.load_state_dict({name: nets.full(p) for name, p in net.named_parameters(remove_duplicate=False)})
+    block = net.blocks[0]
+    block.unshard()
+    assert torch.equal(block.up.weight, nets.full(changed.blocks[0].up.weight))
+    block.reshard()
     torch.testing.assert_close(nets.loss_of(net, tokens), nets.loss_of(changed, tokens), rtol=0, atol=0)
+    for unit in (net, *net.blocks):
+        unit.reshard()
+    assert gathered_bytes(net) == 0
+    nets.loss_of(net, tokens)
     net.reset_iter_state()
     assert gathered_bytes(net) == 0
+    for parameter in (net.embedding.weight, net.gain, *net.blocks[0].parameters()):
+        parameter.requires_grad_(False)
+    nets.loss_of(net, tokens).backward()
+    assert gathered_bytes(net) == 0, "of a block without a backward too"
+    slab = weft.memory_report(net)["transient"]["gathered weights"]["slab"]
+    nets.loss_of(net, tokens)
     net.set_reshard_after_forward(True)
     nets.loss_of(net, tokens).backward()
+    assert 0 < weft.memory_report(net)["transient"]["gathered weights"]["slab"] < slab, "shards have no place any more"
 
 
 @distributed(4)

@@ -2,6 +2,12 @@
 
 from types import SimpleNamespace
 
+import pytest
+import torch
+
+from tests.fsdp import nets
+from tests.pool import distributed
+from weft.comm.watch.hang_detector import hang_detector
 from weft.fsdp.runtime.helper import Steps
 
 
@@ -30,3 +36,22 @@ def test_after_a_pass_that_failed_ranks_do_not_count():
     here = Steps([SimpleNamespace(trainable=True, version=0)], 7)
     here.forget()
     assert here.reached({"weft/steps/7": 5})
+
+
+@distributed(2)
+def test_a_model_says_how_many_steps_its_weights_have_until_a_pass_fails():
+    net, tokens = nets.shard(nets.make()), nets.data(1, 4)[0]
+
+    def said() -> int:
+        with torch.no_grad():
+            net(tokens)
+        return max(number for key, number in hang_detector().issued.items() if key.startswith("weft/steps/"))
+
+    for steps in range(3):
+        assert said() == steps
+        nets.loss_of(net, tokens).backward()
+        with torch.no_grad():
+            net.gain.mul_(0.5)
+    with pytest.raises(TypeError):
+        net(None)
+    assert said() == 0

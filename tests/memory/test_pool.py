@@ -105,6 +105,10 @@ def test_a_move_is_told_and_keeps_views_in_step():
     pool.give(moving)
     step(pool, other, moving)
     assert moving.moves == 1
+    step(pool, transient())
+    assert pool.plans == 2
+    step(pool, other, moving)
+    assert moving.moves == 1, "its place in the new plan is that in the old one"
 
 
 def test_a_buffer_whose_views_are_in_use_does_not_move():
@@ -184,6 +188,19 @@ class _Allocations(TorchDispatchMode):
         if "empty" in func.name():
             self.made.append(result.untyped_storage().nbytes())
         return result
+
+
+def test_a_buffer_that_is_forgotten_has_no_place_in_the_next_plan():
+    pool, buffers = Pool(True), [transient() for _ in range(3)]
+    for buffer in buffers:
+        pool.take(buffer)
+    for buffer in buffers:
+        pool.give(buffer)
+    pool.end_step()
+    before = pool.slab_bytes
+    pool.forget(buffers[0])
+    step(pool, *buffers[1:])
+    assert pool.lower_bound <= pool.slab_bytes < before and pool.plans == 2 and not pool.fallbacks
 
 
 def test_buffers_that_may_meet_are_kept_apart_though_they_did_not_yet():

@@ -532,3 +532,15 @@ def test_wrong_use_is_named():
     net.gain.grad.to_local().fill_(math.nan)
     with pytest.raises(RuntimeError, match=r"norm of order 2\.0 of all gradients is nan"):
         weft.optim.clip_grad_norm_(net, 1.0, error_if_nonfinite=True)
+
+
+@distributed(2)
+def test_hooks_of_state_dicts_run():
+    net, called = nets.shard(nets.make()), []
+    optimizer = weft.optim.flat(torch.optim.SGD, net, lr=0.1)
+    optimizer.register_state_dict_pre_hook(lambda optimizer: called.append("before saving"))
+    optimizer.register_state_dict_post_hook(lambda optimizer, state: {**state, "extra": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda optimizer, state: called.append(state.pop("extra")))
+    optimizer.register_load_state_dict_post_hook(lambda optimizer: called.append("after loading"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert called == ["before saving", 1, "after loading"]

@@ -35,3 +35,12 @@ def test_the_peaks_of_a_schedule_with_experts_are_those_that_memory_reports(dela
 def test_the_peaks_of_a_pipeline_are_those_that_memory_reports(schedule):
     meshes = weft.init_meshes("cpu", pp=dist.get_world_size() // 2)
     check(shard(build(CFG, meshes, chunks=2), meshes), schedule=schedule)
+
+
+@distributed(2)
+def test_the_first_schedule_of_quantized_weights_takes_all_its_memory_from_the_plan():
+    policy = weft.MixedPrecisionPolicy(param_quantization=weft.quantize.rowwise())
+    model = shard(build(CFG), weft.init_meshes("cpu"), mp_policy=policy)
+    forward_backward(model, data(2), overlap=False)
+    weights = weft.memory_report(model)["transient"]["gathered weights"]
+    assert (weights["plans"], weights["fallbacks"]) == (1, 0)

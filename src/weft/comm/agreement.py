@@ -42,7 +42,7 @@ def agree(
     tag = tag_of(TAGS, what, channel)
     border = len(highest)
     with streams.on_host():
-        words = torch.tensor([*highest, *union], dtype=torch.int64)
+        words = torch.tensor([*highest, *union], dtype=torch.int64, device="cpu")
         received = torch.empty_like(words)
         high, low = words[:border], words[border:]
         for group in groups:
@@ -52,7 +52,7 @@ def agree(
             rank, size = host.rank(), host.size()
             with watching(f"{what}/{channel}", f"the {what}", host):
                 while distance < size:
-                    sent = host.send([words.clone()], (rank + distance) % size, tag)
+                    sent = host.send([words], (rank + distance) % size, tag)
                     host.recv([received], (rank - distance) % size, tag).wait()
                     sent.wait()
                     torch.maximum(high, received[:border], out=high)

@@ -165,8 +165,8 @@ def broadcast(tensor: Tensor, group: ProcessGroup, what: str = "a broadcast") ->
     """Overwrite `tensor` with that of the group's first rank, and wait. `what`: its name in messages."""
     if group.size() > 1:
         with watching(f"broadcast/{tensor.numel()}", what, group):
-            moved = _movable(tensor, group)
-            dist.broadcast(moved, group=group, group_src=0)
+            moved = _movable(tensor, group).contiguous()
+            dist.broadcast(moved.view(-1).view(torch.uint8), group=group, group_src=0)  # backends lack some dtypes
             if moved is not tensor:
                 tensor.copy_(moved)
 

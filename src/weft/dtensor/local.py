@@ -274,5 +274,5 @@ def _kept(local: Any, name: str, keep: Sequence[bool]) -> Any:
     if isinstance(local, list):
         return list(compress(local, keep))
     if name == "scalars" and isinstance(local, torch.Tensor):
-        return local[torch.tensor(keep, device=local.device)]  # one per tensor, in a tensor
+        return local[torch.tensor(keep, dtype=torch.bool, device=local.device)]  # one per tensor, in a tensor
     return local

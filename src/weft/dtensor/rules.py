@@ -217,9 +217,10 @@ def _equal(func: Any, args: tuple, kwargs: dict) -> bool:
     like = one if isinstance(one, UnevenDTensor) else other
     if not (fits(one, like) and fits(other, like)):
         return torch.equal(whole_of(one), whole_of(other))
-    same = torch.tensor(int(torch.equal(_localized(one), _localized(other))))
+    same = int(torch.equal(_localized(one), _localized(other)))
     if like.axes:
-        same = like.combine(same.to(like._local_tensor.device), dist.ReduceOp.MIN)
+        flag = torch.tensor(same, dtype=torch.int64, device=like._local_tensor.device)
+        same = int(like.combine(flag, dist.ReduceOp.MIN))
     return bool(same)
 
 

@@ -166,15 +166,16 @@ class UnevenDTensor(RuledDTensor):
         return value
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """Return this rank's part; differentiable."""
+        """Return this rank's part; differentiable. `grad_placements`: those of the gradient, `Partial()` on axes over
+        which it is to be summed."""
         if self.requires_grad and torch.is_grad_enabled():
-            return _Read.apply(self, False)
+            return _Read.apply(self, False, _partial(grad_placements, self._spec.placements))
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """Return the whole tensor, on every rank; differentiable. Collective."""
+        """Return the whole tensor, on every rank; differentiable. Collective. `grad_placements`: as in `to_local`."""
         if self.requires_grad and torch.is_grad_enabled():
-            return _Read.apply(self, True)
+            return _Read.apply(self, True, _partial(grad_placements, (Replicate(),) * self._spec.mesh.ndim))
         return self._gathered()
 
     def redistribute(  # type: ignore[override]
@@ -183,7 +184,7 @@ class UnevenDTensor(RuledDTensor):
         """Return an even DTensor with these placements and the same values. Collective."""
         mesh = device_mesh or self._spec.mesh
         full = DTensor.from_local(self.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False)
-        return full.redistribute(placements=placements or self._spec.placements)
+        return full.redistribute(placements=placements or self._spec.placements, **kwargs)
 
     def slice_of(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of `full`, a plain tensor of the global shape."""
@@ -227,7 +228,7 @@ class UnevenDTensor(RuledDTensor):
             raise RuntimeError("deepcopy of a sharded tensor that autograd computed: detach() it first")
         made: Any = self.detach().clone()
         if isinstance(self, nn.Parameter):
-            made = nn.Parameter(made)
+            made = nn.Parameter(made, requires_grad=False)
         memo[id(self)] = made.requires_grad_(self.requires_grad)
         made.grad_dtype = self.grad_dtype
         made.grad = copy.deepcopy(self.grad, memo)
@@ -311,11 +312,11 @@ if _BYPASSED:
 
 
 class _Read(torch.autograd.Function):
-    """Returns this rank's part, or the `whole` tensor."""
+    """Returns this rank's part, or the `whole` tensor. `partial`: the placements of a gradient to sum, or None."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: UnevenDTensor, whole: bool) -> torch.Tensor:
-        ctx.tensor, ctx.whole = tensor.detach(), whole
+    def forward(ctx: Any, tensor: UnevenDTensor, whole: bool, partial: Any) -> torch.Tensor:
+        ctx.tensor, ctx.whole, ctx.partial = tensor.detach(), whole, partial
         return tensor._gathered() if whole else tensor._local_tensor.view_as(tensor._local_tensor)
 
     @staticmethod
@@ -325,7 +326,22 @@ class _Read(torch.autograd.Function):
                 f"a gradient of to_local() or full_tensor() of a sharded tensor: torch {torch.__version__} cannot "
                 "accumulate it; use torch 2.13, or compute with the weights that modules have in their forward"
             )
-        return ctx.tensor.like(ctx.tensor.slice_of(grad).contiguous() if ctx.whole else grad), None
+        if ctx.partial is not None:
+            grad = DTensor.from_local(grad, ctx.tensor._spec.mesh, ctx.partial, run_check=False).full_tensor()
+        return ctx.tensor.like(ctx.tensor.slice_of(grad).contiguous() if ctx.whole else grad), None, None
+
+
+def _partial(given: Any, own: tuple[Placement, ...]) -> list[Placement] | None:
+    """Return the placements of a gradient as partial or replicated, None if no sum is needed. `given`: the user's.
+    Raises ValueError if they are not `own`, those of the tensor, but for `Partial()` in place of `Replicate()`."""
+    if given is None or tuple(given) == own:
+        return None
+    if len(given) != len(own) or any(a != b and not (a.is_partial() and b.is_replicate()) for a, b in zip(given, own)):
+        raise ValueError(
+            f"grad_placements={given} of a sharded tensor: choose {list(own)}, with Partial() in place of Replicate() "
+            "where each rank has a part of the sum"
+        )
+    return [each if each.is_partial() else Replicate() for each in given]
 
 
 _in_use: MutableMapping[tuple, Cuts] = weakref.WeakValueDictionary()

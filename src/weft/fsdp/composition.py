@@ -2,7 +2,8 @@
 
 Both of torch's `replicate()` skip sharded children, which the composable registry lists as sharded. The wrappers
 `DistributedDataParallel` and `DataParallel` would broadcast and reduce parts that differ between ranks, and deadlock,
-unless they ignore sharded parameters. A model can use torch's `fully_shard` or weft's, but not both.
+unless they ignore sharded parameters. A model can use torch's `fully_shard` or weft's, but not both. Optimizers take
+sharded parameters, not gathered ones.
 """
 
 import functools
@@ -52,5 +53,21 @@ def refusing_sharded(init: Callable[..., None], at: int, why: str) -> Callable[.
         if record is not None:
             raise ValueError(why.format(f"parameter {record}, which weft has sharded"))
         init(self, *args, **kwargs)
+
+    return checked
+
+
+def refusing_gathered(add: Callable[[Any, dict], None]) -> Callable[[Any, dict], None]:
+    """Wrap `Optimizer.add_param_group` to raise ValueError for gathered parameters, which an optimizer cannot train."""
+
+    @functools.wraps(add)
+    def checked(self: Any, param_group: dict) -> None:
+        add(self, param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if (record := record_of(parameter)) is not None and record.full is parameter:
+                raise ValueError(
+                    f"{type(self).__name__} got the gathered parameter {record}, which is registered under unshard(), "
+                    "and would train nothing: call reshard() first, then pass model.parameters()"
+                )
 
     return checked

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,6 +24,7 @@ from weft.fsdp.unit import Unit
 Sharded = TypeVar("Sharded", bound=nn.Module | list[nn.Module])
 
 
+@torch.inference_mode(False)  # tensors that are made in inference mode have no version counters
 def fully_shard(
     module: Sharded,
     *,

@@ -45,6 +45,7 @@ from weft.memory.buffer import FlatBuffer
 from weft.memory.pool import Transient
 
 _trains = attrgetter("sharded.requires_grad")
+_full_trains = attrgetter("full.requires_grad")
 
 
 def payload_of(plan: GroupPlan) -> Plain:
@@ -82,6 +83,7 @@ class ParameterGroup:
         self.parameters = parameters_of(self, members)
         fulls = [*map(FULL, self.parameters)]
         mark_scaled(fulls, self.recipe)
+        self._flags = [self.trainable] * len(self.parameters)  # `requires_grad` of the full parameters, set last
         self.payload_only = payload_only_of(self)
         """The main weights, if they are freed while the payload is up to date; None if they are always kept."""
         self.main_weight = self.payload_only or self.main_weight
@@ -129,9 +131,8 @@ class ParameterGroup:
 
     @property
     def transients(self) -> list[Transient]:
-        """The memory that is allocated and freed with the gathered weights."""
-        kept = self.post_forward.transient if self.post_forward is not None else None
-        return [each for each in (self.transient, self.payload.staging, kept) if each is not None]
+        """The memory that a gather needs."""
+        return [each for each in (self.transient, self.payload.staging) if each is not None]
 
     def belong_to(self, unit: Any) -> None:
         """Set the unit that has this group. The reference is weak, to avoid a reference cycle."""
@@ -353,9 +354,18 @@ class ParameterGroup:
             self.fulls.leave()
             self.transient.give()
 
+    def take_requires_grad(self) -> None:
+        """Apply the user's changes of `requires_grad` of full parameters, under `unshard()`, to the sharded ones."""
+        with behind_classes():
+            before, self._flags = self._flags, [*map(_full_trains, self.parameters)]
+        for each, known, flag in zip(self.parameters, before, self._flags):
+            if known != flag:
+                each.sharded.requires_grad_(flag)
+
     def sync_requires_grad(self) -> None:
         """Set `requires_grad` of the full parameters to that of the sharded ones; refuse hooks that would not run."""
-        trains = [*map(_trains, self.parameters)]
+        self.take_requires_grad()
+        self._flags = trains = [*map(_trains, self.parameters)]
         self.trains = any(trains)
         with behind_classes():
             for each, flag in zip(self.parameters, trains):

@@ -287,8 +287,8 @@ def _marked(call: ForwardCall, args: tuple, kwargs: dict) -> tuple[tuple, dict, 
     """Return the inputs with their differentiable tensors passed through `_EndOfBackward`, and a function to call after
     the forward: it copies the module's changes of rebuilt lists to the original lists."""
     if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
-        return (_mark(call, *args) if args[0].requires_grad else args), kwargs, _nothing
-    tensors = [tensor for tensor in tensors_in((*args, *kwargs.values())) if tensor.requires_grad]
+        return (_mark(call, *args) if _can_be_marked(args[0]) else args), kwargs, _nothing
+    tensors = [*filter(_can_be_marked, tensors_in((*args, *kwargs.values())))]
     if not tensors:
         return args, kwargs, _nothing
     marks = _mark(call, *tensors)
@@ -303,6 +303,10 @@ def _marked(call: ForwardCall, args: tuple, kwargs: dict) -> tuple[tuple, dict, 
         return args, kwargs, _nothing
     original = {id(new): old for old, new in [*zip(tensors, marks), *rebuilt]}
     return args, kwargs, lambda: give_back(rebuilt, original)
+
+
+def _can_be_marked(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and tensor.layout in (torch.strided, torch.jagged)  # sparse ones have no views
 
 
 def _nothing() -> None: ...

@@ -82,7 +82,7 @@ class FSDPModule:
                     if set_to_none:
                         parameter.grad = None
                     elif parameter.grad is not None:
-                        parameter.grad = parameter.grad.detach().zero_()
+                        parameter.grad.detach_().zero_()
 
     def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
         """Gather and register the parameters, until `reshard()` or a state dict. With `async_op`, `wait()` of the
@@ -128,12 +128,14 @@ class FSDPModule:
         """Set whether backward reduces gradients over the outer axis of a 2-D mesh; False: only over the shard axis.
         Raises ValueError for False if a unit's mesh is 1-D, which has no such axis."""
         requires_all_reduce = _switch("set_requires_all_reduce", requires_all_reduce)
-        for unit in units_under(self, recurse):
+        units = units_under(self, recurse)
+        for unit in units:
             if not requires_all_reduce and any(group.mesh.ndim == 1 for group in unit.groups):
                 raise ValueError(
                     f"set_requires_all_reduce(False): {unit.kind} is sharded over a 1-D mesh, which has no outer axis "
                     "to reduce over; use set_requires_gradient_sync"
                 )
+        for unit in units:
             unit.requires_all_reduce = requires_all_reduce
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:

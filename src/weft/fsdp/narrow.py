@@ -69,7 +69,7 @@ class Narrow(Plain):
         """The offset in `maxima` of each tensor's matrices."""
         self.maxima: torch.Tensor | None = None
         if self._recipe.shares_maximum:
-            self.maxima = torch.zeros(self._matrices[-1], device=plan.device)
+            self.maxima = torch.zeros(self._matrices[-1], dtype=torch.float32, device=plan.device)
         pieces = (each for shard in range(plan.layout.shards) for each in self._pieces(shard))
         ends = (each.scales_at + self._most_scale_bytes(each.number, each.shape) for each in pieces)
         numel = -(-max(ends, default=self._payload_bytes) // _ALIGNMENT) * _ALIGNMENT
@@ -128,7 +128,7 @@ class Narrow(Plain):
 
     def local_maxima(self, main: torch.Tensor) -> torch.Tensor:
         """Return the largest magnitude of each matrix in this rank's shard `main`; 0 for a matrix without elements."""
-        found = torch.zeros(self._matrices[-1], device=self._plan.device)
+        found = torch.zeros(self._matrices[-1], dtype=torch.float32, device=self._plan.device)
         for piece, _, values in self._pieces_of(main):
             found[self._matrices[piece.number] + piece.matrix] = largest_of(values.to(found.device), self._recipe)
         return found

@@ -24,15 +24,24 @@ from weft.memory.buffer import FlatBuffer
 
 @dataclass
 class Slot:
-    """The places where a parameter is registered: its name in the unit, the registered tensor, and its owners."""
+    """The places where a parameter is registered: its name in the unit, the registered tensor, and its owners.
+    `observed`: whether the class of an owner has its own `__setattr__`, such as an RNN's, which keeps weights in a
+    list."""
 
     name: str
     there: nn.Parameter | None
     owners: list[tuple["weakref.ref[nn.Module]", str]] = field(default_factory=list)
+    observed: bool = False
+
+    def add(self, module: nn.Module, name: str) -> None:
+        self.owners.append((weakref.ref(module), name))
+        self.observed |= type(module).__setattr__ is not nn.Module.__setattr__
 
     def share(self, owners: Sequence[tuple["weakref.ref[nn.Module]", str]]) -> None:
         known = [(module(), name) for module, name in self.owners]
-        self.owners.extend(place for place in owners if (place[0](), place[1]) not in known)
+        for owner, name in owners:
+            if (module := owner()) is not None and (module, name) not in known:
+                self.add(module, name)
         self.put(self.there)
 
     def put(self, parameter: nn.Parameter | None) -> None:
@@ -174,6 +183,8 @@ def register(parameters: Iterable[ShardedParameter], form: Callable[[ShardedPara
                 if found is not there and found is not each.full and found is not each.sharded:
                     replaced.append(slot)
                 places[name] = parameter
+                if slot.observed:
+                    setattr(module, name, parameter)
         slot.there = parameter
     if replaced:
         names = ", ".join(repr(slot.name) for slot in replaced)

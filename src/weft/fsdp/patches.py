@@ -18,7 +18,7 @@ from weft.dtensor.placements import taking_even, taking_parts
 from weft.dtensor.state_dict import slicing
 from weft.dtensor.steps import over_parts
 from weft.fsdp.autograd import explaining
-from weft.fsdp.composition import refuse_wrappers, refusing_sharded
+from weft.fsdp.composition import refuse_wrappers, refusing_gathered, refusing_sharded
 from weft.fsdp.runtime.inventory import look_around
 from weft.fsdp.runtime.joint_backward import finish_backwards
 
@@ -79,6 +79,8 @@ PATCHES = (
     Patch("distributed.tensor:DTensor", "redistribute", taking_even),
     Patch(_STATE_DICT, "_broadcast_state_dict", slicing, (*_FULL, "strict", "cpu_offload")),
     Patch(_STATE_DICT, "_distribute_state_dict", slicing, _FULL),
+    # An optimizer over gathered parameters would train nothing.
+    Patch("optim:Optimizer", "add_param_group", refusing_gathered),
     # They would treat a sharded parameter as a plain one.
     Patch("distributed.fsdp._fully_shard._fsdp_param:FSDPParam", "__init__", partial(refusing_sharded, at=0, why=_WHY)),
     Patch("nn.utils.parametrize:ParametrizationList", "__init__", partial(refusing_sharded, at=1, why=_WHY_MADE)),

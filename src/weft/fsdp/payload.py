@@ -67,11 +67,6 @@ class PostForwardShard:
     """
 
     def __init__(self, plan: GroupPlan, group: dist.ProcessGroup) -> None:
-        if plan.recipe.gathered.itemsize == 1:
-            raise ValueError(
-                f"reshard_after_forward={group.size()}: shards of weights that remain quantized cannot be gathered "
-                'again; choose True or False, or compute="dequantize"'
-            )
         numel = plan.layout.numel // group.size()
         self.transient = plan.transient(numel, plan.recipe.gathered, "the kept shard of the weights")
         self.held = False

@@ -6,8 +6,8 @@
     classes registered with torch's pytree
     dataclasses                                           `in_dataclasses`:    `hidden`:
                                                           copies and replaces  yields
-    attributes of other objects, members of sets          ignores              `hidden`:
-                                                                               yields
+    attributes of other objects; members of sets and of   ignores              `hidden`:
+    other classes of dicts, lists and tuples                                   yields
 
 A container without a replaced tensor stays the same object, because a module may append to a list that it is given.
 """
@@ -15,7 +15,7 @@ A container without a replaced tensor stays the same object, because a module ma
 import copy
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -66,7 +66,7 @@ def give_back(rebuilt: list[tuple[Any, Any]], original: dict[int, Any]) -> None:
 
 
 def tensors_in(value: Any, *, hidden: bool = False) -> Iterator[torch.Tensor]:
-    """Yield the tensors in `value`; `hidden`: also those in dataclasses, attributes of other objects, and sets."""
+    """Yield the tensors in `value`; `hidden`: also those in dataclasses, other objects and containers."""
     if isinstance(value, torch.Tensor):
         yield value
         return
@@ -80,7 +80,7 @@ def tensors_in(value: Any, *, hidden: bool = False) -> Iterator[torch.Tensor]:
             continue
         children, _ = _opened(value, hidden)
         if hidden and not children:
-            children = [*value] if isinstance(value, (set, frozenset)) else _attributes(value)
+            children = _hidden_in(value)
         new = [child for child in children if id(child) not in known]
         known.update((id(child), child) for child in new)
         ahead.extend(reversed(new))
@@ -110,10 +110,13 @@ def _replaced(value: Any, fields: dict[str, Any]) -> Any:
     return made
 
 
-def _attributes(value: Any) -> list[Any]:
+def _hidden_in(value: Any) -> list[Any]:
+    inside: Iterable[Any] = value if isinstance(value, (set, frozenset, list, tuple)) else ()
+    if isinstance(value, dict):
+        inside = value.values()
     slots: list[str] = []
     for kind in type(value).__mro__:
         names = vars(kind).get("__slots__", ())
         slots += [names] if isinstance(names, str) else names
     held = [getattr(value, name) for name in slots if hasattr(value, name)]
-    return [*held, *getattr(value, "__dict__", {}).values()]
+    return [*inside, *held, *getattr(value, "__dict__", {}).values()]

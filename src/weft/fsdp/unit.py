@@ -254,6 +254,8 @@ class Unit:
         size = None if forward is None or isinstance(forward, bool) else forward
         self.reshard_after_forward = True if size is not None else forward  # type: ignore[assignment]
         for group in self.groups:
+            if group.post_forward is not None and self.channels is not None:
+                self.channels.weights.forget(group.post_forward.transient)
             group.shard_after_forward(size)
 
     def forget(self) -> None:
@@ -298,6 +300,8 @@ class Unit:
 
     def lends(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` is in the memory of gathered weights, which is freed between uses."""
+        if tensor.layout is not torch.strided:
+            tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
         for each in self.gathered:
             if each.lends(tensor):
                 return True

@@ -153,6 +153,13 @@ class Pool:
             place, transient.place = transient.place, None
             transient.live_in(place)
 
+    def forget(self, transient: Transient) -> None:
+        """Plan without `transient`, which is not taken any more."""
+        if self._met.pop(transient, None) is not None:
+            self.outdated, self.lower_bound = True, 0
+        for others in self._met.values():
+            others.pop(transient, None)
+
     def has_room(self, transient: Transient) -> bool:
         """Return whether `transient` can be taken now: not if it must not move and another buffer is in its place."""
         return not transient.is_fixed() or not any(self._rivals(transient))
@@ -163,7 +170,6 @@ class Pool:
             return
         self._clear(transient)
         place, transient.place = transient.place, None
-        streams.taken(place, transient.describe)
         place.copy_(transient.own)
         transient.live_in(place)
         _resize(transient.own, 0)
@@ -183,8 +189,7 @@ class Pool:
                     "runtime=weft.RuntimeOptions(allocator='caching') to the root"
                 )
             place = rival.tensor
-            streams.taken(self._own_memory(rival), rival.describe)
-            rival.own.copy_(place)
+            self._own_memory(rival).copy_(place)
             rival.place = place
             rival.live_in(rival.own)
 

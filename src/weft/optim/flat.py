@@ -202,13 +202,18 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return `{"state": {parameter name: {...}}, "param_groups": [{..., "params": [names]}]}`."""
+        for before in [*self._optimizer_state_dict_pre_hooks.values()]:
+            before(self)
         state = {
             each.name: {key: run.part(each, value) for key, value in self.state.get(run.flat, {}).items()}
             for run in self._runs
             for each in run.members
         }
         groups = [{**group, "params": names} for group, names in zip(self.param_groups, self.names())]
-        return {"state": state, "param_groups": groups}
+        made = {"state": state, "param_groups": groups}
+        for after in [*self._optimizer_state_dict_post_hooks.values()]:
+            made = changed if (changed := after(self, made)) is not None else made
+        return made
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this optimizer, saved with this or another sharding of the same model.
@@ -217,6 +222,9 @@ class FlatOptimizer(torch.optim.Optimizer):
 
         Raises ValueError if the parameter names or their groups differ, or if the state dict has no names.
         """
+        state_dict = dict(state_dict)  # hooks may change it
+        for before in [*self._optimizer_load_state_dict_pre_hooks.values()]:
+            state_dict = changed if (changed := before(self, state_dict)) is not None else state_dict
         state, groups = _by_name(state_dict)
         self._check_names(state, [saved["params"] for saved in groups])
         for group, saved in zip(self.param_groups, groups, strict=True):
@@ -241,6 +249,8 @@ class FlatOptimizer(torch.optim.Optimizer):
                     for each in run.members:
                         for key, value in state[each.name].items():
                             self._load(run, each, key, value, key in shaped)
+        for after in [*self._optimizer_load_state_dict_post_hooks.values()]:
+            after(self)
 
     def _load(self, run: FlatRun, member: Member, key: str, value: Any, shaped: bool) -> None:
         state = self.state[run.flat]

@@ -183,7 +183,10 @@ def _norm_of(
     if cut is not None and stages is not None and cut.has_copies:
         again = {group for module in model.shared_ends for group in _groups_of(module)}
         groups = [group for group in groups if group not in again]
-    total = _total(groups, norm_type, unsharded) if groups else torch.zeros((), device=unit_of(model).device)
+    if groups:
+        total = _total(groups, norm_type, unsharded)
+    else:
+        total = torch.zeros((), dtype=torch.float32, device=unit_of(model).device)
     if stages is not None:
         # In fp64 on every stage, because stages may have gradients of different dtypes.
         parts = list(torch.zeros(stages.size(), dtype=torch.float64, device=total.device).split(1))
@@ -278,14 +281,14 @@ def _squared_norms(parts: Sequence[tuple[ShardedParameter, torch.Tensor | None]]
     for (record, tensor), own in zip(parts, of_parts):
         # A slice group without slices of this tensor counts it once per rank.
         repeated = math.prod(each.size() for each in slices if each is not own)
-        here = tensor if tensor is not None and tensor.numel() else torch.zeros(1, device=device)
-        locals_.append(here.abs() if here.is_complex() else here)
+        here = tensor if tensor is not None and tensor.numel() else torch.zeros(1, dtype=torch.float32, device=device)
+        locals_.append(here.abs() if here.is_complex() else here if here.is_floating_point() else here.float())
         shares.append(1 / (ranks.copies(record.group) * repeated))
         present.append(tensor is not None)
     dtype = torch.float64 if any(each.dtype == torch.float64 for each in locals_) else torch.float32
     norms = [norm.to(device) for norm in torch._foreach_norm(locals_, 2, dtype=dtype)]
     squares = torch.stack(norms).double().square()
-    amounts = torch.tensor([shares, present], dtype=torch.float64).to(device)
+    amounts = torch.tensor([shares, present], dtype=torch.float64, device=device)
     values = torch.stack([squares * amounts[0], amounts[1]])
     for each in slices:
         reduce_now(values, dist.ReduceOp.SUM, each, "norms of the model")

@@ -62,7 +62,7 @@ class Channel:
 
     def open(self, *, sends: bool) -> None:
         """Send or receive one number. The first use creates the communicator, which both ends must do together."""
-        number = [torch.zeros(1, device=self._device)]
+        number = [torch.zeros(1, dtype=torch.float32, device=self._device)]
         self._run(send if sends else receive, number).wait()
 
     # --- sender -----------------------------------------------------------------------------------------------------
@@ -163,13 +163,13 @@ class Channel:
             words += [_DTYPES.index(dtype) + 1, len(shape), *shape, *[0] * (_MOST_DIMS - len(shape))]
         host = host_group(self.group)
         with streams.on_host():
-            said = torch.tensor(words + [0] * (_WORDS - len(words)), dtype=torch.int64)
+            said = torch.tensor(words + [0] * (_WORDS - len(words)), dtype=torch.int64, device="cpu")
             self._told.append(send([said], host, self._peer, self._tag))
 
     def _hear(self) -> Shapes:
         host = host_group(self.group)
         with streams.on_host(), watching(f"shapes/{self._number}", f"the shapes of {self._title}", host):
-            words = torch.empty(_WORDS, dtype=torch.int64)
+            words = torch.empty(_WORDS, dtype=torch.int64, device="cpu")
             receive([words], host, self._peer, self._tag).complete()
             parts = words.view(_MOST_TENSORS, -1).tolist()
         return tuple((tuple(dims[:count]), _DTYPES[dtype - 1]) for dtype, count, *dims in parts if dtype)

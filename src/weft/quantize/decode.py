@@ -52,7 +52,7 @@ def dequantize(
     codes, values = payload.reshape(rows, -1), out.view(rows, width)
     table = scales if recipe.kind == "tensorwise" else _by_row(scales, recipe, shape)
     step = max(1, CHUNK // width)
-    scratch = torch.empty(min(step, rows) * width, dtype=torch.int32)
+    scratch = torch.empty(min(step, rows) * width, dtype=torch.int32, device=payload.device)
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         bits = scratch[: (stop - start) * width].view(-1, width)

@@ -289,3 +289,12 @@ def test_a_write_on_one_rank_is_a_write_on_all(strategy):
                 for parameter, whole in zip(plain.parameters(), wholes):
                     parameter.copy_(whole)
     assert_gradients(sharded, plain, **CLOSE)
+
+
+@distributed(2)
+def test_a_write_that_no_counter_sees_is_seen_after_the_next_backward():
+    net, tokens = nets.shard(nets.make(), strategy="optim"), nets.data(1, 4)[0]
+    before = nets.loss_of(net, tokens)
+    net.norm.weight.to_local().data.mul_(2)  # torch gives `.data` of a plain tensor another counter
+    before.backward()
+    assert nets.loss_of(net, tokens) != before

@@ -54,6 +54,7 @@ def end_transfers(group: Any) -> None:
     peer = (group.rank() + 1) % group.size()
     try:
         if group._get_backend(torch.device("cpu")).name() == "gloo":
-            group.recv([torch.empty(1)], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
+            nothing = torch.empty(1, dtype=torch.float32, device="cpu")
+            group.recv([nothing], peer, BREAK_TAG).wait(timedelta(milliseconds=1))
     except RuntimeError:
         return

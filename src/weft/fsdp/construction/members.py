@@ -4,7 +4,6 @@ Those with equal mesh, dtypes and `requires_grad` are members of one group. A pa
 remains that unit's, and is registered here as well.
 """
 
-import weakref
 from typing import Any
 
 import torch
@@ -52,6 +51,12 @@ class Members:
         where = f"parameter {name!r} of {kind_of(request.modules[0])}"
         parallel = checked_parameter(parameter, mesh, request.device, where, replicas)
         recipe = recipe_of(parameter, name, slot.owners, parallel, request.policy, request.device)
+        reshard = request.reshard_after_forward
+        if recipe.gathered.itemsize == 1 and isinstance(reshard, int) and not isinstance(reshard, bool):
+            raise ValueError(
+                f"reshard_after_forward={reshard}: shards of weights that remain quantized, such as {where}, cannot be "
+                'gathered again; choose True or False, or compute="dequantize"'
+            )
         cutting = cutting_of(parameter, name, choice, recipe.quantization)
         return Unsharded(parameter, parameter, slot, mesh, parallel, recipe, cutting)
 
@@ -147,8 +152,7 @@ def _owned_parameters(owners: dict[nn.Module, str]) -> dict[nn.Parameter, Slot]:
     for module, prefix in owners.items():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                slot = slots.setdefault(parameter, Slot(prefix + name, parameter))
-                slot.owners.append((weakref.ref(module), name))
+                slots.setdefault(parameter, Slot(prefix + name, parameter)).add(module, name)
     return slots
 
 

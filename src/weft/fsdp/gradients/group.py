@@ -234,7 +234,7 @@ class GroupGradients:
     @property
     def bucket_kind(self) -> Any:
         """The key that gradients in one message must share: process group and dtype. None: these are never bundled."""
-        return self._bucket_kind if self.hook is None else None
+        return self._bucket_kind if self.hook is None and not self.sums_only else None
 
     def open_reduction(self) -> tuple[torch.Tensor, torch.Tensor, bool]:
         """Enter a reduction in a shared message; return main and packed gradients, and whether to add to the former."""

@@ -87,8 +87,10 @@ class GatherHelper:
         return is_first
 
     def offer(self, units: Sequence[Unit]) -> None:
-        """Register joins for the gathers of `units` with the hang detector, if the transport supports them."""
-        assert self._watched_by is not None
+        """Register joins for the gathers of `units` with the hang detector, if the transport supports them, and if it
+        watches passes already."""
+        if self._watched_by is None:
+            return
         join = weakly(self._join)
         for lane, ranks, channel, *part in self._parts(units):
             if transport_of(ranks, units[0].device).capabilities.helpers:

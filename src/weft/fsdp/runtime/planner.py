@@ -1,6 +1,6 @@
 """Plans a model's next step with `weft.layout.walk` from its last passes, and arranges memory according to the plan."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.fsdp.channels import Channels
@@ -32,8 +32,7 @@ class Planner:
     def foresee(self, trace: Trace, depth: int) -> None:
         """Assign memory to all weights of a schedule that begins with these events, before the first is gathered."""
         plan = self._compiled({"schedule": trace}, depth)
-        together = ([each for number in here for each in self.units[number].gathered] for here in plan.alive)
-        self.channels.weights.foresee(together)
+        self.channels.weights.foresee(map(self._memory_of, plan.alive))
 
     def end_pass(self) -> None:
         """Plan memory again after a pass that differed from the plan; no weights are gathered then."""
@@ -49,8 +48,10 @@ class Planner:
             for unit in self.units
             if unit is around or not around.name or unit.name.startswith(f"{around.name}.")
         )
-        for numbers in (*nested, *self.plan().alive):
-            yield [each for number in numbers for group in self.units[number].groups for each in group.transients]
+        yield from map(self._memory_of, (*nested, *self.plan().alive))
+
+    def _memory_of(self, numbers: Iterable[int]) -> list[Transient]:
+        return [each for number in numbers for group in self.units[number].groups for each in group.transients]
 
     def _compiled(self, traces: Mapping[str, Trace], depth: int, off_plan: Mapping[str, int] | None = None) -> Plan:
         limits = Limits(

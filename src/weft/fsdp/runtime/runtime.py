@@ -153,6 +153,8 @@ class Runtime(Shared):
         """Free the weights of `unit`, also if they were kept for a backward."""
         self.recover()
         unit.forget()
+        for group in unit.groups:
+            group.take_requires_grad()
         unit.end_holds(USER, UNTIL_BACKWARD, RETURNED, UNTIL_NEXT_PASS)
         unit.resharded = False
         for each in (unit, *unit.tied):
@@ -320,7 +322,6 @@ class Runtime(Shared):
     def _recover(self) -> None:
         """Discard the state of the failed pass, and return all units to rest that the user does not hold."""
         self.reductions.abandon()
-        self.reductions.take_turns(None)
         self._helper.collect()
         self._freshness.forget()
         self._steps.forget()

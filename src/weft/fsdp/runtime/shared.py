@@ -81,6 +81,7 @@ class Shared:
         """Replace these fields of `RuntimeOptions`. Collective for `separate_all_gather_group`."""
         self.options = dataclasses.replace(self.options, **options)
         self.channels.separate_gathers(self.process_groups, self.options.separate_all_gather_group)
+        self._helper.offer(self.units)
         self.reductions.most_alive = self.options.max_live_reduce_buffers
 
     # --- more calls of a driver (`weft.fsdp.driver.Engine`) -----------------------------------------------------------

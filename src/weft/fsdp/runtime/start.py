@@ -77,7 +77,8 @@ def check_filled(units: Sequence[Unit]) -> None:
 
 def _check_filled(group: ParameterGroup) -> None:
     views = group.main_weight.views()
-    missing = torch.tensor([int(has_blank(views[each.number])) for each in group.unfilled]).to(group.device)
+    blanks = [int(has_blank(views[each.number])) for each in group.unfilled]
+    missing = torch.tensor(blanks, dtype=torch.int64, device=group.device)
     beyond = dict.fromkeys(each.parallel.ranks for each in group.parameters if each.parallel is not None)
     for ranks in (*group.groups, *(each for each in beyond if each is not None)):
         collectives.reduce_now(missing, dist.ReduceOp.MAX, ranks, "whether weights have values")
