@@ -78,7 +78,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=10)
     assert process.returncode == 1
-    assert errors == "weft train: ended at once\nweft train: nothing was saved yet\n"
+    assert errors == "weft train: ended immediately\nweft train: nothing was saved yet\n"
     wait_until(lambda: not any(map(is_alive, ranks.values())), timeout=10)
 
 

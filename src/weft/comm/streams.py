@@ -4,14 +4,14 @@
     ------------------------  ----------------------------  -------------------------------------  -----------------
     `has_streams`             yes                           yes, of CPU tensors                    no
     `new`, `current`, `on`    torch.cuda's streams          names with vector clocks               nothing to order
-    `wait_on_host`            polls the event, and `check`  merges the clocks, and counts          -
+    `wait_on_host`            polls the event               merges the clocks and counts the wait   -
     `moment`                  an event                      a clock                                None
     `lend`                    `record_stream`               freed after both streams' work         -
-    `host_memory`             pinned                        memory of the host                     plain memory
+    `host_memory`             pinned                        host memory                            plain memory
     `taken`                   -                             recorded as a write                    -
     `unawaited`               -                             counted                                -
 
-All of weft orders work with these functions, so the order can be checked without a device.
+All code in weft uses these functions to order work, so the order can be checked without a device.
 """
 
 import time

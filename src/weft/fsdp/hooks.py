@@ -52,7 +52,7 @@ class ForwardCall:
         return f"a backward of {self.unit}"
 
     def begin(self, gradient: torch.Tensor | None = None) -> None:
-        """Begin the call's backward. A hook on the outputs' gradients; all but the first call return at once."""
+        """Begin the call's backward. A hook on the outputs' gradients; all but the first call return immediately."""
         if self.begun:
             return
         unit, driver = self.unit, self.driver

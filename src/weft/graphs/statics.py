@@ -28,7 +28,8 @@ class Sample(NamedTuple):
 
 
 class Static:
-    """A static `tensor`, of zeros, like a sample. Raises CaptureRefused if no copy can have its layout."""
+    """A zero-filled `tensor` at a constant address, with the shape, strides, dtype and device of a sample. Raises
+    CaptureRefused if the sample's elements overlap in memory."""
 
     def __init__(self, sample: Sample) -> None:
         _check(sample.shape, sample.stride)

@@ -1,4 +1,4 @@
-"""Delayed weight gradients: backward computes input gradients at once and weight gradients later.
+"""Delayed weight gradients: backward computes input gradients immediately and weight gradients later.
 
 A product with a parameter needs two products in backward, one for its input's gradient and one for the weight's. If the
 forward ran under `DelayedWeights`, the second is queued, and `run` computes it under an exchange. The mode intercepts

@@ -31,7 +31,8 @@ def settings() -> Iterator[Setting]:
         lines = _lines(fields)
         for field in dataclasses.fields(fields):
             value = plain(getattr(getattr(defaults, section), field.name))
-            yield Setting(section, field.name, value, lines[field.name])
+            line = lines[field.name].replace("None:", "unset:")  # TOML has no None
+            yield Setting(section, field.name, value, line)
 
 
 def as_toml() -> str:

@@ -27,7 +27,7 @@ CERTAIN_S = 1.0
 ELSEWHERE_S = 5.0
 """How long ranks must be stuck if one of them waits outside of weft, of which only the place is known."""
 ABANDONED_S = 60.0
-"""How long ranks must be stuck if one of them left a pass by an exception and has done nothing since."""
+"""How long ranks must be stuck if an exception ended a pass of one of them, which has done nothing since."""
 
 
 def mismatch(what: str, said: Mapping[int, str], rule: str) -> CollectiveMismatch:
@@ -62,8 +62,8 @@ Doing = Literal["waits", "elsewhere", "failed", "ended"]
 class State(NamedTuple):
     """The published state of a rank: what it is `doing`, and how many collectives of each key it has issued. `name`: a
     description for errors. `key`, `number`, `ranks`: the collective that it waits for. `token`: different for each
-    wait. `heard`: the number of the last question that it has read. `failed`: the exception by which it left its last
-    pass."""
+    wait. `heard`: the number of the last request for states that it has read. `failed`: the exception that ended its
+    last pass."""
 
     doing: Doing
     name: str

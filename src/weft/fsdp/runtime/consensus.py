@@ -71,7 +71,8 @@ class Consensus:
             self._reduce(trains)
 
     def pack_unheard(self) -> list[Unit]:
-        """Pack gradients of groups that this rank has unfrozen and the ranks do not reduce yet; return the units."""
+        """Pack the gradients of groups that this rank has unfrozen, but that the ranks have not yet agreed to reduce.
+        Return their units."""
         late = []
         for unit in filter(_others, self._units):
             if any(group.trainable for group in unit.others):

@@ -97,7 +97,8 @@ class Origin:
 
 
 def origin_of(directory: Path, ignored: Collection[str] = ()) -> Origin | None:
-    """Return the origin of the model in a directory; None if it never had a config.json."""
+    """Return the origin of the model in a directory. None: the directory is in weft's own format, and its model did not
+    come from a config.json."""
     files = _files_of(directory)
     if (directory / OURS).exists():
         saved = read_ours(directory)

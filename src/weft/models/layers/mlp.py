@@ -33,7 +33,7 @@ class MLP(FeedForward):
         self.multiplier = cfg.residual_multiplier
 
     def share(self, ranks: TensorRanks) -> None:
-        """Compute a part of the inner width, with collectives outside of graphs (see `Block.share`)."""
+        """Divide the inner width over tensor-parallel ranks, with collectives outside of graphs (see `Block.share`)."""
         self.ranks = ranks
         parts = [name for name, _ in self.named_children() if name not in ("norm", "post_norm")]
         vars(self)["graph_scopes"] = {**type(self).graph_scopes, "forward": ("mlp", parts)}

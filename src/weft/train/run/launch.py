@@ -163,7 +163,7 @@ class _Supervisor:
                 self._ask_to_stop(self.ranks[-1])  # the signal may have come before this rank was started
             self._wait()
             if self.requests.count > 1:
-                self._say("ended at once", self._how_to_go_on())
+                self._say("ended immediately", self._how_to_go_on())
                 return FAILURE
             if self.died:
                 return self._explain()

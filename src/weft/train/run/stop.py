@@ -74,7 +74,7 @@ class StopRequest:
             threading.Thread(target=self._watch, args=(pipe,), daemon=True, name="weft-control").start()
 
     def release(self) -> None:
-        """Restore the signal handlers from before `listen`, unless they were replaced since."""
+        """Restore the handlers that `listen` replaced, except where other code has replaced it since."""
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._on_signal and handler is not None:
                 signal.signal(number, handler)

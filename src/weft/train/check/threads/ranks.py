@@ -5,9 +5,9 @@
         send(tensors, 1, tag)              ----- mailbox ---->
         recv(tensors, 0, tag).wait()                          takes the message, or lets another thread run
 
-One thread runs at a time, from one wait for a message to the next. So global state of modules is never changed by two
-threads at once, runs are deterministic, and a deadlock is detected at once: all threads wait. A message is copied when
-it is sent, and `send` never waits.
+One thread runs at a time, from one wait for a message to the next. So two threads never change global state of Python
+modules at the same time, and runs are deterministic. A deadlock is detected immediately, because all threads are
+waiting. A message is copied when it is sent, and `send` never waits.
 
 This is slow, and meant for the small models of `weft.train.check`.
 """
