@@ -215,8 +215,8 @@ def report(taken: dict, recorded: dict[str, Recorded], nets: dict) -> None:
         print(f"{name:25}{found.processor:9.3f}{share:17.2f}")
     print(f"\n{'one more step, rank 0':25}{'lane':>10}{'busy s':>9}{'hidden':>9}{'of the step':>13}")
     for name, found in recorded.items():
-        for lane, (moving, hidden) in found.lanes.items():
-            print(f"{name:25}{lane:>10}{moving:9.3f}{hidden:9.0%}{moving / statistics.median(taken[name]):13.0%}")
+        for lane, (moving, share) in found.lanes.items():
+            print(f"{name:25}{lane:>10}{moving:9.3f}{share:9.0%}{moving / statistics.median(taken[name]):13.0%}")
     print(f"\n{'peak transient bytes':25}{'weights':>12}{'gradients':>12}")
     for name, net in nets.items():
         peaks = [found["peak"] for found in weft.memory_report(net)["transient"].values()]

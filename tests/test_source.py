@@ -96,13 +96,13 @@ def test_every_mutation_quotes_what_is_once_in_its_class_or_function():
     assert listed.returncode == 0, listed.stdout[-2000:] + listed.stderr
 
 
-def test_every_mutation_names_a_test_that_is_there_with_its_case(collected, monkeypatch):
+def test_every_mutation_names_a_test_or_a_case_that_is_there(collected, monkeypatch):
     root = Path(__file__).parents[1]
     monkeypatch.syspath_prepend(root / "scripts")
     named = {f"tests/{each.test}" for each in importlib.import_module("mutate").mutations()}
     files = {name for name in named if (root / name.partition("::")[0]).is_file()}
     assert named == files
-    there = collected | {test.partition("::")[0] for test in collected}
+    there = collected | {test.partition(mark)[0] for test in collected for mark in ("::", "[")}
     assert not {name for name in named - there if name.partition("::")[0] in there}
 
 

@@ -298,7 +298,7 @@ MUTATIONS = [
     Mutation(
         "what an optimizer counts in its groups restarts with a resumed run",
         "configured_options",
-        'known = {"lr", "weight_decay", *config.options, *inspect.signature(type(optimizer)).parameters}',
+        'known = {"lr", "weight_decay", *config.options, *arguments}',
         "pass",
         "train/test_trainer.py::"
         "test_what_an_optimizer_counts_in_its_groups_resumes_and_its_arguments_are_those_of_the_configuration",
@@ -306,8 +306,8 @@ MUTATIONS = [
     Mutation(
         "a document continues over text that is held out",
         "_texts",
-        "goes_on = (index, start) == (before[0], before[2])",
-        "goes_on = start > 0",
+        "begins, is_last = ((index, start) not in ends, (index, end) not in starts)",
+        "begins, is_last = (start == 0, (index, end) not in starts)",
         "train/test_data.py::test_a_document_is_text_of_one_file_without_a_gap",
     ),
     Mutation(

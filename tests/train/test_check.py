@@ -81,12 +81,14 @@ def test_ranks_as_threads_go_in_halves_each_by_itself():
 
 def test_ctrl_c_ends_all_ranks():
     def work(rank):
+        dist.barrier()
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGINT)
         while True:
             dist.barrier()
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
             run_ranks(2, work)
     finally:

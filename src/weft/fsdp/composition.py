@@ -65,6 +65,7 @@ def refusing_gathered(add: Callable[[Any, dict], None]) -> Callable[[Any, dict],
         add(self, param_group)
         for parameter in self.param_groups[-1]["params"]:
             if (record := record_of(parameter)) is not None and record.full is parameter:
+                del self.param_groups[-1]
                 raise ValueError(
                     f"{type(self).__name__} got the gathered parameter {record}, which is registered under unshard(), "
                     "and would train nothing: call reshard() first, then pass model.parameters()"

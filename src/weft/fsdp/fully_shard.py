@@ -1,5 +1,6 @@
 """`fully_shard`: make a module, or a list of modules, one sharded unit."""
 
+import functools
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -22,9 +23,23 @@ from weft.fsdp.runtime.passes import Pass
 from weft.fsdp.unit import Unit
 
 Sharded = TypeVar("Sharded", bound=nn.Module | list[nn.Module])
+_Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
-@torch.inference_mode(False)  # tensors that are made in inference mode have no version counters
+def _outside_inference_mode(shard: _Call) -> _Call:
+    """Leave inference mode for the call: tensors that are made in it have no version counters."""
+
+    @functools.wraps(shard)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return shard(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return shard(*args, **kwargs)
+
+    return called  # type: ignore[return-value]
+
+
+@_outside_inference_mode
 def fully_shard(
     module: Sharded,
     *,

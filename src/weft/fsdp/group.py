@@ -364,7 +364,6 @@ class ParameterGroup:
 
     def sync_requires_grad(self) -> None:
         """Set `requires_grad` of the full parameters to that of the sharded ones; refuse hooks that would not run."""
-        self.take_requires_grad()
         self._flags = trains = [*map(_trains, self.parameters)]
         self.trains = any(trains)
         with behind_classes():

@@ -82,7 +82,9 @@ class FSDPModule:
                     if set_to_none:
                         parameter.grad = None
                     elif parameter.grad is not None:
-                        parameter.grad.detach_().zero_()
+                        if parameter.grad.grad_fn is not None:
+                            parameter.grad.detach_()
+                        parameter.grad.requires_grad_(False).zero_()
 
     def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
         """Gather and register the parameters, until `reshard()` or a state dict. With `async_op`, `wait()` of the

@@ -171,7 +171,8 @@ SHARDED = attrgetter("sharded")
 def register(parameters: Iterable[ShardedParameter], form: Callable[[ShardedParameter], nn.Parameter | None]) -> None:
     """Register the tensor `form` of each parameter everywhere. Raises RuntimeError if code has replaced one."""
     # All are registered before the error is raised, so that the next call does not raise for the same reason.
-    replaced = []
+    replaced: list[Slot] = []
+    observed: list[tuple[nn.Module, str, nn.Parameter | None]] = []
     for each in parameters:
         slot, parameter = each.slot, form(each)
         there = slot.there
@@ -184,8 +185,10 @@ def register(parameters: Iterable[ShardedParameter], form: Callable[[ShardedPara
                     replaced.append(slot)
                 places[name] = parameter
                 if slot.observed:
-                    setattr(module, name, parameter)
+                    observed.append((module, name, parameter))
         slot.there = parameter
+    for place in observed:
+        setattr(*place)
     if replaced:
         names = ", ".join(repr(slot.name) for slot in replaced)
         raise RuntimeError(

@@ -272,8 +272,11 @@ class Unit:
             self.free()  # waits for a gather before the model weights change that it reads
         for group in self._coming:
             group.await_refresh()
+        held = USER in self.holders
         for group in self.groups:
             group.rest()
+            if held:
+                group.take_requires_grad()
             group.sync_requires_grad()
 
     def drop_holders(self) -> None:

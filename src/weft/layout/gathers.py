@@ -144,7 +144,7 @@ class GatherOrder:
             here.ending = self._message_of(expected[-1])
             before = dropwhile(here.ending.__contains__, reversed(expected))
             here.ends_at = sum(1 for _ in before)
-        if kind == "backward" and (first := self._first_gathered(expected)) in self.bundles:
+        if kind == "backward" and (first := self._first_unheld(expected)) in self.bundles:
             message = [self._units[number] for number in self._message_of(first)]
             if all(unit.resident and not unit.turns for unit in message):  # it stayed after the forward
                 here.gathered.update(unit.number for unit in message)
@@ -227,10 +227,10 @@ class GatherOrder:
         if here.kind != "forward" or (position < len(expected) and not ends):
             return False
         known = self._known(BACKWARD)
-        first = self._first_gathered(known.uses if known is not None else ())
+        first = self._first_unheld(known.uses if known is not None else ())
         return number == first or (ends and first in here.ending)
 
-    def _first_gathered(self, uses: Iterable[int]) -> int:
+    def _first_unheld(self, uses: Iterable[int]) -> int:
         """Return the first of the `uses` whose weights no holder keeps; -1: none."""
         return next((number for number in uses if not self._units[number].holders), -1)
 

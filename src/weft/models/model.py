@@ -240,11 +240,11 @@ class HybridModel(nn.Module):
         """Return `tokens`, or the whole sequence with an emptied cache, if earlier positions turn differently in it."""
         if (scaling := self.decoder.scaling_by_length) is None:
             return tokens
-        known = cache.setdefault(self, {}).get("tokens", tokens[:, :0])
+        known = cache.get(self, {}).get("tokens", tokens[:, :0])
         whole = torch.cat((known, tokens), dim=1)
         if again := changes_rotation(scaling, known.shape[1], whole.shape[1]):
             cache.clear()
-        cache[self] = {"tokens": whole}
+            cache[self] = {"tokens": known}  # a call that fails and is repeated reads all of them again
         return whole if again else tokens
 
     def forward(
@@ -289,6 +289,9 @@ class HybridModel(nn.Module):
             raise ValueError("documents with a cache: a cache continues one sequence per row; leave one out")
         read = tokens if cache is None else self._to_read(tokens, cache)
         x_BSD, losses = self.decoder(self.embed(read, documents), cache, documents)
+        if cache is not None and self.decoder.scaling_by_length is not None:
+            known = cache.get(self, {}).get("tokens", tokens[:, :0])
+            cache[self] = {"tokens": torch.cat((known, tokens), dim=1)}
         x_BSD = x_BSD if read is tokens else x_BSD[:, -tokens.shape[1] :]
         if depths:
             outputs, _ = self._outputs(x_BSD, tokens, self.depths, documents)

@@ -272,9 +272,9 @@ class SharedEnds:
         """
         if self._transport is None or not self._parameters:
             return
-        here = torch.tensor([float(each.grad is not None) for each in self._parameters])
-        there = self._transport.swap(here.to(self._parameters[0].device)).tolist()
-        for parameter, mine, other in zip(self._parameters, here.tolist(), there):
+        here = [float(each.grad is not None) for each in self._parameters]
+        flags = torch.tensor(here, dtype=torch.float32, device=self._parameters[0].device)
+        for parameter, mine, other in zip(self._parameters, here, self._transport.swap(flags).tolist()):
             if not mine and not other:
                 continue
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

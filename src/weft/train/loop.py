@@ -185,6 +185,7 @@ class Trainer:
         try:
             return self._run()
         except Interrupted:
+            self.saves.close()
             if self.rank == 0:
                 remove_if_unused(self.run_place)
             raise

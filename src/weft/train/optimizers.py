@@ -88,7 +88,10 @@ def configured_options(optimizer: torch.optim.Optimizer, config: OptimizerConfig
     if config is None:
         known = {"lr"}
     elif ":" in config.name:
-        known = {"lr", "weight_decay", *config.options, *inspect.signature(type(optimizer)).parameters}
+        arguments = inspect.signature(type(optimizer)).parameters
+        known = {"lr", "weight_decay", *config.options, *arguments}
+        if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in arguments.values()):
+            known |= optimizer.defaults.keys()
     return [
         {name: value for name, value in group.items() if name != "params" and (known is None or name in known)}
         for group in optimizer.param_groups

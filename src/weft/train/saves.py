@@ -61,9 +61,10 @@ class Saves:
             raise
 
     def load(self, state: Mapping[str, Any]) -> int:
-        """Fill `state` from the newest intact checkpoint or copy; return its step.
+        """Fill `state` from the copy in memory or the newest intact checkpoint; return its step.
 
-        Copies that are not loaded are removed: the run will copy their steps again.
+        The copy is loaded if it is intact and newer than every checkpoint, damaged ones included. Copies that are
+        not loaded are removed: the run will copy their steps again.
         """
         newest = self.checkpoints.latest() or 0
         copied = self.copies.latest() or 0 if self.copies is not None else 0

@@ -153,7 +153,7 @@ class Runtime(Shared):
         """Free the weights of `unit`, also if they were kept for a backward."""
         self.recover()
         unit.forget()
-        for group in unit.groups:
+        for group in unit.groups if USER in unit.holders else ():
             group.take_requires_grad()
         unit.end_holds(USER, UNTIL_BACKWARD, RETURNED, UNTIL_NEXT_PASS)
         unit.resharded = False

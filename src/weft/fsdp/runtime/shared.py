@@ -149,7 +149,7 @@ class Shared:
                 leaked = ", ".join(holder.name for holder in unit.holders if holder.computes)
                 raise RuntimeError(f"{unit}: its weights are still held by {leaked} at the end of the pass")
         for unit in self.units:
-            if unit.resident and (stays is None or not stays(unit)):
+            if unit.resident and not unit.holders and (stays is None or not stays(unit)):
                 unit.free()
 
     def _finish_uploads(self) -> None:

@@ -21,7 +21,7 @@ from weft.moe.source import INITIAL_STD, WeightSource
 State = dict[str, Tensor]
 """What one block caches of earlier positions, such as keys and values, by name; empty before the first position."""
 Cache = dict[nn.Module, State]
-"""The state of each block of a model."""
+"""The state of each block of a model; of the model itself the tokens so far, if the rotation depends on the length."""
 
 
 class Beside(NamedTuple):

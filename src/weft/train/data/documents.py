@@ -268,20 +268,14 @@ def _texts(setting: str, files: Sequence[File], fraction: float) -> Iterator[Doc
     total = sum(sizes) or 1
     done = 0
     for validates, pieces in zip((False, True), _split(sizes, fraction)):
-        before = (-1, 0, 0)
+        starts = {(index, start) for index, start, _ in pieces}
+        ends = {(index, end) for index, _, end in pieces}
         for index, start, end in pieces:
             done += end - start
             path = files[index][0]
-            goes_on = (index, start) == (before[0], before[2])
-            before = index, start, end
-            yield Document(
-                _read_lines(path, start, end),
-                validates,
-                not goes_on,
-                end == sizes[index],
-                done / total,
-                f"{setting}: {path!r}",
-            )
+            begins, is_last = (index, start) not in ends, (index, end) not in starts
+            text = _read_lines(path, start, end)
+            yield Document(text, validates, begins, is_last, done / total, f"{setting}: {path!r}")
 
 
 Piece = tuple[int, int, int]

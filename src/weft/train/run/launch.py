@@ -104,7 +104,7 @@ def report_failure(rank: int, kind: Kind, message: str, error: BaseException) ->
     The file is in the folder of the ranks' store, not in the run's directory, whose disk may be full.
     """
     content = {
-        "time": time.monotonic(),  # one clock for all processes of a host, which nobody sets back
+        "time": time.monotonic(),  # one clock for all processes of a host, which is never set back
         "kind": kind,
         "message": " ".join(message.split()),
         "traceback": "".join(traceback.format_exception(error)),

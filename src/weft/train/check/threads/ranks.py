@@ -342,7 +342,8 @@ def _threads_for_ranks() -> Iterator[None]:
 
 def _join(threads: Sequence[threading.Thread]) -> None:
     for thread in threads:
-        thread.join()
+        if thread.ident is not None:  # it was started
+            thread.join()
 
 
 def run_ranks(ranks: int, work: Callable[[int], Any]) -> list[Any]:
@@ -372,9 +373,9 @@ def run_ranks(ranks: int, work: Callable[[int], Any]) -> list[Any]:
 
     with _threads_for_ranks():
         threads = [threading.Thread(target=begin, args=(rank,), name=f"rank {rank}") for rank in range(ranks)]
-        for thread in threads:
-            thread.start()
         try:
+            for thread in threads:
+                thread.start()
             _join(threads)
         except BaseException:  # such as Ctrl-C
             with box.turn:
