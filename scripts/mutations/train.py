@@ -306,8 +306,8 @@ MUTATIONS = [
     Mutation(
         "a document continues over text that is held out",
         "_texts",
-        "begins, is_last = ((index, start) not in ends, (index, end) not in starts)",
-        "begins, is_last = (start == 0, (index, end) not in starts)",
+        "begins = (index, start) not in ends",
+        "begins = start == 0",
         "train/test_data.py::test_a_document_is_text_of_one_file_without_a_gap",
     ),
     Mutation(

@@ -226,14 +226,11 @@ def test_the_same_text_gives_the_same_tokens_wherever_it_is_and_whatever_the_see
 def test_a_document_is_text_of_one_file_without_a_gap(tmp_path, fraction):
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text("".join(f"{name} {number}\n" for number in range(300)))
-    files = {"include": ("*.txt",), "separator": "|"}
-    corpus = load_corpus(config(tmp_path, tmp_path, **files, validation_fraction=fraction))
+    corpus = load_corpus(config(tmp_path, tmp_path, include=("*.txt",), validation_fraction=fraction))
     whole = [path.read_text() for path in sorted(tmp_path.glob("*.txt"))]
     for part in (corpus.training, corpus.held):
         borders = [*part.starts.tolist(), len(part.tokens)]
         texts = [bytes(part.tokens[begin:end]).decode() for begin, end in itertools.pairwise(borders)]
-        assert all(text.count("|") == text.endswith("|") == 1 for text in texts)
-        texts = [text.removesuffix("|") for text in texts]
         assert borders[0] == 0 and all(any(text in file for file in whole) for text in texts)
         assert all(text not in file for text in map("".join, itertools.pairwise(texts)) for file in whole)
 

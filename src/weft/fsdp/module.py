@@ -81,10 +81,8 @@ class FSDPModule:
                 for parameter in map(SHARDED, group.parameters):
                     if set_to_none:
                         parameter.grad = None
-                    elif parameter.grad is not None:
-                        if parameter.grad.grad_fn is not None:
-                            parameter.grad.detach_()
-                        parameter.grad.requires_grad_(False).zero_()
+                    elif (gradient := parameter.grad) is not None:
+                        (gradient if gradient.grad_fn is None else gradient.detach_()).requires_grad_(False).zero_()
 
     def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
         """Gather and register the parameters, until `reshard()` or a state dict. With `async_op`, `wait()` of the

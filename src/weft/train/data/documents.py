@@ -268,14 +268,13 @@ def _texts(setting: str, files: Sequence[File], fraction: float) -> Iterator[Doc
     total = sum(sizes) or 1
     done = 0
     for validates, pieces in zip((False, True), _split(sizes, fraction)):
-        starts = {(index, start) for index, start, _ in pieces}
         ends = {(index, end) for index, _, end in pieces}
         for index, start, end in pieces:
             done += end - start
             path = files[index][0]
-            begins, is_last = (index, start) not in ends, (index, end) not in starts
+            begins = (index, start) not in ends
             text = _read_lines(path, start, end)
-            yield Document(text, validates, begins, is_last, done / total, f"{setting}: {path!r}")
+            yield Document(text, validates, begins, end == sizes[index], done / total, f"{setting}: {path!r}")
 
 
 Piece = tuple[int, int, int]

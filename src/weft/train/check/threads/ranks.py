@@ -340,12 +340,6 @@ def _threads_for_ranks() -> Iterator[None]:
         _c10d._set_thread_isolation_mode(False)
 
 
-def _join(threads: Sequence[threading.Thread]) -> None:
-    for thread in threads:
-        if thread.ident is not None:  # it was started
-            thread.join()
-
-
 def run_ranks(ranks: int, work: Callable[[int], Any]) -> list[Any]:
     """Run `work(rank)` on `ranks` threads, each a rank of one world. Return the results in rank order.
 
@@ -354,8 +348,15 @@ def run_ranks(ranks: int, work: Callable[[int], Any]) -> list[Any]:
     box, store = Mailbox(ranks), dist.HashStore()
     found: list[Any] = [None] * ranks
     errors: dict[int, BaseException] = {}
+    ends = [threading.Event() for _ in range(ranks)]
 
     def begin(rank: int) -> None:
+        try:
+            run(rank)
+        finally:
+            ends[rank].set()
+
+    def run(rank: int) -> None:
         _current.mailbox, _current.rank, _current.world = box, rank, _empty_world()
         _current.names, _current.wait = {}, ""
         said = "has ended"
@@ -376,11 +377,14 @@ def run_ranks(ranks: int, work: Callable[[int], Any]) -> list[Any]:
         try:
             for thread in threads:
                 thread.start()
-            _join(threads)
+            for ended in ends:
+                ended.wait()  # an interrupted join() may take a running thread for an ended one
         except BaseException:  # such as Ctrl-C
             with box.turn:
                 box.fail()
-            _join(threads)
+            for thread, ended in zip(threads, ends):
+                if thread.ident is not None:  # it was started
+                    ended.wait()
             raise
     if errors:
         first = min(errors)
