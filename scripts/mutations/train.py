@@ -332,7 +332,7 @@ MUTATIONS = [
         "train/test_stop.py::test_a_rank_ends_with_the_process_that_started_it",
     ),
     Mutation(
-        "ranks go on without the first, which refuses to begin",
+        "ranks begin without the first, which refuses to",
         "first_rank_first",
         "str(error)",
         '""',

@@ -83,7 +83,7 @@ def test_a_model_with_running_statistics_resumes_bit_for_bit_by_its_rule(pool, t
 
 
 def changed_to_own(folder):
-    """The statistics of this rank at the end of a run, and when a run with each rank's own goes on from there."""
+    """The statistics of this rank at the end of a run, and when a run with each rank's own resumes from there."""
     before = statistics(trained(folder, "broadcast", 2))
     again = trained(folder, "own", 3, resume=True, run=False)
     begun = statistics(again)
