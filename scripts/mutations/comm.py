@@ -156,8 +156,8 @@ MUTATIONS = [
     Mutation(
         "hosts agree on the default device",
         "agree",
-        "torch.tensor([*highest, *union], dtype=torch.int64, device='cpu')",
-        "torch.tensor([*highest, *union], dtype=torch.int64)",
+        "torch.tensor(values, dtype=torch.int64, device='cpu')",
+        "torch.tensor(values, dtype=torch.int64)",
         "fsdp/test_surroundings.py::test_hosts_talk_about_numbers_in_their_memory_whatever_the_default_device_is[2]",
     ),
     Mutation(

@@ -47,7 +47,7 @@ MUTATIONS = [
     Mutation(
         "only parameters that this rank trains are reduced",
         "Consensus.reach",
-        "self._reduce(agreed.trains)",
+        "self._reduce(trains)",
         "self._reduce([group.trainable for group in groups])",
         DIFFERENTLY_FROZEN,
     ),
@@ -222,8 +222,8 @@ MUTATIONS = [
     Mutation(
         "a write on one rank is not announced to the others",
         "Freshness.begin_pass",
-        "words, _ = agree(words, [], groups, 'beginning of a pass', channel=self._agreement.channel)",
-        "agree(words, [], groups, 'beginning of a pass', channel=self._agreement.channel)",
+        "words = agree(words, groups, 'beginning of a pass', channel=self._agreement.channel)",
+        "agree(words, groups, 'beginning of a pass', channel=self._agreement.channel)",
         SEAMS + "test_freshness.py::test_a_write_on_one_rank_is_a_write_on_all[2-optim]",
     ),
     Mutation(

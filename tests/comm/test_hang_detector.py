@@ -135,7 +135,7 @@ def test_an_exception_that_was_caught_is_over_when_the_next_pass_begins():
     watch.fail("left the forward of blocks.1 by Oops: no such token")
     watch.begin_pass()
     with patience(CERTAIN_S=0.3), pytest.raises(CollectiveMismatch, match="wait for different things") as told:
-        agree([], [], [group], f"moment {dist.get_rank()}", channel=0)
+        agree([], [group], f"moment {dist.get_rank()}", channel=0)
     assert "Oops" not in str(told.value)
 
 
@@ -149,8 +149,8 @@ WAITS = {
     "a norm": lambda group: collectives.reduce_now(torch.ones(1), dist.ReduceOp.SUM, group, "a norm"),
     "first weights": lambda group: collectives.broadcast(torch.ones(3), group, "first weights"),
     "everybody's name": lambda group: exchange_objects("Ada", group, "everybody's name"),
-    "the end of a backward": lambda group: agree([1], [1], [group], "end of a backward", channel=0),
-    "the first pass": lambda group: agree([1, 2, 3], [1], [group], "first pass", channel=0),
+    "the end of a backward": lambda group: agree([1, 1], [group], "end of a backward", channel=0),
+    "the first pass": lambda group: agree([1, 2, 3, 1], [group], "first pass", channel=0),
     "counts": lambda group: (
         Lane("counts", torch.device("cpu"))
         .run(collectives.all_to_all_counts, torch.ones(2).long(), torch.ones(2).long(), torch.ones(2, 2).long(), group)

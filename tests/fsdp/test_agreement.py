@@ -10,24 +10,24 @@ from torch.distributed.device_mesh import init_device_mesh
 import weft
 from tests.fsdp import nets
 from tests.pool import distributed
-from weft.comm.agreement import Agreed, Agreement
+from weft.comm.agreement import Agreement
 from weft.errors import CollectiveMismatch
 
 NAMES = ("", "blocks.0", "blocks.1")
 
 
-def reach(agreement: Agreement, present: list[bool], arrived=(), waiting=()) -> Agreed:
-    return agreement.reach(present, arrived, waiting, NAMES, [dist.group.WORLD])
+def reach(agreement: Agreement, *flags: list[bool], arrived=()) -> tuple[list[list[bool]], bool]:
+    return agreement.reach(flags, arrived, NAMES, [dist.group.WORLD])
 
 
 @distributed(2, 4)
-def test_a_parameter_is_present_where_any_rank_has_a_gradient():
+def test_a_flag_is_true_where_it_is_true_on_any_rank():
     generator = torch.Generator().manual_seed(0)
-    for count in (0, 1, 61, 62, 63, 200):  # around the number of flags in a word
-        flags = torch.rand(dist.get_world_size(), count, generator=generator) < 0.3
-        agreement = Agreement(True, channel=0)
-        agreement.note(1, "all-gather", 8)
-        assert reach(agreement, flags[dist.get_rank()].tolist()).present == flags.any(0).tolist()
+    flags = torch.rand(dist.get_world_size(), 200, generator=generator) < 0.3
+    mine, anywhere = flags[dist.get_rank()].tolist(), flags.any(0).tolist()
+    agreement = Agreement(True, channel=0)
+    agreement.note(1, "all-gather", 8)
+    assert reach(agreement, mine[:3], [], mine[3:]) == ([anywhere[:3], [], anywhere[3:]], True)
 
 
 @pytest.mark.parametrize("difference", ["unit", "operation", "bytes", "order", "number"])
@@ -50,7 +50,7 @@ def test_every_rank_learns_which_unit_differed_first(difference):
     with pytest.raises(CollectiveMismatch, match=r"position 1 .*rank 0: all-gather of blocks\.0 \(128 bytes\)"):
         reach(agreement, [True])
     agreement.note(0, "all-gather", 64)
-    assert reach(agreement, [True]).present == [True], "the next step starts anew"
+    assert reach(agreement, [True]) == ([[True]], True), "the next step starts anew"
 
 
 @distributed(2)
@@ -60,32 +60,47 @@ def test_what_ranks_issued_in_a_pass_that_failed_is_not_compared():
         agreement.note(unit, "all-gather", 64)
     agreement.forget()
     agreement.note(1, "all-gather", 64)
-    assert reach(agreement, [True]).present == [True]
+    assert reach(agreement, [True]) == ([[True]], True)
 
 
 @distributed(2)
 def test_nothing_is_compared_without_the_check():
     agreement = Agreement(False, channel=0)
     agreement.note(dist.get_rank(), "all-gather", 64)
-    assert reach(agreement, [dist.get_rank() == 1]).present == [True]
+    assert reach(agreement, [dist.get_rank() == 1]) == ([[True]], True)
 
 
 @distributed(2, 4)
-def test_ranks_hear_what_waits_elsewhere_and_whether_all_came_the_same_way():
+def test_ranks_hear_whether_all_units_ended_in_the_same_order():
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     agreement = Agreement(True, channel=0)
-    assert reach(agreement, [], arrived=[2, 1, 0]) == Agreed([], [], [], [], [], True)
-    arrived = [2, 0, 1] if rank == last else [2, 1, 0]
-    waiting = {0, 1} if rank == last else set()
-    assert reach(agreement, [], arrived, waiting) == Agreed([], [], [], [], [1, 0], False)
+    assert reach(agreement, arrived=[2, 1, 0]) == ([], True)
+    assert reach(agreement, arrived=[2, 0, 1] if rank == last else [2, 1, 0]) == ([], False)
 
 
 @distributed(2)
 def test_ranks_with_different_units_raise_before_the_first_pass():
     net = nets.shard(nets.make(hidden=29 + dist.get_rank()))
-    said = r"rank 0: blocks\.0 \(Block, \d+ elements\); rank 1: .*build the same model on every rank"
+    said = r"rank 0: blocks\.0 \(Block, \d+ elements of 5 parameters\); rank 1: .*build the same model on every rank"
     with pytest.raises(CollectiveMismatch, match=said):
         net(nets.data(1, 4)[0])
+
+
+@distributed(2)
+def test_ranks_with_different_numbers_of_parameters_raise_before_the_first_pass():
+    class Split(torch.nn.Module):
+        """12 elements, in one parameter or in several."""
+
+        def __init__(self, parts: int) -> None:
+            super().__init__()
+            self.parts = torch.nn.ParameterList(torch.randn(12 // parts) for _ in range(parts))
+
+        def forward(self, x):
+            return x * torch.cat([*self.parts]).sum()
+
+    net = weft.fully_shard(Split(2 + dist.get_rank()))
+    with pytest.raises(CollectiveMismatch, match=r"12 elements of 2 parameters\); rank 1: .* of 3 parameters"):
+        net(torch.ones(2))
 
 
 @distributed(4)

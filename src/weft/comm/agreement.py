@@ -11,9 +11,8 @@ single process.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import chain, compress, islice, zip_longest
+from collections.abc import Sequence
+from itertools import chain, islice, zip_longest
 
 import torch
 import torch.distributed as dist
@@ -27,24 +26,19 @@ from weft.errors import CollectiveMismatch
 
 TAGS = 200
 """The first tag of these messages, which differ from the tags of lanes."""
-_WORD = 62  # the number of flags that one integer of a message holds
 
 
-def agree(
-    highest: Sequence[int], union: Sequence[int], groups: Sequence[dist.ProcessGroup], what: str, *, channel: int
-) -> tuple[list[int], list[int]]:
-    """All-reduce integers: return the maximum of each of `highest`, and the bitwise or of each of `union`.
+def agree(values: Sequence[int], groups: Sequence[dist.ProcessGroup], what: str, *, channel: int) -> list[int]:
+    """All-reduce integers, and return the maximum of each.
 
     `groups`: those of mesh axes; the result covers all ranks of the mesh. Integers are below 2**63 in magnitude. In
     each of log2(n) rounds a rank sends one message, at twice the distance of the previous one. `what`: the purpose.
     `channel`: the model's. Messages with another purpose or channel never match these.
     """
     tag = tag_of(TAGS, what, channel)
-    border = len(highest)
     with streams.on_host():
-        words = torch.tensor([*highest, *union], dtype=torch.int64, device="cpu")
-        received = torch.empty_like(words)
-        high, low = words[:border], words[border:]
+        highest = torch.tensor(values, dtype=torch.int64, device="cpu")
+        received = torch.empty_like(highest)
         for group in groups:
             if group.size() == 1 or is_pretended(group):
                 continue
@@ -52,29 +46,12 @@ def agree(
             rank, size = host.rank(), host.size()
             with watching(f"{what}/{channel}", f"the {what}", host):
                 while distance < size:
-                    sent = host.send([words], (rank + distance) % size, tag)
+                    sent = host.send([highest], (rank + distance) % size, tag)
                     host.recv([received], (rank - distance) % size, tag).wait()
                     sent.wait()
-                    torch.maximum(high, received[:border], out=high)
-                    torch.bitwise_or(low, received[border:], out=low)
+                    torch.maximum(highest, received, out=highest)
                     distance *= 2
-        return high.tolist(), low.tolist()
-
-
-@dataclass(frozen=True)
-class Agreed:
-    """The state that all ranks agree on after a backward. `present`: per parameter, whether any rank has a gradient.
-    `waiting`: the numbers of the units that any rank packed and that had no turn in the agreed order. `same_order`:
-    whether the units' backwards ended in the same order on all ranks. `trains`: per parameter group, whether any rank
-    trains it. `resharded`: per unit, whether any rank's user has resharded it. `uncaptured`: per CUDA graph, whether
-    its capture failed on any rank."""
-
-    present: Sequence[bool]
-    trains: Sequence[bool]
-    resharded: Sequence[bool]
-    uncaptured: Sequence[bool]
-    waiting: Sequence[int]
-    same_order: bool
+        return highest.tolist()
 
 
 class Agreement:
@@ -101,58 +78,38 @@ class Agreement:
         """Raise CollectiveMismatch if the ranks have different units. Return, per parameter group, whether any rank
         trains it. `units`: one description per unit. `trains`: per parameter group, whether this rank trains it."""
         word = _fingerprint(units)
-        (high, low), union = agree([word, -word], _packed(trains), groups, "first pass", channel=self.channel)
+        high, low = agree([word, -word], groups, "first pass", channel=self.channel)
         if high != -low:
             raise _parted(units, groups, "have different units", "build the same model on every rank")
-        return _unpacked(union, len(trains))
+        # A message of its own: ranks with different units have different numbers of groups.
+        return [*map(bool, agree(trains, groups, "first pass", channel=self.channel))]
 
     def reach(
         self,
-        present: Sequence[bool],
+        flags: Sequence[Sequence[bool]],
         arrived: Sequence[int],
-        waiting: Iterable[int],
         names: Sequence[str],
         groups: Sequence[dist.ProcessGroup],
-        *,
-        trains: Sequence[bool] = (),
-        resharded: Sequence[bool] = (),
-        uncaptured: Sequence[bool] = (),
-    ) -> Agreed:
-        """Exchange this rank's state with the other ranks at the end of a backward, and clear the log. `arrived`: the
-        units in the order in which their backwards ended. `names`: those of all units. `groups`: the process groups of
-        the mesh axes, which together reach every rank. The other arguments are this rank's values of the fields of
-        `Agreed`. Raises CollectiveMismatch, on every rank, if any two logs differ."""
+    ) -> tuple[list[list[bool]], bool]:
+        """Compare the logs of all ranks at the end of a backward, and clear this rank's. Return each of `flags`, true
+        where it is true on any rank, and whether `arrived` is the same on all ranks.
+
+        `arrived`: the units in the order in which their backwards ended. `names`: those of all units. `groups`: the
+        process groups of the mesh axes, which together reach every rank. Raises CollectiveMismatch, on every rank, if
+        any two logs differ."""
         log, self._log = self._log, []
         if all(group.size() == 1 for group in groups):
-            return Agreed(present, trains, resharded, uncaptured, sorted(waiting, reverse=True), True)
-        waits: Sequence[bool] = [*map(set(waiting).__contains__, range(len(names)))]
-        flags = (present, trains, resharded, uncaptured, waits)
+            return [*map(list, flags)], True
         issues, order = _fingerprint(log), _fingerprint(arrived)
         # The maxima of a word and of its negative are opposite only if all ranks have the same word.
-        (high, low, last, first), union = agree(
-            [issues, -issues, order, -order],
-            _packed([*chain.from_iterable(flags)]),
-            groups,
-            "end of a backward",
-            channel=self.channel,
-        )
+        words = [issues, -issues, order, -order, *chain.from_iterable(flags)]
+        high, low, last, first, *union = agree(words, groups, "end of a backward", channel=self.channel)
         if high != -low:
             issued = [f"{what} of {names[unit] or 'the root'} ({nbytes} bytes)" for unit, what, nbytes in log]
             rule = "every rank must run the same units in the same order"
             raise _parted(issued, groups, "issued different collectives", rule)
-        said = iter(_unpacked(union, sum(map(len, flags))))
-        present, trains, resharded, uncaptured, waits = ([*islice(said, len(each))] for each in flags)
-        last_first = [*compress(range(len(names)), waits)][::-1]
-        return Agreed(present, trains, resharded, uncaptured, last_first, last == -first)
-
-
-def _packed(flags: Sequence[bool]) -> list[int]:
-    digits = "".join(map("01".__getitem__, map(bool, flags)))
-    return [int(digits[begin : begin + _WORD][::-1], 2) for begin in range(0, len(digits), _WORD)]
-
-
-def _unpacked(words: Sequence[int], count: int) -> list[bool]:
-    return [bool(words[i // _WORD] >> (i % _WORD) & 1) for i in range(count)]
+        each = map(bool, union)
+        return [[*islice(each, len(one))] for one in flags], last == -first
 
 
 def _fingerprint(things: Sequence[object]) -> int:

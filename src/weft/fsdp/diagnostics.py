@@ -136,7 +136,7 @@ def find_nonfinite(model: nn.Module) -> list[Nonfinite]:
     if parts is not None and parts.group is not None:
         ways.append(([parts.group], parts.channel))
     for groups, channel in ways:
-        if any(agree([bool(found)], [], groups, what, channel=channel)[0]):
+        if any(agree([bool(found)], groups, what, channel=channel)):
             for group in groups:
                 found = [record for part in exchange_objects(found, group) for record in part]
     return sorted(dict.fromkeys(found), key=lambda record: record.rank)

@@ -77,22 +77,19 @@ def agree_on_schedule(
         said += f" of shape {shapes}, whose tensors have the checksum {checksum:08x}"
         own = _Word(zlib.crc32(f"{shapes} {checksum}".encode()))
         dtypes = _dtypes(model)
-        flags = (_computes_in.get(model) != dtypes) + 2 * anywhere
-        (*words, first, last), (flags,) = agree(
-            [*common.both_ways, *own.both_ways], [flags], [cut.group], _MOMENT, channel=cut.channel
-        )
-        common.compare(*words)
+        words = [*common.both_ways, *own.both_ways, _computes_in.get(model) != dtypes, anywhere]
+        high, low, first, last, *flags = agree(words, [cut.group], _MOMENT, channel=cut.channel)
+        common.compare(high, low)
         own.compare(first, last)
-        converted, anywhere = bool(flags & 1), bool(flags & 2)
+        converted, anywhere = map(bool, flags)
         bad = common.differs or own.differs
         _computes_in[model] = dtypes
     for group, channel in experts.items():
-        words, (other,) = agree([*common.both_ways], [bad], [group], f"{_MOMENT}, experts", channel=channel)
-        common.compare(*words)
-        bad = bad or common.differs or bool(other)
+        high, low, other = agree([*common.both_ways, bad], [group], f"{_MOMENT}, experts", channel=channel)
+        common.compare(high, low)
+        bad = bool(other) or common.differs
     if cut.group is not None and anywhere:  # stages without experts learn of a difference among experts
-        _, (other,) = agree([], [bad], [cut.group], f"{_MOMENT}, all stages", channel=cut.channel)
-        bad = bool(other)
+        bad = any(agree([bad], [cut.group], f"{_MOMENT}, all stages", channel=cut.channel))
     if bad:
         _computes_in.pop(model, None)
         everyone: dict[int, str] = {}

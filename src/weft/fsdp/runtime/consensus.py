@@ -56,8 +56,11 @@ class Consensus:
         said = []
         for unit in self._units:
             frozen = [" frozen and quantized" if group.payload_only else "" for group in unit.groups]
-            sizes = [f"{group.layout.data_numel}{what}" for group, what in zip(unit.groups, frozen)]
-            said.append(f"{unit.name or 'the root'} ({unit.kind}, {', '.join(sizes)} elements)")
+            sizes = [
+                f"{group.layout.data_numel} elements of {len(group.parameters)} parameters{what}"
+                for group, what in zip(unit.groups, frozen)
+            ]
+            said.append(f"{unit.name or 'the root'} ({', '.join([unit.kind, *sizes])})")
         trains = [any(p.requires_grad for p in map(SHARDED, group.parameters)) for group in self._groups]
         trains = self._agreement.same_structure(said, self._process_groups, trains)
         helper.offer(self._units)
@@ -91,31 +94,31 @@ class Consensus:
                 for each in group.parameters:
                     each.gradient.present |= each.sharded.requires_grad
             return
-        agreed = self._agreement.reach(
+        flags = [
             [*map(_present, self._parameters)],
-            reductions.arrived,
-            reductions.waiting,
-            self._names,
-            self._process_groups,
-            trains=[group.trains or self._keeps(unit, group) for unit in units for group in unit.groups],
-            resharded=[*map(_resharded, units)],
-            uncaptured=graphs.failed if graphs is not None else (),
+            [group.trains or self._keeps(unit, group) for unit in units for group in unit.groups],
+            [*map(_resharded, units)],
+            graphs.failed if graphs is not None else (),
+            [unit.number in reductions.waiting for unit in units],
+        ]
+        (presents, trains, reshards, uncaptured, waits), same_order = self._agreement.reach(
+            flags, reductions.arrived, self._names, self._process_groups
         )
         if graphs is not None:
-            graphs.agree(agreed.uncaptured)
-        for each, present in zip(self._parameters, agreed.present):
+            graphs.agree(uncaptured)
+        for each, present in zip(self._parameters, presents):
             each.gradient.present = present
-        reductions.add(agreed.waiting)
+        reductions.add(unit.number for unit, waits_here in zip(reversed(units), reversed(waits)) if waits_here)
         others = [(unit, unit.others) for unit in reversed(units) if unit.others]
-        self._reduce(agreed.trains)
+        self._reduce(trains)
         for unit, late in others:
             if not reductions.defers(unit):
                 reductions.start(unit.number, [group for group in late if group.agreed])
-        for unit, resharded in zip(units, agreed.resharded):
+        for unit, resharded in zip(units, reshards):
             unit.resharded = False
             if resharded and USER in unit.holders:  # the unit did not run on this rank
                 unit.release(USER)
-        if agreed.same_order and reductions.arrived:
+        if same_order and reductions.arrived:
             reductions.agreed = tuple(reductions.arrived)
 
     def _keeps(self, unit: Unit, group: ParameterGroup) -> bool:

@@ -43,7 +43,7 @@ class Freshness:
         resting = [group for group in following if group.payload_only is not None]
         words = [int(self.certain or any(group.is_stale for group in ordinary)), *map(_word_of, resting)]
         if self._agreement.checks and (resting or not self.certain):
-            words, _ = agree(words, [], groups, "beginning of a pass", channel=self._agreement.channel)
+            words = agree(words, groups, "beginning of a pass", channel=self._agreement.channel)
         self.certain = False
         due = ordinary if words[0] else []
         for group, word in zip(resting, words[1:]):
