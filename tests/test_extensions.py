@@ -20,7 +20,7 @@ from tests.overlap.small import config, gradients, plain
 from tests.pool import distributed
 from weft.cli import main
 from weft.comm import backends
-from weft.comm.transport import Capabilities, Pending
+from weft.comm.transport import Capabilities, Pending, add_scaled
 from weft.fsdp import group, payload
 from weft.models import HybridConfig, HybridModel, hf, kinds, pattern
 from weft.models.hf import families, llama
@@ -144,13 +144,14 @@ class Plain:
     def reduce_scatter(self, output, partial, group, tag, how):
         self.calls.add("reduce_scatter")
         dist.all_reduce(partial, group=group)
-        how.take(output, partial.view(group.size(), -1)[dist.get_rank(group)], how.scale)
+        mine = partial.view(group.size(), -1)[dist.get_rank(group)]
+        add_scaled(output, mine, how.scale, how.accumulate)
         return Pending()
 
     def all_reduce(self, output, partial, group, tag, how):
         self.calls.add("all_reduce")
         dist.all_reduce(partial, group=group)
-        how.take(output, partial, how.scale)
+        add_scaled(output, partial, how.scale, how.accumulate)
         return Pending()
 
     def all_to_all(self, output, source, output_sizes, source_sizes, group, tag):

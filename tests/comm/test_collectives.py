@@ -230,9 +230,9 @@ def messages_of(bundle: Callable[..., Pending], *args: Any) -> list[int]:
 
     def noting(swaps: Any, *where: Any) -> list[Any]:
         sizes.extend(leaving[0].numel() for _, leaving in swaps if leaving[0].numel())
-        return sends.swap_all(swaps, *where)
+        return sends.swap(swaps, *where)
 
-    with mock.patch.object(transport, "swap_all", noting):
+    with mock.patch.object(transport, "swap", noting):
         bundle(*args, dist.group.WORLD, 7).complete()
     return sizes
 

@@ -77,7 +77,7 @@ class BuiltIn:
         if not how.accumulate and scale == 1.0 and output.dtype == partial.dtype:
             return _started(dist.reduce_scatter_tensor(output, partial, op=op, group=group, async_op=beside))
         work = dist.reduce_scatter_tensor(inbox, partial, op=op, group=group, async_op=beside)
-        return _started(work, lambda: how.take(output, inbox, scale))
+        return _started(work, lambda: add_scaled(output, inbox, scale, how.accumulate))
 
     def reduce_scatter_bundle(
         self, outputs: Several, partials: Several, scales: Scales, adds: Adds, group: ProcessGroup, tag: int
@@ -101,7 +101,7 @@ class BuiltIn:
         """All-reduce `partial` in place, then scale and copy the sum to `output`."""
         _, scale = self._scaled(partial, how.scale, group.size(), sum_only=True)
         works = [dist.all_reduce(partial, group=group, async_op=True)]
-        return Pending(works, lambda: how.take(output, partial, scale))
+        return Pending(works, lambda: add_scaled(output, partial, scale, how.accumulate))
 
     def all_to_all(
         self, output: Tensor, source: Tensor, output_sizes: Sizes, source_sizes: Sizes, group: ProcessGroup, tag: int

@@ -97,22 +97,18 @@ def reduce_through(
     scratch: Tensor,
     reduction: Callable[..., Pending],
     output: Tensor,
-    partial: Tensor,
-    group: ProcessGroup,
-    tag: int,
-    *,
+    *args: Any,
     accumulate: bool,
-    **options: Any,
+    **how: Any,
 ) -> Pending:
     """Run `reduction` (`reduce_scatter` or `all_reduce`) into `scratch`, call `hook(scratch)`, which may modify it,
     then copy or add it to `output`. On CUDA the hook runs on the stream of the reduction, after it."""
-    pending = reduction(scratch, partial, group, tag, accumulate=False, **options)
 
     def pass_on() -> None:
         hook(scratch)
         add_scaled(output, scratch, 1.0, accumulate)
 
-    return pending.followed_by(pass_on)
+    return reduction(scratch, *args, accumulate=False, **how).followed_by(pass_on)
 
 
 def all_to_all(

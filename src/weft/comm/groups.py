@@ -142,10 +142,7 @@ def _backends(group: dist.ProcessGroup) -> list[Any]:
 
 def _options(group: dist.ProcessGroup) -> Any:
     """Return a copy of the group's NCCL options, such as high-priority streams; None without NCCL."""
-    for backend in _backends(group):
-        if backend.name() == "nccl":
-            return copy.deepcopy(backend.options)
-    return None
+    return next((copy.deepcopy(each.options) for each in _backends(group) if each.name() == "nccl"), None)
 
 
 def twin_group(group: dist.ProcessGroup) -> Any:

@@ -42,12 +42,12 @@ class Ticket:
     _after: "Ticket | None"
     _home: Any = None
     _name: str = ""
-    _behind: set[Any] = field(default_factory=set)  # the streams that have waited for this ticket
-    _settled: bool = False  # whether the ticket was waited for or abandoned
+    _behind: set[Any] = field(default_factory=set)
+    """The streams that have waited for this ticket, or for one that runs after it."""
 
     def __del__(self) -> None:
         """Abandon a ticket that nothing waited for; the stream checker counts it, because a wait may be missing."""
-        if self._event is not None and not self._settled:
+        if self._event is not None and not self._behind:
             streams.unawaited(self._name, self._event)
         if self._event is not None or self._transfer is not None:
             self.abandon()
@@ -57,7 +57,6 @@ class Ticket:
 
         Unreceived messages would otherwise be matched with the lane's next ones.
         """
-        self._settle()
         self._order(self._home)
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
@@ -84,7 +83,6 @@ class Ticket:
             with span("wait"):
                 self._collect()
         if self._event is not None:
-            self._settle()
             stream = streams.current(self._home.device)
             if stream not in self._behind:
                 with span("wait"):
@@ -107,13 +105,6 @@ class Ticket:
                 each._behind.add(stream)
                 each = each._after
 
-    def _settle(self) -> None:
-        """Mark this ticket, and the tickets that it runs after, as waited for or abandoned."""
-        each: Ticket | None = self
-        while each is not None and not each._settled:
-            each._settled = True
-            each = each._after
-
     def _collect(self) -> None:
         """Wait for each transfer of a chain in turn, so that the hang detector knows which one hangs."""
         if self._after is not None:
@@ -122,7 +113,7 @@ class Ticket:
             _has_begun(self._call)
         if self._transfer is not None:
             with watched(self._call):
-                self._transfer.complete()
+                self._transfer.wait()
             self._transfer = None
 
 
@@ -220,7 +211,7 @@ class Lane:
                 # one later would not keep it.
                 gate = None
                 if earlier is not None:
-                    earlier.complete()
+                    earlier.wait()
             if earlier is not None and call is not None and (watch := hang_detector()) is not None:
                 watch.issued.off.add((call.key, call.number))
             return Ticket(Transfer(begin, key, earlier, gate), None, call, after)

@@ -82,11 +82,14 @@ class Transfer:
         pending = self._pending
         if not self._is_under_way() or self._failure is not None or (pending is not None and pending.works):
             return False
-        self.complete()
+        self.wait()
         return True
 
-    def complete(self) -> None:
-        """Open the gate and wait for the end. Raises the exception of a failed transfer."""
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Open the gate and wait for the end; raises the exception of a failed transfer. With a `timeout`, call
+        `abandon`: this is the interface of torch's work handles."""
+        if timeout is not None:
+            return self.abandon(timeout)
         if self._gate is not None:
             self._gate.set()
         self._end()
@@ -111,12 +114,8 @@ class Transfer:
         in_background(self._end_for_nobody)
 
     def _end_for_nobody(self) -> None:
-        with contextlib.suppress(BaseException):  # `complete` raises it in the caller's thread
+        with contextlib.suppress(BaseException):  # `wait` raises it in the caller's thread
             self._end()
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        """Call `complete` or, with a `timeout`, `abandon`: the interface of torch's work handles."""
-        return self.complete() if timeout is None else self.abandon(timeout)
 
     def abandon(self, timeout: timedelta) -> None:
         """Wait for the transfers, for at most `timeout`, and discard the result."""

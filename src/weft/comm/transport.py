@@ -99,11 +99,6 @@ class Sum(NamedTuple):
     inbox: Tensor
     sum_only: bool = False
 
-    def take(self, output: Tensor, total: Tensor, scale: float) -> None:
-        """Write `scale` times `total` to `output`, or add it. The argument `scale` replaces the field: the backend may
-        have scaled the sum already."""
-        add_scaled(output, total, scale, self.accumulate)
-
 
 class Transport(Protocol):
     """Collectives over one backend, with the meaning of the functions of `weft.comm.collectives`. Each call starts its

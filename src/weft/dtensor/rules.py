@@ -141,14 +141,11 @@ def _unscale(func: Any, args: tuple, kwargs: dict) -> None:
     if here := filled(parts):
         func(here, found, *rest, **kwargs)
     tensors = uneven_in(gradients)
-    meshes = {tensor.device_mesh for tensor in tensors}
-    if len(meshes) > 1:  # ranks that share one mesh may differ on another, such as that of experts
-        for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors):
-            for axis in range(mesh.ndim):
-                reduce_now(found, dist.ReduceOp.MAX, group_of(mesh, axis), "whether a gradient is infinite")
-        return
-    for alike in {tensor.axes: tensor for tensor in tensors}.values():
-        alike.combine(found, dist.ReduceOp.MAX)
+    # Ranks that share one mesh may differ on another, such as that of experts.
+    several = len({tensor.device_mesh for tensor in tensors}) > 1
+    axes = [(tensor.device_mesh, range(tensor.device_mesh.ndim) if several else tensor.axes) for tensor in tensors]
+    for group in dict.fromkeys(group_of(mesh, axis) for mesh, here in axes for axis in here):
+        reduce_now(found, dist.ReduceOp.MAX, group, "whether a gradient is infinite")
 
 
 def _fill_randomly(func: Any, args: tuple, kwargs: dict) -> Any:

@@ -18,8 +18,9 @@ between sequence-parallel regions, is reduced over tp before it is packed.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -60,23 +61,26 @@ class TensorParallel:
         """The placements on the axes after the data-parallel ones."""
         return self.spec.placements if self.spec is not None else ()
 
+    @cached_property
+    def cut(self) -> Sequence[tuple[int, Placement]]:
+        """The axes over which the parameter is cut, with their placements."""
+        return [(axis, placement) for axis, placement in enumerate(self.beyond) if placement.is_shard()]
+
     @property
     def ranks(self) -> dist.ProcessGroup | None:
         """The process group of the tensor-parallel axis; of several axes, the last over which the parameter is cut."""
-        cut = [axis for axis, placement in enumerate(self.beyond) if placement.is_shard()]
-        return group_of(self.spec.mesh, cut[-1] if cut else 0) if self.spec is not None else None
+        return group_of(self.spec.mesh, self.cut[-1][0] if self.cut else 0) if self.spec is not None else None
 
     @property
     def is_spread(self) -> bool:
         """Whether each rank of the axis holds a slice of the parameter, not all of it."""
-        return any(placement.is_shard() for placement in self.beyond)
+        return bool(self.cut)
 
     def slices(self, dim: int | None = None) -> int:
         """Return the number of slices along `dim`; None: along any dimension."""
         if self.spec is None:
             return 1
-        cut = ((axis, each) for axis, each in enumerate(self.beyond) if each.is_shard())
-        return math.prod(self.spec.mesh.size(axis) for axis, each in cut if dim is None or each.is_shard(dim))
+        return math.prod(self.spec.mesh.size(axis) for axis, each in self.cut if dim is None or each.is_shard(dim))
 
     def full(self, local: torch.Tensor) -> DTensor:
         """Return the parameter as the plan placed it, from this rank's slice."""

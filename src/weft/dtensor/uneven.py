@@ -188,10 +188,9 @@ class UnevenDTensor(RuledDTensor):
 
     def slice_of(self, full: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of `full`, a plain tensor of the global shape."""
-        cuts, part = self._cuts, self.part
-        if self.shape != cuts.shape:
-            full = full[tuple(slice(at, at + size) for at, size in zip(self._slice_offsets(), cuts.shape))]
-        return cuts.shaped(cuts.flattened(full)[cuts.borders[part] : cuts.borders[part + 1]], part)
+        if self.shape != self._cuts.shape:
+            full = full[tuple(slice(at, at + size) for at, size in zip(self._slice_offsets(), self._cuts.shape))]
+        return self._cuts.part_of(full, self.part)
 
     def _slice_offsets(self) -> tuple[int, ...]:
         """Return the offsets, per dimension, of this rank's tensor-parallel slice in the tensor."""

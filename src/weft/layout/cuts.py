@@ -82,6 +82,10 @@ class Cuts:
         """Return `tensor` as 1-D in memory order, the inverse of `shaped`; a view if its strides allow one."""
         return (tensor.movedim(self.dim, 0) if self.dim else tensor).reshape(-1)
 
+    def part_of(self, full: Any, part: int) -> Any:
+        """Return a part of `full`, a tensor of the shape `shape`; a view if its strides allow one."""
+        return self.shaped(self.flattened(full)[self.borders[part] : self.borders[part + 1]], part)
+
     def _stored_part(self, part: int) -> tuple[int, ...]:
         numel = self.size_of(part)
         if numel == math.prod(self.shape):

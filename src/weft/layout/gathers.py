@@ -25,9 +25,6 @@ from typing import Any, Protocol
 
 from weft.layout.trace import Event, Trace
 
-BACKWARD = ("backward", "accumulation")
-"""A backward that reduces nothing uses the same units as one that does."""
-
 
 class Gathered(Protocol):
     """A unit as `GatherOrder` sees it. `tied`: the units whose parameters it shares. `holders`: those of its weights.
@@ -99,7 +96,7 @@ class GatherOrder:
     def begin(self, kind: str, *, inside: bool = False) -> None:
         """Begin a pass of this kind. `inside`: whether it runs inside another pass."""
         self._around = self.current if inside else None
-        known = self._known(BACKWARD if kind == "backward" else (kind,))
+        known = self._known(kind)
         if known is not None:
             self._follow(kind, known.uses, known.backwards)
         else:
@@ -149,11 +146,9 @@ class GatherOrder:
             if all(unit.resident and not unit.turns for unit in message):  # it stayed after the forward
                 here.gathered.update(unit.number for unit in message)
 
-    def _known(self, kinds: Iterable[str]) -> Trace | None:
-        for kind in kinds:
-            if kind in self.traces:
-                return self.traces[kind]
-        return None
+    def _known(self, kind: str) -> Trace | None:
+        # A backward that reduces nothing uses the same units as one that does.
+        return self.traces.get(kind) or (self.traces.get("accumulation") if kind == "backward" else None)
 
     def _keep_trace(self, kind: str) -> None:
         known, events = self.traces.get(kind), self.current.events
@@ -226,7 +221,7 @@ class GatherOrder:
         ends = number in here.ending and position >= here.ends_at
         if here.kind != "forward" or (position < len(expected) and not ends):
             return False
-        known = self._known(BACKWARD)
+        known = self._known("backward")
         first = self._first_unheld(known.uses if known is not None else ())
         return number == first or (ends and first in here.ending)
 
@@ -293,7 +288,7 @@ class GatherOrder:
         """Stop following the trace, and free units that were gathered ahead and may never be used."""
         here = self.current
         here.on_plan = False
-        if self._known(BACKWARD if here.kind == "backward" else (here.kind,)) is None:
+        if self._known(here.kind) is None:
             return  # there was no prediction, or only that of the forward
         reason = f"{here.kind}: other units, or in another order"
         self.off_plan[reason] = self.off_plan.get(reason, 0) + 1

@@ -69,8 +69,8 @@ class ReductionOrder(ABC):
         """The units whose gradients were ready in this backward, in order."""
         self.waiting: set[int] = set()
         """The units that are packed and wait for their turn."""
-        self._in_turn = True
-        self._turns: deque[tuple[int, ...]] = deque()  # the remaining turns of this backward
+        self._turns: deque[tuple[int, ...]] | None = deque()
+        """The remaining turns of this backward; None: it has no agreed order."""
         self._under_way: deque[tuple[int, int, Any, Any]] = deque()
         """Reductions in flight: the first unit of the turn, unit, group, and the handle for `finish_group`."""
 
@@ -106,13 +106,12 @@ class ReductionOrder(ABC):
         """Begin a backward with these turns; None: no agreed order, as in the backward of a pipeline schedule."""
         self.arrived.clear()
         self.waiting.clear()
-        self._in_turn = turns is not None
-        self._turns = deque(turns or ())
+        self._turns = None if turns is None else deque(turns)
 
     def ready(self, unit: int, *, in_order: bool = True) -> bool:
         """Start the reduction of `unit`, whose gradients are ready, if it is its turn; otherwise pack them.
         `in_order=False` starts it immediately. Returns whether the unit follows the order."""
-        if not self._in_turn or not in_order:
+        if self._turns is None or not in_order:
             self._take((unit,))
             return False
         self.arrived.append(unit)

@@ -108,14 +108,12 @@ class FlatBuffer:
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
         """Copy full tensors in and zero the padding. Meta tensors are marked as unfilled (`weft.memory.blank`)."""
         self.local.zero_()
-        index = self.index
         for number, (view, tensor) in enumerate(zip(self.views(), tensors)):
             cuts = self.cuts(number)
-            start, stop = cuts.borders[index : index + 2]
             if tensor.is_meta:
                 blank(cuts.flattened(view))
-                continue
-            view.copy_(cuts.shaped(cuts.flattened(tensor.detach())[start:stop], index))
+            else:
+                view.copy_(cuts.part_of(tensor.detach(), self.index))
 
     def gather_in_place(
         self,

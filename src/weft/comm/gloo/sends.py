@@ -18,16 +18,9 @@ Swap = tuple[Parts, Parts]
 """What arrives from each rank and what leaves for it."""
 
 
-def swap(arriving: Parts, leaving: Parts, group: dist.ProcessGroup, tag: int) -> list[Any]:
-    """Start to receive `arriving[r]` from each other rank r, and to send `leaving[r]` to it; skip empty tensors.
-
-    Returns the works.
-    """
-    return swap_all([(arriving, leaving)], group, tag)
-
-
-def swap_all(swaps: Sequence[Swap], group: dist.ProcessGroup, tag: int) -> list[Any]:
-    """Start several swaps, with the receives of all of them before the sends."""
+def swap(swaps: Sequence[Swap], group: dist.ProcessGroup, tag: int) -> list[Any]:
+    """For each `(arriving, leaving)`, start to receive `arriving[r]` from each other rank r and to send `leaving[r]` to
+    it, and return the works. Skips empty tensors. The receives of all swaps start before the sends."""
     others = peers(dist.get_rank(group), group.size())
     works = [group.recv([each[peer]], peer, tag) for each, _ in swaps for peer in others if each[peer].numel()]
     works += [group.send([each[peer]], peer, tag) for _, each in swaps for peer in others if each[peer].numel()]

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from weft.comm.gloo.sends import Swap, swap, swap_all, terms_of
+from weft.comm.gloo.sends import Swap, swap, terms_of
 from weft.comm.transport import Adds, Capabilities, Pending, Scales, Several, Sizes, Sum, Wanted, add_scaled
 
 SECOND_ROUND = 500
@@ -30,7 +30,7 @@ class Gloo:
         """Send `source` to each rank, and meanwhile copy it into `full`, unless it is a slice of `full`."""
         rank, size = dist.get_rank(group), group.size()
         slices = full.view(size, -1)
-        works = swap(slices, [source] * size, group, tag)
+        works = swap([(slices, [source] * size)], group, tag)
         if source.data_ptr() != slices[rank].data_ptr():
             slices[rank].copy_(source)
         return Pending(works)
@@ -56,7 +56,7 @@ class Gloo:
         table = torch.empty(size, sum(widths), dtype=dtype, device=sources[0].device)
         if small:
             torch.cat([source for _, source in small], out=table[rank])
-        works = swap_all([*swaps, (table, [table[rank]] * size)], group, tag)
+        works = swap([*swaps, (table, [table[rank]] * size)], group, tag)
         for arriving, leaving in swaps:
             if leaving[rank].data_ptr() != arriving[rank].data_ptr():
                 arriving[rank].copy_(leaving[rank])
@@ -71,14 +71,14 @@ class Gloo:
 
     def all_gather_uneven(self, parts: Several, rank: int, group: ProcessGroup, tag: int) -> Pending:
         """Send this rank's part to each rank, unless it is empty."""
-        return Pending(swap(parts, [parts[rank]] * len(parts), group, tag))
+        return Pending(swap([(parts, [parts[rank]] * len(parts))], group, tag))
 
     def reduce_scatter(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
         """Receive this rank's slice from all other ranks, and sum in rank order."""
         rank, size = dist.get_rank(group), group.size()
         slices = partial.view(size, -1)
         terms = terms_of(slices[rank], how.inbox, rank, size)
-        return Pending(swap(terms, slices, group, tag), lambda: add_up(output, terms, how.scale, how.accumulate))
+        return Pending(swap([(terms, slices)], group, tag), lambda: add_up(output, terms, how.scale, how.accumulate))
 
     def reduce_scatter_bundle(
         self, outputs: Several, partials: Several, scales: Scales, adds: Adds, group: ProcessGroup, tag: int
@@ -101,7 +101,7 @@ class Gloo:
         rows = [partial.view(size, -1) for _, partial, _, _ in small]
         leaving = torch.cat(rows, dim=1) if small else partials[0].new_empty(size, 0)
         arriving = torch.empty_like(leaving)
-        works = swap_all([*swaps, (arriving, leaving)], group, tag)
+        works = swap([*swaps, (arriving, leaving)], group, tag)
 
         def take_sums() -> None:
             for each in large:
@@ -133,7 +133,7 @@ class Gloo:
         rank, size = dist.get_rank(group), group.size()
         if size == 2:
             terms = terms_of(partial, how.inbox, rank, size)
-            works = swap(terms, [partial] * size, group, tag)
+            works = swap([(terms, [partial] * size)], group, tag)
             return Pending(works, lambda: add_up(output, terms, how.scale, how.accumulate))
         slices = partial.tensor_split(size)
         own = slices[rank]
@@ -141,10 +141,10 @@ class Gloo:
 
         def go_round(tag: int) -> Pending:
             sum_into(own, terms, how.scale)
-            works = swap(slices, [own] * size, group, tag)
-            return Pending(works, lambda: how.take(output, partial, 1.0))
+            works = swap([(slices, [own] * size)], group, tag)
+            return Pending(works, lambda: add_scaled(output, partial, 1.0, how.accumulate))
 
-        return Pending(swap(terms, slices, group, tag), second=lambda: go_round(tag + SECOND_ROUND))
+        return Pending(swap([(terms, slices)], group, tag), second=lambda: go_round(tag + SECOND_ROUND))
 
     def all_to_all(
         self, output: Tensor, source: Tensor, output_sizes: Sizes, source_sizes: Sizes, group: ProcessGroup, tag: int
@@ -152,7 +152,7 @@ class Gloo:
         """Receive rows directly in `output`."""
         rank = dist.get_rank(group)
         arriving, leaving = output.split(list(output_sizes)), source.split(list(source_sizes))
-        works = swap(arriving, leaving, group, tag)
+        works = swap([(arriving, leaving)], group, tag)
         arriving[rank].copy_(leaving[rank])
         return Pending(works)
 
