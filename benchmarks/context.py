@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.comm.timeline import Timeline, span
+from weft.comm.ranges import span
+from weft.debug.timeline import Timeline
 from weft.models import HybridConfig, HybridModel, context_part
 from weft.models.gathering import CONTEXT
 from weft.overlap import hidden_fraction

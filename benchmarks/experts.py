@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.comm.timeline import Timeline
+from weft.debug.timeline import Timeline
 from weft.models import HybridConfig, HybridModel
 from weft.moe import exchanged_rows
 from weft.moe.kinds import ROWS_PER

@@ -34,8 +34,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import weft
 from weft.comm import collectives
-from weft.comm.timeline import Timeline, span
+from weft.comm.ranges import span
 from weft.comm.transport import Pending
+from weft.debug.timeline import Timeline
 from weft.overlap.hidden import busy, overlap
 
 REHEARSES = not torch.cuda.is_available() and os.environ.get("WEFT_REHEARSE") == "1"

@@ -21,7 +21,8 @@ from matplotlib.figure import Figure
 from torch import nn
 
 import weft
-from weft.comm.timeline import Interval, Timeline, recording, span
+from weft.comm.ranges import recording, span
+from weft.debug.timeline import Interval, Timeline
 from weft.overlap.hidden import busy, overlap
 from weft.train.report.figures import LIGHT, Draw, Theme, render
 

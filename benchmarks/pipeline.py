@@ -32,7 +32,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleDualPipeV
 
 import weft
-from weft.comm.timeline import Interval, Timeline, span
+from weft.comm.ranges import span
+from weft.debug.timeline import Interval, Timeline
 from weft.models import HybridConfig, HybridModel
 from weft.overlap import forward_backward
 from weft.overlap.hidden import busy, overlap

@@ -12,9 +12,10 @@ from tests.pool import distributed
 from weft.comm import collectives, streams, transfers
 from weft.comm.collectives import all_reduce, inbox_numel
 from weft.comm.lanes import ABANDONED_TIMEOUT, Lane
-from weft.comm.timeline import Timeline, labelled, span
+from weft.comm.ranges import labelled, span
 from weft.comm.transport import Pending
 from weft.comm.watch.hang_detector import start_hang_detector
+from weft.debug.timeline import Timeline
 from weft.errors import CollectiveMismatch
 
 CPU = torch.device("cpu")

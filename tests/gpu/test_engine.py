@@ -20,8 +20,9 @@ from tests.gpu.cards import (
 )
 from weft.comm import collectives
 from weft.comm.lanes import Lane
-from weft.comm.timeline import Timeline, span
+from weft.comm.ranges import span
 from weft.comm.transport import Pending
+from weft.debug.timeline import Timeline
 from weft.fsdp.module import runtime_of, units_under
 from weft.memory.buffer import FlatBuffer
 from weft.overlap.hidden import overlap

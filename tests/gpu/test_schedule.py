@@ -20,8 +20,8 @@ from tests.gpu.cards import (
 )
 from weft.comm import collectives
 from weft.comm.lanes import Ticket
-from weft.comm.timeline import Timeline
 from weft.comm.transport import Pending
+from weft.debug.timeline import Timeline
 from weft.models import HybridConfig, HybridModel
 from weft.moe.experts import GroupedExperts
 from weft.overlap import forward_backward

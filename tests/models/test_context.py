@@ -14,7 +14,7 @@ import weft
 from tests.models.test_documents import LONGROPE, MIXERS, config
 from tests.pool import distributed, each_on_one_rank
 from weft.comm.collectives import reduce_now
-from weft.comm.timeline import Timeline
+from weft.debug.timeline import Timeline
 from weft.models import Documents, HybridModel, context_part, shard
 from weft.models.context import Slices
 from weft.models.gathering import Gathering

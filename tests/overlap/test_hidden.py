@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pool import distributed
-from weft.comm.timeline import Interval, Timeline
+from weft.debug.timeline import Interval, Timeline
 from weft.mesh import init_meshes
 from weft.models import HybridConfig, HybridModel, shard
 from weft.overlap import forward_backward, hidden_fraction

@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib")
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
-from weft.comm.timeline import Interval
+from weft.debug.timeline import Interval
 from weft.train.config import parse_config, to_toml
 from weft.train.record.metrics import FILE
 from weft.train.report import expert_figures, figures

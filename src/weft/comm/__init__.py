@@ -12,6 +12,5 @@ priority       holding back lanes for more urgent communication
 transfers      transfers on the CPU that begin when other work has ended
 streams        the order of a device's work
 watch/         the hang detector
-timeline       recording when communication ran
-ranges         names in a profile
+ranges         what an observer sees: names in a profile, intervals of a timeline
 """

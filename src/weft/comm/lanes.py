@@ -21,7 +21,7 @@ import torch.distributed as dist
 from weft.comm import priority, streams
 from weft.comm.backends import transport_of
 from weft.comm.groups import CHANNEL_STRIDE
-from weft.comm.timeline import Timeline, recording, span
+from weft.comm.ranges import recording, span
 from weft.comm.transfers import Transfer, begins_at_once
 from weft.comm.transport import Pending
 from weft.comm.watch.hang_detector import Call, explain, hang_detector, watched
@@ -254,7 +254,7 @@ class Lane:
         return watch.issue(self.key(group, channel), name, group)
 
     def _recorded(
-        self, timeline: Timeline, collective: Callable[..., Pending], group: dist.ProcessGroup | None
+        self, timeline: Any, collective: Callable[..., Pending], group: dist.ProcessGroup | None
     ) -> Callable[..., Pending]:
         """Return `collective`, wrapped to record in `timeline` when it was issued and when its transfers ended."""
         label = timeline.label or collective.__name__

@@ -9,13 +9,13 @@ none                                      nothing, at no cost
 """
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch.autograd.profiler import record_function
 
-from weft.comm.timeline import NOTHING, labelled, recording
 from weft.comm.watch.hang_detector import hang_detector
 
 _HAS_CUDA = torch.backends.cuda.is_built()
@@ -61,3 +61,39 @@ def _range(unit: str, what: str) -> AbstractContextManager | None:
     if _HAS_CUDA and torch.cuda.is_initialized() and not recording:
         return torch.cuda.nvtx.range(f"weft/{unit or 'root'}/{what}")
     return None
+
+
+recording: list[Any] = []
+"""The `weft.debug.timeline.Timeline` that is recording, if any: a list of at most one, which is cheap to check."""
+
+
+def labelled(label: str) -> AbstractContextManager:
+    """Record communication that is issued inside this context under `label`."""
+    return _labelled(recording[0], label) if recording else NOTHING
+
+
+def span(lane: str, label: str = "") -> AbstractContextManager:
+    """Record the body of this context, such as computation, as one interval of `lane`; on CUDA on the current stream.
+    `label`: default is the label set by `labelled`."""
+    return _span(recording[0], lane, label) if recording else NOTHING
+
+
+NOTHING: AbstractContextManager = nullcontext()
+
+
+@contextmanager
+def _labelled(timeline: Any, label: str) -> Iterator[None]:
+    before, timeline.label = timeline.label, label
+    try:
+        yield
+    finally:
+        timeline.label = before
+
+
+@contextmanager
+def _span(timeline: Any, lane: str, label: str) -> Iterator[None]:
+    entry = timeline.begin(lane, label or timeline.label)
+    try:
+        yield
+    finally:
+        timeline.end(entry)

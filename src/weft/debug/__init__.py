@@ -4,6 +4,8 @@ with weft.debug.check_streams():
     train()            # runs the code for CUDA on CPU tensors; a missing wait raises an error
 with weft.debug.guard_memory():
     train()            # references to freed gathered weights read NaN, and writes to gathered weights raise an error
+with weft.debug.timeline.Timeline() as timeline:
+    train()            # records when communication and computation ran
 """
 
 from weft.debug.checker import Ran, StreamChecker, check_streams

@@ -10,7 +10,7 @@ The timeline of a scheduled step has, besides the lanes, an interval "compute" f
 
 from collections.abc import Iterable, Sequence
 
-from weft.comm.timeline import Interval
+from weft.debug.timeline import Interval
 from weft.overlap.order import COMPUTE, EXCHANGE
 
 Piece = tuple[float, float]

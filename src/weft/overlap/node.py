@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from weft.comm.timeline import span
+from weft.comm.ranges import span
 from weft.errors import UndeclaredTensor
 from weft.overlap.order import COMPUTE
 

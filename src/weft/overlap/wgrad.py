@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from weft.comm.timeline import span
+from weft.comm.ranges import span
 from weft.fsdp.gradients.direct import parameter_of
 from weft.fsdp.gradients.products import KINDS, SCALED, Product, is_scaled
 from weft.overlap.order import COMPUTE

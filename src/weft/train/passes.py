@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.groups import exchange_objects
-from weft.comm.timeline import Timeline
+from weft.debug.timeline import Timeline
 from weft.models.prediction import prediction_losses
 from weft.models.stages import Stages
 from weft.overlap import forward_backward

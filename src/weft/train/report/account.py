@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import weft
 from weft.comm.groups import broadcast_object
-from weft.comm.timeline import Interval
+from weft.debug.timeline import Interval
 from weft.models import HybridModel
 from weft.models.stages import Stages
 from weft.train.config import TrainConfig, to_toml

@@ -8,7 +8,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from weft.comm.timeline import Interval
+from weft.debug.timeline import Interval
 from weft.overlap.hidden import pieces, without
 from weft.overlap.order import COMPUTE, EXCHANGE
 from weft.train.report.figures import Draw, Theme

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from weft.comm.timeline import Interval
+from weft.debug.timeline import Interval
 from weft.overlap.order import COMPUTE, FORWARD
 from weft.pipeline import Costs, Simulation, Table, format_table, parse_table
 from weft.train.files import parse_json, replace_text

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.comm.timeline import Interval
+from weft.debug.timeline import Interval
 from weft.overlap import hidden_fraction
 from weft.overlap.hidden import busy, overlap
 from weft.overlap.order import COMPUTE, EXCHANGE

@@ -10,7 +10,8 @@ import weft
 from tests.pool import distributed
 from weft.comm import collectives
 from weft.comm.lanes import Lane
-from weft.comm.timeline import Interval, Timeline, labelled, span
+from weft.comm.ranges import labelled, span
+from weft.debug.timeline import Interval, Timeline
 from weft.overlap.hidden import busy, overlap
 
 CPU = torch.device("cpu")

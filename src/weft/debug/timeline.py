@@ -13,13 +13,13 @@ On CUDA, events are recorded on the lane's stream and read by `intervals`.
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from weft.comm.ranges import recording
 from weft.comm.transfers import Transfer
 from weft.comm.transport import Pending
 
@@ -121,42 +121,6 @@ class Timeline:
         works.end_by_itself()
         self._under_way.append(works)
         return Pending([works], pending.finish)
-
-
-recording: list[Timeline] = []
-"""The timeline that is recording, if any: a list of at most one, which is cheap to check."""
-
-
-def labelled(label: str) -> AbstractContextManager:
-    """Record communication that is issued inside this context under `label`."""
-    return _labelled(recording[0], label) if recording else NOTHING
-
-
-def span(lane: str, label: str = "") -> AbstractContextManager:
-    """Record the body of this context, such as computation, as one interval of `lane`; on CUDA on the current stream.
-    `label`: default is the label set by `labelled`."""
-    return _span(recording[0], lane, label) if recording else NOTHING
-
-
-NOTHING: AbstractContextManager = nullcontext()
-
-
-@contextmanager
-def _labelled(timeline: Timeline, label: str) -> Iterator[None]:
-    before, timeline.label = timeline.label, label
-    try:
-        yield
-    finally:
-        timeline.label = before
-
-
-@contextmanager
-def _span(timeline: Timeline, lane: str, label: str) -> Iterator[None]:
-    entry = timeline.begin(lane, label or timeline.label)
-    try:
-        yield
-    finally:
-        timeline.end(entry)
 
 
 def _event() -> Any:
