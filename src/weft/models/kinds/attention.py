@@ -27,18 +27,20 @@ class AnyAttention(Trunk):
     num_attention_heads: int = size(4)
     """The number of query heads of `*`, and of heads of `+`."""
     attention_bias: str = choice("none", ("none", "qkv", "all"))
-    """Which projections of attention have a bias: "none", "qkv" or "all"; in `+` those from and to the hidden size."""
+    """Which projections of attention have a bias: "none", "qkv" or "all". In `+`, "all" means those from and to the
+    hidden size."""
     attention_scale: float | None = optional_positive()
-    """Factor of the dot products of queries and keys; None: (width of a key)^-0.5."""
+    """Factor of the dot products of queries and keys; None: 1 / sqrt(width of a key)."""
     rope_theta: float = amount(10000.0)
     """Base of the rotary position embedding's wavelengths; 0: no rotation."""
     rope_interleave: bool = switch(False)
-    """Whether a rotated pair is two adjacent elements; False: element i of each half of a head."""
+    """Whether the two elements of a rotated pair are adjacent. False: they are element i of the first and of the second
+    half of a head."""
     rope_scaling: dict | None = declared(  # noqa: RUF009
         None, lambda table: table is None or isinstance(table, Mapping), "a table with a rope_type, or None"
     )
-    """Rotation for longer contexts: rope_type "linear", "llama3", "yarn", "dynamic" or "longrope", and its numbers, as
-    in transformers."""
+    """Scaling of the rotation for longer contexts, as in transformers: a table with rope_type ("linear", "llama3",
+    "yarn", "dynamic" or "longrope") and its numbers."""
 
     @property
     def rotated(self) -> int:
@@ -61,32 +63,35 @@ class Attention(AnyAttention, kind=KIND):
     """The fields of self-attention, `*` in patterns."""
 
     num_key_value_heads: int = size(2)
-    """The number of key and value heads of `*`; must divide the query heads, which share them in equal groups."""
+    """The number of key and value heads of `*`. It must divide the number of query heads, which share them in equal
+    groups."""
     head_dim: int | None = optional_size()
-    """Width of one head of `*`, even if it is rotated; None: hidden_size / num_attention_heads."""
+    """Width of one head of `*`. Its rotated part has an even width; None: hidden_size / num_attention_heads."""
     attention_output_gate: bool = switch(False)
     """Whether the output of each head of `*` is multiplied by a sigmoid gate, projected together with the queries."""
     qk_norm: str = choice("none", ("none", "head", "full"))
-    """Norm of queries and keys of `*` before rotation: "none", "head" (of each head), or "full" (over all heads)."""
+    """Norm of the queries and keys of `*` before rotation: "none", "head" (of each head), or "full" (over all heads).
+    """
     sliding_window: int | None = optional_size()
-    """Number of positions that a query of `*` attends to, itself included; None: all earlier ones."""
+    """Number of positions that a query of `*` attends to, including its own; None: all positions up to its own."""
     windowed: tuple[int, ...] | None = any_value(None)
-    """Numbers, from 0, of the layers `*` with a sliding window; they restart in each prediction depth. None: all, and
-    the attention of `P`."""
+    """Numbers of the layers `*` that have a sliding window. They count from 0, and from 0 again in each prediction
+    depth; None: all layers `*`, and the attention of `P`."""
     attention_sinks: bool = switch(False)
-    """Whether each head of `*` has an attention sink: a learned logit in the softmax without a value."""
+    """Whether each head of `*` has an attention sink: a learned logit in the softmax that has no value."""
     partial_rotary_factor: float = declared(
         1.0, lambda factor: is_number(factor) and 0 < factor <= 1, "more than 0 and at most 1"
     )
-    """Fraction of a head of `*` that is rotated: its first elements."""
+    """Fraction of the elements of each head of `*` that is rotated: the first ones."""
     rope_local_theta: float | None = optional_positive()
-    """Base of the rotation, without scaling, of layers `*` with a sliding window; None: that of all layers."""
+    """`rope_theta` for the layers `*` with a sliding window, whose rotation is then not scaled; None: they rotate as
+    the other layers do."""
     unrotated: tuple[int, ...] = any_value(())
-    """Numbers, from 0, of the layers `*` without rotation; they restart in each prediction depth."""
+    """Numbers of the layers `*` without rotation. They count from 0, and from 0 again in each prediction depth."""
 
     context_attention: str = choice("gather", ("gather", "heads"), result=False)
-    """How `*` attends to positions on other context ranks: "gather" gathers keys and values, "heads" exchanges
-    positions for heads, so that a rank has some heads at all positions."""
+    """How `*` attends to positions on other ranks with context parallelism: "gather" gathers keys and values; "heads"
+    exchanges positions for heads, so that each rank has some of the heads at all positions."""
 
     @property
     def attention_head_dim(self) -> int:

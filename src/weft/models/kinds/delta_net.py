@@ -15,7 +15,7 @@ class DeltaNet(Trunk, kind=KIND):
     linear_num_key_heads: int = size(4)
     """The number of key heads of `G`."""
     linear_num_value_heads: int = size(4)
-    """The number of value heads of `G`, a multiple of its key heads."""
+    """The number of value heads of `G`, a multiple of the number of its key heads."""
     linear_key_head_dim: int = size(32)
     """Width of a key head of `G`."""
     linear_value_head_dim: int = size(32)
@@ -23,7 +23,7 @@ class DeltaNet(Trunk, kind=KIND):
     linear_conv_kernel_dim: int = size(4)
     """Kernel width of the convolution of `G`, in positions."""
     delta_kernel: str = choice("auto", ("auto", "torch", "fla"), result=False)
-    """Kernel of the delta rule of `G`: "fla", "torch", or "auto", the first of these that is usable."""
+    """Kernel of the delta rule of `G`: "fla", "torch", or "auto" (the first of the two that is usable)."""
 
     def check(self) -> None:
         """Raise `ValueError` if the numbers of key and value heads do not fit."""

@@ -33,22 +33,21 @@ class Experts(AnyMLP, kind=KIND):
     """Inner width of one expert."""
     moe_rows_per: str = choice("rank", ROWS_PER, result=False)
     """With expert parallelism, how often a token is sent: once per "rank" that has some of its experts, or once per
-    "expert", which sends more rows but sums them bit for bit as one process does.
-    """
+    "expert". "expert" sends more rows, but sums the rows bit for bit as one process does."""
     moe_latent_size: int | None = optional_size()
-    """Width of the input and output rows of experts; None: hidden_size."""
+    """Width of the experts' inputs and outputs; None: hidden_size."""
     shared_expert_intermediate_size: int = declared(
         0, lambda value: is_whole(value, 0), "an integer, 0 for no shared expert"
     )
     """Inner width of the shared expert, which processes every token; 0: no shared expert."""
     shared_expert_gate: bool = switch(False)
-    """Whether the output of the shared expert is multiplied by a sigmoid, one number per token."""
+    """Whether the output of the shared expert is multiplied by a sigmoid gate, one number per token."""
     experts_bias: bool = switch(False)
     """Whether the projections of the experts have a bias."""
     router_bias: bool = switch(False)
     """Whether the router's logits have a learned bias."""
     router_score: str = choice("softmax", ("softmax", "sigmoid"))
-    """How router logits become scores: "softmax" or "sigmoid"."""
+    """Function that turns router logits into scores: "softmax" or "sigmoid"."""
     norm_topk_prob: bool = switch(True)
     """Whether the scores of a token's experts are scaled to sum to 1."""
     routed_scaling_factor: float = positive(1.0)
@@ -58,13 +57,14 @@ class Experts(AnyMLP, kind=KIND):
     topk_group: int = size(1)
     """The number of groups from which a token's experts are chosen."""
     expert_bias: bool = switch(False)
-    """Whether a bias on the router's scores balances the load without a loss; the training loop updates it."""
+    """Whether a bias on the router's scores balances the load of the experts without a loss. The training loop updates
+    the bias."""
     aux_loss_coef: float = amount(0.0, result=False)
     """Weight of the load-balancing loss."""
     z_loss_coef: float = amount(0.0, result=False)
     """Weight of the router's z-loss."""
     capacity_factor: float | None = optional_positive()
-    """Capacity of an expert relative to a balanced load; tokens above it are dropped. None: no limit."""
+    """Capacity of an expert relative to a balanced load. Tokens above the capacity are dropped; None: no limit."""
     pad_to_capacity: bool = switch(False)
     """Whether the rows of each expert are padded with zeros to its capacity, so that shapes never change."""
 

@@ -14,13 +14,13 @@ class LatentAttention(AnyAttention, kind=KIND):
     """The fields of multi-head latent attention, `+` in patterns."""
 
     q_lora_rank: int | None = optional_size()
-    """Width of the latent of the queries of `+`; None: no latent."""
+    """Width of the latent of the queries of `+`; None: the queries have no latent."""
     kv_lora_rank: int = size(32)
     """Width of the latent of keys and values of `+`."""
     qk_nope_head_dim: int = size(32)
-    """Width of the part of a head's key in `+` that is not rotated."""
+    """Width of the part of each head's key in `+` that is not rotated."""
     qk_rope_head_dim: int = size(16)
-    """Width of the part of a key in `+` that is rotated, even; all heads share it."""
+    """Width of the rotated part of a key in `+`, an even number. All heads share this part."""
     v_head_dim: int = size(32)
     """Width of a head's value in `+`."""
 

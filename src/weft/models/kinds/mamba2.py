@@ -19,8 +19,8 @@ class Mamba2(Trunk, kind=KIND):
     ssm_state_size: int = size(32)
     """Size of the state of `M` for each element of a head."""
     mamba_n_groups: int = size(1)
-    """The number of groups of heads of `M` that share B and C, the projections to and from the state; divides the
-    heads."""
+    """The number of groups of heads of `M`; it must divide the number of heads. The heads of a group share B and C, the
+    projections to and from the state."""
     conv_kernel: int = size(4)
     """Kernel width of the convolution of `M`, in positions."""
     conv_bias: bool = switch(True)
@@ -28,7 +28,7 @@ class Mamba2(Trunk, kind=KIND):
     mamba_bias: bool = switch(False)
     """Whether the projections of `M` have a bias."""
     mamba_norm: str = choice("gate_first", ("gate_first", "norm_first", "none"))
-    """Order of gate and norm on the output of `M`: "gate_first", "norm_first", or "none", the gate without a norm."""
+    """Order of gate and norm on the output of `M`: "gate_first", "norm_first", or "none" (a gate without a norm)."""
     time_step_min: float = positive(0.001, result=False)
     """Smallest initial time step of the heads of `M`."""
     time_step_max: float = positive(0.1, result=False)
@@ -42,7 +42,7 @@ class Mamba2(Trunk, kind=KIND):
     chunk_size: int = size(128, result=False)
     """Chunk length of the state space of `M`, in positions; affects only rounding and speed."""
     mamba_kernel: str = choice("auto", ("auto", "torch", "mamba_ssm"), result=False)
-    """Kernel of the state space of `M`: "mamba_ssm", "torch", or "auto", the first of these that is usable."""
+    """Kernel of the state space of `M`: "mamba_ssm", "torch", or "auto" (the first of the two that is usable)."""
 
     def check(self) -> None:
         """Raise `ValueError` if groups do not divide the heads, or a minimum is above its maximum."""

@@ -37,7 +37,7 @@ class MLP(AnyMLP, kind=KIND):
     intermediate_size: int = size(256)
     """Inner width of `-`."""
     mlp_multipliers: tuple[float, ...] = numbers(2)
-    """Factors of the gate of `-` and of its output."""
+    """Two factors of `-`: of its gate and of its output."""
 
     def check(self) -> None:
         """Raise `ValueError` if an MLP without a gate has a factor for it."""

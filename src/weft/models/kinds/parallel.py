@@ -19,4 +19,4 @@ class Parallel(Mamba2, Attention, kind=KIND):
     ssm_out_multiplier: float = number(1.0)
     """Factor of the Mamba-2 part of `P` before both parts are added."""
     ssm_multipliers: tuple[float, ...] = numbers(5)
-    """Factors of the parts of the Mamba-2 projection in `P`: gate, x, B, C and step."""
+    """Factors of the five parts of the Mamba-2 projection in `P`: gate, x, B, C and time step."""

@@ -51,13 +51,14 @@ class Trunk:
     hidden_size: int = size(128)
     """Width of the residual stream."""
     rms_norm_eps: float = positive(1e-5)
-    """Epsilon of RMS norms: added to the mean square before its root."""
+    """Epsilon of RMS norms, added to the mean square before its square root is taken."""
     zero_centered_norm: bool = switch(False)
-    """Whether norms multiply by 1 + weight; norms inside mixers and norms of the latents of `+` never do."""
+    """Whether norms multiply by 1 + weight instead of by the weight. Norms inside mixers, and of the latents of `+`,
+    never do."""
     norm_order: str = choice("pre", ("pre", "post", "both"))
-    """Where each layer is normalised: its input ("pre"), its output ("post"), or "both"."""
+    """What is normalised in each layer: its input ("pre"), its output ("post"), or "both"."""
     pad_token_id: int | None = any_value(None)
-    """A token whose embedding gets no gradient; None: every embedding gets one."""
+    """Token whose embedding gets no gradient; None: all embeddings get gradients."""
     tie_word_embeddings: bool = switch(False)
     """Whether the head uses the embedding's weight."""
     embedding_multiplier: float = positive(1.0)
@@ -69,12 +70,12 @@ class Trunk:
     logits_scaling: float = positive(1.0)
     """Divisor of the logits."""
     mtp_loss_coef: float = amount(0.3, result=False)
-    """Weight of the mean loss over the prediction depths."""
+    """Weight of the mean loss of the prediction depths (multi-token prediction)."""
     recompute: tuple[str, ...] = declared(
         (), lambda stages: set(stages) <= {"attend", "experts"}, "some of 'attend' and 'experts'", False
     )
-    """Stages whose activations backward recomputes: "attend" (the blocks before the experts or the MLP), "experts" (the
-    experts or the MLP)."""
+    """Stages of each layer that backward recomputes instead of saving activations: "attend" (the blocks before the
+    experts or the MLP), "experts" (the experts or the MLP)."""
 
     def __init_subclass__(cls, kind: Kind | None = None, **more: Any) -> None:
         super().__init_subclass__(**more)

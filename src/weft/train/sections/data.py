@@ -12,13 +12,13 @@ class DataConfig:
     """[data]: the text, how it is tokenised, and how tokens are divided into sequences."""
 
     kind: Literal["text", "jsonl", "messages", "parquet", "datasets", "tokens"] = "text"
-    """Kind of `paths`: text, JSON lines of text or of "messages", Parquet, saved `datasets`, or token arrays."""
+    """Format of `paths`: text, JSON lines of text or of "messages", Parquet, saved `datasets`, or token arrays."""
     paths: tuple[str, ...] = ()
     """Files or folders, relative to the working directory; empty: Python's standard library."""
     include: tuple[str, ...] = ("*",)
     """Patterns of file names to read from folders (files named in `paths` are always read)."""
     field: str = "text"
-    """Field of a record (JSON lines, Parquet, datasets) with its text; for conversations "text" means "messages"."""
+    """Field of a record (JSON lines, Parquet, datasets) with its text. For conversations, "text" means "messages"."""
     weights: tuple[float, ...] = ()
     """Relative frequency of sequences from each of `paths`; empty: all paths are one text."""
     separator: str = ""
@@ -26,7 +26,7 @@ class DataConfig:
     packing: Literal["stream", "whole"] = "stream"
     """"stream": documents follow each other and are cut anywhere; "whole": sequences contain whole documents."""
     token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
-    """With token arrays: dtype of files other than .npy."""
+    """With `kind = "tokens"`: dtype of files other than .npy."""
     validation_paths: tuple[str, ...] = ()
     """Text to validate on; empty: a part of `paths`."""
     tokenizer: str = "bytes"
@@ -34,13 +34,13 @@ class DataConfig:
     sequence_length: int = 256
     """Tokens per sequence."""
     validation_fraction: float = 0.05
-    """Fraction of the text that is kept for validation, the same text for every seed."""
+    """Fraction of the text that is kept for validation. Every seed keeps the same text."""
     seed: int = 0
     """Seed of the order in which training sequences are seen."""
     factory: str = ""
-    """With `model.factory`: a function (rank, ranks) -> iterable of microbatches, in place of text."""
+    """With `model.factory`: a function (rank, ranks) -> iterable of microbatches, which replaces the text."""
     validation_factory: str = ""
-    """With `factory`: a function for the validation data."""
+    """With `factory`: the same kind of function for the validation data."""
     cache_dir: str = ""
     """Folder of token files; empty: weft's folder in the user's cache directory."""
 

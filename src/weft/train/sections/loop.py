@@ -17,13 +17,13 @@ class LoopConfig:
     microbatch_size: int = 8
     """Sequences in one forward pass of a rank."""
     precision: Literal["fp32", "bf16", "fp8", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4"] = "fp32"
-    """Dtype of computation and communication, or bf16 with quantized weights. Main weights are fp32."""
+    """Dtype of computation and communication, or bf16 with a format of quantized weights. Main weights are fp32."""
     unquantized_ends: int = 0
     """With a quantized `precision`: number of layers at each end of the model whose weights are gathered in bf16."""
     seed: int = 0
     """Seed of the initial weights and of all other random choices except the data order."""
     validate_every: int = 100
-    """Steps between two validations; 0: only at the end."""
+    """Steps between two validations; 0: only one, at the end."""
     validation_batches: int = 4
     """Size of the fixed validation set, in global batches."""
     sample: str = ""
@@ -31,49 +31,49 @@ class LoopConfig:
     sample_tokens: int = 64
     """With `sample`: number of tokens to add, each the most likely one."""
     ema_decay: float = 0.0
-    """Decay of a moving average of the weights, which is also validated and saved; 0: none."""
+    """Decay of a moving average of the weights. The average is also validated and saved. 0: no average."""
     stop_after: int = 0
-    """Number of consecutive validations without a lower loss after which the run ends; 0: never."""
+    """The run ends after this many consecutive validations without a new lowest loss; 0: never."""
     gradient_clip: float = 1.0
     """Largest norm of the whole gradient; 0: no clipping."""
     skip_spikes: float = 0.0
-    """Skip a step whose gradient norm is above this many times the median of the last hundred; 0: skip none."""
+    """Skip steps whose gradient norm is above this multiple of the median of the last hundred norms; 0: none."""
     log_every: int = 10
     """Steps between two lines of output if the output is not a terminal."""
     parameter_norms_every: int = 0
-    """Steps between two records of the norms of every parameter and of its gradient; 0: none."""
+    """Steps between two records of the norm of each parameter and of its gradient; 0: none."""
     quantization_shares_every: int = 0
     """With a quantized `precision`: steps between two records of saturated and underflowed weights by unit; 0: none."""
     profile_step: int = 0
-    """First step that torch's profiler records, with a trace for each rank; 0: none."""
+    """First step that torch's profiler records; each rank writes a trace. 0: none."""
     profile_steps: int = 3
     """With `profile_step`: number of steps to record."""
     peak_tflops: float = 0.0
-    """Peak of one device, in 10^12 operations per second, to log the utilisation as mfu; 0: not logged."""
+    """Peak speed of one device in 10^12 operations per second, for the logged utilisation (mfu); 0: not logged."""
     activation_checkpointing: bool = False
-    """Recompute each layer's activations in the backward instead of keeping them."""
+    """Recompute the activations of each layer in backward instead of saving them."""
     pipeline_schedule: str = ""
     """Name or file; empty: "combined" with `overlap`, else "interleaved" or "1f1b". Without `sharding.pp`: "paired"."""
     recompute_every: int = 1
     """With `activation_checkpointing`: recompute every n-th layer."""
     keep_products: bool = False
-    """With `activation_checkpointing`: keep the outputs of matrix products and attention; recompute the rest."""
+    """With `activation_checkpointing`: save the outputs of matrix products and attention; recompute the rest."""
     compile: str = ""
     """Backend of `torch.compile`, such as "inductor", applied to each layer separately; empty: none."""
     overlap: bool = False
     """Overlap the token exchange of one microbatch with the computation of another (`weft.overlap`)."""
     delay_wgrad: bool = False
-    """With `overlap`: compute weight gradients separately, during an exchange."""
+    """With `overlap`: compute weight gradients separately, while tokens are exchanged."""
     early_release: bool = False
-    """With `overlap`: free a layer's activations earlier; less memory, less overlap."""
+    """With `overlap`: free a layer's activations earlier, which takes less memory but hides less communication."""
     halves: bool = False
-    """With `overlap`: exchange unpaired microbatches in two halves; experts start on the first."""
+    """With `overlap`: exchange unpaired microbatches in two halves; experts start on the first half."""
     check: bool = False
-    """Before the first step, run the step of a small copy of the model in one process, and compare (`weft check`)."""
+    """Before the first step, run a step of a small copy of the model and compare it with one process (`weft check`)."""
     watchdog: float = 600.0
-    """Seconds without progress after which a run ends and names the rank that hangs; 0: never."""
+    """Seconds without progress after which the run ends and names the rank that hangs; 0: never."""
     buffers: Literal["broadcast", "mean", "own"] = "broadcast"
-    """Buffers of your own model after each step (running statistics): rank 0's, their mean, or each rank's own."""
+    """Value of your model's buffers (running statistics) after a step: rank 0's, the mean, or each rank's own."""
     cross_documents: bool = False
     """With `data.packing = "whole"`: let the documents of a sequence attend to each other."""
     expert_bias_rate: float = 1e-3

@@ -22,21 +22,21 @@ class OptimizerConfig:
     """[optimizer]: the optimizer and its options."""
 
     name: str = "AdamW"
-    """One of torch.optim, "Muon" (on matrices; AdamW steps the rest), or any "package.module:Class"."""
+    """A class of torch.optim, "Muon" (for matrices; AdamW updates the rest), or any "package.module:Class"."""
     lr: float = 1e-3
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the running means of the gradient and of its square, where the optimizer has them."""
+    """Decay of the running means of the gradient and of its square, if the optimizer has them."""
     eps: float = 1e-8
-    """Added to the root of the second moment, where the optimizer has one."""
+    """Added to the square root of the second moment, if the optimizer has one."""
     weight_decay: float = 0.1
     """Weight decay of matrices, decoupled in AdamW and Muon; vectors such as norms and biases have none."""
     options: dict = field(default_factory=dict)
-    """Other options of the class, as a table: {momentum = 0.9, nesterov = true}."""
+    """Other arguments of the optimizer's class, as a table: {momentum = 0.9, nesterov = true}."""
     flat: bool = False
     """Update a few flat tensors instead of each parameter (`weft.optim.flat`): same results, fewer kernels."""
     adamw_for: tuple[str, ...] = ("*embed*", "*wte*", "*wpe*", "*lm_head*", "head.*", "output_layer.*")
-    """With "Muon": patterns of parameter names; AdamW steps the matrices that match."""
+    """With "Muon": patterns of parameter names. AdamW updates the matrices that match."""
 
     def __post_init__(self) -> None:
         package, colon, attribute = self.name.partition(":")
@@ -82,7 +82,7 @@ class ScheduleConfig:
     warmup_steps: int | None = None
     """Steps over which the learning rate rises linearly to its peak; unset: a tenth of the run, at most 100."""
     shape: Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"] = "cosine"
-    """Shape of the decay from the peak; "wsd" stays at the peak and falls linearly at the end."""
+    """Decay from the peak: "cosine", "linear", "inverse_sqrt", "constant", or "wsd" (linear, at the end only)."""
     min_lr_ratio: float = 0.1
     """Final learning rate of "cosine", "linear" and "wsd", as a fraction of the peak."""
     decay_fraction: float = 0.2

@@ -19,7 +19,7 @@ class CheckpointConfig:
     keep_best: bool = False
     """Save after each validation with a new lowest loss, and also keep the best checkpoint."""
     asynchronous: bool = True
-    """Write while training continues."""
+    """Write checkpoints while training continues."""
     memory_every: int = 0
     """Steps between two copies in the host's memory, from which `weft train --restarts` resumes; 0: none."""
 
@@ -38,17 +38,17 @@ class RunConfig:
     name: str = "default"
     """Name of the run, and of its folder in `directory`."""
     resume: bool = False
-    """Resume from the newest intact checkpoint of the newest run of that name."""
+    """Resume from the newest intact checkpoint of the newest run with this name."""
     patience: float = 1800.0
-    """Seconds that a rank waits for the others at the start."""
+    """Seconds that a rank waits for the other ranks at the start."""
     report_every: float = 60.0
-    """Seconds between two reports while the run trains, written by a separate process; 0: only at the end."""
+    """Seconds between two reports during training, written by a separate process; 0: only one, at the end."""
     loggers: tuple[str, ...] = ("tensorboard",)
     """Loggers in addition to metrics.jsonl: "tensorboard", "wandb", or any "package.module:Class"."""
     units: dict = field(default_factory=dict)
-    """Units of the named scalars that your loss returns: {accuracy = "%"}."""
+    """Units of measurement of the named scalars that your loss returns: {accuracy = "%"}."""
     renumber: bool = False
-    """Resume with the same layers, grouped differently, such as `*-*E` after `[*-][*E]`."""
+    """Allow resuming with the same layers grouped differently, such as `*-*E` after `[*-][*E]`."""
     weights: str = ""
     """Weights that a new run starts from: a run, a checkpoint or a directory of a model; empty: initial weights."""
 

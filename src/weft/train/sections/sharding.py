@@ -12,43 +12,43 @@ class ShardingConfig:
     """[sharding]: sharding strategy, parallelism and options of the runtime."""
 
     strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = "optim_grads_params"
-    """State that is sharded over the ranks: nothing, optimizer state, + gradients, + weights."""
+    """What to shard: "no_shard", "optim" (optimizer state), "optim_grads" (gradients too), "optim_grads_params"."""
     dp_shard: int = -1
-    """Ranks over which that state is sharded; -1: all ranks divided by `dp_replicate`."""
+    """Number of ranks over which the strategy shards; -1: all data-parallel ranks divided by `dp_replicate`."""
     dp_replicate: int = 1
-    """Number of groups of `dp_shard` ranks, each with a copy of everything (HSDP)."""
+    """Number of groups of `dp_shard` ranks. Each group has a full copy of the state (HSDP)."""
     outer_strategy: Literal["no_shard", "optim"] = "no_shard"
-    """With `dp_replicate`: "optim" also shards optimizer state over the copies (HFSDP)."""
+    """With `dp_replicate`: "optim" also shards the optimizer state over the groups (HFSDP)."""
     ep: int = 1
-    """Ranks that share one copy of the experts and exchange tokens; divides the data-parallel ranks."""
+    """Number of ranks that share one copy of the experts and exchange tokens; divides the data-parallel ranks."""
     cp: int = 1
-    """Ranks that share every sequence: each has two slices of it."""
+    """Number of ranks that share every sequence (context parallelism). Each has two slices of it."""
     tp: int = 1
-    """Ranks that share every layer: heads, widths and the vocabulary are sharded, and positions between layers."""
+    """Number of ranks that share every layer: its heads, widths and vocabulary, and positions between layers."""
     etp: int | None = None
-    """Ranks over which each expert is sharded: the same number as `tp`, or 1 for whole experts; unset: `tp`."""
+    """Number of ranks over which each expert is sharded: `tp`, or 1 for whole experts; unset: `tp`."""
     pp: int = 1
-    """Ranks of a pipeline, over which the layers are divided: by `|` in the pattern, or into segments of equal cost."""
+    """Number of pipeline ranks. Layers are divided at `|` in the pattern, or into segments of equal cost."""
     chunks: int | None = None
-    """With `pp`: stages of each rank; unset: by the pattern's segments, otherwise the schedule's default."""
+    """With `pp`: number of stages per rank; unset: from the pattern's segments, else the schedule's default."""
     reshard_after_forward: bool | int | None = None
-    """Whether weights are freed after forward, or how many ranks to reshard over; unset: all except the root's."""
+    """Whether to free weights after forward, or over how many ranks to reshard; unset: free all except the root's."""
     offload: bool = False
     """Keep sharded weights, gradients and optimizer state in CPU memory."""
     prefetch_bytes: int | None = None
     """Bytes of weights that may be gathered ahead; unset: the next unit."""
     bucket_bytes: int | None = None
-    """Neighbouring units up to this many bytes are gathered in one message; 0: each separately; unset: weft chooses."""
+    """Neighbouring units up to this many bytes are gathered in one message; 0: each unit alone; unset: weft chooses."""
     max_live_reduce_buffers: int = 2
-    """Units whose partial gradients may be alive at once; with 1, reductions do not overlap computation."""
+    """Number of units whose partial gradients may be in memory at once; with 1, reductions do not overlap."""
     separate_all_gather_group: bool = False
-    """Gather over separate communicators, concurrently with reductions."""
+    """Use separate communicators for gathers, so that gathers run concurrently with reductions."""
     allocator: Literal["trace", "caching"] = "trace"
-    """ "trace" plans one slab of transient memory from the first step, "caching" uses torch's allocator."""
+    """ "trace" plans one slab of transient memory from the first step; "caching" uses torch's allocator."""
     check_collectives: bool = True
-    """Compare after each backward the collectives that every rank issued."""
+    """After each backward, compare the collectives that the ranks issued."""
     graphs: tuple[str, ...] = ()
-    """Scopes that graphs capture: "attn", "mamba", "mlp", "moe_router", "moe_preprocess", "experts", "finish"."""
+    """Scopes to capture in graphs: "attn", "mamba", "mlp", "moe_router", "moe_preprocess", "experts", "finish"."""
     graphs_backend: Literal["cuda", "tape"] = "cuda"
     """With `graphs`: "cuda", or on the CPU "tape", which replays operators one by one and saves no time."""
 
