@@ -13,7 +13,7 @@ BUCKET_BYTES: int | None = None  # the default of `RuntimeOptions.bucket_bytes`
 
 class CaptureTable(Protocol):
     """The captures of one model. `failed`: for each part, whether a capture failed on this rank since the last
-    agreement. `agree`: end the pass; its argument says, for each part, whether a capture failed on any rank."""
+    agreement. `agree`: ends the pass; its argument tells for each part whether a capture failed on any rank."""
 
     @property
     def failed(self) -> list[bool]: ...
@@ -22,8 +22,8 @@ class CaptureTable(Protocol):
 
 @runtime_checkable
 class Captures(Protocol):
-    """A choice of parts to capture; `weft.graphs` implements it. `table`: return the captures of the model `root`.
-    `unit_of`: the unit of each sharded module. `owns`: whether a parameter is sharded."""
+    """The chosen parts to capture; `weft.graphs` implements it. `table`: returns the captures of the model `root`.
+    `unit_of`: returns the unit of a sharded module. `owns`: returns whether a parameter is sharded."""
 
     def table(
         self, root: nn.Module, engine: Any, unit_of: Callable, owns: Callable, device: torch.device
@@ -89,7 +89,7 @@ class RuntimeOptions:
             )
 
     def joined(self, given: "RuntimeOptions", now: "RuntimeOptions") -> "RuntimeOptions":
-        """Return these options of a new root, with the changes that methods of an inner model made to its options, from
+        """Return these options of a new root with the changes that methods of an inner model made to its options: from
         `given` to `now`. Of the numbers of buffers, the larger one applies."""
         buffers, separate = self.max_live_reduce_buffers, self.separate_all_gather_group
         if now.max_live_reduce_buffers != given.max_live_reduce_buffers:
