@@ -66,11 +66,10 @@ def launch(
     directory of a new run is removed if the run did not begin and one line explains the failure. Otherwise it stays,
     for its logs.
 
-    `restarts`: how often all ranks are restarted from the newest checkpoint after a failure
-    (exit code 1). `restart_ranks`: the
-    number of ranks after a restart. If a restart fails with the same message at the same checkpoint as the start before
-    it, there is no further restart. `keeps_copies`: whether ranks copy their state to memory. A restart resumes from
-    the copy if the copy is newer.
+    `restarts`: how often all ranks are restarted from the newest checkpoint after a failure (exit code 1).
+    `restart_ranks`: the number of ranks after a restart. If a restart fails with the same message at the same
+    checkpoint as the start before it, there is no further restart. `keeps_copies`: whether ranks copy their state to
+    memory. A restart resumes from the copy if the copy is newer.
     """
     failed = ""
     requests = Requests()  # of all starts: a signal between two of them is obeyed by the next one
