@@ -1,7 +1,7 @@
-"""Small messages between hosts on which all ranks agree, and the exchange of this kind at the end of each backward.
+"""Small messages with which the hosts of all ranks agree, and the exchange of such messages at the end of each backward.
 
-They are sent over gloo, also if data is sent over NCCL. So hosts do not wait for devices: they exchange information
-about queued work while the devices still compute.
+The messages are sent over gloo, even if data is sent over NCCL. Hosts therefore do not wait for devices: they exchange
+information about queued work while the devices still compute.
 
 At the end of a backward the ranks exchange which units they reduced, which collectives they issued and which parameters
 have gradients. A rank then starts the reductions that only other ranks have started. Messages of different units can
@@ -26,7 +26,7 @@ from weft.comm.watch.rules import mismatch
 from weft.errors import CollectiveMismatch
 
 TAGS = 200
-"""The first tag of these messages, which differ from the tags of lanes."""
+"""The first tag of these messages. Lanes have other tags."""
 _WORD = 62  # the number of flags that one integer of a message holds
 
 
@@ -35,9 +35,9 @@ def agree(
 ) -> tuple[list[int], list[int]]:
     """All-reduce integers: return the maximum of each of `highest`, and the bitwise or of each of `union`.
 
-    `groups`: those of mesh axes; the result covers all ranks of the mesh. Integers are below 2**63 in magnitude. In
-    each of log2(n) rounds a rank sends one message, at twice the distance of the previous one. `what`: the purpose.
-    `channel`: the model's. Messages with another purpose or channel never match these.
+    `groups`: the process groups of mesh axes. The result covers all ranks of the mesh. Integers are below 2**63 in
+    magnitude. In each of log2(n) rounds a rank sends one message, at twice the distance of the last round. `what`: the
+    purpose. `channel`: the model's. Messages with another purpose or channel never match these.
     """
     tag = tag_of(TAGS, what, channel)
     border = len(highest)
@@ -63,11 +63,11 @@ def agree(
 
 @dataclass(frozen=True)
 class Agreed:
-    """The state that all ranks agree on after a backward. `present`: per parameter, whether any rank has a gradient.
+    """The state on which all ranks agree after a backward. `present`: per parameter, whether any rank has a gradient.
     `waiting`: the numbers of the units that any rank packed and that had no turn in the agreed order. `same_order`:
     whether the units' backwards ended in the same order on all ranks. `trains`: per parameter group, whether any rank
-    trains it. `resharded`: per unit, whether any rank's user has resharded it. `uncaptured`: per CUDA graph, whether
-    its capture failed on any rank."""
+    trains it. `resharded`: per unit, whether the user of any rank has resharded it. `uncaptured`: per CUDA graph,
+    whether its capture failed on any rank."""
 
     present: Sequence[bool]
     trains: Sequence[bool]
@@ -78,8 +78,8 @@ class Agreed:
 
 
 class Agreement:
-    """The log of one backward's collectives, compared across ranks at the end of the backward. `checks`:
-    whether ranks exchange anything. `channel`: separates the messages of models that use the same process groups."""
+    """The log of one backward's collectives. At the end of the backward it is compared across ranks. `checks`: whether
+    ranks exchange anything. `channel`: separates the messages of models that use the same process groups."""
 
     def __init__(self, checks: bool, channel: int) -> None:
         self.checks = checks
@@ -99,7 +99,7 @@ class Agreement:
         self, units: Sequence[str], groups: Sequence[dist.ProcessGroup], trains: Sequence[bool] = ()
     ) -> list[bool]:
         """Raise CollectiveMismatch if the ranks have different units. Return, per parameter group, whether any rank
-        trains it. `units`: one description per unit. `trains`: per parameter group, whether this rank trains it."""
+        trains it. `units`: a description of each unit. `trains`: per parameter group, whether this rank trains it."""
         word = _fingerprint(units)
         (high, low), union = agree([word, -word], _packed(trains), groups, "first pass", channel=self.channel)
         if high != -low:
@@ -118,9 +118,9 @@ class Agreement:
         resharded: Sequence[bool] = (),
         uncaptured: Sequence[bool] = (),
     ) -> Agreed:
-        """Exchange this rank's state with the other ranks at the end of a backward, and clear the log. `arrived`: the
-        units in the order in which their backwards ended. `names`: those of all units. `groups`: the process groups of
-        the mesh axes, which together reach every rank. The other arguments are this rank's values of the fields of
+        """At the end of a backward, exchange this rank's state with the other ranks, and clear the log. `arrived`: the
+        units in the order in which their backwards ended. `names`: the names of all units. `groups`: the process groups
+        of the mesh axes, which together reach every rank. The other arguments are this rank's values of the fields of
         `Agreed`. Raises CollectiveMismatch, on every rank, if any two logs differ."""
         log, self._log = self._log, []
         if all(group.size() == 1 for group in groups):

@@ -56,8 +56,7 @@ class Owner(Protocol):
 
 
 class Signature:
-    """Calls with the same key: the gradients that their outputs received, and one capture for each microbatch in
-    flight."""
+    """Calls with the same key: the gradients that their outputs received, and a capture per microbatch in flight."""
 
     def __init__(self) -> None:
         self.gradients: dict[int, Sample] = {}

@@ -76,8 +76,7 @@ class Places:
                 self._slots += [(slots, name) for name in slots]  # None may become a tensor
 
     def addresses(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Return the state on which a graph depends: the address and layout of each tensor, whether it trains, its
-        hooks.
+        """Return the state on which a graph depends: address and layout of each tensor, whether it trains, and hooks.
 
         Raises WeightsGone for weights that are not gathered.
         """
