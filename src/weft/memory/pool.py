@@ -251,7 +251,7 @@ class Pool:
             with streams.on(self._home):
                 if storage.resizable():
                     storage.resize_(0)  # so that the old and the new slab never exist together
-                else:  # NumPy has had it: places in it stay valid for what still looks there
+                else:  # shared with a NumPy array: other code may still read its places, so it stays
                     storage, self._places = torch.UntypedStorage(0, device=self._slab.device), {}
                 storage.resize_(plan.nbytes)
             self.allocations += 1

@@ -79,7 +79,7 @@ def flat(
         known.update(id(each.sharded) for each in group.parameters)
         if not group.recipe.main.is_floating_point and not group.recipe.main.is_complex:
             continue  # can never be trained
-        if group.payload_only is not None:  # a view of its main weights would make them stay
+        if group.payload_only is not None:  # a view of its main weights would keep them in memory
             resting |= {names[id(each.sharded)]: each.sharded for each in group.parameters}
             continue
         narrow = group.recipe.main_grad.itemsize < group.recipe.main.itemsize

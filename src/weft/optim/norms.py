@@ -260,7 +260,7 @@ def _unsharded_gradients(model: nn.Module, groups: Sequence[ParameterGroup]) -> 
         for parameter in module._parameters.values()
         if parameter is not None and not isinstance(parameter, UnevenDTensor) and parameter.grad is not None
     }
-    if found:  # gathered ones that wait for their reduction look the same
+    if found:  # full parameters whose gradients wait for their reduction are found too
         for group in groups:
             for record in group.parameters:
                 found.pop(id(record.full), None)

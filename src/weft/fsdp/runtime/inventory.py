@@ -62,7 +62,7 @@ class Inventory:
     def _walk(self) -> None:
         roots = alive(self._roots)
         modules = [*dict.fromkeys(chain.from_iterable(root.modules() for root in roots))]
-        # A parameter in place of a unit's raises when the unit registers its parameter.
+        # If a parameter has replaced a unit's parameter, the unit raises when it registers its own.
         places = {(owner(), name) for slot in self._slots for owner, name in slot.owners}
         outside = [
             (f"{path}.{name}" if path else name, parameter)

@@ -39,7 +39,7 @@ class JointBackward:
     def may_share_backward(self) -> bool:
         """Return whether the running backward may include another model: a model that has begun a pass after this
         model's last backward, and has calls without a backward."""
-        # Not compared with the other model's last backward: if that never came, the model would always count.
+        # Do not compare with the other model's last backward: a model that never runs one would always count.
         others = [other for other in _models if other is not self and other._began > self._settled]
         return bool(others) and any(unit.calls for other in others for unit in other._units)
 

@@ -23,10 +23,10 @@ class Pass(enum.Enum):
 
 TRANSITIONS = {  # caused by
     (Pass.IDLE, "begin forward"): Pass.FORWARD,  # the outermost forward with gradients
-    (Pass.IDLE, "begin evaluation"): Pass.EVALUATION,  # the outermost forward without
+    (Pass.IDLE, "begin evaluation"): Pass.EVALUATION,  # the outermost forward without gradients
     (Pass.IDLE, "begin schedule"): Pass.SCHEDULE,  # `weft.overlap.forward_backward`
     (Pass.IDLE, "begin backward"): Pass.BACKWARD,  # the first unit that a backward reaches
-    (Pass.FORWARD, "begin backward"): Pass.BACKWARD,  # a gradient that is taken inside of a forward
+    (Pass.FORWARD, "begin backward"): Pass.BACKWARD,  # a gradient that is computed inside a forward
     (Pass.EVALUATION, "begin backward"): Pass.BACKWARD,
     (Pass.FORWARD, "end"): Pass.IDLE,
     (Pass.EVALUATION, "end"): Pass.IDLE,

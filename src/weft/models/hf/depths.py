@@ -7,8 +7,8 @@
                                                                     shared_head.head
     Qwen3-Next, Qwen3.5    mtp.layers.{k}.                          mtp.{pre_fc_norm_embedding,pre_fc_norm_hidden,fc}
                                                                     and mtp.norm: there is at most one depth
-    Nemotron-H             mtp.layers.{k * layers of a depth + i}.  enorm, hnorm, eh_proj in the first of them,
-                                                                    final_layernorm in the last
+    Nemotron-H             mtp.layers.{k * layers of a depth + i}.  enorm, hnorm, eh_proj in the first layer,
+                                                                    final_layernorm in the last layer
 
 A model has as many depths as the files have weights for. `config.json` may not mention them.
 """
