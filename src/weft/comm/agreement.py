@@ -1,4 +1,4 @@
-"""Small messages with which the hosts of all ranks agree, and the exchange of such messages at the end of each backward.
+"""Small messages with which the hosts of all ranks agree, and their exchange at the end of each backward.
 
 The messages are sent over gloo, even if data is sent over NCCL. Hosts therefore do not wait for devices: they exchange
 information about queued work while the devices still compute.

@@ -1,4 +1,4 @@
-"""A method of a module whose calls are replayed if possible. Decides whether a call runs eagerly, is captured or replayed.
+"""A method whose calls are replayed if possible. Decides whether a call runs eagerly, is captured or is replayed.
 
 call                                                  what happens
 ----------------------------------------------------  ------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Checks that a captured function does not use the random generators of Python and NumPy: a replay does not advance them.
+"""Checks that a captured function does not use random generators of Python and NumPy: a replay does not advance them.
 """
 
 import random

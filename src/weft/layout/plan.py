@@ -1,5 +1,5 @@
-"""The plan of a step: what is gathered, freed and reduced at each event, and how many bytes are live after it. A plan is
-computed from the sizes of units in bytes, the units that share messages, and the user's limits."""
+"""The plan of a step: what is gathered, freed and reduced at each event, and how many bytes are live after it. A plan
+is computed from the sizes of units in bytes, the units that share messages, and the user's limits."""
 
 import hashlib
 from collections.abc import Collection, Hashable, Mapping

@@ -1,4 +1,4 @@
-"""The ranks of one model agree on the groups that they reduce, the parameters with gradients, and the order of reductions.
+"""The ranks of one model agree on the groups that they reduce, the parameters with gradients, and the order.
 
     when                 a rank sends                                    result on all ranks
     -------------------  ----------------------------------------------  -----------------------------------------------
