@@ -1,5 +1,4 @@
-"""Checks that a captured function does not use random generators of Python and NumPy: a replay does not advance them.
-"""
+"""Checks that a captured function draws no random numbers of Python or NumPy: a replay would not draw them again."""
 
 import random
 import sys
