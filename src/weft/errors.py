@@ -73,13 +73,11 @@ class CheckpointError(WeftError, RuntimeError):
 
 
 class CheckpointGone(CheckpointError):
-    """The checkpoint does not exist. A run may have removed it, because runs remove old checkpoints while they
-    train."""
+    """The checkpoint does not exist. A run that still trains may have removed it with other old checkpoints."""
 
 
 class StorageError(WeftError, OSError, RuntimeError):
-    """A file operation failed. The message names the rank, the operation and the file; `errno` is the system's error
-    number."""
+    """A file operation failed. The message names rank, operation and file. `errno` is the system's error number."""
 
     def __str__(self) -> str:
         return str(self.strerror)
@@ -132,8 +130,7 @@ class PatternError(WeftError, ValueError):
 
 
 class TableError(WeftError, ValueError):
-    """A schedule table cannot run. `rank` and `position` (from 0) identify the offending entry; `reason` is the
-    cause."""
+    """A schedule table cannot run. `rank` and `position` (from 0) name the offending entry, and `reason` the cause."""
 
     def __init__(self, message: str, rank: int, position: int, reason: str) -> None:
         super().__init__(message)

@@ -99,15 +99,14 @@ def init_meshes(
         dp_replicate: the number of replicas of the sharded model.
         dp_shard: the number of ranks over which each replica is sharded. -1: all ranks that the other axes do not use.
         cp: the number of context-parallel ranks. Dense parameters are sharded over `dp_shard * cp` ranks.
-        ep: the number of expert-parallel ranks. It must divide `dp_replicate * dp_shard * cp`, or that number times
-            `tp`
-            if `etp` is 1.
+        ep: the number of expert-parallel ranks. It must divide `dp_replicate * dp_shard * cp`. If `etp` is 1, it must
+            divide `dp_replicate * dp_shard * cp * tp`.
         tp: the number of tensor-parallel ranks.
         etp: the number of ranks over which each expert is cut: `tp` or 1. Default: `tp`. With 1, experts are whole, and
             see the tokens of all ranks.
 
-    With `dp_replicate > 1`, the expert mesh is 2-D (outer, shard) if `ep` divides `dp_shard * cp` (times `tp` if
-    `etp` is 1). Otherwise expert-parallel groups span replicas, and the expert mesh is 1-D.
+    With `dp_replicate > 1`, the expert mesh is 2-D (outer, shard) if `ep` divides `dp_shard * cp` (times `tp` if `etp`
+    is 1). Otherwise expert-parallel groups span replicas, and the expert mesh is 1-D.
 
     Raises:
         ValueError: a device that this host lacks, a size below 1, a product that is not the world size, an `ep` that

@@ -150,7 +150,7 @@ def _options(group: dist.ProcessGroup) -> Any:
 
 def twin_group(group: dist.ProcessGroup) -> Any:
     """Create a second communicator over the ranks of `group`. Exactly these ranks must call this function. A
-    communicator runs its collectives one after another. Those of a twin overlap with them."""
+    communicator runs its collectives one after another. Collectives of a twin overlap with them."""
     return _made_within(group, dist.get_process_group_ranks(group), f"twin {_next(group, 'twin')}")
 
 

@@ -30,7 +30,7 @@ _OUTER_ROWS = ("no_shard", "optim")
 class Placements:
     """The placements of parameters, gradients and optimizer state. Each field has one placement per mesh axis.
 
-    Raises ValueError for a combination that is not a row of the table above.
+    Raises ValueError for a combination that no strategy has.
     """
 
     parameter: tuple[Placement, ...]

@@ -26,16 +26,16 @@ _COMPUTED_IN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 class MixedPrecisionPolicy:
     """The dtypes of a unit. None keeps the dtype of the parameter or tensor, except as stated.
 
-    `param_dtype`: dtype of the gathered weights and of the computation. `reduce_dtype`: dtype in which gradients are
-    reduced (None: param_dtype). `output_dtype`: dtype to which floating-point outputs of the module are cast.
-    `cast_forward_inputs`: whether floating-point inputs are cast to `param_dtype`. `main_params_dtype`: dtype of the
-    weights that the optimizer updates (None: the parameter's). `main_grads_dtype`: dtype of `.grad`, in which gradients
-    accumulate (None: main_params_dtype).
-
-    `param_quantization`: a recipe of `weft.quantize` for gathered weights, which are dequantized to `param_dtype` for
-    use. `quantize(name, parameter)`: returns whether to quantize a parameter, by its name in the sharded module. None:
-    quantize parameters with two or three dimensions, except embeddings. Main weights of quantized parameters are
-    float32, unless `main_params_dtype` is set or they are frozen.
+    - `param_dtype`: dtype of the gathered weights and of the computation.
+    - `reduce_dtype`: dtype in which gradients are reduced. None: `param_dtype`.
+    - `output_dtype`: dtype to which floating-point outputs of the module are cast.
+    - `cast_forward_inputs`: whether floating-point inputs are cast to `param_dtype`.
+    - `main_params_dtype`: dtype of the weights that the optimizer updates. None: the parameter's, or float32 for
+      a quantized parameter that is not frozen.
+    - `main_grads_dtype`: dtype of `.grad`, in which gradients accumulate. None: `main_params_dtype`.
+    - `param_quantization`: a recipe of `weft.quantize` for gathered weights. They are dequantized for use.
+    - `quantize(name, parameter)`: whether to quantize a parameter, by its name in the sharded module. None: quantize
+      parameters with two or three dimensions, except embeddings.
 
     Raises ValueError for a dtype in which torch does not compute: choose float64, float32, bfloat16 or float16.
     """

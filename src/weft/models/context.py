@@ -274,8 +274,7 @@ class Slices:
         return _total(value, self.group)
 
     def average(self, loss: Tensor) -> Tensor:
-        """Return the mean of a number over the ranks. The average of the gradients over the ranks is that of the
-        mean."""
+        """Return the mean of a number over the ranks. Averaged over ranks, gradients are those of the mean."""
         return _Sum.apply(loss, self.group) / self.ranks
 
     # --- parts --------------------------------------------------------------------------------------------------------

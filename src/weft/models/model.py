@@ -39,7 +39,7 @@ class HybridModel(nn.Module):
 
     With a pipeline (`meshes.pp`) this rank has only `chunks` of the stages. The model is cut at the `|` of the pattern
     or, without `|`, into segments of equal cost. `placement` ("loop" or "v", see `weft.pipeline.placement`) assigns the
-    stages to ranks. Names and initial weights are those of the whole model. Run the model with
+    stages to ranks. Names and initial weights are the same as in the whole model. Run the model with
     `weft.overlap.forward_backward`.
 
     With `meshes.tp` the ranks of that axis share every layer (see `weft.models.tensor_parallel`). Each of them calls
@@ -150,7 +150,7 @@ class HybridModel(nn.Module):
         """Compute the logits of each prediction depth, [B, S, vocabulary] each.
 
         The first depth predicts the token after the next. At the end of a document, where a depth has no token to read,
-        it reads token 0. The arguments are those of `forward`.
+        it reads token 0. See `forward` for the arguments.
         """
         return self(tokens, documents=documents, depths=True)  # a call, so that hooks of sharding run
 

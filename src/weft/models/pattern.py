@@ -48,7 +48,7 @@ class Pattern:
 
     @property
     def layers(self) -> tuple[LogicalLayer, ...]:
-        """The logical layers of the main part: those of all segments, in order."""
+        """The logical layers of all segments of the main part, in order."""
         return tuple(layer for segment in self.segments for layer in segment)
 
     @property

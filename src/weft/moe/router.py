@@ -203,7 +203,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def update_bias(self, global_counts: Tensor, rate: float) -> None:
-        """Raise the bias of experts with less than the mean load by `rate`, and lower that of experts with more.
+        """Raise the bias of experts with less than the mean load by `rate`, and lower the bias of experts with more.
 
         `global_counts`: [num_experts], the assignments of one step over all data-parallel ranks. Raises RuntimeError
         for a router without `expert_bias`.

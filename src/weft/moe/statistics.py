@@ -30,8 +30,8 @@ def load_statistics(model: nn.Module, reset: bool = True, group: Ranks = None) -
 def router_losses(model: nn.Module, reset: bool = True, group: Ranks = None) -> dict[str, Tensor]:
     """Return the router loss of each expert layer since the last reset, summed over forwards: an fp32 scalar by name.
 
-    Coefficients are applied. Divide by the number of forwards to get the mean. The arguments, and the forwards that are
-    counted, are those of `load_statistics`.
+    Coefficients are applied. Divide by the number of forwards to get the mean. The arguments and the counted forwards
+    are the same as in `load_statistics`.
     """
     return _read(model, "router.added_loss", reset, group)
 
@@ -41,7 +41,7 @@ def exchanged_rows(model: nn.Module, reset: bool = True, group: Ranks = None) ->
     """Return the traffic of each expert layer to other ranks since the last reset, [2] int64 by name.
 
     The two numbers are assignments to experts on other ranks, and rows sent for them. With one row per expert they are
-    equal. Dropped assignments do not count. The arguments, and the forwards that are counted, are those of
+    equal. Dropped assignments do not count. The arguments and the counted forwards are the same as in
     `load_statistics`.
     """
     return _read(model, "exchanged", reset, group)

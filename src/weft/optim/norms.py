@@ -52,9 +52,9 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale all gradients of a sharded model to a norm of at most `max_norm`. Return the norm before. Collective.
 
-    The norm is that of `grad_norm`. Raises what `grad_norm` raises, and ValueError for a `max_norm` that is not a
-    number of at least 0. With `error_if_nonfinite`, the host waits for the norm, and RuntimeError is raised if the norm
-    is not finite.
+    The norm is computed as in `grad_norm`. Raises what `grad_norm` raises, and ValueError for a `max_norm` that is not
+    a number of at least 0. With `error_if_nonfinite`, the host waits for the norm, and RuntimeError is raised if the
+    norm is not finite.
     """
     groups = _groups_of(model)
     if not _number(max_norm) >= 0:

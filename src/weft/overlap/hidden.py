@@ -20,7 +20,7 @@ Piece = tuple[float, float]
 def hidden_fraction(intervals: Iterable[Interval], lane: str = EXCHANGE) -> float:
     """Return the fraction (0 to 1) of the time of communication on `lane` that computation hid on this rank.
 
-    Communication is hidden while the rank computes and does not wait. `intervals`: those of a
+    Communication is hidden while the rank computes and does not wait. `intervals`: the intervals of a
     `weft.comm.timeline.Timeline`. Raises ValueError if nothing ran on `lane`.
     """
     intervals = list(intervals)

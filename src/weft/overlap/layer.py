@@ -105,8 +105,7 @@ class StagedModel(Protocol):
 
 @runtime_checkable
 class StagedDepth(Protocol):
-    """The protocol of a prediction depth, a `torch.nn.Module`, that a schedule can run: `enter`, its layers,
-    `leave`."""
+    """The protocol of a prediction depth, a `torch.nn.Module`, that a schedule runs: `enter`, its layers, `leave`."""
 
     @property
     def staged_layers(self) -> Sequence[StagedLayer]:

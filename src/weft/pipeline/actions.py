@@ -36,8 +36,7 @@ Entry = tuple[Action, ...]
 
 @dataclass(frozen=True)
 class Table:
-    """A schedule. `ranks`: the entries of each pipeline rank, in the order in which they run. `placement`: "loop" or
-    "v"."""
+    """A schedule. `ranks`: the entries of each pipeline rank, in running order. `placement`: "loop" or "v"."""
 
     name: str
     ranks: tuple[tuple[Entry, ...], ...]

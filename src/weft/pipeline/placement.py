@@ -20,7 +20,7 @@ class Cut:
     """The pipeline stages of a model.
 
     - `segments`: the layers of each stage, numbered over the whole model.
-    - `placement`: "loop" or "v", as in the table above.
+    - `placement`: "loop" or "v" (see `weft.pipeline.placement`).
     - `group`: the process group of the pipeline's ranks. None for a single rank.
     - `rank`: this rank in `group`.
     - `shares_ends`: whether the first and the last stage are on two ranks and share a parameter (a tied embedding).

@@ -111,8 +111,8 @@ def table(name: str, ranks: int | None = None, chunks: int | None = None, microb
     """Return the checked table of a published schedule, or of the file `name`.
 
     `ranks`, `chunks`, `microbatches`: the number of pipeline ranks, of stages on each rank, and of microbatches.
-    Default of `chunks`: that of the schedule. For a file, numbers that are given must equal the file's. Raises
-    ValueError for an unknown name, and for numbers that the schedule does not support.
+    Default of `chunks`: the schedule's. For a file, numbers that are given must equal the file's. Raises ValueError for
+    an unknown name, and for numbers that the schedule does not support.
     """
     sizes = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
     if name in SCHEDULES:

@@ -23,11 +23,12 @@ Arrival = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Costs:
-    """The times of actions, in any unit. Each time is a number, or one number for each stage.
+    """The times of actions, in any unit.
 
-    `forward`, `inputs`, `weights`: the times of F, I and W. A full backward (B) takes `inputs` + `weights`. `pair`: a
-    pair takes `pair` times the sum of its actions. `transfer`: the time from the end of an action to the arrival of its
-    result on another rank.
+    - `forward`, `inputs`, `weights`: the times of F, I and W. Each is a number, or has one number for each stage. A
+      full backward (B) takes `inputs` + `weights`.
+    - `pair`: a pair takes `pair` times the sum of its actions.
+    - `transfer`: the time from the end of an action to the arrival of its result on another rank.
     """
 
     forward: Cost = 1.0
@@ -103,8 +104,8 @@ def _alive(entries: Sequence[Entry]) -> Iterator[int]:
 def check(table: Table, costs: Costs | None = None) -> Simulation:
     """Simulate all ranks of `table`. Return their times, idle times and live activations.
 
-    `costs`: the times of actions. Default: those of `Costs()`. Raises TableError, with rank, position and reason, if
-    the table deadlocks or breaks a rule.
+    `costs`: the times of actions. Default: `Costs()`. Raises TableError, with rank, position and reason, if the table
+    deadlocks or breaks a rule.
     """
     costs = Costs() if costs is None else costs
     costs.check(table.stages)

@@ -49,8 +49,8 @@ def scaled_product(
 ) -> torch.Tensor:
     """Return `x @ weight.T` for `dim` -1, or `x @ weight` for `dim` -2, in the dtype of `x`.
 
-    `x`: `[rows, K]`. `payload`, `scales`: those of the weight, as `quantize` returns them. `offsets`: for a stack of
-    matrices, the end of the rows of each matrix.
+    `x`: `[rows, K]`. `payload`, `scales`: the payload and the scales of the weight, as `quantize` returns them.
+    `offsets`: for a stack of matrices, the end of the rows of each matrix.
     """
     other = beside(recipe, dim, by_row=offsets is not None)
     if x.is_cuda and other is not None:

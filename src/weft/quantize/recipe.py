@@ -27,8 +27,9 @@ _VIA = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Quantization:
-    """A recipe: the format and the scales of a quantized weight. `tensorwise`, `rowwise`, `blockwise`, `mx` and `nvfp4`
-    make it.
+    """A recipe: the format and the scales of a quantized weight.
+
+    `tensorwise`, `rowwise`, `blockwise`, `mx` and `nvfp4` make recipes.
 
     - `block`: the numbers of rows and columns that share a scale. 0: all.
     - `pow2`: whether fp32 scales are rounded up to powers of two.
@@ -187,7 +188,7 @@ def mx(
 ) -> Quantization:
     """Return a recipe for MXFP8: e4m3 with a power of two per `block` elements of a row.
 
-    The format is that of OCP Microscaling Formats (2023). The options are described in `Quantization`.
+    The OCP Microscaling Formats (2023) define it. The options are described in `Quantization`.
     """
     if block == 0:
         raise ValueError("mx(0): a block needs at least one element; the standard uses 32")

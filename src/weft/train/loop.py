@@ -58,8 +58,8 @@ class Trainer:
     The constructor checks the whole configuration, and raises ValueError. If the run resumes, the constructor loads its
     checkpoint. `run` then trains.
 
-    - `task`: model, data and loss. Default: those of the configuration.
-    - `optimizer`: a function that builds an optimizer for the sharded model. Default: that of [optimizer].
+    - `task`: model, data and loss. Default: the task of the configuration.
+    - `optimizer`: a function that builds an optimizer for the sharded model. Default: the optimizer of [optimizer].
     - `command`: as in `open_run`.
     - `memory`: the folder of copies in memory, as in `Saves`.
     """

@@ -20,7 +20,7 @@ class Schedule:
         """The number of steps whose learning rate was set."""
 
     def advance(self) -> float:
-        """Set the learning rate of the next step. Return that of the first parameter group."""
+        """Set the learning rate of the next step. Return the learning rate of the first parameter group."""
         factor = self.config.factor(self.step, self.steps)
         for group, peak in zip(self.optimizer.param_groups, self.peaks):
             group["lr"] = peak * factor

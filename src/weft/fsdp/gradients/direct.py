@@ -64,7 +64,7 @@ def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
 
     The buffer has the parameter's shape, and the dtype in which gradients are reduced or, over several microbatches,
     accumulated. If the second value is False, overwrite the whole buffer, which is uninitialised; otherwise add to it.
-    Call this once before each write, and return None to autograd as this gradient. Gradients from other uses of the
+    Call this once before each write, and return None to autograd for the parameter. Gradients from other uses of the
     parameter are added. It may be called in backward, or later until the unit's `reduce()`.
 
     `parameter`: the full parameter in forward, or the registered sharded one. For a parameter that is not sharded, the

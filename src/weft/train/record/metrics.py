@@ -31,7 +31,7 @@ class Metrics:
     - `resumed_step`: the step of the checkpoint from which the run resumes. Lines of later steps are removed, because
       the run will write them again. 0 removes all lines.
     - `enabled`: False writes nothing, for ranks other than 0.
-    - `loggers`: those of `run.loggers`, which get the run's `settings`.
+    - `loggers`: the loggers of `run.loggers`. They get the run's `settings`.
     """
 
     def __init__(
