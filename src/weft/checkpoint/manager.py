@@ -164,7 +164,7 @@ class CheckpointManager:
         return self._on_first_rank(lambda: folder.committed_steps(self.directory))
 
     def latest(self) -> int | None:
-        """Return the step of the newest committed checkpoint. None if there is no checkpoint."""
+        """Return the step of the newest committed checkpoint, or None if there is no checkpoint."""
         steps = self.steps()
         return steps[-1] if steps else None
 

@@ -141,7 +141,7 @@ def _backends(group: dist.ProcessGroup) -> list[Any]:
 
 
 def _options(group: dist.ProcessGroup) -> Any:
-    """Return a copy of the group's NCCL options, such as high-priority streams. None without NCCL."""
+    """Return a copy of the group's NCCL options, such as high-priority streams, or None without NCCL."""
     for backend in _backends(group):
         if backend.name() == "nccl":
             return copy.deepcopy(backend.options)

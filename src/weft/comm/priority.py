@@ -32,5 +32,5 @@ def let_go() -> None:
 
 
 def gate_of(lane: str) -> threading.Event | None:
-    """Return the event for which a collective issued now on `lane` must wait. None if it may start."""
+    """Return the event for which a collective issued now on `lane` must wait, or None if it may start."""
     return _gate if lane in OF_UNITS else None

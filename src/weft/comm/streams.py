@@ -44,7 +44,7 @@ def has_streams(device: torch.device) -> bool:
 
 
 def new(name: str, device: torch.device) -> Any:
-    """Return a new stream for communication. None on a device without streams. The stream has high priority, so that
+    """Return a new stream for communication, or None on a device without streams. The stream has high priority, so that
     communication kernels get their few multiprocessors before the computation takes all."""
     if _checker is not None:
         return _checker.new(name)
@@ -66,7 +66,7 @@ def _unused(make: Callable[[], Any]) -> Any:
 
 
 def current(device: torch.device) -> Any:
-    """Return the current stream of `device`. None if it has no streams."""
+    """Return the current stream of `device`, or None if it has no streams."""
     if _checker is not None:
         return _checker.current()
     return torch.cuda.current_stream(device) if device.type == "cuda" else None

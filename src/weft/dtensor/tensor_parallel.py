@@ -109,7 +109,7 @@ class TensorParallel:
 def tensor_parallel_of(
     parameter: nn.Parameter, mesh: DeviceMesh, where: str, replicas: Collection[str] = ()
 ) -> TensorParallel | None:
-    """Return the tensor-parallel placement of `parameter`. None if it is a plain tensor. `mesh`: the data-parallel
+    """Return the tensor-parallel placement of `parameter`, or None if it is a plain tensor. `mesh`: the data-parallel
     axes. `where`: the parameter's name in errors. `replicas`: the names of the data-parallel axes, for parameters over
     the whole mesh. Raises ValueError for a mesh or placement that cannot be combined with data parallelism over
     `mesh`."""

@@ -85,7 +85,7 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
 
 
 def plan_of(model: nn.Module) -> Plan | None:
-    """Return the plan of a step that repeats the model's last one. None before the first pass.
+    """Return the plan of a step that repeats the model's last one, or None before the first pass.
 
     `model`: the root, or any sharded module inside it. `print(plan.table())` shows the actions at each event.
     `plan.peak_bytes` equals the peaks that `memory_report` measures. Raises TypeError if `model` is not a module,

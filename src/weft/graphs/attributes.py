@@ -49,7 +49,7 @@ class Attributes:
         return True
 
     def difference(self) -> str | None:
-        """Return the name of a difference. None if nothing has changed. A replaced buffer is a difference."""
+        """Return the name of a difference, or None if nothing has changed. A replaced buffer is a difference."""
         try:
             now = Walk(self._modules, self._function).tokens
         except CaptureRefused as error:

@@ -42,7 +42,7 @@ class Owner(Protocol):
     backend: Backend
 
     def eager_because(self) -> str | None:
-        """Return why nothing can be replayed now. None if something can."""
+        """Return why nothing can be replayed now, or None if something can."""
         ...
 
     def may_capture(self) -> bool:

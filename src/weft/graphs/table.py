@@ -80,7 +80,7 @@ class GraphTable:
             )
 
     def eager_because(self) -> str | None:
-        """Return why nothing can be replayed now. None if something can."""
+        """Return why nothing can be replayed now, or None if something can."""
         if not torch.is_grad_enabled():
             return "no gradients are computed"
         if torch._C._current_graph_task_id() != -1:

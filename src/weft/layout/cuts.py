@@ -47,7 +47,7 @@ class Cuts:
 
     @cached_property
     def owner(self) -> int | None:
-        """The one part that has all elements. None if several parts have elements, or if there is only one part."""
+        """The one part that has all elements, or None if several parts have elements, or if there is only one part."""
         full = [part for part, (start, stop) in enumerate(pairwise(self.borders)) if stop > start]
         return full[0] if len(full) == 1 and self.parts > 1 else None
 

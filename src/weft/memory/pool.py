@@ -266,7 +266,7 @@ class Pool:
             self._places[transient] = old if same else place  # type: ignore[assignment]
 
     def _planned_place(self, transient: Transient) -> torch.Tensor | None:
-        """Return the place of `transient` in the slab. None if it has none, or if another buffer is there."""
+        """Return the place of `transient` in the slab, or None if it has none, or if another buffer is there."""
         place, evicts = self._places.get(transient), False
         if place is None or place is transient.tensor or not transient.is_fixed():  # it may be in its place
             if place is not None and not self._rivals(transient):

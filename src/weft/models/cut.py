@@ -21,7 +21,7 @@ from weft.pipeline.placement import Cut, balanced
 
 
 def cut_of(cfg: HybridConfig, meshes: Meshes | None, chunks: int | None, placement: str) -> Cut | None:
-    """Return the cut of a model of `cfg` over the pipeline of `meshes`. None for a model without stages.
+    """Return the cut of a model of `cfg` over the pipeline of `meshes`, or None for a model without stages.
 
     `chunks`: the number of stages on each rank. Default: it follows from the pattern's segments; 1 without `|`.
     """

@@ -69,7 +69,7 @@ class Layer(nn.Module):
 
     @property
     def _terminal(self) -> Any:
-        """The MLP or the experts at the end of the layer. None without one."""
+        """The MLP or the experts at the end of the layer, or None without one."""
         if self.symbols[-1] not in TERMINAL:
             return None
         key = LAYER_KEYS[self.symbols[-1]]

@@ -95,7 +95,7 @@ class TensorRanks:
 
 
 def tensor_ranks(meshes: Meshes | None) -> TensorRanks | None:
-    """Return the tensor-parallel ranks of `meshes`. None if every rank has whole layers."""
+    """Return the tensor-parallel ranks of `meshes`, or None if every rank has whole layers."""
     if meshes is None or meshes.tp is None:
         return None
     return TensorRanks(meshes.tp, CUT if meshes.etp is not None else ALIKE if meshes.ep is None else SPREAD)

@@ -1,4 +1,4 @@
-"""The part of a parameter that a rank computes with under tensor parallelism.
+"""The part of a parameter with which a rank computes under tensor parallelism.
 
 parameter            at rest                  in a product         its gradient
 -------------------  -----------------------  -------------------  ------------------------------------
@@ -62,7 +62,7 @@ class Part:
 
 
 def part(module: nn.Module, name: str) -> Any:
-    """Return the part of the parameter `name` of `module` that this rank uses. None if the parameter is None."""
+    """Return the part of the parameter `name` of `module` that this rank uses, or None if the parameter is None."""
     parameter = module._parameters[name] if name in module._parameters else getattr(module, name)
     how = vars(module).get(PARTS)
     if parameter is None or how is None:

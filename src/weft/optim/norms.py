@@ -126,7 +126,7 @@ class ModelRanks:
         return ranks_over(group.mesh, replicated)
 
     def beyond(self, slices: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-        """Return the group of `slices`. None if `combine` already sums over its ranks, as it does for experts."""
+        """Return the group of `slices`, or None if `combine` already sums over its ranks, as it does for experts."""
         if slices is None or self._everyone.issuperset(dist.get_process_group_ranks(slices)):
             return None
         # With expert parallelism, `slices` may cross the model's mesh and have only some of the tensor-parallel ranks.
@@ -268,7 +268,7 @@ def _unsharded_gradients(model: nn.Module, groups: Sequence[ParameterGroup]) -> 
 
 
 def _squared_norms(parts: Sequence[tuple[ShardedParameter, torch.Tensor | None]]) -> list[float | None]:
-    """Return the squared 2-norm of each tensor. None if no rank has a part of the tensor. Collective.
+    """Return the squared 2-norm of each tensor, or None if no rank has a part of the tensor. Collective.
 
     `parts`: for each tensor, a parameter with the same sharding, and this rank's part of the tensor or None.
     """

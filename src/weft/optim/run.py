@@ -31,7 +31,8 @@ class FlatParameter(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        """The gradients of the run's parameters as one tensor over all ranks. None if no parameter has a gradient."""
+        """The gradients of the run's parameters as one tensor over all ranks, or None if no parameter has a
+        gradient."""
         run = self._run()
         return run.gradient if run is not None else None
 
@@ -83,7 +84,7 @@ class FlatRun:
 
     @property
     def gradient(self) -> torch.Tensor | None:
-        """The members' gradients as one tensor, zero for a member without one. None if no member has a gradient."""
+        """The members' gradients as one tensor, zero for a member without one, or None if no member has a gradient."""
         if self._in_step:
             return self._here
         if not any(self.present):

@@ -56,7 +56,7 @@ class StagedLayer(Protocol):
 
     @property
     def dispatcher(self) -> Dispatcher | None:
-        """The dispatcher that exchanges the rows. None for a layer without the stages "dispatch" and "combine"."""
+        """The dispatcher that exchanges the rows, or None for a layer without the stages "dispatch" and "combine"."""
         ...
 
     def attend(self, hidden: Tensor) -> Crossing:

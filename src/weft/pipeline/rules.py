@@ -77,7 +77,7 @@ class _Ledger:
         return None
 
     def missing(self) -> str | None:
-        """Return the first action that the rank never runs. None if it runs all actions."""
+        """Return the first action that the rank never runs, or None if it runs all actions."""
         for part in "FIW":
             for chunk in range(self._table.chunks):
                 if self._next[part, chunk] < self._table.microbatches:

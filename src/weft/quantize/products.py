@@ -83,7 +83,7 @@ def by_kernel(
 def missing_product(
     recipe: Quantization, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Return why a quantized weight of this shape cannot be multiplied. None if it can be."""
+    """Return why a quantized weight of this shape cannot be multiplied, or None if it can be."""
     if dtype.itemsize > 4:
         return f"products of quantized operands accumulate in fp32, which is narrower than {dtype}"
     if len(shape) == 3 and recipe.kind in ("rowwise", "nvfp4"):
@@ -103,7 +103,7 @@ def missing_product(
 
 @cache
 def _kernel_failure(kind: str, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return the error of torch's kernel for a small product, tried once per device. None if the kernel works."""
+    """Return the error of torch's kernel for a small product, tried once per device, or None if the kernel works."""
     recipe = Quantization(kind, (1, 0) if kind == "rowwise" else (0, 0))  # type: ignore[arg-type]
     side = 2 * MULTIPLE
     x, weight = torch.ones(2, side, side, dtype=dtype, device=device)

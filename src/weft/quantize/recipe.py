@@ -188,7 +188,7 @@ def mx(
 ) -> Quantization:
     """Return a recipe for MXFP8: e4m3 with a power of two per `block` elements of a row.
 
-    The OCP Microscaling Formats (2023) define it. The options are described in `Quantization`.
+    OCP Microscaling Formats (2023) is the definition. The options are described in `Quantization`.
     """
     if block == 0:
         raise ValueError("mx(0): a block needs at least one element; the standard uses 32")

@@ -26,7 +26,7 @@ Rule = Literal["broadcast", "mean", "own"]
 
 
 def buffers_of(model: nn.Module, rule: Rule) -> "Buffers | None":
-    """Return the `Buffers` of your own `model`. None for a HybridModel, whose buffers are equal on all ranks.
+    """Return the `Buffers` of your own `model`, or None for a HybridModel, whose buffers are equal on all ranks.
 
     Raises ConfigError for a rule other than the default on a HybridModel.
     """

@@ -93,7 +93,8 @@ class ChatTemplate:
 
 
 def template_of(files: Mapping[str, bytes], name: str) -> ChatTemplate | None:
-    """Return the template in `files` of a tokenizer (name -> content). None without a template. `name`: for errors."""
+    """Return the template in `files` of a tokenizer (name -> content), or None without a template. `name`: for
+    errors."""
     try:
         config = json.loads(files.get("tokenizer_config.json", b"{}"))
         text = files["chat_template.jinja"].decode() if "chat_template.jinja" in files else config.get("chat_template")

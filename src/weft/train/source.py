@@ -118,7 +118,7 @@ class Source:
 
     @cached_property
     def origin(self) -> Origin | None:
-        """The files of the published model from which the weights come. None if they were trained from scratch."""
+        """The files of the published model from which the weights come, or None if they were trained from scratch."""
         if self.run is None:
             return origin_of(self.path, self.ignored)
         return origin_of(self.run / ORIGIN) if (self.run / ORIGIN / OURS).is_file() else None

@@ -129,8 +129,8 @@ class HangDetector:
             self.issued[key] = number
 
     def can_join(self, owner: Any, key: str, join: Join) -> None:
-        """Register `join`, which takes part in the next collective of `key` without using its result. `owner`: the
-        object with which `join` is removed. `join` must not keep it alive."""
+        """Register `join`, which takes part in the next collective of `key` without using its result. When `owner` is
+        freed, `join` is removed; `join` must not keep `owner` alive."""
         with self._lock:
             self._joinable.setdefault(owner, {})[key] = join
 
@@ -274,7 +274,7 @@ class HangDetector:
         return min(DELAY_S, max(SHORT_S, SHORT_S_PER_RANK * len(self._world_ranks)))
 
     def _state(self) -> State | None:
-        """Return this rank's state. None if it computes, or has waited only briefly."""
+        """Return this rank's state, or None if it computes, or has waited only briefly."""
         call = self._call
         issued = self.issued.begun(call)
         before = f"{self._failed}, then " if self._failed else ""
@@ -341,7 +341,7 @@ _current: HangDetector | None = None
 
 
 def hang_detector() -> HangDetector | None:
-    """Return the hang detector of this world. None if it was not started."""
+    """Return the hang detector of this world, or None if it was not started."""
     if _current is None or _current.world is dist.group.WORLD:
         return _current
     _current.let_go()

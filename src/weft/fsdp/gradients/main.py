@@ -1,4 +1,4 @@
-"""The main gradients of one parameter group: reduced ones, which are `.grad` of its sharded parameters.
+"""The main gradients of one parameter group: the reduced gradients, which are `.grad` of its sharded parameters.
 
 After `publish` main gradients belong to the user. The engine reads them, and adds the gradients of a further backward,
 as torch adds to a `.grad` that is set. During reductions they belong to the engine, and `.grad` is None. If other code

@@ -49,7 +49,7 @@ class Spelling:
         return OUTSIDE + name if self.outside else name
 
     def canonical(self, name: str) -> str | None:
-        """Return the name in the tables of a name in the directory. None if the text model has no such tensor."""
+        """Return the name in the tables of a name in the directory, or None if the text model has no such tensor."""
         if UNUSED.search(name) or (self.nested and not name.startswith(OF_TEXT)):
             return None
         if self.outside and not name.startswith(OUTSIDE):

@@ -241,7 +241,7 @@ def _near(one: float, other: float, close: float = 1e-6) -> bool:
 
 
 def _factor(here: Tensor, expected: Tensor) -> float | None:
-    """Return the factor for which `here = factor * expected`. None if there is none."""
+    """Return the factor for which `here = factor * expected`, or None if there is none."""
     square = expected.square().sum()
     if not square:
         return None

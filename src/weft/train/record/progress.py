@@ -139,7 +139,7 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """The estimated time left, from the mean of the last steps. None before the first step."""
+        """The estimated time left, from the mean of the last steps, or None before the first step."""
         (first, then), (last, now) = self._times[0], self._times[-1]
         if last == first:
             return None

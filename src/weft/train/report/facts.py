@@ -46,7 +46,7 @@ def versions() -> str:
 
 
 def commit() -> str | None:
-    """Return the commit of the current git repository, with "-dirty" if files have changed. None without a
+    """Return the commit of the current git repository, with "-dirty" if files have changed, or None without a
     repository."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:

@@ -30,7 +30,7 @@ def as_one_line(error: BaseException) -> str:
 
 
 def in_one_line(error: BaseException) -> str | None:
-    """Return the line to print instead of the traceback of `error`. None if the traceback is needed."""
+    """Return the line to print instead of the traceback of `error`, or None if the traceback is needed."""
     if isinstance(error, CheckpointError | Refused):
         return str(error)
     if isinstance(error, StorageError) or (isinstance(error, OSError) and error.errno in _STORAGE):

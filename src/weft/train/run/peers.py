@@ -62,7 +62,7 @@ class Peers:
             self._listening.close()
 
     def ask(self, patience: float) -> dict[int, dict[str, Any] | None]:
-        """Return the state of each other rank. None for a rank that does not answer within `patience` seconds."""
+        """Return the state of each other rank, or None for a rank that does not answer within `patience` seconds."""
         return self._each(lambda rank: self._send(rank, {"kind": _ASK}, patience))
 
     def tell(self, message: Mapping[str, Any], patience: float) -> None:

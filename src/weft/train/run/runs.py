@@ -96,7 +96,7 @@ def read_tables(directory: Path) -> dict[str, Any]:
 
 
 def recorded_name(directory: Path) -> str | None:
-    """Return the `run.name` with which a run was started. None if its config.toml cannot be read."""
+    """Return the `run.name` with which a run was started, or None if its config.toml cannot be read."""
     try:
         return str(read_tables(directory)["run"]["name"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -165,7 +165,7 @@ def refuse_described_task(directory: Path) -> None:
 
 
 def _describes_task(directory: Path) -> bool | None:
-    """Return whether the configuration of a run describes its model and data. None if it cannot be read: another
+    """Return whether the configuration of a run describes its model and data, or None if it cannot be read. Another
     function reports that."""
     try:
         tables = read_tables(directory)

@@ -165,7 +165,8 @@ class Watchdog:
         }
 
     def _who_hangs(self) -> str | None:
-        """Return which rank hangs, as a part of a sentence. None if the others wait for a rank that makes progress."""
+        """Return which rank hangs, as a part of a sentence, or None if the others wait for a rank that makes
+        progress."""
         if self._peers is None:
             return None
         if self._peers.store_is_silent:

@@ -74,5 +74,5 @@ class Task(Protocol):
         ...
 
     def baseline(self) -> float | None:
-        """Return the validation loss of a simple baseline in nats per byte. None without a baseline."""
+        """Return the validation loss of a simple baseline in nats per byte, or None without a baseline."""
         ...

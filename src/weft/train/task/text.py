@@ -113,7 +113,7 @@ class TextTask:
 
     @property
     def _bytes_per_token(self) -> float | None:
-        """The bytes per token of the validation text. None if unknown, or if several texts differ."""
+        """The bytes per token of the validation text, or None if unknown, or if several texts differ."""
         return self.corpora[0].bytes_per_token if len(self.corpora) == 1 else None
 
 
@@ -225,7 +225,7 @@ def _scores(model: nn.Module, microbatch: Batch) -> torch.Tensor:
 
 
 def _vocabulary(config: TrainConfig) -> int | None:
-    """Return the exclusive upper bound of tokens in token files. None if it is checked elsewhere, or unknown."""
+    """Return the exclusive upper bound of tokens in token files, or None if it is checked elsewhere, or unknown."""
     known = config.data.kind == "tokens" and isinstance(config.model, HybridConfig)
     return config.model.vocab_size if known else None  # type: ignore[union-attr]
 
