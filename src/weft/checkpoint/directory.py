@@ -33,7 +33,7 @@ def path_of(directory: Path, step: int) -> Path:
 
 
 def committed_steps(directory: Path) -> list[int]:
-    """Return the steps of the committed checkpoints in `directory`, oldest first. `[]` if it does not exist."""
+    """Return the steps of the committed checkpoints in `directory`, oldest first, or `[]` if it does not exist."""
     if not directory.is_dir():
         return []
     matches = (_COMMITTED.fullmatch(path.name) for path in directory.iterdir())

@@ -261,10 +261,10 @@ class Slices:
     # --- loss ---------------------------------------------------------------------------------------------------------
 
     def mean(self, loss: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean loss over all labels of the rows, from this rank's mean `loss` and its labels. NaN without
-        any labels.
+        """Return the mean loss over all labels of the rows, or NaN without any labels.
 
-        The average over the ranks of the gradients is the gradient of this mean.
+        `loss`: this rank's mean over its `labels`. The average over the ranks of the gradients is the gradient of this
+        mean.
         """
         count = (labels != IGNORED_LABEL).sum()
         return _Sum.apply(loss.where(count > 0, 0.0) * count, self.group) / _total(count, self.group)

@@ -31,8 +31,7 @@ class FlatParameter(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        """The gradients of the run's parameters as one tensor over all ranks, or None if no parameter has a
-        gradient."""
+        """The gradients of the run's parameters as one tensor over all ranks, or None if no parameter has one."""
         run = self._run()
         return run.gradient if run is not None else None
 
@@ -146,7 +145,7 @@ class FlatRun:
     # --- members ------------------------------------------------------------------------------------------------------
 
     def divided(self, keys: Sequence[Any]) -> "list[FlatRun]":
-        """Return runs of adjacent members with equal `keys` (one key per member). `[self]` if all keys are equal."""
+        """Return runs of adjacent members with equal `keys` (one key per member), or `[self]` if all keys are equal."""
         parts = [[at for at, _ in pairs] for _, pairs in groupby(enumerate(keys), key=lambda pair: pair[1])]
         if len(parts) == 1:
             return [self]

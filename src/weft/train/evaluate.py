@@ -47,7 +47,7 @@ def move(microbatch: Any, device: torch.device) -> Any:
 
 @torch.no_grad()
 def validate(task: Task, device: torch.device, moved: Callable[[], None]) -> dict[str, float]:
-    """Return means over the validation sets of all ranks. Empty without a validation set. Collective.
+    """Return means over the validation sets of all ranks, or nothing without a validation set. Collective.
 
     Calls `moved` before each forward, to show progress.
     """

@@ -32,7 +32,7 @@ def typed(name: str, value: Any, hint: Any) -> Any:
 
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """Return a list with the word in `known` that was probably meant, ignoring case. Empty if no word is similar."""
+    """Return a list with the word in `known` that was probably meant, ignoring case, or `[]` if no word is similar."""
     by_lower = {each.lower(): each for each in known}
     return [by_lower[each] for each in difflib.get_close_matches(word.lower(), by_lower, n=1)]
 

@@ -92,8 +92,8 @@ class Picture:
         return [rank for rank in state.ranks if (other := self.of(rank)) is not None and other.lacks(state)]
 
     def stuck_with(self, rank: int) -> dict[int, State]:
-        """Return the states of the stuck ranks for which `rank` waits, directly or indirectly, and its own. Empty if
-        `rank` is not stuck."""
+        """Return the states of the stuck ranks for which `rank` waits, directly or indirectly, and its own, or nothing
+        if `rank` is not stuck."""
         found: dict[int, State] = {}
         waits_for: dict[int, list[int]] = {}
         ahead = [rank]

@@ -150,8 +150,7 @@ def changes_rotation(scaling: Mapping[str, Any], before: int, now: int) -> bool:
 
 
 def rotary_of(cfg: HybridConfig, symbols: str) -> RotaryEmbedding | None:
-    """Return the rotation that the attention layers among `symbols` share, or None without such layers or without
-    rotation."""
+    """Return the rotation that the attention layers among `symbols` share, or None if there is none."""
     used = classes_of(symbols)
     if not cfg.rope_theta or AnyAttention not in used:
         return None

@@ -62,7 +62,7 @@ class Seen:
 
 
 def findings(alone: Alone, seen: Sequence[Seen]) -> list[str]:
-    """Return a line for each fault. Empty if the steps are equal."""
+    """Return a line for each fault, or no line if the steps are equal."""
     found = _names(alone, seen) or _weights(alone, seen)
     if found:
         return found
@@ -257,7 +257,7 @@ def _rows(axis: str, ranks: list[int], seen: Sequence[Seen]) -> list[list[int]]:
 
 
 def _unlike_along(seen: Sequence[Seen], here: Mapping[int, object]) -> str:
-    """Return text that names the axes along which values differ. Empty if there are none. `here`: rank -> value."""
+    """Return text that names the axes along which values differ, or "" if there are none. `here`: rank -> value."""
     unlike = []
     for axis in seen[0].at:
         rows = _rows(axis, list(here), seen)

@@ -32,7 +32,7 @@ def curve(records: list[dict[str, Any]], kind: str, name: str) -> Curve:
 
 
 def median(points: Sequence[tuple[float, float]]) -> float:
-    """Return the median of the values that are not NaN. NaN without any."""
+    """Return the median of the values that are not NaN, or NaN without any."""
     known = [value for _, value in points if value == value]
     return statistics.median(known) if known else math.nan
 

@@ -36,7 +36,7 @@ def computing(intervals: Sequence[Interval]) -> float:
 
 
 def slow_ranks(seconds: Sequence[float]) -> str:
-    """Return text that names the ranks that compute longer than `SLOW` times the mean. Empty if there are none.
+    """Return text that names the ranks that compute longer than `SLOW` times the mean, or "" if there are none.
 
     `seconds`: the computing time of each rank in one step.
     """

@@ -165,8 +165,7 @@ class Watchdog:
         }
 
     def _who_hangs(self) -> str | None:
-        """Return which rank hangs, as a part of a sentence, or None if the others wait for a rank that makes
-        progress."""
+        """Return which rank hangs, as a part of a sentence, or None if the others wait for one that makes progress."""
         if self._peers is None:
             return None
         if self._peers.store_is_silent:
@@ -191,7 +190,7 @@ def _in_operation(operation: str, seconds: float) -> str:
 
 
 def _seconds_of(thread: int) -> float:
-    """Return the CPU seconds of a thread. 0 if the thread has ended, because its clock must then not be read."""
+    """Return the CPU seconds of a thread, or 0 if the thread has ended, because its clock must then not be read."""
     if thread not in sys._current_frames():
         return 0.0
     return time.clock_gettime(time.pthread_getcpuclockid(thread))
