@@ -75,7 +75,7 @@ class CheckpointManager:
         self._stager = Stager()
         self._lock: Lock | None = None
         self._identity = ""
-        """The identity of the run, on its first rank once that has claimed the directory."""
+        """The identity of the run. The first rank sets it when it has claimed the directory."""
         self._saving: threading.Thread | None = None
         self._error: BaseException | None = None
         self.passed_over: dict[int, CheckpointError] = {}
@@ -173,8 +173,9 @@ class CheckpointManager:
 
         The number of ranks and the sharding may differ from those of the save. Stored names that are not in `state` are
         not read. All data are compared with their checksums, and no code that the checkpoint names is run. Without
-        `step`, damaged checkpoints are skipped and listed in `passed_over`. In this case no existing checkpoint is
-        deleted. If another run replaces a checkpoint by newer ones during the load, the newer ones are tried.
+        `step`, damaged checkpoints are listed in `passed_over`, and older ones are tried. If any is damaged, later
+        saves delete none of the checkpoints that exist now. If another run replaces a checkpoint by newer ones during
+        the load, the newer ones are tried.
 
         Raises CheckpointError if there is no checkpoint, or none is intact. `state` may then be filled in part. Raises
         CheckpointMismatch before anything is changed; its message lists all missing and unexpected keys, and different

@@ -160,7 +160,7 @@ class Lane:
         self.stream = streams.new(name, device)
         self._device = device
         self._waits_later = name == "stage" and device.type == "cpu"
-        """Whether transfers are only waited for at `Ticket.wait`, also under the stream checker: both ends receive
+        """Whether transfers are waited for only in `Ticket.wait`, even under the stream checker: both ends receive
         first, then send, so blocking earlier would deadlock."""
 
     def run(
@@ -240,10 +240,10 @@ class Lane:
             return Ticket(transfer, self.stream.record_event(), call, after, home, name)
 
     def memory(self, like: torch.Tensor, *size: int) -> torch.Tensor:
-        """Allocate memory in the dtype of `like` that the lane can fill immediately, and that the current stream then
-        uses. It belongs to the lane's stream. Memory of the current stream may still be in use by earlier computation,
-        and the lane would have to wait for it. The memory returns to the lane when the current stream has finished with
-        it, so successive exchanges reuse it."""
+        """Allocate memory in the dtype of `like` that the lane can fill immediately. The current stream then uses it.
+        It belongs to the lane's stream. Memory of the current stream may still be in use by earlier computation, and
+        the lane would have to wait for it. The memory returns to the lane when the current stream has finished with it,
+        so successive exchanges reuse it."""
         home = streams.current(self._device)
         with streams.on(self.stream):
             made = like.new_empty(size)

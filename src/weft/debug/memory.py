@@ -65,7 +65,7 @@ class Memory:
     def __init__(self, home: int) -> None:
         self.home = home
         self.lent: set[int] = set()
-        """Other streams (actors) that use it. Freeing it waits for them."""
+        """Other streams (actors) that use the memory. Freeing the memory waits for them."""
         self._segments = [_Segment(0)]
         self._names: dict[tuple[int, int], Callable[[], str]] = {}
 

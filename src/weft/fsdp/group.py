@@ -97,7 +97,7 @@ class ParameterGroup:
         self.channel = self.channels[0]
         """Separates the group's messages from those of other groups. `channels`: one per copy."""
         self._gathered_from: int | None = None
-        """The version of the main weights from which the gathered, or else the model weights were made."""
+        """The version of the main weights from which the gathered weights, or else the model weights, were made."""
         self._refreshing: Ticket | None = None
         self._upload: Ticket | None = None  # the transfer that reads main weights in CPU memory
         self.unfilled = [each for each, tensor in zip(self.parameters, slices) if tensor.is_meta]

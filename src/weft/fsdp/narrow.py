@@ -83,7 +83,7 @@ class Narrow(Plain):
         self._scales_at = [*accumulate((-(-size // 4) * 4 for size in whole), initial=plan.layout.numel)]
         """The offset of each tensor's scales in full weights that stay quantized."""
         self._transposed_at = -(-self._scales_at[-1] // _ALIGNMENT) * _ALIGNMENT
-        """The offset of the transposed codes in full weights that stay quantized, if they are kept."""
+        """The offset of the transposed codes, if they are kept, in full weights that stay quantized."""
         self.tail = self._transposed_at - plan.layout.numel if self._recipe.is_scaled else 0
         self.tail += plan.layout.numel if self._recipe.keep_transpose else 0
         if plan.moves:

@@ -98,7 +98,7 @@ class Unit:
         self.holders: dict[Any, None] = {}
         self._shows_full = False  # whether the full parameters are registered
         self.tied: dict[Unit, str] = {}
-        """The units that own parameters which modules of this one share, each with the name of one such parameter."""
+        """The units that own parameters that modules of this unit share, each with the name of one of them."""
         self.resharded = False
         """Whether a pass has ended the user's hold on this rank; on other ranks the unit may not have run."""
         self.reshard_after_forward: bool | None = None

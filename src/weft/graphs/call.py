@@ -94,15 +94,15 @@ class GraphedCall:
         self.captures = self.replays = 0
         self.eager: Counter[str] = Counter()
         self.refused: str | None = None
-        """Why it is never captured."""
+        """The reason why the call is never captured, or None."""
         self.failed = False
-        """Whether a capture failed since the ranks agreed last."""
+        """Whether a capture has failed since the last agreement of the ranks."""
         self._owner = weakref.ref(owner)
         self._module = weakref.ref(module)
         self._name = name
         before = vars(module).get(name)
         self._before: Callable[..., Any] | None = before._before if isinstance(before, GraphedCall) else before
-        """What stood in place of the class's method."""
+        """The module's own attribute that this call replaces, or None if it replaces the class's method."""
         self._inside = inside
         self._is_owned = is_owned
         self._places: Places | None = None

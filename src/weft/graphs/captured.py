@@ -80,7 +80,7 @@ class Captured:
         queue: Delays | None = None,
     ) -> None:
         self.ready = False
-        """Whether all ranks have it."""
+        """Whether all ranks have this capture."""
         self._count = count
         self._delays: Any = None if queue is None else queue.fresh()
         spread: list[Any] = [each for each in places.tensors() if isinstance(each, DTensor)]
@@ -100,7 +100,7 @@ class Captured:
             for static, tensor in zip(self._inputs, tensors):
                 static.fill(tensor)
         self._entered: list[tuple[Any, DeviceMesh]] = []
-        """Weights whose gradients are summed over ranks behind a replay, once for each use."""
+        """Weights whose gradients are summed over ranks outside of a replay, once for each use."""
         self.python = Attributes(places.modules, function)
         try:
             with places.restored(), nothing_drawn():

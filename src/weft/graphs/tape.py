@@ -99,8 +99,8 @@ class _Recorder(Watch):
         super().__init__(known)
         self._tape = tape
         self._aliases: dict[int, tuple[Tensor, Tensor]] = {}
-        """By id: each tensor, which so keeps its id, and a tensor of its memory without history, which another
-        follows behind such as `transpose_` and `tensor.data = ...`."""
+        """By id: each tensor, which thereby keeps its id, and a tensor of its memory without history. After an operator
+        such as `transpose_` or `tensor.data = ...`, a new tensor replaces the latter."""
 
     def note(self, function: Any, args: tuple, kwargs: dict, given: list[Tensor], new: New) -> None:
         for _, tensor in new:

@@ -67,7 +67,7 @@ class Walk:
         self.tokens: list[tuple[str, Any]] = []
         self.kept: list[tuple[Any, Any]] = []
         self._inside = 0
-        """What tuples have, which is looked at when something is another object."""
+        """The number of elements in tuples. They are compared only if an object has been replaced by another."""
         self._numbers: dict[int, int] = {}
         self._alive: list[Any] = []
         self._classes: set[type] = set()

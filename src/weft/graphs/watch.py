@@ -43,9 +43,9 @@ class Watch(TorchDispatchMode):
     def __init__(self, known: Ranges) -> None:
         super().__init__()
         self.made: dict[int, int] = {}
-        """Storages that the operators made: first byte, and how many."""
+        """The storages that the operators allocated: the first byte, and the number of bytes."""
         self.reads: set[tuple[int, int, bool]] = set()
-        """What they read and did not make."""
+        """The memory that the operators read but did not allocate."""
         self._known = known
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -61,7 +61,7 @@ class Transient:
         self.pool: Callable[[], Pool | None] = lambda: None
         """Returns the pool that gave it memory, or None. A weak reference, because the pool refers to its buffers."""
         self.place: torch.Tensor | None = None
-        """The place in the slab where its views are valid, while it is moved out; else None."""
+        """The place in the slab where its views are valid, if it has moved out, or None."""
         if not filled:
             self.empty()
 

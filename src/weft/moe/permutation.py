@@ -43,10 +43,10 @@ class Permutation:
 
     @cached_property
     def bags(self) -> tuple[Tensor, Tensor]:
-        """Return the rows sorted by token, then by slot, [rows], and the offsets of the begin and end of each token's
-        rows.
+        """Return the rows sorted by token, then by slot, [rows], and the offsets at which each token's rows begin.
 
-        If the host does not know the number of rows, the unused rows at the end form one more bag.
+        The last offset is the end. If the host does not know the number of rows, the unused rows at the end form one
+        more bag.
         """
         tokens, k = self.rows.shape
         if self.kept is None:

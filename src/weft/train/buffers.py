@@ -55,7 +55,7 @@ class Buffers:
         }
         self._model = model
         self._are_absent = False
-        """Whether the checkpoint that is being loaded holds no buffers, because its run had another rule."""
+        """Whether the checkpoint to load has no buffers, because its run had another rule."""
 
     @property
     def are_saved(self) -> bool:

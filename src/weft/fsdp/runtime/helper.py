@@ -87,8 +87,8 @@ class GatherHelper:
         return is_first
 
     def offer(self, units: Sequence[Unit]) -> None:
-        """Register joins for the gathers of `units` with the hang detector, if the transport supports joins and the
-        detector already watches passes."""
+        """Register joins for the gathers of `units` with the hang detector. Do nothing if the transport supports no
+        joins, or if the detector does not watch passes yet."""
         if self._watched_by is None:
             return
         join = weakly(self._join)

@@ -46,8 +46,7 @@ def versions() -> str:
 
 
 def commit() -> str | None:
-    """Return the commit of the current git repository, with "-dirty" if files have changed, or None without a
-    repository."""
+    """Return the commit of the current git repository, with "-dirty" if files have changed, or None without one."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5)
