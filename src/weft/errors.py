@@ -49,23 +49,23 @@ class WeftError(Exception):
 
 
 class CollectiveMismatch(WeftError, RuntimeError):
-    """Ranks issued different collectives; the message names the units and the ranks."""
+    """Ranks issued different collectives. The message names the units and the ranks."""
 
 
 class WeightsGone(WeftError, RuntimeError):
-    """Gathered weights were read after they were freed; the message names unit and parameter."""
+    """Gathered weights were read after they were freed. The message names the unit and the parameter."""
 
 
 class WeightsWritten(WeftError, RuntimeError):
-    """Gathered weights, which are copies, were written to; the message names unit and parameter."""
+    """Code wrote to gathered weights, which are copies. The message names the unit and the parameter."""
 
 
 class UndeclaredTensor(WeftError, RuntimeError):
-    """A node used a tensor that is not among its inputs; the message names the node."""
+    """A node used a tensor that is not among its inputs. The message names the node."""
 
 
 class StreamOrderError(WeftError, RuntimeError):
-    """Two operations that may run at the same time use the same memory; the message names both, with their streams."""
+    """Two operations that may run at the same time use the same memory. The message names both, with their streams."""
 
 
 class CheckpointError(WeftError, RuntimeError):
@@ -73,11 +73,11 @@ class CheckpointError(WeftError, RuntimeError):
 
 
 class CheckpointGone(CheckpointError):
-    """The checkpoint does not exist, or no longer exists: a run removes old checkpoints while it trains."""
+    """The checkpoint does not exist. A run that still trains may have removed it with other old checkpoints."""
 
 
 class StorageError(WeftError, OSError, RuntimeError):
-    """A file operation failed; the message names rank, operation and file. `errno` is the system's error number."""
+    """A file operation failed. The message names rank, operation and file. `errno` is the system's error number."""
 
     def __str__(self) -> str:
         return str(self.strerror)
@@ -103,7 +103,7 @@ class TokensDamaged(WeftError, ValueError):
 
 
 class CheckpointMismatch(WeftError, ValueError):
-    """The checkpoint does not fit the state into which it is loaded: keys, shapes or dtypes differ."""
+    """The keys, shapes or dtypes in the checkpoint differ from those of the state into which it is loaded."""
 
 
 class ConversionError(WeftError, ValueError):
@@ -111,7 +111,7 @@ class ConversionError(WeftError, ValueError):
 
 
 class PatternError(WeftError, ValueError):
-    """A layer pattern breaks a rule. `pattern[position:]` starts with the offending `part`."""
+    """A layer pattern breaks a rule. The offending `part` begins at index `position` of `pattern`."""
 
     def __init__(self, pattern: str, position: int, part: str, rule: str) -> None:
         super().__init__(f"pattern {pattern!r}, position {position}, {part!r}: {rule}")
@@ -130,7 +130,7 @@ class PatternError(WeftError, ValueError):
 
 
 class TableError(WeftError, ValueError):
-    """A schedule table cannot run. `rank` and `position` (from 0) name the offending entry, `reason` the cause."""
+    """A schedule table cannot run. `rank` and `position` (from 0) name the offending entry, and `reason` the cause."""
 
     def __init__(self, message: str, rank: int, position: int, reason: str) -> None:
         super().__init__(message)

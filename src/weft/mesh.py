@@ -1,6 +1,6 @@
 """The meshes of a run: how ranks are laid out over pipeline, data, expert and tensor parallelism.
 
-Ranks count along these axes, the last one fastest:
+Ranks are numbered along these axes, with the last axis fastest:
 
     dense view     pp | dp_replicate | dp_shard      | cp | tp
     expert view    pp | expert_replicate | expert_shard | ep | tp      each expert is cut over tp (`etp` is `tp`)
@@ -10,8 +10,8 @@ Both views contain the same ranks; the expert view groups them differently. For 
 as data-parallel ranks: `dense` spans dp_shard and cp. For example, eight ranks with `dp_shard=8, ep=4`:
 
     meshes.dense of rank 5     0 1 2 3 4 5 6 7
-    meshes.ep of rank 5                4 5 6 7      one copy of every expert is spread over these
-    meshes.expert of rank 5      1       5          these hold the same experts as rank 5
+    meshes.ep of rank 5                4 5 6 7      together they hold one copy of every expert
+    meshes.expert of rank 5      1       5          both hold the same experts
 """
 
 import math
@@ -32,11 +32,12 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 @dataclass(frozen=True)
 class Meshes:
-    """The meshes over which each kind of parameter is spread, as seen from this rank.
+    """The device meshes of a model's parameters, as seen from this rank.
 
-    `dense`: 1-D over the data-parallel ranks, or 2-D (outer, shard) with `dp_replicate > 1`. `expert`: the
-    data-parallel ranks that hold the same experts; `dense` itself if `ep` is 1. `ep`, `pp`, `tp`, `cp`: 1-D, or None if
-    the axis has one rank. `etp`: `tp`, or None if experts are whole.
+    - `dense`: the mesh of the data-parallel ranks. It is 1-D, or 2-D (outer, shard) if `dp_replicate > 1`.
+    - `expert`: the mesh of the data-parallel ranks that hold the same experts. It is `dense` if `ep` is 1.
+    - `ep`, `pp`, `tp`, `cp`: a 1-D mesh of each axis. None if the axis has one rank.
+    - `etp`: the same mesh as `tp`. None if experts are whole.
     """
 
     dense: DeviceMesh
@@ -47,16 +48,16 @@ class Meshes:
     cp: DeviceMesh | None = None
     etp: DeviceMesh | None = None
     expert_parts: DeviceMesh | None = None
-    """2-D mesh (ep, tp) of the ranks that share one copy of the experts; None unless each expert is cut over tp."""
+    """2-D mesh (ep, tp) of the ranks that share one copy of the experts. None if `ep` is 1 or experts are whole."""
 
     @property
     def dp_size(self) -> int:
-        """The number of parts of a global batch: the size of `dense`, divided by that of `cp`."""
+        """The number of parts of a global batch: the size of `dense` divided by the size of `cp`."""
         return self.dense.size() // self._context_ranks
 
     @property
     def dp_rank(self) -> int:
-        """The index of this rank's part of a global batch, from 0. The ranks of a cp, tp or pp group share it."""
+        """The index of this rank's part of a global batch, from 0. Equal on all ranks of a cp, tp or pp group."""
         return position_on(self.dense, range(self.dense.ndim)) // self._context_ranks
 
     @property
@@ -65,12 +66,12 @@ class Meshes:
 
 
 def ranks_over(mesh: DeviceMesh, axes: Iterable[int]) -> int:
-    """Return the number of ranks of `mesh` along `axes` together."""
+    """Return the product of the sizes of `axes` of `mesh`."""
     return math.prod(mesh.size(axis) for axis in axes)
 
 
 def position_on(mesh: DeviceMesh, axes: Iterable[int]) -> int:
-    """Return the index of this rank among the ranks of `mesh` along `axes`, the last axis fastest."""
+    """Return the index of this rank among the ranks of `mesh` along `axes`, with the last axis fastest."""
     position = 0
     for axis in axes:
         position = position * mesh.size(axis) + mesh.get_local_rank(axis)
@@ -88,16 +89,24 @@ def init_meshes(
     tp: int = 1,
     etp: int | None = None,
 ) -> Meshes:
-    """Build the meshes over all ranks. Collective: every rank passes the same sizes.
+    """Build the device meshes over all ranks. Collective: every rank passes the same sizes.
 
-    Dense parameters are spread over `dp_replicate * dp_shard * cp` ranks; `ep` must divide that number. `dp_shard=-1`
-    uses all ranks that the other axes do not use. With `dp_replicate > 1`, the expert mesh is 2-D (outer, shard) like
-    the dense one if `ep` divides `dp_shard * cp`; otherwise expert-parallel groups span replicas, and it is 1-D.
+    Uses the default process group. If there is none, creates it from the launcher's environment variables.
 
-    `etp`: the number of ranks over which each expert is cut: `tp` (the same as None) or 1. With 1, experts see the
-    tokens of all ranks, and `ep` divides `dp_replicate * dp_shard * cp * tp` instead.
+    Args:
+        device_type: "cpu" or "cuda".
+        pp: the number of pipeline-parallel ranks.
+        dp_replicate: the number of replicas of the sharded model.
+        dp_shard: the number of ranks over which each replica is sharded. -1: all ranks that the other axes do not use.
+        cp: the number of context-parallel ranks. Dense parameters are sharded over `dp_shard * cp` ranks.
+        ep: the number of expert-parallel ranks. It must divide `dp_replicate * dp_shard * cp`. If `etp` is 1, it must
+            divide `dp_replicate * dp_shard * cp * tp`.
+        tp: the number of tensor-parallel ranks.
+        etp: the number of ranks over which each expert is cut: `tp` or 1. Default: `tp`. With 1, experts are whole and
+            get the tokens of all ranks.
 
-    Uses the default process group, or joins the one that the launcher's environment variables describe.
+    With `dp_replicate > 1`, the expert mesh is 2-D (outer, shard) if `ep` divides `dp_shard * cp` (times `tp` if `etp`
+    is 1). Otherwise expert-parallel groups span replicas, and the expert mesh is 1-D.
 
     Raises:
         ValueError: a device that this host lacks, a size below 1, a product that is not the world size, an `ep` that
@@ -151,8 +160,9 @@ def whole_world(device_type: str) -> DeviceMesh:
 def forget_meshes() -> None:
     """Clear the caches of meshes, and of DTensor data derived from meshes, in weft and torch.
 
-    The caches keep destroyed process groups and gloo's threads alive. A thread that is alive when the interpreter exits
-    may abort the process. Delete your models, then call `destroy_process_group()`, this function and `gc.collect()`.
+    The caches keep destroyed process groups and their gloo threads alive. A thread that is alive when the interpreter
+    exits may abort the process. Delete your models first. Then call `destroy_process_group()`, this function and
+    `gc.collect()`.
     """
     _worlds.clear()
     for function in vars(functional).values():  # some have the world group of import time as a default
@@ -167,7 +177,8 @@ def forget_meshes() -> None:
 
 
 def _view(device_type: str, **axes: int) -> DeviceMesh:
-    """Return a mesh over all ranks. Axes of size 1 are left out to save process groups, except a shard axis."""
+    """Return a mesh over all ranks. Axes of size 1, except shard axes, are left out: each axis costs a process
+    group."""
     kept = {name: size for name, size in axes.items() if size > 1 or name.endswith("_shard")}
     return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
@@ -229,7 +240,7 @@ def _fit(world: int, etp: int, **axes: int) -> int:
 
 
 class Parts(Protocol):
-    """The interface of `weft.pipeline.Cut`, the stages of a model, for modules outside of `pipeline/`."""
+    """The interface of `weft.pipeline.Cut`, the stages of a model. Modules outside of `pipeline/` use it."""
 
     group: Any
     """The process group of the ranks that hold the stages; None if this rank holds all of them."""
@@ -238,7 +249,7 @@ class Parts(Protocol):
 
     @property
     def has_copies(self) -> bool:
-        """Whether this rank has copies (`model.shared_ends`) of parameters of another rank."""
+        """Whether this rank has copies (`model.shared_ends`) of parameters that belong to another rank."""
 
     def stages_of(self, model: Any) -> dict[str, int]:
         """Return the stage of each parameter, by name."""

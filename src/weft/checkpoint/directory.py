@@ -1,14 +1,14 @@
-"""The folder of a run's checkpoints: committed checkpoints, and debris of saves and deletions.
+"""The folder of a run's checkpoints: committed checkpoints, and the debris of saves and deletions.
 
     checkpoints/
         step-00000010/                committed: complete, flushed, its manifest lists every file
         step-00000020.tmp-3f2a…/      being written, or left behind by a killed save
         step-00000005.trash-91bc…/    being deleted
-        step-00000020.damaged-0c4e…/  damaged; a run that resumed from an older one saved this step again
+        step-00000020.damaged-0c4e…/  damaged; a run that resumed from an older checkpoint saved this step again
         .lock                         held by rank 0 of the run that writes here
         .run                          the run's identity, which each of its checkpoints repeats
 
-A name without a suffix is committed, because the only way to get one is the rename at the end of `commit`.
+A checkpoint without a suffix is committed: only the rename at the end of `commit` gives it such a name.
 """
 
 import os
@@ -33,7 +33,7 @@ def path_of(directory: Path, step: int) -> Path:
 
 
 def committed_steps(directory: Path) -> list[int]:
-    """Return the steps of the committed checkpoints in `directory`, oldest first; `[]` if it does not exist."""
+    """Return the steps of the committed checkpoints in `directory`, oldest first, or `[]` if it does not exist."""
     if not directory.is_dir():
         return []
     matches = (_COMMITTED.fullmatch(path.name) for path in directory.iterdir())
@@ -48,7 +48,7 @@ def debris(directory: Path) -> list[Path]:
 
 
 def identity(directory: Path) -> str:
-    """Return the identity of the run whose checkpoints are in `directory`; "" if it has none."""
+    """Return the identity of the run whose checkpoints are in `directory`. "" if the run has none."""
     try:
         with (directory / RUN).open("rb") as stream:
             text = stream.read(64).decode(errors="replace").strip()
@@ -58,7 +58,7 @@ def identity(directory: Path) -> str:
 
 
 def identify(directory: Path) -> str:
-    """Return the identity of the run; if it has none, give it that of its newest checkpoint, or a new one."""
+    """Return the identity of the run. If it has none, give it that of its newest checkpoint, or a new one."""
     if known := identity(directory):
         return known
     found = ""
@@ -76,7 +76,7 @@ def identify(directory: Path) -> str:
 
 
 def require_own(checkpoint: Path, manifest: Manifest) -> None:
-    """Raise CheckpointError for a checkpoint that another run wrote."""
+    """Raise CheckpointError for a checkpoint that another run has written."""
     own = identity(checkpoint.parent)
     if own and manifest.run and manifest.run != own:
         raise CheckpointError(
@@ -86,7 +86,7 @@ def require_own(checkpoint: Path, manifest: Manifest) -> None:
 
 
 def begin(directory: Path, step: int) -> Path:
-    """Create and return a folder for the checkpoint of `step`, not yet committed."""
+    """Create a folder for the checkpoint of `step`, not yet committed, and return it."""
     temporary = directory / f"step-{step:08d}.tmp-{uuid.uuid4().hex[:12]}"
     with operation("mkdir", temporary):
         temporary.mkdir()
@@ -111,7 +111,8 @@ def set_aside(checkpoint: Path) -> None:
 
 
 def discard(paths: Iterable[Path]) -> None:
-    """Delete checkpoints or debris. Committed checkpoints are renamed first, so that a partial one looks incomplete."""
+    """Delete checkpoints or debris. Committed checkpoints are renamed first, so that a partly deleted one looks
+    incomplete."""
     for path in paths:
         if not _DEBRIS.fullmatch(path.name):
             trash = path.with_name(f"{path.name}.trash-{uuid.uuid4().hex[:12]}")

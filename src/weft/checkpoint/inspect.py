@@ -16,15 +16,15 @@ from weft.checkpoint.manifest import MANIFEST, CheckpointError, CheckpointGone, 
 from weft.checkpoint.reading import describe
 
 _ONE_LINE = 10_000
-"""The width of output that is no terminal: keys are not wrapped, so that they can be searched."""
+"""The width of output that does not go to a terminal. Keys are not wrapped, so that they can be searched."""
 
 
 def show(path: Path, *, verify_content: bool = False, console: Console | None = None) -> None:
     """Print tables about `path`: a checkpoint, a folder of checkpoints, or a run directory.
 
-    With `verify_content` every file of every checkpoint is read and compared with its checksum. Tensors are listed
-    for a single checkpoint only. For several, a table shows which are damaged, followed by a summary of the newest
-    intact one. Raises ValueError for a path that is none of these, CheckpointError for a damaged checkpoint.
+    With `verify_content`, every file of every checkpoint is read and compared with its checksum. For a single
+    checkpoint, tensors are listed. For several checkpoints, a table shows which of them are damaged, and a summary
+    describes the newest intact one. Raises ValueError for any other path, and CheckpointError for a damaged checkpoint.
     """
     console = console or Console(width=None if sys.stdout.isatty() else _ONE_LINE)
     if (path / MANIFEST).is_file():

@@ -27,12 +27,12 @@ _NAMES = {
     *(f"torch {name}" for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
     *(f"torch {name}" for name in vars(torch) if name.endswith("Storage")),
 }
-"""The globals that pickles of plain data and tensors need. `torch.load` allows more, such as `bytearray`, which with a
-number allocates that many bytes."""
+"""The globals that pickles of plain data and tensors need. `torch.load` allows more. For example, it allows
+`bytearray`, which allocates a given number of bytes."""
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Fills tensors in place and collects all other data in `loaded`."""
+    """Fills tensors in place, and collects all other data in `loaded`."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False)
@@ -43,7 +43,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def unpack(stream: IO[bytes]) -> Any:
-    """Load data of `torch.save` without running code, in memory proportional to the length of the stream."""
+    """Load data of `torch.save` without running code. The memory is proportional to the length of the stream."""
     stream.seek(0)
     if stream.read(4) != _ZIP:  # torch would read other files as its legacy format
         raise ValueError("it is not in torch's zip format")
@@ -60,7 +60,7 @@ def unpack(stream: IO[bytes]) -> Any:
 
 
 def _check_names(pickled: bytes, length: int) -> None:
-    """Raise ValueError unless the pickle, in a stream of `length` bytes, uses only globals of `_NAMES`."""
+    """Raise ValueError if the pickle, in a stream of `length` bytes, uses a global outside of `_NAMES`."""
     calls = largest = 0
     has_bare_storages = False
     for opcode, argument, _ in pickletools.genops(pickled):
@@ -78,10 +78,10 @@ def _check_names(pickled: bytes, length: int) -> None:
 def compare(
     checkpoint: str, live: Mapping[str, Any], stored: Mapping[str, Stored], elsewhere: Collection[str] = ()
 ) -> None:
-    """Raise CheckpointMismatch unless all keys of `live` are stored with the same shapes and dtypes, and no others are.
+    """Raise CheckpointMismatch if the keys, shapes or dtypes of `live` differ from those that are stored.
 
     `elsewhere`: keys of other pipeline stages, which may be stored too. Distributed Checkpoint alone would skip keys
-    that are absent on one side and cast where dtypes differ.
+    that are absent on one side, and cast if dtypes differ.
     """
     complaints = []
     if missing := [key for key in live if key not in stored]:
@@ -102,7 +102,7 @@ def compare(
 
 
 def stored_below(metadata: Metadata, prefix: str) -> dict[str, Stored]:
-    """Return the entries whose keys start with `prefix`; the prefix is removed from the keys."""
+    """Return the entries whose keys start with `prefix`, with the prefix removed from the keys."""
     return {
         key.removeprefix(prefix): value for key, value in metadata.state_dict_metadata.items() if key.startswith(prefix)
     }

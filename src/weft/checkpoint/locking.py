@@ -1,8 +1,8 @@
 """Locks a folder, so that only one process at a time writes to it.
 
-flock                  if the file system supports it; it ends with the process
-a lease, `.lease`      otherwise (some Lustre, NFS without lockd): a file that its owner renews every few seconds.
-                       Another process takes over a lease that was not renewed for `LEFT_S` seconds
+flock                  if the file system supports it; the lock ends with the process
+a lease, `.lease`      otherwise (some Lustre, NFS without lockd): a file that its owner renews every few seconds;
+                       another process takes over a lease that was not renewed for `LEFT_S` seconds
 """
 
 import errno
@@ -24,7 +24,7 @@ LEASE = ".lease"
 RENEWED_S = 3.0
 """Seconds between two renewals of a lease."""
 LEFT_S = 20.0
-"""Seconds without a renewal after which another process may take a lease over."""
+"""The seconds without a renewal after which another process may take over a lease."""
 
 
 class Lock(Protocol):
@@ -40,8 +40,8 @@ class Lock(Protocol):
 def lock(directory: Path, *, timeout: float, say: Callable[[str], None]) -> Lock:
     """Become the only writer of `directory`.
 
-    Waits up to `timeout` seconds for another process, because a run that was just killed may take a moment to end;
-    `say` gets a line about the wait. Raises CheckpointError if another process still writes there.
+    Waits up to `timeout` seconds for another process, because a run that was just killed may take a moment to end.
+    `say` is called with a line about the wait. Raises CheckpointError if another process still writes to the directory.
     """
     path = directory / LOCK
     with operation("open", path):
@@ -84,8 +84,10 @@ class _Flock:
         pass
 
     def release(self) -> None:
-        """Release the lock for other writers. Forked processes, such as data loader workers, have the file open too:
-        without the unlock, the file would stay locked until they exit.
+        """Release the lock for other writers.
+
+        Forked processes, such as data loader workers, have the file open too. Without the unlock, the file would stay
+        locked until they exit.
         """
         fcntl.flock(self._stream, fcntl.LOCK_UN)
         self._stream.close()
@@ -138,7 +140,7 @@ class Lease:
         return ""
 
     def _take_away(self, seen: str) -> None:
-        """Remove an abandoned lease whose content was `seen`. If several processes try, one succeeds."""
+        """Remove an abandoned lease whose content was `seen`. If several processes try this, one of them succeeds."""
         aside = self._path.with_name(f"{LEASE}.{self._mark}")
         with suppress(OSError):
             os.rename(self._path, aside)

@@ -37,14 +37,14 @@ _ATTEMPTS = 10
 
 
 class CheckpointManager:
-    """Saves and loads the state of a run in `directory`, which all ranks must see.
+    """Saves and loads the state of a run in `directory`. All ranks must see the directory.
 
-    A save is written to a new folder, flushed, and becomes a checkpoint by one rename after every rank has
-    confirmed its part. The newest `keep` checkpoints stay. All ranks of `process_group` (default: all ranks; not
-    needed in a single process) call every method with the same arguments.
+    A save is written to a new folder and flushed. After every rank has confirmed its part, one rename makes the folder
+    a checkpoint. The newest `keep` checkpoints stay. All ranks of `process_group` call every method with the same
+    arguments. By default these are all ranks. A single process needs no process group.
 
     `progress` is called on the first rank with a line of text: about each save (from a background thread), about each
-    damaged checkpoint that `load` skipped, and before waiting for another run.
+    damaged checkpoint that `load` skips, and before waiting for another run.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class CheckpointManager:
         self._stager = Stager()
         self._lock: Lock | None = None
         self._identity = ""
-        """The identity of the run, on its first rank once that has claimed the directory."""
+        """The identity of the run. The first rank sets it when it has claimed the directory."""
         self._saving: threading.Thread | None = None
         self._error: BaseException | None = None
         self.passed_over: dict[int, CheckpointError] = {}
@@ -96,8 +96,8 @@ class CheckpointManager:
     def claim(self) -> None:
         """Become the only writer of the directory before the first save, and remove the debris of killed saves.
 
-        Tests all steps of a save with a small file. Raises CheckpointError if another run still writes there after 30
-        seconds, or if the file system cannot hold checkpoints or is not shared by all ranks.
+        Tests all steps of a save with a small file. Raises CheckpointError if another run still writes to the directory
+        after 30 seconds, or if the file system cannot hold checkpoints or is not shared by all ranks.
         """
         self.wait()
         self._prepare(None)
@@ -117,10 +117,10 @@ class CheckpointManager:
     ) -> None:
         """Save `state` (name -> Stateful or state dict) as the checkpoint of `step`.
 
-        Waits for the previous save first. With `asynchronous` this returns once the state is copied to the host; the
-        copy is written while training continues. The next `save`, `wait` or `close` raises errors of a background
-        save. `committed` is called on the first rank once the checkpoint is complete, with `asynchronous` from a
-        background thread. Raises CheckpointError if the step exists already or another run writes to the directory.
+        First waits for the previous save. With `asynchronous`, returns when the state is copied to the host. The copy
+        is written while training continues. If a background save fails, the next `save`, `wait` or `close` raises its
+        error. `committed` is called on the first rank when the checkpoint is complete; with `asynchronous`, from a
+        background thread. Raises CheckpointError if the step already exists, or if another run writes to the directory.
         """
         self.wait()
         self._prepare(step)
@@ -138,7 +138,7 @@ class CheckpointManager:
 
     @property
     def saving(self) -> bool:
-        """Whether a background save is under way on this rank."""
+        """Whether a background save runs on this rank."""
         return self._saving is not None and self._saving.is_alive()
 
     def wait(self) -> None:
@@ -151,7 +151,7 @@ class CheckpointManager:
             raise CheckpointError(f"the checkpoint could not be saved: {error}") from error
 
     def close(self) -> None:
-        """Finish the last save and release the directory to other writers."""
+        """Finish the last save, and release the directory to other writers."""
         try:
             self.wait()
         finally:
@@ -164,21 +164,23 @@ class CheckpointManager:
         return self._on_first_rank(lambda: folder.committed_steps(self.directory))
 
     def latest(self) -> int | None:
-        """Return the step of the newest committed checkpoint, None without one."""
+        """Return the step of the newest committed checkpoint, or None if there is no checkpoint."""
         steps = self.steps()
         return steps[-1] if steps else None
 
     def load(self, state: Mapping[str, Any], step: int | None = None) -> int:
-        """Fill `state` from the checkpoint of `step` (default: the newest intact one) and return that step.
+        """Fill `state` from the checkpoint of `step`, and return the step. Default: the newest intact checkpoint.
 
-        The number of ranks and the sharding may differ from those of the save. Names that are not in `state` are not
-        read. All data are compared with their checksums, and no code that the checkpoint names is run. Without `step`,
-        damaged checkpoints are skipped for older ones and listed in `passed_over`; no existing checkpoint is deleted
-        then. If another run replaces a checkpoint by newer ones during the load, the newer ones are tried.
+        The number of ranks and the sharding may differ from those of the save. Stored names that are not in `state` are
+        not read. All data are compared with their checksums, and no code that the checkpoint names is run. Without
+        `step`, damaged checkpoints are listed in `passed_over`, and older ones are tried. If any is damaged, later
+        saves delete none of the checkpoints that exist now. If another run replaces a checkpoint by newer ones during
+        the load, the newer ones are tried.
 
-        Raises CheckpointError if there is no checkpoint or none is intact; `state` may then be filled in part. Raises
-        CheckpointMismatch, before anything is changed, with all missing and unexpected keys and different shapes and
-        dtypes. An error of a `load_state_dict` is raised unchanged on its rank, and with rank and name on the others.
+        Raises CheckpointError if there is no checkpoint, or none is intact. `state` may then be filled in part. Raises
+        CheckpointMismatch before anything is changed; its message lists all missing and unexpected keys, and different
+        shapes and dtypes. An error of a `load_state_dict` is raised unchanged on its rank. On the other ranks it is
+        raised with the rank and the name.
         """
         self.wait()
         steps = self.steps()
@@ -351,7 +353,7 @@ class CheckpointManager:
         self._say(f"saved step {step} in {time.monotonic() - started:.1f} s ({readable_size(manifest.bytes)})")
 
     def _measure(self, temporary: Path) -> dict[str, File]:
-        """Return the checksums of all files. Each rank computes those of the files that it wrote."""
+        """Return the checksums of all files. Each rank computes the checksums of the files that it wrote."""
         own: dict[str, File] | OSError
         try:
             own = {path.name: File.measure(path) for path in temporary.glob(f"__{self.rank}_*")}
@@ -373,7 +375,7 @@ class CheckpointManager:
         return exchange_objects(value, group, "a checkpoint", watched=group is not self._writers)
 
     def _on_first_rank(self, action: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
-        """Run `action` on the first rank; all ranks of `group` (default: `_group`) receive its result or error."""
+        """Run `action` on the first rank. All ranks of `group` (default: `_group`) receive its result or its error."""
         group = group or self._group
         answer: list[Any] = [None, None]
         if self.rank == 0:

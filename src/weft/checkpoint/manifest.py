@@ -3,9 +3,9 @@
 A file is cut into blocks, so that reading a part of a file checks only the blocks of that part:
 
     __0_0.distcp    | block 0 | block 1 | block 2 |         8 MiB each, the last one shorter
-                         [--- an item ---]                  reading it checks blocks 0, 1 and 2
+                         [--- an item ---]                  reading the item checks blocks 0, 1 and 2
 
-A checkpoint may come from an untrusted source, so everything in it is checked before it is used.
+A checkpoint may come from an untrusted source, so all of its content is checked before it is used.
 """
 
 import hashlib
@@ -26,12 +26,12 @@ MANIFEST = "weft.json"
 METADATA = ".metadata"
 FORMAT = 3
 _WITHOUT_RUN = 2
-"""The format before manifests named their run; it can still be read."""
+"""The format before manifests named their run. It can still be read."""
 BLOCK = 8 << 20
 _KEPT = 4
-"""The number of blocks of an open file kept in memory: reading a tensor jumps between its first and last block."""
+"""The number of blocks of an open file that stay in memory: reading a tensor jumps between its first and last block."""
 _LARGEST = 1 << 28
-"""The largest size of a manifest in bytes; each block takes 70."""
+"""The largest size of a manifest in bytes. Each block takes 70 bytes."""
 _NAME = re.compile(r"\.metadata|__\d+_\d+\.distcp")
 IDENTITY = re.compile(r"[0-9a-f]{32}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -76,11 +76,11 @@ class Manifest:
 
     step: int
     ranks: int
-    """The number of ranks that wrote it."""
+    """The number of ranks that wrote the checkpoint."""
     files: dict[str, File]
     format: int = FORMAT
     run: str = ""
-    """The identity of the run that wrote it; "" in format 2, which has none."""
+    """The identity of the run that wrote the checkpoint. "" in format 2, which has no identity."""
 
     @property
     def bytes(self) -> int:
@@ -118,7 +118,7 @@ class Manifest:
             raise _unusable(checkpoint, f"{MANIFEST} cannot be used: {one_line(error)}") from error
 
     def text(self) -> str:
-        """Return the content of the file, with a checksum that any changed byte invalidates."""
+        """Return the content of the manifest, with a checksum that reveals any changed byte."""
         fields = asdict(self)
         if self.format == _WITHOUT_RUN:
             del fields["run"]
@@ -130,9 +130,10 @@ class Manifest:
 
 
 class CheckedFile(io.RawIOBase):
-    """File `name` of a checkpoint, `length` bytes from `offset`. Compares each block with its checksum on reading.
+    """`length` bytes from `offset` on of the file `name` of a checkpoint. Reading compares each block with its
+    checksum.
 
-    Reading raises CheckpointError that names file and checkpoint if a checksum differs.
+    Reading raises CheckpointError, with the names of file and checkpoint, if a checksum differs.
     """
 
     def __init__(self, checkpoint: Path, name: str, file: File, offset: int = 0, length: int | None = None) -> None:
@@ -148,7 +149,7 @@ class CheckedFile(io.RawIOBase):
         self.cut_to(offset, file.bytes - offset if length is None else length)
 
     def cut_to(self, offset: int, length: int) -> "CheckedFile":
-        """Select another part of the file to read; return `self`."""
+        """Select another part of the file to read, and return `self`."""
         self._start, self._length, self._position = offset, length, 0
         return self
 
@@ -167,7 +168,7 @@ class CheckedFile(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Fill the buffer up to the end of the part. torch's reader relies on complete reads."""
+        """Fill the buffer up to the end of the part. torch's reader expects complete reads."""
         target = memoryview(buffer).cast("B")[: max(0, self._length - self._position)]
         done = 0
         while done < len(target):
@@ -200,9 +201,10 @@ class CheckedFile(io.RawIOBase):
 
 
 def verify(checkpoint: Path, *, content: bool = True) -> Manifest:
-    """Compare every file with the manifest: presence and length, and with `content` also the checksums.
+    """Compare every file of a checkpoint with its manifest. Return the manifest.
 
-    Raises CheckpointError that names the first file that differs.
+    Presence and length are compared and, with `content`, also the checksums. Raises CheckpointError with the name of
+    the first file that differs.
     """
     manifest = Manifest.read(checkpoint)
     if checkpoint.name.startswith("step-") and checkpoint.name != f"step-{manifest.step:08d}":
@@ -218,7 +220,7 @@ def verify(checkpoint: Path, *, content: bool = True) -> Manifest:
 
 
 def require_whole(checkpoint: Path, name: str, file: File) -> None:
-    """Raise CheckpointError unless `name` is a regular file of the right length."""
+    """Raise CheckpointError if `name` is not a regular file of the right length."""
     path = checkpoint / name
     try:
         require_plain(path)
@@ -232,16 +234,16 @@ def require_whole(checkpoint: Path, name: str, file: File) -> None:
 
 
 def require_plain(path: Path) -> None:
-    """Raise OSError unless `path` is a regular file: a link may lead anywhere, and a device or a pipe never ends."""
+    """Raise OSError if `path` is not a regular file. A link may lead anywhere, and a device or a pipe never ends."""
     mode = path.lstat().st_mode
     if not stat.S_ISREG(mode):
         raise OSError(f"it is a {'symbolic link' if stat.S_ISLNK(mode) else 'folder or a device'}, not a file")
 
 
 def _unusable(checkpoint: Path, damage: str) -> CheckpointError:
-    """Return the error for an unusable file of `checkpoint`: CheckpointGone if the whole checkpoint was removed.
+    """Return the error for an unusable file of `checkpoint`. It is CheckpointGone if the whole checkpoint was removed.
 
-    A dangling link, such as one to an unmounted disk, counts as existing.
+    A dangling link, such as a link to an unmounted disk, counts as existing.
     """
     if os.path.lexists(checkpoint):
         return CheckpointError(f"{checkpoint} is damaged: {damage}")

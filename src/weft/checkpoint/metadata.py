@@ -1,8 +1,9 @@
 """`.metadata`, in which torch Distributed Checkpoint lists the tensors and the positions of their parts in files.
 
-The file is a pickle, and an ordinary unpickler would call every function that it names. This one accepts only the few
-opcodes and classes of such a file. The content is then compared with the files: every part of every tensor must lie in
-a listed file and have the size that its shape and dtype need, and the parts must make up the whole tensor.
+The file is a pickle, and an ordinary unpickler would call every function that the file names. The unpickler here
+accepts only the few opcodes and classes of such a file. The content is then compared with the files. Every part of
+every tensor must be in a listed file and have the size that its shape and dtype need. The parts must make up the whole
+tensor.
 """
 
 import io
@@ -52,9 +53,9 @@ _OPCODES = (
     *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS),
 )
 _OVERHEAD = 1 << 16
-"""The most bytes that a stored tensor may take in addition to its elements."""
+"""The maximum number of bytes that a stored tensor may take in addition to its elements."""
 _LONGEST_PLAIN = 1 << 28
-"""The most bytes of an entry that is no tensor."""
+"""The maximum number of bytes of an entry that is not a tensor."""
 
 
 class _Opcodes(dict[int, Callable]):
@@ -91,8 +92,8 @@ def _member(enumeration: Any, name: Any) -> _MEM_FORMAT_ENCODING:
 def read_metadata(content: bytes, manifest: Manifest) -> Metadata:
     """Return the metadata in `content`, the bytes of `.metadata`, checked against the files that `manifest` lists.
 
-    No code that `content` names is run. Raises CheckpointError with a message such as "cannot be read: ...", to which
-    the caller adds the name of the file.
+    No code that `content` names is run. Raises CheckpointError with a message such as "cannot be read: ...". The caller
+    adds the name of the file.
     """
     try:
         metadata = _Unpickler(io.BytesIO(content)).load()

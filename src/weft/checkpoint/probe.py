@@ -11,14 +11,13 @@ from weft.errors import StorageError
 
 PROBE = ".probe-"
 _SEEN_S = 10.0
-"""Seconds to wait: on a network file system, other hosts may see a new file with a delay."""
+"""The seconds to wait: on a network file system, other hosts may see a new file with a delay."""
 
 
 def try_save(directory: Path) -> Path:
-    """Test all steps of a save in `directory` with a folder that contains one small file. Return the folder, for
-    `sees`.
+    """Test all steps of a save in `directory` with a folder that contains one small file.
 
-    Raises CheckpointError that names the failed operation and the fix.
+    Returns the folder, for `sees`. Raises CheckpointError with the failed operation and the fix.
     """
     for left in directory.glob(f"{PROBE}*"):
         shutil.rmtree(left, ignore_errors=True)

@@ -20,9 +20,9 @@ from weft.checkpoint.metadata import read_metadata
 
 
 def describe(checkpoint: Path, *, content: bool = False) -> tuple[Manifest, Metadata]:
-    """Return the manifest and metadata of a checkpoint, after a check that its files exist with the right length.
+    """Return the manifest and the metadata of a checkpoint, after checking that its files have the right length.
 
-    With `content` all checksums are compared too. Raises CheckpointError that names the checkpoint.
+    With `content`, all checksums are also compared. Raises CheckpointError with the name of the checkpoint.
     """
     manifest = verify(checkpoint, content=content)
     with CheckedFile(checkpoint, METADATA, manifest.files[METADATA]) as stream:
@@ -34,7 +34,7 @@ def describe(checkpoint: Path, *, content: bool = False) -> tuple[Manifest, Meta
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads the items of a load plan. Compares every block with its checksum, and runs no code of the checkpoint."""
+    """Reads the items of a load plan. It compares every block with its checksum, and runs no code of the checkpoint."""
 
     def __init__(self, checkpoint: Path, manifest: Manifest, metadata: Metadata) -> None:
         super().__init__(checkpoint)

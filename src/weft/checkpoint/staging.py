@@ -1,7 +1,7 @@
 """Copies live state, so that a background thread can write it while training continues.
 
-It copies the items into which Distributed Checkpoint divides the state (`WriteItem`: a box of a tensor that this rank
-writes), so this works for every kind of sharded tensor that Distributed Checkpoint supports.
+Distributed Checkpoint divides the state into items (`WriteItem`: a box of a tensor that this rank writes). These items
+are copied, so every kind of sharded tensor that Distributed Checkpoint supports is supported.
 """
 
 import io
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 
 def flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings with string keys into one dictionary whose keys are joined by dots.
+    """Flatten nested mappings with string keys into one dictionary. Its keys are joined by dots.
 
     All other values are leaves. Raises ValueError if two leaves get the same key.
     """
@@ -29,7 +29,7 @@ def flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def unflatten(template: Mapping[str, Any], flat: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a copy of `template` with each leaf replaced by that of `flat`; the inverse of `flatten`."""
+    """Return a copy of `template` with each leaf replaced by the leaf of `flat`. The inverse of `flatten`."""
     return {
         key: unflatten(value, flat, f"{prefix}{key}.") if _is_branch(value) else flat[f"{prefix}{key}"]
         for key, value in template.items()
@@ -49,7 +49,7 @@ def _is_branch(value: Any) -> bool:
 
 
 class Staged(SavePlanner):
-    """A host copy of the data that this rank writes. Serves as the planner of `dcp.save`."""
+    """A host copy of the data that this rank writes. It is the planner of `dcp.save`."""
 
     def __init__(self, items: list[WriteItem], data: dict[MetadataIndex, Any]) -> None:
         self.items = items
@@ -75,16 +75,16 @@ class Staged(SavePlanner):
 
 
 class Stager:
-    """Copies state to the host. Pinned memory for copies from an accelerator is reused by the next save."""
+    """Copies state to the host. The next save reuses pinned memory for copies from an accelerator."""
 
     def __init__(self) -> None:
         self._pinned: dict[MetadataIndex, torch.Tensor] = {}
 
     def stage(self, flat: Mapping[str, Any]) -> Staged:
-        """Copy the current leaves of `flat`; return when the copy is complete.
+        """Copy the current leaves of `flat`. Return when the copy is complete.
 
         Raises TypeError for a leaf that is neither a tensor nor plain data (numbers, strings, lists, tuples,
-        dictionaries, None), because loading it would have to run code from the checkpoint.
+        dictionaries, None): loading it would have to run code from the checkpoint.
         """
         planner = DefaultSavePlanner(flatten_state_dict=False)
         planner.set_up_planner(dict(flat))

@@ -20,10 +20,12 @@ from weft.optim.flat import FlatOptimizer
 class Stateful(Protocol):
     """The protocol of objects that can be in a checkpoint.
 
-    Tensors that `state_dict` returns are filled in place before `load_state_dict` is called with them. Optional:
-    `prepare_load(stored)` is called before that with the metadata of the stored entries, by key.
-    `per_rank = True` marks state that differs between ranks and has no global meaning. It needs
-    `load_from_other_ranks(state, rank, ranks)`, which is called with rank 0's state if the number of ranks changed.
+    Tensors that `state_dict` returns are filled in place. Then `load_state_dict` is called with them.
+
+    Two members are optional. `prepare_load(stored)` is called before the tensors are filled, with the metadata of the
+    stored entries by key. `per_rank = True` marks state that differs between ranks and has no global meaning. An object
+    with it needs `load_from_other_ranks(state, rank, ranks)`, which is called with rank 0's state if the number of
+    ranks has changed.
     """
 
     def state_dict(self) -> Mapping[str, Any]: ...
@@ -45,9 +47,10 @@ class ModelState:
 
 
 class OptimizerState:
-    """An optimizer's state by parameter name, so that it can be loaded with another number of ranks or sharding.
+    """An optimizer's state by parameter name. It can be loaded with another number of ranks or another sharding.
 
-    An optimizer of `weft.optim.flat` has the same state as an ordinary one, so each can load the state of the other.
+    An optimizer of `weft.optim.flat` has the same state as an ordinary optimizer, so each can load the state of the
+    other.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -135,11 +138,11 @@ class OptimizerState:
 
 
 class RandomState:
-    """The generators of Python, numpy and torch (CPU and this rank's accelerator), one set for each rank.
+    """The random generators of Python, numpy and torch (CPU and this rank's accelerator), one set for each rank.
 
-    On the same number of ranks as in the save, each rank restores its generators exactly. On another number, every rank
-    gets a new seed from rank 0's saved generators, its rank and the number of ranks: deterministic, and different on
-    each rank.
+    If the number of ranks is that of the save, each rank restores its generators exactly. Otherwise every rank gets a
+    new seed from rank 0's saved generators, its rank and the number of ranks. The seeds are deterministic, and differ
+    between ranks.
     """
 
     per_rank = True

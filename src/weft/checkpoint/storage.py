@@ -1,7 +1,7 @@
 """The file operations of a run.
 
-Each operation is recorded while it runs, so that the watchdog can name one that hangs. Errors name the operation,
-the file and the rank:
+Each operation is recorded while it runs, so that the watchdog can name an operation that hangs. Errors name the
+operation, the file and the rank:
 
     rank 1: fsync of runs/a/checkpoints/step-00000040.tmp-3f2a/__1_0.distcp: No space left on device
 """
@@ -20,11 +20,11 @@ from typing import IO, Any
 from weft.errors import StorageError
 
 UNSUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK, errno.EISDIR, errno.EBADF}
-"""Error numbers of operations that a file system does not support. No other error has them."""
+"""Error numbers of operations that a file system does not support. Other errors do not have these numbers."""
 
 
 def before(name: str, path: str) -> None:
-    """Do nothing; called before each operation with its name and path. Fault tests replace it."""
+    """Do nothing. Called before each operation with its name and path. Fault tests replace this function."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def running() -> list[Operation]:
 
 
 def moves() -> int:
-    """Return how often a file operation of this process has begun or ended."""
+    """Return how often file operations of this process have begun or ended."""
     return _moves
 
 
@@ -111,7 +111,7 @@ class WrittenFile:
             raise
 
     def abandon(self) -> None:
-        """Close the file, also after a failed write."""
+        """Close the file, even after a failed write."""
         with suppress(OSError):
             self._stream.close()
 
@@ -134,7 +134,8 @@ def written(path: Path, mode: str = "wb") -> Iterator[WrittenFile]:
 def flush_directory(directory: Path) -> None:
     """Make the names in `directory` survive a crash of the machine, as `fsync` does for the content of files.
 
-    FUSE and CIFS may refuse `fsync` of folders. Then `os.sync` flushes all file systems, which is as safe but slower.
+    FUSE and CIFS may refuse `fsync` of folders. Then `os.sync` flushes all file systems. This is equally safe, but
+    slower.
     """
     with operation("fsync", directory):
         try:

@@ -1,5 +1,6 @@
-"""The command line: weft train | eval | report | config | sample | chat | convert | pattern | schedule | inspect |
-bench."""
+"""The command line of weft.
+
+weft train | eval | report | config | sample | chat | convert | pattern | schedule | inspect | bench"""
 
 import shlex
 import sys
@@ -11,8 +12,9 @@ from weft.train.run.output import outlive_readers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code: 0 success, 1 failure at run time, 2 invalid command, 3 interrupted, 4
-    interrupted before anything was saved.
+    """Run one command and return its exit code.
+
+    0: success. 1: failure at run time. 2: invalid command. 3: interrupted. 4: interrupted before anything was saved.
     """
     outlive_readers()
     arguments = list(sys.argv[1:] if arguments is None else arguments)

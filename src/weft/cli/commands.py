@@ -41,10 +41,9 @@ def config(options: argparse.Namespace) -> int:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Run one step of a small copy of a configuration on all its ranks, in this process. Return 1 if there are
-    findings.
+    """Run one step of a small copy of a configuration on all its ranks, in this process.
 
-    Raises ValueError for an invalid number of ranks or invalid settings.
+    Returns 1 if there are findings. Raises ValueError for an invalid number of ranks or invalid settings.
     """
     from weft.train.check import check as checked
     from weft.train.config import load_config
@@ -69,7 +68,7 @@ def check(options: argparse.Namespace) -> int:
 
 
 def _model_section(source: str, ignored: list[str]) -> str:
-    """Return the [model] section of a run, a checkpoint or a model's directory, without default values."""
+    """Return the [model] section of a run, a checkpoint or a model directory, without default values."""
     import dataclasses
 
     from weft.models import HybridConfig
@@ -103,7 +102,7 @@ def evaluate(options: argparse.Namespace) -> int:
 
 
 def report(options: argparse.Namespace) -> int:
-    """Write the report of a run again and print its path. Raises ValueError if there is no run."""
+    """Write the report of a run again, and print its path. Raises ValueError if there is no run."""
     from weft.train.record.metrics import FILE
     from weft.train.report import write_report
 
@@ -119,7 +118,7 @@ def report(options: argparse.Namespace) -> int:
 
 
 def inspect(options: argparse.Namespace) -> int:
-    """Print the contents of a checkpoint or a run; with --verify, compare the checksums of its files."""
+    """Print the contents of a checkpoint or a run. With --verify, compare the checksums of its files."""
     from weft.checkpoint.inspect import show
 
     show(Path(options.path), verify_content=options.verify)
@@ -184,7 +183,7 @@ def pattern(options: argparse.Namespace) -> int:
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Run a benchmark of the repository on local processes. Raises ValueError for an unknown name or no ranks."""
+    """Run a benchmark of the repository on local processes. Raises ValueError for an unknown name, and for no ranks."""
     if options.ranks < 1:
         raise ValueError(f"--ranks {options.ranks}: must be at least 1")
     folders = [Path(__file__).resolve().parents[3] / "benchmarks", Path.cwd() / "benchmarks"]

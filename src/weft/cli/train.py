@@ -9,7 +9,7 @@ EXAMPLE = Path(__file__).parents[1] / "train" / "example.toml"
 
 
 def start(options: argparse.Namespace) -> int:
-    """Train and return the exit code. A process that is itself a rank exits with that code instead."""
+    """Train and return the exit code. A process that is a rank exits with that code instead."""
     from weft.train.config import ConfigError, load_config
     from weft.train.run.launch import RUN, launch
     from weft.train.run.runs import CONFIG, open_run, refuse_no_run, refuse_other_directories, resuming, run_directory
@@ -110,9 +110,8 @@ def _local_devices() -> int:
 
 
 def _command(options: argparse.Namespace, *, with_ranks: bool) -> str:
-    """Return the command that resumes this run, without --resume and without --from, because only new runs load
-    weights.
-    """
+    """Return the command that resumes this run. It has no --resume, and no --from, because only new runs load
+    weights."""
     named = ["--example"] if options.example else [options.config] if options.config else []
     words = ["weft", "train", *named]
     for override in options.overrides:

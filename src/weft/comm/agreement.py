@@ -1,7 +1,7 @@
-"""Small messages between hosts on which all ranks agree, and the exchange of this kind at the end of each backward.
+"""Small messages with which the hosts of all ranks agree, and their exchange at the end of each backward.
 
-They are sent over gloo, also if data is sent over NCCL. So hosts do not wait for devices: they exchange information
-about queued work while the devices still compute.
+The messages are sent over gloo, even if data is sent over NCCL. Hosts therefore do not wait for devices: they exchange
+information about queued work while the devices still compute.
 
 At the end of a backward the ranks exchange which units they reduced, which collectives they issued and which parameters
 have gradients. A rank then starts the reductions that only other ranks have started. Messages of different units can
@@ -25,15 +25,15 @@ from weft.comm.watch.rules import mismatch
 from weft.errors import CollectiveMismatch
 
 TAGS = 200
-"""The first tag of these messages, which differ from the tags of lanes."""
+"""The first tag of these messages. Lanes have other tags."""
 
 
 def agree(values: Sequence[int], groups: Sequence[dist.ProcessGroup], what: str, *, channel: int) -> list[int]:
     """All-reduce integers, and return the maximum of each.
 
-    `groups`: those of mesh axes; the result covers all ranks of the mesh. Integers are below 2**63 in magnitude. In
-    each of log2(n) rounds a rank sends one message, at twice the distance of the previous one. `what`: the purpose.
-    `channel`: the model's. Messages with another purpose or channel never match these.
+    `groups`: the process groups of mesh axes. The result covers all ranks of the mesh. Integers are below 2**63 in
+    magnitude. In each of log2(n) rounds a rank sends one message, at twice the distance of the last round. `what`: the
+    purpose. `channel`: the model's. Messages with another purpose or channel never match these.
     """
     tag = tag_of(TAGS, what, channel)
     with streams.on_host():
@@ -55,8 +55,8 @@ def agree(values: Sequence[int], groups: Sequence[dist.ProcessGroup], what: str,
 
 
 class Agreement:
-    """The log of one backward's collectives, compared across ranks at the end of the backward. `checks`:
-    whether ranks exchange anything. `channel`: separates the messages of models that use the same process groups."""
+    """The log of one backward's collectives. At the end of the backward it is compared across ranks. `checks`: whether
+    ranks exchange anything. `channel`: separates the messages of models that use the same process groups."""
 
     def __init__(self, checks: bool, channel: int) -> None:
         self.checks = checks
@@ -76,7 +76,7 @@ class Agreement:
         self, units: Sequence[str], groups: Sequence[dist.ProcessGroup], trains: Sequence[bool] = ()
     ) -> list[bool]:
         """Raise CollectiveMismatch if the ranks have different units. Return, per parameter group, whether any rank
-        trains it. `units`: one description per unit. `trains`: per parameter group, whether this rank trains it."""
+        trains it. `units`: a description of each unit. `trains`: per parameter group, whether this rank trains it."""
         word = _fingerprint(units)
         high, low = agree([word, -word], groups, "first pass", channel=self.channel)
         if high != -low:

@@ -25,7 +25,7 @@ _DEVICES = {"cpu": HOSTS, "cuda": f"cpu:{HOSTS},cuda:nccl"}
 
 
 class Transports(dict[str, Transport]):
-    """Transports by the backend's name, each imported when it is first needed."""
+    """Transports by the name of the backend. Each is imported when it is first needed."""
 
     def __missing__(self, backend: str) -> Transport:
         name = f"{__package__}.{backend}"
@@ -47,8 +47,8 @@ INSTEAD: Transport | None = None
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the name of the backend of `group` for tensors on `device`; "" without one. A group may have one backend
-    per device type, such as torch's default "cpu:gloo,cuda:nccl"."""
+    """Return the name of the backend of `group` for tensors on `device`, or "" if it has none. A group may have one
+    backend per device type, such as torch's default "cpu:gloo,cuda:nccl"."""
     try:
         return group._get_backend(device).name()
     except RuntimeError:
@@ -82,7 +82,7 @@ def reaches_devices() -> bool:
 
 
 def is_pretended(group: dist.ProcessGroup) -> bool:
-    """Return whether `group` has torch's "fake" backend, without other ranks: they count as equal to this one."""
+    """Return whether `group` has torch's "fake" backend, whose other ranks do not exist: they count as equal."""
     return backend_of(group, torch.device("cpu")) == "fake"
 
 

@@ -1,8 +1,8 @@
 """The collectives that the backend itself implements: NCCL's, and those of any backend without a transport in weft.
 
 A communicator runs its operations one after another, in the order in which this rank issues them. Messages have no
-tags, so every rank must issue the same operations in the same order. A bundle is one call with several tensors, which
-NCCL runs as one group.
+tags, so every rank must issue the same operations in the same order. A bundle is one call with several tensors. NCCL
+runs it as one group.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from weft.comm.transport import Adds, Capabilities, Pending, Scales, Several, Si
 
 
 class BuiltIn:
-    """A `weft.comm.transport.Transport` over the backend's own collectives. `averages`: the backend has
+    """A `weft.comm.transport.Transport` over the collectives of the backend. `averages`: the backend has
     `ReduceOp.AVG`."""
 
     # The order of magnitude of NCCL's latency and bandwidth between GPUs of one host.
@@ -28,7 +28,7 @@ class BuiltIn:
         self._averages = averages
 
     def all_gather(self, full: Tensor, source: Tensor, group: ProcessGroup, tag: int) -> Pending:
-        """Gather in place: copy `source` into `full` first, unless it is a slice of `full`."""
+        """Gather in place. First copy `source` into `full`, unless it is a slice of `full`."""
         size = group.size()
         own = full.view(size, -1)[dist.get_rank(group)]
         if source.data_ptr() != own.data_ptr():
@@ -56,7 +56,7 @@ class BuiltIn:
         return Pending([work], wholes.clear)  # keeps the temporary memory until then
 
     def all_gather_uneven(self, parts: Several, rank: int, group: ProcessGroup, tag: int) -> Pending:
-        """Gather parts that are padded to the size of the largest."""
+        """Gather parts that are padded to the size of the largest part."""
         width = max(part.numel() for part in parts)
         padded = parts[rank].new_zeros(len(parts), width)
         padded[rank, : parts[rank].numel()] = parts[rank]
@@ -115,7 +115,7 @@ class BuiltIn:
         return partial_numel // size if scatters else 0
 
     def _scaled(self, partial: Tensor, scale: float, size: int, sum_only: bool) -> tuple[Any, float]:
-        """Return the reduce operation to use, and the factor to multiply its result with."""
+        """Return the reduce operation to use, and the factor by which its result must be multiplied."""
         if scale == 1 / size and not sum_only and self._averages:
             return dist.ReduceOp.AVG, 1.0
         if partial.dtype.itemsize < 4:  # a sum of many may overflow: scale the terms
@@ -125,7 +125,7 @@ class BuiltIn:
 
 
 def _beside(tensor: Tensor) -> bool:
-    """Return whether to start transfers asynchronously. With streams they run on the current one, without a handle."""
+    """Return whether to start transfers asynchronously. With streams they run on the current stream, with no handle."""
     return not streams.has_streams(tensor.device)
 
 

@@ -1,9 +1,9 @@
 """Collectives for lanes (`weft.comm.lanes`), and blocking collectives. The transport of the group executes them.
 
-Each function for lanes starts its transfers and returns a `Pending`, whose `complete()` waits for them and does the
-remaining work on this rank. Tensors are contiguous. They are 1-D except in `all_to_all`, which sends rows. `tag`
-separates the messages of different lanes if the transport has tags. The functions at the end block, and the hang
-detector watches them here; it watches the others when they are waited for.
+Each function for lanes starts its transfers and returns a `Pending`. `complete()` of it waits for the transfers and
+does the remaining work on this rank. Tensors are contiguous. They are 1-D except in `all_to_all`, which sends rows.
+`tag` separates the messages of different lanes if the transport has tags. The functions at the end block. The hang
+detector watches them in the call, and the other functions during the wait.
 """
 
 import math
@@ -25,7 +25,7 @@ UNEVEN_TAGS = 700
 
 
 def all_gather(full: Tensor, source: Tensor, group: ProcessGroup, tag: int) -> Pending:
-    """Fill `full` with every rank's `source`, in rank order. `source` may be this rank's own slice of `full`; otherwise
+    """Fill `full` with every rank's `source`, in rank order. `source` may be this rank's own slice of `full`. Otherwise
     it is copied there."""
     return transport_of(group, full.device).all_gather(full, source, group, tag)
 
@@ -37,15 +37,15 @@ def all_gather_bundle(fulls: Wanted, sources: Several, group: ProcessGroup, tag:
 
 
 def alone(work: Callable[[], Any], tag: int) -> Pending:
-    """Call `work()`, which does not communicate, in the order of a lane's collectives."""
+    """Call `work()`, which does not communicate, in the order of the collectives of a lane."""
     work()
     return Pending()
 
 
 def move(target: Tensor, source: Tensor, staging: Tensor | None, tag: int = 0) -> Pending:
-    """Copy `source` to `target` on this rank without making the host wait; one of them may be in pinned CPU memory.
-    `staging`: device memory in the dtype of `source`, needed if `target` has another dtype: a cast on the CPU would
-    make the host wait."""
+    """Copy `source` to `target` on this rank without making the host wait. One of them may be in pinned CPU memory.
+    `staging`: device memory in the dtype of `source`. It is needed if `target` has another dtype, because a cast on the
+    CPU would make the host wait."""
     if staging is None:
         target.copy_(source, non_blocking=True)
     else:
@@ -66,8 +66,8 @@ def reduce_scatter(output: Tensor, partial: Tensor, group: ProcessGroup, tag: in
 def reduce_scatter_bundle(
     outputs: Several, partials: Several, scales: Scales, adds: Adds, group: ProcessGroup, tag: int
 ) -> Pending:
-    """Reduce-scatter each `partials[i]` into `outputs[i]`, all at the cost of one message. `adds`: per output, whether
-    to add to it."""
+    """Reduce-scatter each `partials[i]` into `outputs[i]`, all at the cost of one message. `adds`: for each output,
+    whether to add to it."""
     if group.size() == 1:
         for each in zip(outputs, partials, scales, adds):
             add_scaled(*each)
@@ -76,7 +76,7 @@ def reduce_scatter_bundle(
 
 
 def all_reduce(output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, **how: Any) -> Pending:
-    """All-reduce `partial` into `output`, or add the sum to it; overwrites `partial`. `how`: the fields of a `Sum`."""
+    """All-reduce `partial` into `output`, or add the sum to it. Overwrites `partial`. `how`: the fields of a `Sum`."""
     if group.size() == 1:
         return Pending([], lambda: add_scaled(output, partial, how["scale"], how["accumulate"]))
     return transport_of(group, partial.device).all_reduce(output, partial, group, tag, Sum(**how))
@@ -114,14 +114,14 @@ def reduce_through(
 def all_to_all(
     output: Tensor, source: Tensor, output_sizes: Sizes, source_sizes: Sizes, group: ProcessGroup, tag: int
 ) -> Pending:
-    """Send the r-th part of `source` to rank r, and fill `output` with the parts for this rank, in rank order. Sizes
-    are in rows (dim 0) and may be 0; rank r's `source_sizes[p]` is rank p's `output_sizes[r]`."""
+    """Send the r-th part of `source` to rank r. Fill `output` with the parts for this rank, in rank order. Sizes are in
+    rows (dim 0) and may be 0. `source_sizes[p]` of rank r is `output_sizes[r]` of rank p."""
     return transport_of(group, output.device).all_to_all(output, source, output_sizes, source_sizes, group, tag)
 
 
 def all_to_all_counts(received: Tensor, counts: Tensor, host: Tensor, group: ProcessGroup, tag: int) -> Pending:
-    """Send the r-th equal part of `counts` to rank r, and fill `received` with the parts for this rank. `counts` and
-    `received` are then copied to `host`, [2, n] in pinned CPU memory. Synchronize before you read it."""
+    """Send the r-th equal part of `counts` to rank r. Fill `received` with the parts for this rank. Then `counts` and
+    `received` are copied to `host`, [2, n] in pinned CPU memory. Synchronize before you read `host`."""
     even = [counts.numel() // group.size()] * group.size()
     pending = all_to_all(received, counts, even, even, group, tag)
 
@@ -146,7 +146,7 @@ def receive(tensors: Several, group: ProcessGroup, peer: int, tag: int) -> Pendi
 
 
 def all_gather_uneven(parts: Several, rank: int, group: ProcessGroup, what: str = "a gather of uneven parts") -> None:
-    """Fill `parts[r]`, 1-D and of any size, with rank r's `parts[rank]`, and wait. `what`: its name in messages."""
+    """Fill `parts[r]`, 1-D and of any size, with `parts[rank]` of rank r, and wait. `what`: its name in messages."""
     kind = f"uneven/{[part.numel() for part in parts]}/{parts[rank].dtype}"
     with watching(kind, what, group):
         moved = [_movable(part, group) for part in parts]
@@ -158,7 +158,7 @@ def all_gather_uneven(parts: Several, rank: int, group: ProcessGroup, what: str 
 
 
 def broadcast(tensor: Tensor, group: ProcessGroup, what: str = "a broadcast") -> None:
-    """Overwrite `tensor` with that of the group's first rank, and wait. `what`: its name in messages."""
+    """Overwrite `tensor` with the tensor of the group's first rank, and wait. `what`: its name in messages."""
     if group.size() > 1:
         with watching(f"broadcast/{tensor.numel()}", what, group):
             moved = _movable(tensor, group).contiguous()
@@ -193,7 +193,7 @@ _SIGNS = {dist.ReduceOp.MAX: 1, dist.ReduceOp.MIN: -1}
 
 
 def _movable(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Return `tensor`, or a copy of it on the device if it is in CPU memory and the backend does not move that."""
+    """Return `tensor`, or a copy on the device if it is in CPU memory and the backend does not move CPU memory."""
     if tensor.device.type == "cpu" and not backend_of(group, tensor.device):
         return tensor.to("cuda")
     return tensor

@@ -1,4 +1,4 @@
-"""Process groups of mesh axes, groups derived from them, and the tags that distinguish messages of one group.
+"""Process groups of mesh axes, groups derived from them, and the tags that separate messages of one group.
 
 tag of a message = CHANNEL_STRIDE * channel + a number below CHANNEL_STRIDE, by purpose:
 
@@ -41,7 +41,7 @@ _GONE = (
 
 def group_of(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
     """Return this rank's process group of one mesh axis. Raises RuntimeError if torch has destroyed it. torch looks it
-    up by name, so that a mesh of an earlier world works if this world has a group of the same name."""
+    up by name: a mesh of an earlier world works if this world has a group of the same name."""
     try:
         return mesh.get_group(axis)
     except (KeyError, RuntimeError, ValueError) as error:
@@ -70,8 +70,8 @@ def _next(group: dist.ProcessGroup, kind: str) -> int:
 
 
 def next_channel(group: dist.ProcessGroup) -> int:
-    """Return a new channel number of `group`, equal on its ranks if all call this in the same order. Also starts the
-    hang detector, because the owner of a channel waits for other ranks."""
+    """Return a new channel number of `group`. It is equal on all ranks if all call this function in the same order.
+    Also starts the hang detector, because the owner of a channel waits for other ranks."""
     channel = _next(group, "channel")
     if CHANNEL_STRIDE * (channel + 1) > _LARGEST_TAG:
         raise RuntimeError(f"{channel} channels over one process group use up all tags: use another group")
@@ -81,7 +81,7 @@ def next_channel(group: dist.ProcessGroup) -> int:
 
 
 def tag_of(first: int, what: str, channel: int = 0) -> int:
-    """Return the tag for purpose `what` among the tags from `first` on; messages with another tag do not match."""
+    """Return the tag for the purpose `what`, at or after the tag `first`. Messages with another tag do not match."""
     return CHANNEL_STRIDE * channel + first + zlib.crc32(what.encode()) % _TAGS_OF_A_KIND
 
 
@@ -91,7 +91,7 @@ def tag_of(first: int, what: str, channel: int = 0) -> int:
 def _made_within(
     group: dist.ProcessGroup, ranks: list[int], purpose: str, backend: str = "", timeout: timedelta | None = None
 ) -> Any:
-    """Create a group like `group` of some of its ranks, `ranks`. Only those call this, once for each `purpose`."""
+    """Create a group like `group` of some of its `ranks`. Exactly these ranks call it, once for each `purpose`."""
     name = f"{group.group_name}/{purpose} {','.join(map(str, ranks))}"
     timeouts = (getattr(getattr(backend, "options", None), "_timeout", None) for backend in _backends(group))
     with _named(name):
@@ -119,8 +119,8 @@ _naming = threading.Lock()
 def _named(name: str) -> Iterator[None]:
     """Give groups that this thread creates inside this context the name `name`.
 
-    Ranks find each other by the group's name. torch's names contain the number of groups that a rank has created, which
-    differs between ranks of a pipeline, so that they would deadlock.
+    Ranks find each other by the group's name. torch's names contain the number of groups that a rank has created. This
+    number differs between ranks of a pipeline, and they would deadlock.
     """
     c10d, caller = dist.distributed_c10d, threading.get_ident()
     with _naming:
@@ -146,21 +146,21 @@ def _options(group: dist.ProcessGroup) -> Any:
 
 
 def twin_group(group: dist.ProcessGroup) -> Any:
-    """Create a second communicator over the ranks of `group`. Exactly these ranks must call this. A communicator runs
-    its collectives one after another; those of a twin overlap with them."""
+    """Create a second communicator over the ranks of `group`. Exactly these ranks must call this function. A
+    communicator runs its collectives one after another. Collectives of a twin overlap with them."""
     return _made_within(group, dist.get_process_group_ranks(group), f"twin {_next(group, 'twin')}")
 
 
 def second_communicator(group: dist.ProcessGroup) -> Any:
-    """Return a communicator whose messages overlap with those of `group`: `group` if they have tags, else a twin."""
+    """Return a communicator whose messages overlap with those of `group`: `group` if it has tags, else a twin."""
     tagged = transport_of(group, torch.device("cpu")).capabilities.tags
     of_hosts = all(backend.name() == HOSTS for backend in _backends(group))
     return group if tagged and of_hosts else twin_group(group)
 
 
 def neighbours(group: dist.ProcessGroup, size: int) -> Any:
-    """Return a communicator over the block of `size` adjacent ranks of `group` that contains this rank. Every rank of
-    `group` must call this in the same order. It is created once for each size."""
+    """Return a communicator over the block of `size` adjacent ranks of `group` that contains this rank. It is created
+    once for each size. Every rank of `group` must call this function in the same order."""
     made = _made.setdefault(group, {})
     if size not in made:
         first = group.rank() // size * size
@@ -170,9 +170,9 @@ def neighbours(group: dist.ProcessGroup, size: int) -> Any:
 
 
 def pair_groups(group: dist.ProcessGroup, pairs: Sequence[tuple[int, int]], device: torch.device) -> list[Any]:
-    """Return a communicator for each of `pairs` of ranks of `group`; None for pairs without this rank. Every rank of
-    `group` must call this in the same order, with the same pairs. With tags, equal pairs share one communicator;
-    without, each has a separate one, because a communicator runs one message at a time. `group` itself is never used,
+    """Return a communicator for each of `pairs` of ranks of `group`. It is None for pairs without this rank. Every rank
+    of `group` must call this in the same order, with the same pairs. With tags, equal pairs share one communicator.
+    Without tags each pair has its own, because a communicator runs one message at a time. `group` itself is never used,
     because breaking a wait closes the communicator permanently."""
     tagged = transport_of(group, device).capabilities.tags
     ranks = dist.get_process_group_ranks(group)
@@ -187,14 +187,14 @@ def pair_groups(group: dist.ProcessGroup, pairs: Sequence[tuple[int, int]], devi
 
 
 def group_beside(group: dist.ProcessGroup, purpose: str, *, timeout: timedelta) -> Any:
-    """Create a gloo group of the ranks of `group`, which must all call this in the same order for each `purpose`."""
+    """Create a gloo group of the ranks of `group`. All of them must call it in the same order for each `purpose`."""
     ranks = dist.get_process_group_ranks(group)
     return _made_within(group, ranks, f"{purpose} {_next(group, purpose)}", backend=HOSTS, timeout=timeout)
 
 
 def host_group(group: dist.ProcessGroup) -> Any:
-    """Return a group of the same ranks that sends CPU tensors: `group` itself, or an additional gloo group. The first
-    call is collective if the gloo group must be created."""
+    """Return a group of the same ranks that sends CPU tensors: `group`, or an additional gloo group. The first call is
+    collective if the gloo group must be created."""
     if backend_of(group, torch.device("cpu")) == HOSTS:
         return group
     made = _made.setdefault(group, {})
@@ -206,9 +206,9 @@ def host_group(group: dist.ProcessGroup) -> Any:
 def exchange_objects(
     value: Any, group: dist.ProcessGroup | None = None, what: str = "an exchange of objects", *, watched: bool = True
 ) -> list[Any]:
-    """Gather every rank's `value`, in rank order, over gloo. It is slow: for errors and construction, not each step.
-    `group`: default is the world. `what`: its name in errors. `watched`: False on a thread other than the main one,
-    because the hang detector watches one wait at a time."""
+    """Gather every rank's `value`, in rank order, over gloo. It is slow: use it for errors and construction, not in
+    each step. `group`: default is the world. `what`: its name in errors. `watched`: False on a thread other than the
+    main thread, because the hang detector watches one wait at a time."""
     group = group or world()
     everyone: list[Any] = [value] * group.size()
     if is_pretended(group):
@@ -222,7 +222,7 @@ def exchange_objects(
 def broadcast_object(
     value: Any, group: dist.ProcessGroup | None = None, what: str = "an object", *, watched: bool = True
 ) -> Any:
-    """Broadcast the `value` of the group's first rank; the arguments are those of `exchange_objects`."""
+    """Broadcast the `value` of the group's first rank. The arguments are those of `exchange_objects`."""
     group = group or world()
     if is_pretended(group):
         return value

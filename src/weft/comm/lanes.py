@@ -6,7 +6,7 @@
     more.wait()                                                        # computation from here on sees the result
 
 On CUDA a lane is a stream and a ticket holds an event: only the computing stream waits. On CPU a lane starts
-asynchronous work, and `wait` blocks the host until that ends.
+asynchronous work, and `wait` blocks the host until the work ends.
 """
 
 import functools
@@ -27,14 +27,14 @@ from weft.comm.transport import Pending
 from weft.comm.watch.hang_detector import Call, explain, hang_detector, watched
 
 ABANDONED_TIMEOUT = timedelta(seconds=10)
-"""How long to wait for the end of transfers whose result is not used."""
+"""The time to wait for the end of transfers whose result is not used."""
 
 
 @dataclass(eq=False, repr=False)
 class Ticket:
-    """A handle of communication in flight. `wait` orders subsequent computation after it; waiting again is free.
-    `after`: the ticket that this one runs after. `home`: the stream that started it and owns its memory. `name`: its
-    name in reports of the stream checker."""
+    """A handle of communication in flight. `wait` orders subsequent computation after it; further waits are free.
+    `after`: the ticket after which this one runs. `home`: the stream that started the communication and owns its
+    memory. `name`: its name in reports of the stream checker."""
 
     _transfer: Transfer | None
     _event: Any
@@ -55,7 +55,7 @@ class Ticket:
     def abandon(self, timeout: timedelta = ABANDONED_TIMEOUT) -> None:
         """Complete transfers whose result is not used, so that their memory can be reused.
 
-        Unreceived messages would otherwise be matched with the lane's next ones.
+        Otherwise unreceived messages would be matched with the next messages of the lane.
         """
         self._order(self._home)
         transfer, self._transfer = self._transfer, None
@@ -65,14 +65,14 @@ class Ticket:
 
     @property
     def ended(self) -> bool:
-        """Whether the transfers have ended, so that their memory is free. On CPU this is known after a wait, or after
-        the thread of `end_by_itself` has waited."""
+        """Whether the transfers have ended, so that their memory is free. On CPU this is known after a wait, here or in
+        the thread of `end_by_itself`."""
         if self._event is not None and not self._event.query():
             return False
         return self._transfer is None or self._transfer.has_ended
 
     def end_by_itself(self) -> None:
-        """Declare that no caller will wait. Without streams a thread waits, and frees the memory when the transfers
+        """Declare that no caller will wait. Without streams, a thread waits and frees the memory when the transfers
         have ended."""
         if self._transfer is not None:
             self._transfer.end_by_itself()
@@ -97,7 +97,7 @@ class Ticket:
         self.wait()
 
     def _order(self, stream: Any) -> None:
-        """Make `stream` wait for this ticket, and so for the tickets that this one runs after."""
+        """Make `stream` wait for this ticket, and thereby for the tickets after which it runs."""
         if self._event is not None and stream not in self._behind:
             stream.wait_event(self._event)
             each: Ticket | None = self
@@ -118,14 +118,13 @@ class Ticket:
 
 
 def _has_begun(call: Call | None) -> None:
-    """Tell the hang detector that `call` has begun, because the transfer that it runs after has ended."""
+    """Tell the hang detector that `call` has begun: the transfer after which it runs has ended."""
     if call is not None and (watch := hang_detector()) is not None:
         watch.issued.off.discard((call.key, call.number))
 
 
 def on_stream(stream: Any, work: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-    """Return a function that runs `work` on `stream`, after the earlier and before the later work of the current
-    stream."""
+    """Return a function that runs `work` on `stream`, between the earlier and the later work of the current stream."""
 
     def run(tensor: torch.Tensor) -> None:
         around = streams.current(tensor.device)
@@ -142,17 +141,17 @@ class Lane:
 
     _NAMES = "gather reduce outer exchange counts download stage gathers reductions context tensor"
     TAGS = {name: tag for tag, name in enumerate(_NAMES.split(), 101)}
-    """The tag of each lane's point-to-point messages: the same on every rank, even if processes ran other work."""
+    """The tag of each lane's point-to-point messages: equal on every rank, even if processes ran other work."""
 
     def __init__(self, name: str, device: torch.device, title: str = "") -> None:
-        """`title`: the name of the lane's messages in reports; default is `name`."""
+        """`title`: the name of the lane's messages in reports. The default is `name`."""
         self.name = name
         self.title = title or name
         self.tag = self.TAGS[name]
         self.stream = streams.new(name, device)
         self._device = device
         self._waits_later = name == "stage" and device.type == "cpu"
-        """Whether transfers are only waited for at `Ticket.wait`, also under the stream checker: both ends receive
+        """Whether transfers are waited for only in `Ticket.wait`, even under the stream checker: both ends receive
         first, then send, so blocking earlier would deadlock."""
 
     def run(
@@ -166,11 +165,11 @@ class Lane:
         **kwargs: Any,
     ) -> Ticket:
         """Start `collective(*args, tag, **kwargs)` after the current stream's work so far. `channel`: separates these
-        messages from others of the lane, for collectives that only some ranks may run. `after`: another ticket to start
-        after; the computation does not wait for it. `behind`: an event (`streams.moment`) at which all inputs are
-        ready: with streams, the collective waits for this event only, and must write to `memory` of the lane.
+        messages from others of the lane, for collectives that only some ranks may run. `after`: a ticket after which it
+        starts; the computation does not wait for the ticket. `behind`: an event (`streams.moment`) at which all inputs
+        are ready. With streams, the collective waits only for this event, and must write to `memory` of the lane.
         `prepare`: called right before the collective: on CUDA on the lane's stream, on CPU immediately or, with
-        `after`, once that has ended."""
+        `after`, when that has ended."""
         if (self.stream is not None) != streams.has_streams(self._device):
             raise RuntimeError(
                 f"the lane {self.name!r} was made outside of weft.debug.check_streams() and is used inside, or the "
@@ -232,10 +231,10 @@ class Lane:
             return Ticket(transfer, self.stream.record_event(), call, after, home, name)
 
     def memory(self, like: torch.Tensor, *size: int) -> torch.Tensor:
-        """Allocate memory in the dtype of `like` that the lane can fill immediately and the current stream then uses.
-        The memory belongs to the lane's stream: memory of the current stream may still be in use by earlier
-        computation, for which the lane would have to wait. It returns to the lane once the current stream has finished
-        with it, so that successive exchanges reuse it."""
+        """Allocate memory in the dtype of `like` that the lane can fill immediately. The current stream then uses it.
+        It belongs to the lane's stream. Memory of the current stream may still be in use by earlier computation, and
+        the lane would have to wait for it. The memory returns to the lane when the current stream has finished with it,
+        so successive exchanges reuse it."""
         home = streams.current(self._device)
         with streams.on(self.stream):
             made = like.new_empty(size)
@@ -243,7 +242,7 @@ class Lane:
         return made
 
     def key(self, group: dist.ProcessGroup, channel: int) -> str:
-        """Return the name, the same on all ranks, of the collectives of a channel."""
+        """Return the name of the collectives of a channel. It is the same on all ranks."""
         return f"{group.group_name}/{self.name}/{channel}"
 
     def _call(self, group: dist.ProcessGroup, channel: int) -> Call | None:

@@ -1,7 +1,7 @@
 """Gives an exchange of activations priority over gathers and reductions on the same link.
 
-    expect()    a schedule is about to issue an exchange: gathers and reductions issued from now on are held back
-    let_go()    the exchange is issued: held-back communication starts, in the order of its issue
+    expect()    a schedule will soon issue an exchange: gathers and reductions issued from now on are held back
+    let_go()    the exchange is issued: held-back communication starts, in the order in which it was issued
 
 If the host waits for held-back communication, all of it starts immediately. Its order relative to exchanges may then
 differ between ranks, which is correct with tags. Streams and backends without tags hold nothing back, because ranks
@@ -11,7 +11,7 @@ must issue all communication of a group in the same order there.
 import threading
 
 OF_UNITS = frozenset(("gather", "gathers", "reduce", "reductions", "outer"))
-"""The names of the lanes of units' weights and gradients, which are held back."""
+"""The lanes of the units' weights and gradients. Their communication is held back."""
 
 _gate: threading.Event | None = None
 
@@ -24,7 +24,7 @@ def expect() -> None:
 
 
 def let_go() -> None:
-    """Start communication that was held back; do nothing without an earlier `expect`."""
+    """Start communication that was held back. Do nothing without an earlier `expect`."""
     global _gate
     if _gate is not None:
         _gate.set()
@@ -32,5 +32,5 @@ def let_go() -> None:
 
 
 def gate_of(lane: str) -> threading.Event | None:
-    """Return the event that a collective issued now on `lane` has to wait for; None if it may start."""
+    """Return the event for which a collective issued now on `lane` must wait, or None if it may start."""
     return _gate if lane in OF_UNITS else None

@@ -22,8 +22,8 @@ _HAS_CUDA = torch.backends.cuda.is_built()
 
 
 def profiled(unit: str, what: str) -> AbstractContextManager:
-    """Return a context that is a range of the profile, or the label of communication in a timeline. `unit`: the unit's
-    name. `what`: "gather", "forward", "backward" or "reduce"."""
+    """Return a context that is a range of the profile, or the label of communication in a timeline. `unit`: the name of
+    the unit. `what`: "gather", "forward", "backward" or "reduce"."""
     if (watch := hang_detector()) is not None:
         watch.subject = unit or "the root"
     if not recording and not observed():
@@ -40,7 +40,7 @@ observed: Callable[[], bool] = _observed if _HAS_CUDA else torch.autograd._profi
 
 
 class Stretch:
-    """A range of the profile that begins in one hook, which makes this, and ends in another."""
+    """A range of the profile that begins in one hook and ends in another. The first hook makes it."""
 
     def __init__(self, unit: str, what: str) -> None:
         self._range = _range(unit, what)

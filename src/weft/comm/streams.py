@@ -26,12 +26,12 @@ _SPIN_S = 1e-3  # how long the host polls an event without sleeping: most waits 
 
 
 _checker: Any = None
-"""Replaces CUDA streams and checks the order of work on CPU tensors (`weft.debug.StreamChecker`): its methods have
-the meaning of this file's functions, and its streams and events are used like torch's."""
+"""The checker that replaces CUDA streams and checks the order of work on CPU tensors (`weft.debug.StreamChecker`). Its
+methods have the meaning of this file's functions. Its streams and events are used like torch's."""
 
 
 def check_with(checker: Any) -> None:
-    """Replace CUDA streams by those of `checker`; None ends the replacement."""
+    """Replace CUDA streams by those of `checker`. None ends the replacement."""
     global _checker
     if checker is not None and _checker is not None:
         raise RuntimeError("a check of streams is already active: exit it before you begin another")
@@ -44,8 +44,8 @@ def has_streams(device: torch.device) -> bool:
 
 
 def new(name: str, device: torch.device) -> Any:
-    """Return a new stream for communication; None on a device without streams. The stream has high priority, so that
-    communication kernels get their few multiprocessors before the computation takes all of them."""
+    """Return a new stream for communication, or None on a device without streams. The stream has high priority, so that
+    communication kernels get their few multiprocessors before the computation takes all."""
     if _checker is not None:
         return _checker.new(name)
     return _unused(lambda: torch.cuda.Stream(device, priority=-1)) if device.type == "cuda" else None
@@ -56,7 +56,7 @@ _POOL = 32  # the number of streams per priority in torch's pool, which torch ha
 
 
 def _unused(make: Callable[[], Any]) -> Any:
-    """Return a stream that no other lane uses, if the pool has one: lanes that share a stream wait for each other."""
+    """Return a stream that no other lane uses, if the pool has one. Lanes that share a stream wait for each other."""
     for _ in range(_POOL):
         stream = make()
         if stream.cuda_stream not in _in_use:
@@ -66,14 +66,14 @@ def _unused(make: Callable[[], Any]) -> Any:
 
 
 def current(device: torch.device) -> Any:
-    """Return the current stream of `device`; None if it has no streams."""
+    """Return the current stream of `device`, or None if it has no streams."""
     if _checker is not None:
         return _checker.current()
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def on(stream: Any) -> AbstractContextManager:
-    """Make `stream` the current stream inside the context; None: change nothing."""
+    """Make `stream` the current stream inside the context. None: change nothing."""
     if stream is None:
         return _NOTHING
     return _checker.on(stream) if _checker is not None else torch.cuda.stream(stream)
@@ -85,13 +85,13 @@ def on_host() -> AbstractContextManager:
 
 
 def moment(device: torch.device) -> Any:
-    """Record an event after all work so far of the current stream of `device`; None if it has no streams."""
+    """Record an event after all work so far of the current stream of `device`. None if it has no streams."""
     return current(device).record_event() if has_streams(device) else None
 
 
 def lend(memory: torch.Tensor, stream: Any) -> None:
-    """Declare that `stream` uses `memory` of the current stream too: the memory is not reused before `stream` has
-    finished the work it has when the tensor dies. None: do nothing."""
+    """Declare that `stream` also uses `memory` of the current stream. The memory is not reused before `stream` has
+    finished the work that it has when the tensor dies. None: do nothing."""
     if stream is None:
         return
     if _checker is not None:
@@ -101,7 +101,7 @@ def lend(memory: torch.Tensor, stream: Any) -> None:
 
 
 def wait_on_host(event: Any, check: Callable[[], None] | None) -> None:
-    """Make the host wait for `event`. `check`: called repeatedly while waiting, and may raise."""
+    """Make the host wait for `event`. `check` is called repeatedly during the wait, and may raise."""
     if check is None or _checker is not None:
         event.synchronize()
         return
@@ -124,8 +124,8 @@ def taken(memory: torch.Tensor, describe: Callable[[], str]) -> None:
 
 
 def unawaited(what: str, event: Any) -> None:
-    """Tell the checker that no stream waited for `what`, which ends with `event`, and that it was not abandoned: a wait
-    is missing."""
+    """Tell the checker that a wait is missing. No stream waited for `what`, which ends with `event`, and it was not
+    abandoned."""
     if _checker is not None and not event.query():  # the host may know that the work is done
         _checker.note_unawaited(what)
 

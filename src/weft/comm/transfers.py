@@ -1,4 +1,4 @@
-"""Transfers on the CPU that start when another one has ended, and the threads that start them.
+"""Transfers on the CPU that start when another transfer has ended, and the threads that start them.
 
     transfer                                     starts
     -------------------------------------------  ---------------------------------------------------------
@@ -7,10 +7,10 @@
     a collective behind a gate                   when the gate opens, on a thread of the crew (`weft.comm.priority`)
     the second round of a collective             when the first has ended, on a thread of the crew
     any of them, while an earlier one of the     after that one: messages of one tag are matched in the order
-      same ranks and tag has not started           in which they are sent, so it must be the same on all ranks
+      same ranks and tag has not started           in which they are sent, which must be the same on all ranks
 
-All of them make progress without a wait. The first thread that waits for a transfer ends it. If no caller will wait, a
-thread of the crew does.
+All transfers make progress without a wait. The first thread that waits for a transfer ends it. If no caller will wait,
+a thread of the crew waits.
 """
 
 import atexit
@@ -26,7 +26,7 @@ import torch
 from weft.comm.transport import Pending
 
 GOODBYE_S = 2.0
-"""How long a process waits at exit for threads that wait for transfers."""
+"""The seconds for which a process waits at exit for threads that wait for transfers."""
 
 
 class Transfer:
@@ -39,8 +39,8 @@ class Transfer:
         after: "Transfer | None" = None,
         gate: threading.Event | None = None,
     ) -> None:
-        """`key`: transfers of one key start in order. `gate`: if given, start once it is set; a wait for the result
-        sets it."""
+        """`key`: transfers of the same key start in order. `gate`: if given, the transfer starts when the gate is set.
+        A wait for the result sets it."""
         self._key = key
         self._gate = gate
         self._lock = threading.RLock()
@@ -74,11 +74,11 @@ class Transfer:
             self._put_off.set()
 
     def _is_under_way(self, timeout: float | None = 0) -> bool:
-        """Wait up to `timeout` seconds for the last round to start or fail; return whether it did."""
+        """Wait up to `timeout` seconds for the last round to start or fail. Return whether it has."""
         return self._put_off is None or self._put_off.wait(timeout)
 
     def _ends_at_once(self) -> bool:
-        """End the transfer if that needs no wait; return whether it has ended."""
+        """End the transfer if that needs no wait. Return whether it has ended."""
         pending = self._pending
         if not self._is_under_way() or self._failure is not None or (pending is not None and pending.works):
             return False
@@ -134,7 +134,7 @@ class Transfer:
 
 
 class _Crew:
-    """A pool of threads that wait for transfers: as many threads as there are simultaneous waits."""
+    """A pool of threads that wait for transfers. It has as many threads as there are simultaneous waits."""
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -174,12 +174,12 @@ _crew = _Crew()
 in_background = _crew.start
 """`in_background(job)`: call `job()` on a thread of the crew."""
 _turns: dict[Hashable, threading.Event] = {}
-"""By key, an event that is set once the last delayed transfer of the key has started."""
+"""For each key, an event that is set when the last delayed transfer of the key has started."""
 _turns_lock = threading.Lock()
 
 
 def begins_at_once(key: Hashable) -> bool:
-    """Return whether no earlier transfer of the key is still to start."""
+    """Return whether no earlier transfer of `key` has still to start."""
     return key not in _turns
 
 

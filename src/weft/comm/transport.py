@@ -5,7 +5,7 @@
     `gloo.Gloo`           yes    yes       one message       in rank order
     `builtin.BuiltIn`     no     no        one group call    by the backend; NCCL averages
 
-The engine asks for a capability and never for the name of a backend. `weft.comm.backends` chooses the transport.
+The engine asks for a capability, and never for the name of a backend. `weft.comm.backends` chooses the transport.
 A transport has no state: one instance serves all groups.
 """
 
@@ -27,9 +27,9 @@ Adds = Sequence[bool]
 @dataclass(frozen=True)
 class Capabilities:
     """The capabilities of a transport, and the cost of a message. `tags`: messages of different lanes and channels over
-    one group are never confused, in any order of calls. `helpers`: a thread can take part in a gather that its rank
-    skipped, while the rank waits. `bundles`: several tensors can travel at the cost of one message. `latency`: the
-    seconds that an empty message takes. `bandwidth`: bytes per second of one rank."""
+    one group never match, in any order of calls. `helpers`: while a rank waits, a thread can take part in a gather that
+    the rank skipped. `bundles`: several tensors can be sent at the cost of one message. `latency`: the seconds that an
+    empty message takes. `bandwidth`: bytes per second of one rank."""
 
     tags: bool
     helpers: bool
@@ -46,7 +46,7 @@ class Capabilities:
 
     @property
     def bundle_bytes(self) -> int:
-        """The message size whose transfer takes as long as its latency: smaller messages are worth bundling."""
+        """The size of a message whose transfer takes as long as its latency. Smaller messages are worth bundling."""
         return int(self.latency * self.bandwidth)
 
 
@@ -54,7 +54,7 @@ class Capabilities:
 class Pending:
     """Transfers in flight: their work handles, and the work of this rank that follows them.
 
-    `finish`: called after the transfers. `second`: called instead, starts a second round of transfers.
+    `finish`: called after the transfers. `second`: called instead of it, to start a second round of transfers.
     """
 
     works: list[Any] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Pending:
         return not self.works and self.finish is None and self.second is None
 
     def complete(self) -> None:
-        """Wait for the transfers (on CUDA: make the current stream wait) and finish."""
+        """Wait for the transfers (on CUDA: make the current stream wait), and do the work that follows."""
         for work in self.works:
             work.wait()
         if self.second is not None:
@@ -91,8 +91,8 @@ class Pending:
 
 class Sum(NamedTuple):
     """How a reduction writes its sum over the ranks to the output. `scale`: the factor of the sum. `accumulate`: add to
-    the output. `inbox`: memory of `inbox_numel` elements in the dtype of the messages. `sum_only`: never let the
-    backend average; scale its sum instead."""
+    the output. `inbox`: memory of `inbox_numel` elements in the dtype of the messages. `sum_only`: the backend must not
+    average; scale its sum instead."""
 
     scale: float
     accumulate: bool
@@ -102,8 +102,8 @@ class Sum(NamedTuple):
 
 class Transport(Protocol):
     """Collectives over one backend, with the meaning of the functions of `weft.comm.collectives`. Each call starts its
-    transfers and returns a `Pending`. `all_reduce` overwrites `partial`. `inbox_numel`: for a reduction over `size` > 1
-    ranks."""
+    transfers and returns a `Pending`. `all_reduce` overwrites `partial`. `inbox_numel` is for a reduction over `size` >
+    1 ranks."""
 
     capabilities: Capabilities
 

@@ -6,8 +6,8 @@
     checker.waits                          # what the host waited for, and where
 
 Operators run immediately, in the host's order, on CPU tensors. The checker tests whether the recorded waits would force
-CUDA to run them in a correct order. Each operator is one piece of work on the current stream, with the memory that it
-reads and writes (`weft.debug.memory`). The clocks of `weft.debug.clocks` define which work happens before which.
+CUDA to run the operators in a correct order. Each operator is one piece of work on the current stream, with the memory
+that it reads and writes (`weft.debug.memory`). The clocks of `weft.debug.clocks` define the order of work.
 
     operator                                     counted as
     -------------------------------------------  -----------------------------------------------------------------
@@ -18,7 +18,7 @@ reads and writes (`weft.debug.memory`). The clocks of `weft.debug.clocks` define
     a blocking copy between host and device      a wait of the host
     a collective                                 work of the current stream, as with NCCL
 
-Collectives are those of the backend; direct sends are not checked. The checker does not see inside kernels or NCCL, and
+Collectives are those of the backend. Direct sends are not checked. The checker does not see inside kernels or NCCL. It
 assumes that autograd computes on the stream that calls backward.
 """
 
@@ -56,7 +56,7 @@ from weft.debug.operators import (
 class Ran:
     """A piece of work: its stream, its operator, and the names of weft's buffers that it reads and writes.
 
-    A wait of the host is also a piece of work; its `clock` is the host's clock before the wait.
+    A wait of the host is also a piece of work. Its `clock` is the host's clock before the wait.
     """
 
     stream: str
@@ -68,20 +68,21 @@ class Ran:
     clock: Clock
 
     def before(self, other: "Ran") -> bool:
-        """Return whether this work always ends before `other` begins, at any speed of the streams."""
+        """Return whether this work always ends before `other` begins, whatever the speed of the streams."""
         return other.clock.get(self.actor, 0) >= self.time
 
     def beside(self, other: "Ran") -> bool:
-        """Return whether this work and `other` may run concurrently."""
+        """Return whether this work and `other` may run at the same time."""
         return not self.before(other) and not other.before(self)
 
 
 class StreamChecker:
-    """The streams and findings of one check.
+    """The streams and the findings of one check.
 
-    `waits`: counts of the host's waits, by cause and place. `unawaited`: counts, by operation and place, of operations
-    on a lane whose ticket was dropped without a wait. Such an operation is ordered only by the end of its ticket, which
-    may come after its first reader. `work`: the pieces of work that ran, if `record`.
+    - `waits`: the number of the host's waits, by cause and place.
+    - `unawaited`: the number of operations on a lane whose ticket was dropped without a wait, by operation and place.
+      Only the end of its ticket orders such an operation. The end may come after the first reader of the result.
+    - `work`: the pieces of work that ran, if `record`.
     """
 
     def __init__(self, record: bool = False) -> None:
@@ -129,7 +130,7 @@ class StreamChecker:
             self._as_host = around
 
     def lend(self, memory: torch.Tensor, stream: CheckedStream) -> None:
-        """Record that `stream` also uses `memory`, like `Tensor.record_stream`."""
+        """Record that `stream` also uses `memory`, as `Tensor.record_stream` does."""
         self._memory_of(memory.untyped_storage()).lent.add(stream.actor)
 
     def taken(self, memory: torch.Tensor, describe: Callable[[], str]) -> None:
@@ -185,7 +186,7 @@ class StreamChecker:
             self._host.wait(dict(clock), name)
 
     def asked(self, tensor: torch.Tensor, name: str) -> None:
-        """Record that the host reads `tensor` with the method `name`, which runs no operator on the CPU."""
+        """Record that the host reads `tensor` with the method `name`. This runs no operator on the CPU."""
         if self._as_host or not has_memory(tensor):
             return
         if self._is_host(tensor):
@@ -213,7 +214,7 @@ class StreamChecker:
         known.write(0, storage.nbytes(), *self._access("getting it from the allocator"))
 
     def finish(self) -> None:
-        """Raise an error that was found in a finalizer, which cannot raise."""
+        """Raise the error that was found in a finalizer: a finalizer cannot raise."""
         self._raise_pending()
 
     def _use(self, tensor: torch.Tensor, use: Callable[..., None], access: Access, clock: Clock) -> None:
@@ -319,9 +320,10 @@ class _Calls(TorchFunctionMode):
 
 @contextmanager
 def check_streams(*, record: bool = False) -> Iterator[StreamChecker]:
-    """Run the code for CUDA on CPU tensors and raise StreamOrderError if its order allows a wrong result.
+    """Run the code for CUDA on CPU tensors, and raise StreamOrderError if its order allows a wrong result.
 
-    Shard and run models inside the context; a gloo process group suffices. `record`: keep all work in `checker.work`.
+    Create, shard and run models inside the context. A gloo process group suffices. `record`: keep all work in
+    `checker.work`.
     """
     checker = StreamChecker(record)
     resize = torch.UntypedStorage.resize_

@@ -1,8 +1,8 @@
 """Streams and events as vector clocks.
 
-A clock maps each actor (a stream or the host) to the amount of its work that is known to be over. Work of an actor at
-time t happened before an operation if the operation's clock has t or more for that actor. An event is a copy of a
-clock. Waiting for it takes the maximum of both clocks, entry by entry.
+A clock maps each actor (a stream or the host) to the amount of the actor's work that is known to be over. Work of an
+actor at time t happened before an operation if the operation's clock has t or more for that actor. An event is a copy
+of a clock. Waiting for an event takes the maximum of both clocks, entry by entry.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ HOST = 0
 
 
 def merge(clock: Clock, other: Mapping[int, int]) -> None:
-    """Update `clock` to the entry-wise maximum with `other`, as after a wait for it."""
+    """Update `clock` to the entry-wise maximum with `other`, as a wait does."""
     for actor, time in other.items():
         if time > clock.get(actor, 0):
             clock[actor] = time
@@ -33,7 +33,7 @@ class CheckedEvent:
         self._host.current().wait_event(self)
 
     def query(self) -> bool:
-        """Return whether the host has waited for this event. Without a wait its completion is not known."""
+        """Return whether the host has waited for this event. Without a wait, it is not known to be complete."""
         return all(self._host.clock.get(actor, 0) >= time for actor, time in self.clock.items())
 
     def synchronize(self) -> None:
@@ -42,7 +42,7 @@ class CheckedEvent:
 
 
 class CheckedStream:
-    """A stand-in for `torch.cuda.Stream` that only tracks order."""
+    """A stand-in for `torch.cuda.Stream` that tracks only the order of work."""
 
     def __init__(self, name: str, actor: int, host: "Host") -> None:
         self.name = name
@@ -52,7 +52,8 @@ class CheckedStream:
         self._host = host
 
     def now(self) -> Clock:
-        """Return the clock of work issued to this stream now. It includes all that the host has waited for."""
+        """Return the clock of work that is issued to this stream now. It includes all work for which the host has
+        waited."""
         merge(self.clock, self._host.clock)
         return self.clock
 
@@ -75,8 +76,7 @@ class CheckedStream:
 
 class Host:
     """The host, which issues work. `current`: returns the current stream. `on_wait`: called with the cause of each
-    wait.
-    """
+    wait."""
 
     def __init__(self, current: Callable[[], CheckedStream], on_wait: Callable[[str], None]) -> None:
         self.clock: Clock = {}

@@ -8,8 +8,8 @@
     reads `weight.detach()` that was kept from a forward    data of another unit              NaN
     writes to gathered weights through `weight.data`        lost with the next gather         `WeightsWritten`
 
-Memory that is freed to a pool is filled with NaN and not reused, so all units' weights are in memory at once. Gathered
-weights are compared with a copy before they are freed.
+Memory that is freed to a pool is filled with NaN and not reused. The weights of all units are therefore in memory at
+the same time. Gathered weights are compared with a copy before they are freed.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ guards = 0
 def guard_memory() -> Iterator[None]:
     """Make freed gathered weights read NaN, and raise `WeightsWritten` for writes to gathered weights.
 
-    Use it to find bugs, with few layers: it needs the memory of an unsharded model, and each gather takes a copy and a
+    Use it to find bugs, with few layers. It needs the memory of an unsharded model. Each gather takes a copy and a
     comparison, for which the host waits.
     """
     global guards

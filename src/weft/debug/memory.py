@@ -8,7 +8,7 @@ access   must happen after
 ------   --------------------------------------------------------------------------------------------------------
 read     the last write
 write    the last write and all reads since
-free     both, as seen by the stream that allocated the memory: the caching allocator reuses it on that stream
+free     all reads and writes, as seen by the stream that allocated the memory: the allocator reuses it on that stream
 """
 
 from bisect import bisect_right
@@ -52,7 +52,7 @@ class Access(NamedTuple):
 
 @dataclass
 class _Segment:
-    """The bytes from `begin` to the next segment. `reads`: each actor's latest read since the last write."""
+    """The bytes from `begin` to the next segment. `reads`: the latest read of each actor since the last write."""
 
     begin: int
     write: Access | None = None
@@ -65,7 +65,7 @@ class Memory:
     def __init__(self, home: int) -> None:
         self.home = home
         self.lent: set[int] = set()
-        """Other streams (actors) that use it. Freeing it waits for them."""
+        """Other streams (actors) that use the memory. Freeing the memory waits for them."""
         self._segments = [_Segment(0)]
         self._names: dict[tuple[int, int], Callable[[], str]] = {}
 
@@ -81,14 +81,15 @@ class Memory:
         )
 
     def read(self, begin: int, end: int, access: Access, clock: Mapping[int, int]) -> None:
-        """Record a read. Raises StreamOrderError unless it happens after the last write."""
+        """Record a read. Raises StreamOrderError if it may happen before the last write."""
         for segment in self._within(begin, end):
             if segment.write is not None and not segment.write.happened(clock):
                 raise self._error(begin, end, "reads", access, "the write by", segment.write)
             segment.reads[access.actor] = access
 
     def write(self, begin: int, end: int, access: Access, clock: Mapping[int, int]) -> None:
-        """Record a write. Raises StreamOrderError unless it happens after the last write and all reads since."""
+        """Record a write. Raises StreamOrderError if it may happen before the last write, or before a read since
+        then."""
         for segment in self._within(begin, end):
             self._refuse_users(segment, begin, end, "writes to", access, clock)
         self._cut(begin, end)

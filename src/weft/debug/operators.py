@@ -24,7 +24,7 @@ _WRITTEN_BY_COLLECTIVES = {
 }
 """The number of leading arguments that each collective writes to. Other collectives write to all arguments."""
 TOUCH_NOTHING = ("aten::empty", "aten::new_empty", "aten::set_", "aten::resize_")
-"""Operators that allocate memory and neither read nor write it. The allocator may reuse memory of earlier work on the
+"""Operators that allocate memory without reading or writing it. The allocator may reuse memory of earlier work on the
 same stream, so the allocation counts as a write on that stream."""
 _ASK_THE_DEVICE = {
     "aten::_local_scalar_dense",
@@ -36,7 +36,7 @@ _ASK_THE_DEVICE = {
     "aten::unique_dim",
     "aten::unique_consecutive",
 }
-"""Operators whose result, or the size of it, the host must know."""
+"""Operators for which the host must know the result or its size."""
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -82,8 +82,8 @@ def _arguments_written(func: Any) -> list[tuple[int, str]]:
 def asks_device(
     func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor], is_host: Callable[[torch.Tensor], bool]
 ) -> bool:
-    """Return whether the host waits for the result of `func`. `tensors`: its inputs and outputs. `is_host`: returns
-    whether a tensor is in host memory."""
+    """Return whether the host waits for the result of `func`. `tensors`: the inputs and outputs of `func`. `is_host`:
+    returns whether a tensor is in host memory."""
     name = func._schema.name
     if name in ("aten::copy_", "aten::_to_copy"):
         sides = {is_host(each) for each in tensors if has_memory(each)}
@@ -97,7 +97,7 @@ def asks_device(
 
 
 def inside_collective() -> bool:
-    """Return whether the caller's operator is part of a collective: run inside `torch.distributed` or by `Pending`."""
+    """Return whether the caller's operator is part of a collective: it runs inside `torch.distributed` or `Pending`."""
     frame = sys._getframe(2)
     while "/torch/_compile" in frame.f_code.co_filename or "/torch/_dynamo/" in frame.f_code.co_filename:
         frame = frame.f_back  # type: ignore[assignment]

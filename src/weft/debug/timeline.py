@@ -1,4 +1,4 @@
-"""Records when communication ran. Lanes report to a recording timeline; without one they only check a list.
+"""Records when communication ran. Lanes report to the timeline that records. Without one they only check a list.
 
     with Timeline() as timeline:
         step()
@@ -8,8 +8,8 @@
     gather    |  - - - - -  |===========================|      waits while its communicator is busy, then runs
     reduce  |=============|                                    on the same communicator
 
-On CPU a thread waits for each transfer, so that its end is recorded when the work ends, not when the host waits for it.
-On CUDA, events are recorded on the lane's stream and read by `intervals`.
+On CPU a thread waits for each transfer. Its end is thus recorded when the work ends, not when the host waits for it.
+On CUDA, events are recorded on the lane's stream, and `intervals` reads them.
 """
 
 import time
@@ -25,8 +25,8 @@ from weft.comm.transport import Pending
 
 
 class Interval(NamedTuple):
-    """One operation on a lane; times are seconds since the recording began. `start` is the time when the operation was
-    issued and its communicator had finished all earlier ones, because a communicator runs its operations one after
+    """One operation on a lane. Times are seconds since the recording began. `start`: the time when the operation was
+    issued and its communicator had finished all earlier operations. A communicator runs its operations one after
     another."""
 
     lane: str
@@ -38,7 +38,7 @@ class Interval(NamedTuple):
 
 @dataclass
 class _Entry:
-    """An unfinished interval; times are seconds (CPU) or CUDA events."""
+    """An unfinished interval. Times are seconds (CPU) or CUDA events."""
 
     lane: str
     label: str
@@ -48,7 +48,7 @@ class _Entry:
 
 
 class Timeline:
-    """A context that records operations on lanes and spans of computation. Only one can record at a time."""
+    """A context that records operations on lanes and spans of computation. Only one timeline can record at a time."""
 
     def __init__(self) -> None:
         self.label = ""
@@ -101,7 +101,7 @@ class Timeline:
     # --- called by lanes ---------------------------------------------------------------------------------------------
 
     def begin(self, lane: str, label: str, channel: Any = None) -> _Entry:
-        """Record the issue of an operation on `lane`; operations with the same `channel` (communicator) run in turn."""
+        """Record the issue of an operation on `lane`. Operations with the same `channel` (communicator) run in turn."""
         entry = _Entry(lane, label, channel, self._now())
         self._entries.append(entry)
         return entry

@@ -9,8 +9,8 @@ all others                       element-wise, on operands that are cut     `on_
 foreach and fused optimizers     on lists, all tensors at once              `on_lists`
 
 A local part is given to torch's own method or function of the operator's name, which parses arguments in half the time
-that the operator itself needs. The result is `NotImplemented` if that is not possible. These rules run below autograd,
-so they increment the version counters of the local parts that they write to.
+that the operator needs. The result is `NotImplemented` if there is no such function. These rules run below autograd, so
+they increment the version counters of the local parts to which they write.
 """
 
 import operator
@@ -33,7 +33,7 @@ def parts_of(values: Iterable[Any]) -> list[Any]:
 
 
 def holding(parts: Iterable[torch.Tensor]) -> list[bool]:
-    """Return which parts have elements: given empty parts, some multi-tensor kernels write to adjacent memory."""
+    """Return which parts have elements. With empty parts, some multi-tensor kernels write to adjacent memory."""
     return [part.numel() > 0 for part in parts]
 
 
@@ -56,7 +56,7 @@ def uneven_in(values: Any) -> list[UnevenDTensor]:
 
 
 def changed_by(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """Return the tensors among the arguments that operator `func` writes to."""
+    """Return the tensors among the arguments to which operator `func` writes."""
     arguments = func._schema.arguments
     given = [*zip(arguments, args), *((each, kwargs.get(each.name)) for each in arguments[len(args) :])]
     return [
@@ -75,7 +75,7 @@ def wrote(tensors: Iterable[DTensor]) -> None:
 
 @cache
 def _facts(func: Any) -> tuple[Callable[..., Any], tuple[str, ...], frozenset[str]]:
-    """Return an operator's function for plain tensors, the names of its arguments, and of those that it writes to."""
+    """Return an operator's function for plain tensors, and the names of its arguments and of those that it writes."""
     arguments = func._schema.arguments
     name = func._schema.name.removeprefix("aten::")
     run = func
@@ -89,7 +89,7 @@ def _facts(func: Any) -> tuple[Callable[..., Any], tuple[str, ...], frozenset[st
 
 
 def element_wise(func: Any) -> Callable[[Any, tuple, dict], Any]:
-    """Return the rule of an element-wise operator: the fast path, or else `on_parts`."""
+    """Return the rule of an element-wise operator: the fast path, or otherwise `on_parts`."""
     run, increment, writes = _facts(func)[0], torch.autograd.graph.increment_version, func._schema.is_mutable
     if writes and not func._schema.arguments[0].is_write:  # out=
         return on_parts
@@ -113,7 +113,7 @@ _SCALARS = frozenset((float, int, bool, type(None)))
 
 
 def _beside(operands: tuple) -> list[Any] | None:
-    """Return the local parts, if all operands are scalars or have the first one's spec, as in single-tensor steps."""
+    """Return the local parts if all operands are scalars or have the spec of the first, as in single-tensor steps."""
     first = operands[0]
     if type(first) is not UnevenDTensor:
         return None
@@ -160,7 +160,7 @@ def on_parts(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def explain_dtypes(func: Any, dtypes: set[torch.dtype], error: Exception) -> None:
-    """Raise TypeError from `error` if the operands have several dtypes, the likely reason."""
+    """Raise TypeError from `error` if the operands have several dtypes, which is then the likely reason."""
     if len(dtypes) > 1:
         raise TypeError(
             f"{func} takes tensors of one dtype, not {' and '.join(sorted(map(str, dtypes)))}: Adam and fused "
@@ -195,13 +195,13 @@ def fits(operand: torch.Tensor, like: UnevenDTensor) -> bool:
 
 
 def whole_of(value: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor. Collective for a DTensor."""
+    """Return the full tensor of a DTensor, or another tensor unchanged. Collective for a DTensor."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run a foreach or fused operator on the local parts of its lists, all tensors at once. Empty parts are left out.
-    If the operator has results, those of empty parts are computed in a second call."""
+    If the operator has results, a second call computes those of empty parts."""
     run, names, written = _facts(func)
     given = dict(zip(names, args)) | kwargs
     lists = [value for value in given.values() if isinstance(value, (list, tuple))]
@@ -236,8 +236,8 @@ def on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _fitting(func: Any, values: Any, first: Sequence[Any], cuts: Sequence[Any], written: bool) -> Any:
-    """Return argument `values` cut like the list `first`, whose cuts are `cuts`. Tensors with other cuts are sliced,
-    or raise TypeError if they are `written` to. Equal cuts become one object, which is compared faster."""
+    """Return argument `values` cut like the list `first`, whose cuts are `cuts`. Tensors with other cuts are sliced.
+    They raise TypeError if they are `written` to. Equal cuts become one object, which is compared faster."""
     if not isinstance(values, (list, tuple)) or not any(isinstance(value, torch.Tensor) for value in values[:1]):
         return values
     if all(map(operator.is_, found := _cuts_of(values), cuts)):

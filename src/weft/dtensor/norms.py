@@ -1,4 +1,4 @@
-"""Norms of unevenly sharded tensors: norms of the local parts, then combined over ranks; and clipping by them.
+"""Norms of unevenly sharded tensors, and clipping by them. The norms of the local parts are combined over ranks.
 
 Both are computed in at least fp32, and rounded to the tensors' dtype once. torch's norm of many tensors makes a DTensor
 of each tensor's norm, and its clipping computes the factor on DTensors. If all tensors are sharded, the replacements at
@@ -33,8 +33,8 @@ def _with_spec(value: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 
 def combined_norms(parts: torch.Tensor, order: float, like: UnevenDTensor) -> torch.Tensor:
-    """Combine norms of local `parts`, one number per tensor, to norms of the whole tensors. Collective. `parts`: 1-D or
-    0-D, in the dtype of `wide`, overwritten. `like`: one of the tensors, all of which are sharded over the same
+    """Combine norms of local `parts`, one number per tensor, into norms of the whole tensors. Collective. `parts`: 1-D
+    or 0-D, in the dtype of `wide`, overwritten. `like`: one of the tensors. All of them are sharded over the same
     axes."""
     if not like.axes:
         return parts
@@ -51,7 +51,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def part_norm(part: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return the norm of a local part, 0-D, in `wide` of its dtype, or in `dtype` if that is another one."""
+    """Return the norm of a local part, 0-D, in `wide` of its dtype, or in `dtype` if that is another dtype."""
     inner = _inner(part, dtype)
     if not part.numel():
         return torch.full((), math.inf if order < 0 else 0.0, dtype=inner.to_real(), device=part.device)

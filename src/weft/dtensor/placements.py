@@ -6,10 +6,10 @@
     UnevenShard(dim, cuts), equal to Shard(dim) even cuts             these cuts, of which the local tensor is a part
 
 Tensors distributed with a parameter's placements, by `distribute_tensor` or `redistribute`, are even DTensors with the
-same values, which `copy_` and other operators accept with any cuts. Tensors made from the parameter's local part by
-`from_local` have the parameter's cuts. `from_local` has no hook for a placement: it would multiply the local shape
-with the number of ranks, with another result on each rank. Therefore weft wraps `from_local` and `redistribute`, which
-change for placements of these classes only.
+same values. `copy_` and other operators accept them with any cuts. Tensors made from the parameter's local part by
+`from_local` have the parameter's cuts. `from_local` has no hook for a placement: it would multiply the local shape by
+the number of ranks, with a different result on each rank. Therefore weft wraps `from_local` and `redistribute`. They
+change only for placements of these classes.
 """
 
 import functools
@@ -28,8 +28,8 @@ from weft.layout.cuts import Cuts
 
 
 class _Uneven:
-    """A placement over one of the axes of `cuts`. `even`: the placement of even cuts, as which torch treats it.
-    `shape`: the shape of the whole tensor."""
+    """A placement over one of the axes of `cuts`. `even`: the placement of even cuts that torch sees. `shape`: the
+    shape of the whole tensor."""
 
     dim: int
 
@@ -66,7 +66,7 @@ def placements_of(tensor: UnevenDTensor) -> tuple[Placement, ...]:
 
 
 def plain(placements: Sequence[Placement]) -> list[Placement]:
-    """Return `placements` with torch's own placements, of even cuts, in place of weft's."""
+    """Return `placements` with torch's placements of even cuts in place of weft's."""
     return [each.even if isinstance(each, _Uneven) else each for each in placements]
 
 
@@ -88,7 +88,7 @@ class _FromLocal(torch.autograd.Function):
 def _like_a_part(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], given: torch.Size | None
 ) -> UnevenDTensor:
-    """Return the tensor of which `local` is this rank's part. Raises ValueError for a shape that is not the part's."""
+    """Return the tensor of which `local` is this rank's part. Raises ValueError for another shape than the part's."""
     first: Any = next(each for each in placements if isinstance(each, _Uneven))
     cuts, shape = first.cuts, first.shape
     if [axis for axis, each in enumerate(placements) if isinstance(each, _Uneven)] != sorted(cuts.axes):
@@ -108,7 +108,7 @@ def _like_a_part(
 
 
 def taking_parts(from_local: Callable[..., DTensor]) -> Callable[..., DTensor]:
-    """Wrap `DTensor.from_local` to accept the placements of uneven parts too."""
+    """Wrap `DTensor.from_local` so that it also accepts the placements of uneven parts."""
 
     @functools.wraps(from_local)
     def wrapped(local_tensor: torch.Tensor, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:

@@ -7,8 +7,8 @@ norms and full reductions                       | on the local parts, then one s
 copy_ from a full tensor or from other cuts     | on this rank's slice
 any operator on tensors that one rank has whole | on that rank: matrix optimizers step without communication
 views                                           | lazily: see `views.py`
-all others, if they change no argument          | on the gathered tensor, the result is replicated (communicates)
-all others in place, or in place on a view      | on the gathered tensor, then each rank keeps its part (communicates)
+all others, if they change no argument          | on the gathered tensor; the result is replicated (communicates)
+all others in place, or in place on a view      | on the gathered tensor; then each rank keeps its part (communicates)
 changes of shape, strides or memory             | never: TypeError
 """
 
@@ -43,9 +43,9 @@ from weft.dtensor.uneven import RuledDTensor, UnevenDTensor, local_of
 from weft.dtensor.views import ShardedView, is_view, parents_of, view_of
 
 Rule = Callable[[Any, tuple, dict], Any]
-"""Runs an operator, called with it, `args` and `kwargs`."""
+"""Runs an operator. It is called with the operator, `args` and `kwargs`."""
 _ELEMENT_WISE = {"clone", "_to_copy", "zeros_like", "ones_like", "empty_like", "full_like", "fill_", "zero_", "lerp_"}
-"""Names of operators that torch does not tag as such."""
+"""Names of element-wise operators that torch does not tag as such."""
 
 
 def run(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -91,7 +91,7 @@ _localized = partial(tree_map, local_of)
 
 
 def _new_empty(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Return a plain tensor, which `nn.init` fills with the same values on all ranks and copies from. With a device,
+    """Return a plain tensor. `nn.init` fills it with the same values on all ranks, and copies from it. With a device,
     return a tensor with the same cuts: checkpoint stagers copy local parts to another device."""
     tensor = args[0]
     kwargs = {k: v for k, v in kwargs.items() if v is not None}
@@ -102,7 +102,7 @@ def _new_empty(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 
 
 def _copy(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run `copy_` if target, source or both are sharded. From a full tensor each rank takes its part."""
+    """Run `copy_` if the target, the source or both are sharded. From a full tensor each rank takes its part."""
     target, source = args[:2]
     if not isinstance(target, UnevenDTensor):
         if isinstance(target, DTensor):
@@ -222,11 +222,11 @@ def _equal(func: Any, args: tuple, kwargs: dict) -> bool:
 
 
 _BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-"""Tags of operators whose result, or its shape, depends on values: every rank needs these."""
+"""Tags of operators whose result, or its shape, depends on values. Every rank needs these values."""
 
 
 def _on_owner(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run the operator on the one rank that has all operands; the result's part is empty on the others."""
+    """Run the operator on the one rank that has all operands. On the other ranks the part of the result is empty."""
     operands = uneven_in((args, kwargs))
     like = operands[0]
     owner = like.owner
@@ -278,7 +278,7 @@ def _on_whole(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run the operator on the values of sharded tensors and views; the result is replicated. With other DTensors, or on
+    """Run the operator on the values of sharded tensors and views. The result is replicated. With other DTensors, or on
     several meshes, torch's own rules place it."""
     operands = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, DTensor)]
     mesh = operands[0].device_mesh
@@ -337,9 +337,9 @@ def _refuse(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _write_through(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run an operator that writes to a sharded tensor, or to its views, and cannot run on local parts. Every rank runs
-    it on the gathered tensor and keeps its part. Operands that are the tensor, or views of it, share its memory, as in
-    one process."""
+    """Run an operator that writes to a sharded tensor or its views, and cannot run on local parts. Every rank runs it
+    on the gathered tensor and keeps its part. Operands that are the tensor, or views of it, share its memory, as in one
+    process."""
     changed = changed_by(func, args, kwargs)
     parents = parents_of(changed)
     if not parents:

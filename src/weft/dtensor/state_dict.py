@@ -3,8 +3,8 @@
 torch's Distributed State Dict distributes full tensors (`full_state_dict=True`, with or without
 `broadcast_from_rank0=True`) by even slices, which it computes from placements. There is no hook for a DTensor with
 other cuts. In both cases one function writes its results into a dictionary that starts as the current state. weft
-wraps these two functions and passes a dictionary that, for an `UnevenDTensor`, replaces a full tensor by this rank's
-part of it.
+wraps these two functions and passes another dictionary. For an `UnevenDTensor`, this dictionary replaces a full tensor
+by this rank's part.
 """
 
 import functools

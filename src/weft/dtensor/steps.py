@@ -1,7 +1,7 @@
-"""Lets torch's optimizers step over local parts on CPU, over lists of them if they are small.
+"""Lets torch's optimizers step over local parts on CPU, and over lists of local parts if these are small.
 
-With sharded tensors, each operator on each tensor calls from torch into Python, which costs more than a small tensor's
-arithmetic. An operator on a list makes one such call for all tensors, and one on local parts makes none.
+With sharded tensors, each operator on each tensor calls from torch into Python. This costs more than the arithmetic of
+a small tensor. An operator on a list makes one such call for all tensors. An operator on local parts makes none.
 
     optimizer            parameters of the group           foreach, fused    steps
     -------------------  --------------------------------  ----------------  -----------------------------------
@@ -14,11 +14,11 @@ arithmetic. An operator on a list makes one such call for all tensors, and one o
                            like gradients and states
     any                  anything else                     anything          as torch chooses
 
-torch also chooses with hyperparameters that are tensors and with differentiable steps. Nesterov momentum does not
-step over lists, because it would change the gradients there.
+torch also chooses if hyperparameters are tensors, and if steps are differentiable. Nesterov momentum does not step
+over lists, because it would then change the gradients.
 
-torch chooses in the functions that its optimizers call with the parameters of a group. weft wraps these functions, so
-that it sees what the user's hooks have changed, and stores nothing in the optimizer.
+torch chooses in the functions that its optimizers call with the parameters of a group. weft wraps these functions. It
+thus sees what the user's hooks have changed, and stores nothing in the optimizer.
 """
 
 import functools
@@ -33,7 +33,7 @@ from weft.dtensor.uneven import UnevenDTensor
 
 _EXACT = (torch.float32, torch.float64)  # with narrower dtypes, torch's steps over lists round differently
 SMALL = 4096
-"""Elements of a tensor above which arithmetic dominates, and intermediate results of a list take much memory."""
+"""The number of elements above which arithmetic dominates, and intermediate results of a list take much memory."""
 
 
 def over_parts(step: Callable[..., None]) -> Callable[..., None]:
@@ -71,7 +71,7 @@ def _dtype_on_cpu(parameters: Sequence[Any], lists: Sequence[Any], options: dict
 
 
 def _are_small(parameters: Sequence[Any]) -> bool:
-    """Return whether calls take longer than arithmetic: the same on all ranks, which gather lists in another order."""
+    """Return whether calls take longer than arithmetic. Equal on all ranks, which gather lists in another order."""
     return sum(each._cuts.mean_size for each in parameters) <= SMALL * len(parameters)
 
 
@@ -91,7 +91,7 @@ def _are_cut_alike(parameters: Sequence[Any], lists: Sequence[list[Any]]) -> boo
 
 
 def _step_parts(step: Callable, parameters: Sequence[Any], lists: Sequence[list[Any]], options: dict[str, Any]) -> None:
-    """Run `step` on local parts. A momentum buffer that it creates becomes a sharded tensor in its list."""
+    """Run `step` on local parts. A momentum buffer that `step` creates becomes a sharded tensor in its list."""
     parts = [parts_of(values) for values in (parameters, *lists)]
     _, *states = lists  # steps do not change gradients
     written = [each for values in (parameters, *states) for each in values if type(each) is UnevenDTensor]

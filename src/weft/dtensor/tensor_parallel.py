@@ -10,11 +10,11 @@ A parameter may be a DTensor over the whole mesh instead, replicated over the da
     sharded     UnevenDTensor (dp, tp) as above
     unsharded   DTensor on (dp, tp)    as before, so that activations may be DTensors over the whole mesh too
 
-If all axes of that mesh are data-parallel, the parameter is sharded like a plain one, and a DTensor while it is
+If all axes of the mesh are data-parallel, the parameter is sharded like a plain parameter, and is a DTensor while it is
 unsharded. Its gradient, usually partial on the data-parallel axes, is reduced like that of a plain parameter.
 
-Flat buffers hold tp-local slices, without any special case. A gradient that is partial over tp, such as that of a norm
-between sequence-parallel regions, is reduced over tp before it is packed.
+Flat buffers hold tp-local slices, without any special case. A gradient that is partial over tp is reduced over tp
+before it is packed. An example is the gradient of a norm between sequence-parallel regions.
 """
 
 import math
@@ -44,11 +44,11 @@ class TensorParallel:
     """The placement of a parameter over the tensor-parallel axis."""
 
     spec: DTensorSpec | None
-    """The spec over the tensor-parallel axis; None if all axes are data-parallel."""
+    """The spec over the tensor-parallel axis. None if all axes are data-parallel."""
     mesh: DeviceMesh
-    """The data-parallel axes, followed by the tensor-parallel one."""
+    """The mesh of the data-parallel axes, followed by the tensor-parallel axis."""
     whole: DTensorSpec | None = None
-    """The spec over the whole mesh, of a parameter that was distributed over it; None otherwise."""
+    """The spec over the whole mesh, if the parameter was distributed over it. None otherwise."""
     is_expert: bool = False
 
     @property
@@ -77,13 +77,13 @@ class TensorParallel:
         return bool(self.cut)
 
     def slices(self, dim: int | None = None) -> int:
-        """Return the number of slices along `dim`; None: along any dimension."""
+        """Return the number of slices along `dim`. None: along any dimension."""
         if self.spec is None:
             return 1
         return math.prod(self.spec.mesh.size(axis) for axis, each in self.cut if dim is None or each.is_shard(dim))
 
     def full(self, local: torch.Tensor) -> DTensor:
-        """Return the parameter as the plan placed it, from this rank's slice."""
+        """Return the parameter from this rank's slice `local`, as the tensor-parallel plan placed it."""
         order = sorted(range(local.dim()), key=local.stride, reverse=True)  # the slice's memory format
         held = self.held
         whole = torch.empty([held.shape[dim] for dim in order], device="meta")
@@ -113,7 +113,7 @@ class TensorParallel:
 def tensor_parallel_of(
     parameter: nn.Parameter, mesh: DeviceMesh, where: str, replicas: Collection[str] = ()
 ) -> TensorParallel | None:
-    """Return the tensor-parallel placement of `parameter`; None if it is a plain tensor. `mesh`: the data-parallel
+    """Return the tensor-parallel placement of `parameter`, or None if it is a plain tensor. `mesh`: the data-parallel
     axes. `where`: the parameter's name in errors. `replicas`: the names of the data-parallel axes, for parameters over
     the whole mesh. Raises ValueError for a mesh or placement that cannot be combined with data parallelism over
     `mesh`."""

@@ -1,13 +1,13 @@
 """A DTensor with uneven shards.
 
 torch's `Shard(0)` means even chunks of rows. A flat buffer is cut where padding is least: parts may have different
-numbers of rows, or end inside a row. `UnevenDTensor` stores its cuts and uses them in `full_tensor`, for checkpoints,
+numbers of rows, or end inside a row. `UnevenDTensor` stores its cuts. It uses them in `full_tensor`, for checkpoints,
 and in operators, by the rules of `rules.py`.
 
-A part is a range of the flattened tensor. It consists of whole rows if its cuts allow, otherwise it is 1-D. On a rank
-without any of the tensor it has zero elements.
+A part is a range of the flattened tensor. It consists of whole rows if its cuts allow this. Otherwise it is 1-D. On a
+rank that has nothing of the tensor, the part has zero elements.
 
-With tensor parallelism the mesh has one axis more, and the cuts are those of this rank's slice over that axis:
+With tensor parallelism the mesh has one more axis, and the cuts are those of this rank's slice over that axis:
 
     mesh (dp, tp), placements (_, Shard(1))      tensor | slice of tp 0 | slice of tp 1 |
                                                         |   cuts over   |   cuts over   |
@@ -48,7 +48,7 @@ def spec_of(
 
 
 def local_of(value: Any) -> Any:
-    """Return the local tensor of a DTensor, or another `value` itself."""
+    """Return the local tensor of a DTensor, or any other `value` unchanged."""
     return value._local_tensor if isinstance(value, DTensor) else value
 
 
@@ -57,7 +57,7 @@ class RuledDTensor(DTensor):
 
     @property
     def data(self) -> Any:  # type: ignore[override]
-        """The tensor detached from autograd; it shares memory, so writes to it change this tensor."""
+        """The tensor, detached from autograd. It shares memory, so writes to it change this tensor."""
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
@@ -101,7 +101,7 @@ class UnevenDTensor(RuledDTensor):
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Return what DTensor returns; while `torch.compile` traces, make it skip the code. A compiled graph would
+        """Return what DTensor returns. While `torch.compile` traces, make it skip the code: a compiled graph would
         create DTensors with even cuts."""
         if torch._guards.TracingContext.try_get() is None:
             return super().__tensor_flatten__()
@@ -117,15 +117,15 @@ class UnevenDTensor(RuledDTensor):
         raise SkipFrame("it computes with sharded parameters, and compiled graphs do not support uneven shards")
 
     def like(self, local: torch.Tensor) -> "UnevenDTensor":
-        """Return a tensor with this one's cuts and the values `local` on this rank."""
+        """Return a tensor with the cuts of this tensor and the values `local` on this rank."""
         spec = self._spec
         if local.dtype != spec.tensor_meta.dtype:  # type: ignore[union-attr]
             spec = spec_of(spec.mesh, spec.placements, spec.shape, spec.stride, local.dtype)
         return UnevenDTensor._wrap(local, spec, self._cuts)
 
     def owned_alike(self, local: torch.Tensor | None, meta: torch.Tensor) -> "UnevenDTensor":
-        """Return a tensor with `meta`'s shape and strides that is whole on the rank that owns all of this one. `local`:
-        the tensor, on that rank; None on others."""
+        """Return a tensor with the shape and strides of `meta` that is whole on the rank that owns all of this tensor.
+        `local`: the tensor, on that rank; None on others."""
         owner = self.owner
         assert owner is not None
         borders = (0,) * (owner + 1) + (meta.numel(),) * (self._cuts.parts - owner)
@@ -138,7 +138,7 @@ class UnevenDTensor(RuledDTensor):
 
     @property
     def slice_placements(self) -> tuple[Placement, ...]:
-        """The placements of gathered slices: sharded over tensor-parallel axes only."""
+        """The placements of gathered slices: they are sharded over tensor-parallel axes only."""
         cut = self._cuts.axes
         return tuple(Replicate() if axis in cut else p for axis, p in enumerate(self._spec.placements))
 
@@ -152,7 +152,7 @@ class UnevenDTensor(RuledDTensor):
 
     @property
     def owner(self) -> int | None:
-        """The index of the part that holds all elements while others are empty; None if there is no such part."""
+        """The index of the part that has all elements while the others are empty, or None."""
         return self._cuts.owner if self.axes == self._cuts.axes else None
 
     @property
@@ -160,20 +160,20 @@ class UnevenDTensor(RuledDTensor):
         return position_on(self._spec.mesh, self._cuts.axes)
 
     def combine(self, value: torch.Tensor, op: Any) -> torch.Tensor:
-        """All-reduce `value`, a small tensor, in place over the ranks that hold other elements; return it."""
+        """All-reduce `value`, a small tensor, in place over the ranks that hold other elements, and return it."""
         for axis in self.axes:
             collectives.reduce_now(value, op, group_of(self._spec.mesh, axis), f"a reduction of {tuple(self.shape)}")
         return value
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """Return this rank's part; differentiable. `grad_placements`: those of the gradient, `Partial()` on axes over
-        which it is to be summed."""
+        """Return this rank's part. Differentiable. `grad_placements`: the placements of the gradient: those of the
+        tensor, but `Partial()` on axes over which the gradient must be summed."""
         if self.requires_grad and torch.is_grad_enabled():
             return _Read.apply(self, False, _partial(grad_placements, self._spec.placements))
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """Return the whole tensor, on every rank; differentiable. Collective. `grad_placements`: as in `to_local`."""
+        """Return the whole tensor on every rank. Differentiable. Collective. `grad_placements`: as in `to_local`."""
         if self.requires_grad and torch.is_grad_enabled():
             return _Read.apply(self, True, _partial(grad_placements, (Replicate(),) * self._spec.mesh.ndim))
         return self._gathered()
@@ -193,7 +193,7 @@ class UnevenDTensor(RuledDTensor):
         return self._cuts.part_of(full, self.part)
 
     def _slice_offsets(self) -> tuple[int, ...]:
-        """Return the offsets, per dimension, of this rank's tensor-parallel slice in the tensor."""
+        """Return the offset, per dimension, of this rank's tensor-parallel slice in the tensor."""
         return compute_local_shape_and_global_offset(self.shape, self._spec.mesh, self.slice_placements)[1]
 
     def _gathered(self) -> torch.Tensor:
@@ -311,7 +311,7 @@ if _BYPASSED:
 
 
 class _Read(torch.autograd.Function):
-    """Returns this rank's part, or the `whole` tensor. `partial`: the placements of a gradient to sum, or None."""
+    """Returns this rank's part or the `whole` tensor. `partial`: the placements of a gradient to sum, or None."""
 
     @staticmethod
     def forward(ctx: Any, tensor: UnevenDTensor, whole: bool, partial: Any) -> torch.Tensor:

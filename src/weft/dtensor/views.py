@@ -16,7 +16,7 @@ from weft.dtensor.uneven import RuledDTensor, UnevenDTensor, spec_of
 
 
 class Step(NamedTuple):
-    """One operator between a tensor and its view; `output`: the index of its result, None if there is only one."""
+    """One operator between a tensor and its view. `output`: the index of its result; None if it is the only one."""
 
     operator: Callable[..., Any]
     args: tuple
@@ -26,15 +26,15 @@ class Step(NamedTuple):
 
 class ShardedView(RuledDTensor):
     """A view of a sharded tensor. Reading gathers the tensor; an in-place operator also writes it back. Both are
-    collective; `repr` does neither. `to_local()` raises RuntimeError, because its result would be a copy, and writes to
-    it would be lost."""
+    collective. `repr` does neither. `to_local()` raises RuntimeError: its result would be a copy, and writes to the
+    copy would be lost."""
 
     _parent: UnevenDTensor
     _steps: tuple[Step, ...]
 
     @classmethod
     def make(cls, parent: UnevenDTensor, steps: tuple[Step, ...], meta: torch.Tensor) -> "ShardedView":
-        """Return the view of `parent` after `steps`; `meta`: a tensor with its shape, strides and dtype."""
+        """Return the view of `parent` after `steps`. `meta`: a tensor with its shape, strides and dtype."""
         mesh = parent._spec.mesh
         spec = spec_of(mesh, (Replicate(),) * mesh.ndim, meta.shape, meta.stride(), meta.dtype)
         nothing = torch.empty(0, dtype=meta.dtype, device=parent._local_tensor.device)
@@ -84,7 +84,7 @@ def is_view(func: Any) -> bool:
 
 
 def view_of(func: Any, args: tuple, kwargs: dict) -> ShardedView | list[ShardedView]:
-    """Return the view or views that operator `func` makes of a sharded tensor or a view. Does not communicate."""
+    """Return the view or views that operator `func` makes of a sharded tensor or of a view. Does not communicate."""
     source = args[0]
     known = isinstance(source, ShardedView)
     parent: UnevenDTensor = source._parent if known else source
@@ -99,6 +99,6 @@ def view_of(func: Any, args: tuple, kwargs: dict) -> ShardedView | list[ShardedV
 
 
 def parents_of(tensors: Sequence[torch.Tensor]) -> list[UnevenDTensor]:
-    """Return the sharded tensors among `tensors` and the parents of views among them, each once."""
+    """Return the sharded tensors among `tensors` and the parents of views among them. Each appears once."""
     parents = [each._parent if isinstance(each, ShardedView) else each for each in tensors]
     return list({id(parent): parent for parent in parents if isinstance(parent, UnevenDTensor)}.values())

@@ -8,7 +8,7 @@ Method names have the same meaning in all classes:
                renew            gather stale weights again, while they are held  unit
                refresh          update model weights from main weights           group
                outdate          mark gathered weights as stale                   group
-               rest             free main weights that the payload restores      group
+               rest             free main weights, which the payload can restore group
                use, done        a driver starts and ends its use of a unit       runtime
     memory     take, give       allocate and free transient memory               pool
                move out,        move a buffer, with its values, to free its      pool

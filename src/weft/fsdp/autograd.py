@@ -7,16 +7,16 @@
                  group                            Parameter          tensors, on every path into backward, and the class
                                                                      raises for tensors that code has kept
 
-Autograd also raises if main weights were written to between forward and backward, as it does for a plain module. A
-version that this module has not set means that other code wrote to a gathered copy: that raises before the write is
-lost.
+Autograd also raises if main weights were written to between forward and backward, as it does for a plain module. If a
+gathered copy has a version that this module has not set, other code wrote to the copy. Such a write would be lost, so
+it raises.
 
-Autograd's errors name no parameters. It also finds no gradients of sharded parameters, which are in no graph. So
-torch's function that runs a backward is wrapped, once, to raise errors that name the weights.
+Autograd's errors name no parameters. Sharded parameters are in no autograd graph, so they get no gradients either.
+Therefore torch's function that runs a backward is wrapped, once, to raise errors that name the weights.
 
 Other code may still hold the original parameters, which sharded ones have replaced (`Original`). Their values, shapes
-and attributes stay as they were. In-place writes raise, because they would not reach the model, and so does reading
-`.grad`: an optimizer from before would silently train nothing.
+and attributes stay as they were. In-place writes raise, because they would not reach the model. Reading `.grad` also
+raises: an optimizer that was built before sharding would silently train nothing.
 """
 
 import functools
@@ -49,8 +49,8 @@ behind_classes = torch._C.DisableTorchFunctionSubclass
 
 
 class FullParameters:
-    """The full parameters of one group as autograd sees them. `copies`: whether they are copies, so that writes to them
-    do not reach the main weights. `version`: the version counter of the main weights."""
+    """The full parameters of one group as autograd sees them. `copies`: whether they are copies, so that writes do not
+    reach the main weights. `version`: the version counter of the main weights."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, copies: bool, version: int) -> None:
         self._parameters = tuple(parameters)
@@ -129,7 +129,7 @@ class FullParameters:
 
     def was_written(self, shape: tuple[int, ...], expected: int, here: int) -> bool:
         """Return whether main weights were written to between a forward and its backward. The forward saved a parameter
-        of this shape at version `expected`; its version is `here` now."""
+        of this shape at version `expected`; the parameter is now at version `here`."""
         record = record_of(self._parameters[0])
         return (
             record is not None
@@ -240,15 +240,15 @@ def _name_of(parameter: Any) -> str:
 
 
 first_backwards: list[tuple[weakref.ref[Any], int]] = []
-"""The root units that have run forward and not backward, each with the number of backwards since."""
+"""The root units that have run a forward and no backward yet, each with the number of backwards since."""
 
 
 def explaining(
     run: Callable[..., Any], look_around: Callable[..., list], settle: Callable[[], None]
 ) -> Callable[..., Any]:
-    """Wrap `run`, torch's function that runs a backward, so that its errors name weights. `look_around(roots,
-    outputs)`: called before a backward that may be the first of some roots; returns the roots whose first backward is
-    still to come. `settle()`: called after each backward."""
+    """Wrap `run`, torch's function that runs a backward, so that its errors name weights. `look_around(roots, outputs)`
+    is called before a backward that may be the first of some roots, and returns the roots that this backward does not
+    reach. `settle()` is called after each backward."""
 
     @functools.wraps(run)
     def explained(outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,7 @@
     --------   ----------------------------------------------   ---------   -----------------
     gather     weights over the shard axis, uploads             weights     gathered weights
     gathers    weights of several small units together
-    outer      both over the outer axis of a 2-D mesh           gradients   partial gradients
+    outer      weights and gradients over the outer axis        gradients   partial gradients
     reduce     gradients over the shard axis
     reductions gradients of several small units together
     download   gradients to CPU memory
@@ -43,7 +43,7 @@ class Channels:
         self.gradient_to_write: Callable[[Any], tuple[torch.Tensor, bool]]  # that of the model's `Reductions`
 
     def share_lanes(self, other: "Channels") -> None:
-        """Use the lanes of `other`, so that the communication of both is queued in one order."""
+        """Use the lanes of `other`, so that the communication of both models is queued in one order."""
         self.gather, self.outer, self.reduce, self.download = other.gather, other.outer, other.reduce, other.download
         self.gathers, self.reductions = other.gathers, other.reductions
 
@@ -52,9 +52,9 @@ class Channels:
         return _twins[group] if self.separate else group
 
     def separate_gathers(self, groups: Sequence[dist.ProcessGroup], choice: bool | Sequence[dist.ProcessGroup]) -> None:
-        """Set a second communicator for each of `groups`, those of a model: one of `choice` with the same ranks in the
-        same order, or a new twin. Collective over each group. Raises ValueError for a process group of `choice` with
-        other ranks, or if a group already has another communicator."""
+        """Set a second communicator for each process group of a model (`groups`): the group of `choice` with the same
+        ranks in the same order, or a new one. Collective over each group. Raises ValueError for a process group of
+        `choice` with other ranks, or if a group already has another communicator."""
         self.separate = bool(choice)
         there = [dist.get_process_group_ranks(group) for group in groups]
         given = [] if isinstance(choice, bool) else [(dist.get_process_group_ranks(each), each) for each in choice]

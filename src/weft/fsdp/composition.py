@@ -1,9 +1,9 @@
 """Combines sharded modules with torch's other data-parallel APIs, or raises if they cannot be combined.
 
-Both of torch's `replicate()` skip sharded children, which the composable registry lists as sharded. The wrappers
-`DistributedDataParallel` and `DataParallel` would broadcast and reduce parts that differ between ranks, and deadlock,
-unless they ignore sharded parameters. A model can use torch's `fully_shard` or weft's, but not both. Optimizers take
-sharded parameters, not gathered ones.
+Both versions of torch's `replicate()` skip sharded children, because the composable registry lists them. The wrappers
+`DistributedDataParallel` and `DataParallel` must ignore sharded parameters. Otherwise they would broadcast and reduce
+shards that differ between ranks, or deadlock. A model can use torch's `fully_shard` or weft's, but not both. Optimizers
+take sharded parameters, not gathered ones.
 """
 
 import functools
@@ -30,7 +30,7 @@ def refuse_foreign(module: nn.Module, name: str) -> None:
 
 
 def refuse_wrappers(module: nn.Module, name: str, child: nn.Module | None) -> Any:
-    """Raise TypeError if `module` is a data-parallel wrapper of torch and gets a sharded `child`."""
+    """Raise TypeError if `module` is a data-parallel wrapper of torch and `child` is sharded."""
     if child is None or not isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         return
     # The parameters that `DistributedDataParallel` was told to ignore.

@@ -42,7 +42,7 @@ def describe(model: nn.Module) -> str:
 
 
 def memory_report(model: nn.Module) -> dict[str, Any]:
-    """Return the bytes of the model's storages on this rank, including those of replaced blocks that still exist.
+    """Return the bytes of the model's storages on this rank, including replaced blocks that still exist.
 
     `persistent`: bytes that are always allocated on the device, by role; "quantized weights" are payloads and scales.
     `offloaded`: bytes in CPU memory, with `CPUOffloadPolicy`. `transient`: for gathered weights and partial gradients
@@ -85,11 +85,11 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
 
 
 def plan_of(model: nn.Module) -> Plan | None:
-    """Return the plan of the model's next step, if its passes are those of the last one; None before the first pass.
+    """Return the plan of a step that repeats the model's last one, or None before the first pass.
 
-    `model`: a root, or any sharded module under it. `print(plan.table())` shows the actions at each event, and
-    `plan.peak_bytes` are the bytes that `memory_report` measures. Raises TypeError and ValueError as `memory_report`
-    does.
+    `model`: the root, or any sharded module inside it. `print(plan.table())` shows the actions at each event.
+    `plan.peak_bytes` equals the peaks that `memory_report` measures. Raises TypeError if `model` is not a module,
+    ValueError if it is not sharded itself.
     """
     if not isinstance(model, FSDPModule):
         units_of(model)
@@ -101,10 +101,10 @@ def plan_of(model: nn.Module) -> Plan | None:
 
 
 class Nonfinite(NamedTuple):
-    """The non-finite elements of one rank's part of a parameter or gradient.
+    """The number of non-finite elements in one rank's part of a parameter or gradient.
 
-    `unit`: the unit's name, "" for the root, None for no unit. `nan`, `inf`: numbers of elements. `stage`: the pipeline
-    stage, None for a model without stages.
+    `unit`: the name of the unit, "" for the root, None for no unit. `nan`, `inf`: numbers of elements. `stage`: the
+    pipeline stage, None for a model without stages.
     """
 
     name: str
@@ -125,7 +125,7 @@ def find_nonfinite(model: nn.Module) -> list[Nonfinite]:
     """Find NaN and infinity in the weights and gradients of a model, including all pipeline stages.
 
     The result is the same on every rank, ordered by rank, then in the model's order. Collective. No tensor is gathered:
-    the hosts agree on one bit, and exchange their findings if there are any. Raises ValueError for a model without
+    the hosts agree on one bit, and exchange their findings only if there are any. Raises ValueError for a model without
     sharded modules.
     """
     units, what = units_of(model), "search for values that are not finite"
@@ -172,7 +172,7 @@ def _nonfinite_here(model: nn.Module) -> list[Nonfinite]:
 
 
 def groups_to_all_ranks(model: nn.Module) -> list[dist.ProcessGroup]:
-    """Return process groups that together reach all ranks of the model, if a value is reduced over each in turn."""
+    """Return process groups of the model. A value that is reduced over each in turn is reduced over all its ranks."""
     groups = [group for unit in units_of(model) for group in unit.groups]
     mesh = max((group.mesh for group in groups), key=lambda mesh: mesh.size())
     reached = [group_of(mesh, axis) for axis in range(mesh.ndim)]
@@ -182,12 +182,12 @@ def groups_to_all_ranks(model: nn.Module) -> list[dist.ProcessGroup]:
 
 
 def quantization_shares(model: nn.Module) -> dict[str, Shares]:
-    """Return, by the name of each unit with quantized weights ("" for the root), the shares of its weights that
-    saturate and that underflow. The result is the same on all ranks.
+    """Return the shares of each unit's quantized weights that saturate and that underflow.
 
-    Quantizes this rank's main weights again, and reduces the counts once. Frozen weights that are kept as payload only
-    are not counted, because their original values are not known. Collective. Do not call it between a forward and its
-    backward. Raises ValueError for a model without sharded modules.
+    The keys are the names of the units ("" for the root). The result is the same on all ranks. Quantizes this rank's
+    main weights again, and reduces the counts once. Frozen weights of which only the payload is kept are not counted.
+    Collective. Do not call it between a forward and its backward. Raises ValueError for a model without sharded
+    modules.
     """
     units = units_of(model)
     groups = [(unit.name, group) for unit in units for group in unit.groups if group.payload_only is None]
@@ -211,7 +211,7 @@ def quantization_shares(model: nn.Module) -> dict[str, Shares]:
 def check_views(model: nn.Module) -> None:
     """Check that this rank's sharded parameters are in their units' buffers, and that no weights or gradients overlap.
 
-    Raises RuntimeError that names the parameters, ValueError for a model without sharded modules.
+    Raises RuntimeError with the names of the parameters, or ValueError for a model without sharded modules.
     """
     found: list[tuple[int, int, str]] = []
     for name, record in named_records(model):

@@ -1,20 +1,20 @@
 """The interface between drivers and the engine: the calls that a driver may make.
 
-Drivers are hooks, schedules, pipelines and `unshard()`. A driver runs units through passes. It reports which weights it
-computes with, and when, and imports no other part of the engine but `Unit`. The plan decides what is gathered, freed
-and reduced for it, and in which order.
+Drivers are hooks, schedules, pipelines and `unshard()`. A driver runs units through passes, and reports when it
+computes with which weights. Of the engine it imports only this file and `Unit`. The plan decides what is gathered,
+freed and reduced, and in which order.
 
 call                                 meaning
 -----------------------------------  ------------------------------------------------------------------------------
 begin_forward(unit)                  a module of `unit` is called; the outermost call begins a pass
 end_forward(error)                   the call has ended; if it was the outermost, the pass has ended
 begin_backward(call)                 a backward reaches `call`; the first of a model begins a pass, autograd ends it
-                                     (the engine ends a call that has `begun` by `call.end()`, after a failure by
+                                     (the engine ends a call that has `begun` with `call.end()`, after a failure with
                                      `call.abandon()`)
 scheduled(trace, depth, backward)    a context around a pass whose events are known in advance and which gathers
                                      `depth` units ahead; backward=False: an evaluation
 use(unit, holder, named)             the holder needs the full weights from here on; `named`: the units that the user
-                                     wants to be gathered ahead, None: those of the plan
+                                     chose to gather ahead, None: those of the plan
 done(unit, holder, ...)              the holder no longer needs them; `backward_follows`: it was a forward whose
                                      backward is still to come
 keep(unit, holder)                   keep the full weights: after a forward until its backward, after a backward
@@ -39,9 +39,8 @@ from weft.layout.trace import Trace
 
 @dataclass(frozen=True, eq=False)
 class Hold:
-    """A holder of full weights. `computes`: it uses them now, so that they cannot be evicted. `backward`: it computes
-    gradients with them.
-    """
+    """A holder of full weights. `computes`: it uses them now, so they cannot be evicted. `backward`: it computes
+    gradients with them."""
 
     name: str
     computes: bool = True
@@ -49,7 +48,7 @@ class Hold:
 
 
 class TiedHold(NamedTuple):
-    """The hold of a unit, by a `holder` of another `unit` whose modules share its parameters."""
+    """The hold of a unit by a `holder` of another unit (`unit`), whose modules share its parameters."""
 
     unit: Any
     holder: Any

@@ -27,7 +27,7 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 def _outside_inference_mode(shard: _Call) -> _Call:
-    """Leave inference mode for the call: tensors that are made in it have no version counters."""
+    """Leave inference mode for the call: tensors made in inference mode have no version counters."""
 
     @functools.wraps(shard)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -67,22 +67,22 @@ def fully_shard(
         strategy: "no_shard", "optim", "optim_grads", "optim_grads_params" (ZeRO-0 to 3) or `weft.Placements`.
         outer_strategy: over the outer axis of a 2-D mesh: "no_shard" (HSDP) or "optim" (HFSDP).
         reshard_after_forward: whether to free the full weights after forward and gather them again for backward. None:
-            True, except for the root, whose backward follows immediately. An int n that divides the ranks of the shard
-            axis: weights stay sharded over n adjacent ranks, from which backward gathers them. That takes more memory,
-            and backward needs no communication between nodes.
+            True, except for the root, because its backward follows immediately. An int n that divides the size of the
+            shard axis: weights stay sharded over n adjacent ranks, and backward gathers them from these. This takes
+            more memory. If the n ranks are on one node, backward gathers nothing from other nodes.
         shard_placement_fn: called with each parameter. It may return `weft.TensorAtomic()` (never cut),
-            `weft.BlockAtomic(rows)` (cut only between blocks of rows), None or `Shard(0)` (cut where this needs the
-            least padding), or `Shard(dim)` (cut between slices along another dimension; parts may be unequal). It may
-            also return torch's `ShardPlacementResult`, whose `mesh_info` gives the parameter another mesh, as
-            experts need it.
+            `weft.BlockAtomic(rows)` (cut only between blocks of rows), None or `Shard(0)` (cut where the least padding
+            is needed), or `Shard(dim)` (cut between slices along another dimension; shards may be unequal). It may
+            also return torch's `ShardPlacementResult`, whose `mesh_info` gives the parameter another mesh. Experts
+            need this.
         mp_policy: `weft.MixedPrecisionPolicy`, or torch's.
         offload_policy: `weft.OffloadPolicy`, `weft.CPUOffloadPolicy` (sharded weights, gradients and optimizer state
             stay in CPU memory), or torch's.
         ignored_params: parameters that are not sharded. Parameters of other modules are allowed.
-        gradient_divide_factor: a number that also divides the averaged gradients.
-        runtime: `weft.RuntimeOptions`. Those of the root apply; other units must be given equal ones, or none.
-        dp_mesh_dims: `weft.DataParallelMeshDims`, or torch's: the data-parallel axes of a larger `mesh`. With axes to
-            replicate over and none to shard over, the default strategy is "no_shard".
+        gradient_divide_factor: a number by which the averaged gradients are also divided. Default: 1.
+        runtime: `weft.RuntimeOptions`. The root's options apply. Pass equal options to the other units, or none.
+        dp_mesh_dims: `weft.DataParallelMeshDims`, or torch's: the data-parallel axes of a larger `mesh`. If it names
+            axes to replicate over and none to shard over, the default strategy is "no_shard".
 
     Raises:
         ValueError: an invalid value, a module that is already sharded, or a parameter that cannot be sharded; the

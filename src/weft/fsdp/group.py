@@ -11,8 +11,8 @@ gradients                                           see `weft.fsdp.gradients.gro
 **  always, as model_weight, if the parameter placement is Replicate on every axis
 *** bytes of a quantized payload, if the recipe has one; then `full` is always freed between uses
 
-Every write to a sharded parameter increments the version counter of the main weights, which tells whether gathered
-weights are still up to date. While they are gathered, the full parameters have the same version (`weft.fsdp.autograd`).
+Every write to a sharded parameter increments the version counter of the main weights. It shows whether gathered weights
+are up to date. While they are gathered, the full parameters have the same version (`weft.fsdp.autograd`).
 """
 
 import weakref
@@ -54,7 +54,7 @@ def payload_of(plan: GroupPlan) -> Plain:
 
 
 class ParameterGroup:
-    """Flat buffers of parameters that are gathered, reduced and updated as one."""
+    """Flat buffers of parameters that are gathered, reduced and updated together."""
 
     def __init__(self, plan: GroupPlan, members: Sequence[Unsharded]) -> None:
         """`members`: the original parameters, whose values are moved; those with tensor-parallel slices first."""
@@ -97,14 +97,14 @@ class ParameterGroup:
         self.channel = self.channels[0]
         """Separates the group's messages from those of other groups. `channels`: one per copy."""
         self._gathered_from: int | None = None
-        """The version of the main weights from which the gathered, or else the model weights were made."""
+        """The version of the main weights from which the gathered weights, or else the model weights, were made."""
         self._refreshing: Ticket | None = None
         self._upload: Ticket | None = None  # the transfer that reads main weights in CPU memory
         self.unfilled = [each for each, tensor in zip(self.parameters, slices) if tensor.is_meta]
         """The parameters that were on the meta device, without values, when the group was made."""
 
     def _weights(self, tensors: Sequence[torch.Tensor]) -> tuple[FlatBuffer, FlatBuffer]:
-        """Return the main weights, filled, and the model weights, which share memory if possible."""
+        """Return the main weights, filled, and the model weights. They share memory if possible."""
         plan, recipe, where = self.plan, self.recipe, self.placements
         aliased = recipe.main == recipe.compute and self.offload is None and not self.payload.refreshes
         if aliased and where.parameter != where.optimizer:
@@ -122,7 +122,7 @@ class ParameterGroup:
         return model
 
     def _make_full(self) -> tuple[FlatBuffer, Transient | None]:
-        """Return the full weights, and their memory if it is freed between uses."""
+        """Return the full weights, and their transient memory if they are freed between uses."""
         if not self.plan.moves and not self.payload.refreshes:
             return self.model_weight, None
         numel = self.layout.numel + self.payload.tail
@@ -160,7 +160,7 @@ class ParameterGroup:
         return [group_of(self.mesh, axis) for axis in range(self.mesh.ndim)]
 
     def persistent_weights(self) -> dict[int, int]:
-        """Return the bytes of the weights that are always kept on this rank, by address of the memory."""
+        """Return the bytes of the weights that this rank always keeps, by address of the memory."""
         storages = [buffer.storage for buffer in (self.main_weight, *self.copies)]
         return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
@@ -171,7 +171,7 @@ class ParameterGroup:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the main weights were written to since the gathered or model weights were made from them."""
+        """Whether the main weights have changed since the gathered or model weights were made from them."""
         return (self.refreshes or self.transient is not None) and self._gathered_from != self.version
 
     @property
@@ -180,13 +180,13 @@ class ParameterGroup:
         return self.refreshes and self._gathered_from is None
 
     def outdate(self, *, agreed: bool = False) -> None:
-        """Make the next gather start from the main weights. If only the payload is kept, do so only if the ranks
-        `agreed` that it is outdated, or if this rank wrote to it."""
+        """Make the next gather start from the main weights. If only the payload is kept, this needs a write to the main
+        weights: on this rank, or on another one, as the ranks have `agreed`."""
         if self.payload_only is None or agreed or self.is_stale:
             self._gathered_from = None
 
     def gather(self, channels: Channels) -> Ticket | None:
-        """Start to gather the full weights from the main weights; return None if no transfer is needed."""
+        """Start to gather the full weights from the main weights. Return None if no transfer is needed."""
         self.refresh(channels)
         refreshing, self._refreshing = self._refreshing, None
         if self.transient is None:
@@ -218,7 +218,7 @@ class ParameterGroup:
 
     @property
     def fits_buckets(self) -> bool:
-        """Whether neighbours may share a message: gathered for each use, from model weights on the device."""
+        """Whether the group may share a message: it is gathered for each use, from model weights on the device."""
         return (
             self.transient is not None
             and (not self.refreshes or (self.payload.refreshes and self.plan.moves and not self.refreshed_bytes))
@@ -233,7 +233,7 @@ class ParameterGroup:
         return self.copies[min(copy, self.payload.copies - 1)].local
 
     def open_full(self, channels: Channels) -> torch.Tensor:
-        """Allocate the full weights; return the tensor that the bucket's gather fills. Needs `torch.no_grad()`."""
+        """Allocate the full weights. Return the tensor that the bucket's gather fills. Needs `torch.no_grad()`."""
         assert self.transient is not None
         if not self.refreshes:
             self._gathered_from = self.version
@@ -256,7 +256,7 @@ class ParameterGroup:
             )
 
     def refresh(self, channels: Channels) -> None:
-        """Start bringing the model weights up to date with the main weights, if those have changed."""
+        """Start to update the model weights from the main weights, if the main weights have changed."""
         if not self.is_outdated:
             return
         self.await_refresh()
@@ -277,7 +277,7 @@ class ParameterGroup:
         self._refreshing, self._gathered_from = run, self.version
 
     def await_refresh(self) -> None:
-        """Wait for the update of the model weights, before they change again."""
+        """Wait for the update of the model weights, before the main weights change again."""
         ticket, self._refreshing = self._refreshing, None
         if ticket is not None:
             with torch.no_grad():
@@ -295,20 +295,20 @@ class ParameterGroup:
             self.payload_only.let_go()
 
     def keep_main_weights(self) -> None:
-        """Restore main weights of which only the payload was kept, and keep them permanently."""
+        """Restore main weights of which only the payload was kept, and keep them from now on."""
         if self.payload_only is not None:
             self.payload_only.bring()
         self.payload_only = None
 
     @property
     def refreshed_bytes(self) -> int:
-        """The bytes of the model weights that are gathered from the main weights once per step."""
+        """The bytes of the model weights that are made from the main weights once per step."""
         moves = self.refreshes and set(self.main_weight.axes) - set(self.model_weight.axes)
         return self.model_weight.local.nbytes * len(self.copies) if moves else 0
 
     @property
     def staging_bytes(self) -> int:
-        """The bytes of memory, besides the gathered weights, that an upload and cast of the weights needs."""
+        """The bytes that upload and cast of the weights need besides the gathered weights."""
         staging = self.payload.staging
         return staging.nbytes if staging is not None and (self.payload.refreshes or not self.refreshes) else 0
 
@@ -327,13 +327,13 @@ class ParameterGroup:
             self.post_forward = PostForwardShard(self.plan, group)
 
     def keep_post_forward(self, channels: Channels) -> None:
-        """Keep the post-forward shard of the gathered weights; the next gather starts from it."""
+        """Keep the post-forward shard of the gathered weights. The next gather starts from it."""
         if self.post_forward is not None:
             with torch.no_grad():
                 self.post_forward.keep(self.full.local, channels.weights)
 
     def arrived(self) -> None:
-        """Finish a gather that has ended: free its temporary memory, and let autograd read the full weights."""
+        """Complete a gather that has ended: free its temporary memory, and let autograd read the full weights."""
         if self.post_forward is not None:
             self.post_forward.drop()
         if self.transient is not None or self.refreshes:
@@ -341,7 +341,7 @@ class ParameterGroup:
         self.fulls.come(self.version)
 
     def gather_other(self, copy: int, channels: Channels) -> None:
-        """Gather another copy of the weights in place of the current one. The computation waits for it."""
+        """Gather another copy of the weights in place of the current copy. The computation waits for it."""
         self.fulls.check_unwritten()
         self.fulls.leave()
         self.copy = copy
@@ -363,7 +363,7 @@ class ParameterGroup:
                 each.sharded.requires_grad_(flag)
 
     def sync_requires_grad(self) -> None:
-        """Set `requires_grad` of the full parameters to that of the sharded ones; refuse hooks that would not run."""
+        """Set `requires_grad` of the full parameters to that of the sharded ones. Refuse hooks that would not run."""
         self._flags = trains = [*map(_trains, self.parameters)]
         self.trains = any(trains)
         with behind_classes():

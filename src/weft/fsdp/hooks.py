@@ -4,13 +4,13 @@
               after   release, or keep until backward; the outputs' gradients mark the beginning of this call's backward
     backward  begin   acquire
               end     release, reduce
-              over    (once per backward, by the runtime) complete calls whose end has no hook, collect, check, publish
+              over    (once per backward, by the runtime) end the calls that no hook has ended, collect, check, publish
 
-A backward with `create_graph=True` is like a forward: a backward through it begins at the gradients of the call's
-inputs, and needs the weights until the call's own end.
+A backward with `create_graph=True` is like a forward: a second backward through it begins at the gradients of the
+call's inputs, and needs the weights until the end of the call.
 
-A forward inside a backward is a recomputation by activation checkpointing. If the unit's own backward is under way, its
-weights are held and the hooks do nothing; if that backward is still to come, the weights are kept for it. Hooks also do
+A forward inside a backward is a recomputation by activation checkpointing. If the unit's own backward has begun, its
+weights are held and the hooks do nothing. If that backward is still to come, the weights are kept for it. Hooks also do
 nothing while a schedule drives the units.
 """
 
@@ -31,7 +31,7 @@ from weft.fsdp.weak import alive
 
 
 class ForwardCall:
-    """One forward of a unit, from its beginning to the end of its backward; a holder of the weights in backward."""
+    """One forward of a unit, until the end of its backward. It holds the weights in backward."""
 
     computes = backward = True
 
@@ -52,7 +52,7 @@ class ForwardCall:
         return f"a backward of {self.unit}"
 
     def begin(self, gradient: torch.Tensor | None = None) -> None:
-        """Begin the call's backward. A hook on the outputs' gradients; all but the first call return immediately."""
+        """Begin the call's backward. Each gradient of the outputs calls this hook; only the first has an effect."""
         if self.begun:
             return
         unit, driver = self.unit, self.driver
@@ -75,13 +75,13 @@ class ForwardCall:
         engine.offer(unit)
 
     def begin_inside(self, gradient: torch.Tensor) -> None:
-        """Begin the call's backward. A hook on the base of an output that is a view: the view's own hook does not run
-        if the caller wrote to the view."""
+        """Begin the call's backward, as a hook on the base of an output that is a view. The hook of the view does not
+        run if the caller wrote to the view."""
         if self._ended_in != torch._C._current_graph_task_id():
             self.begin()
 
     def reach_inputs(self, gradients: Iterable[torch.Tensor | None]) -> None:
-        """End the call's backward, because the inputs' gradients are computed."""
+        """End the call's backward: the gradients of the inputs are computed."""
         if not self.begun and self.unit.awaits_reduction:
             self.begin()
         if torch.is_grad_enabled():
@@ -107,7 +107,7 @@ class ForwardCall:
             engine.done(unit, self)
 
     def abandon(self) -> None:
-        """Mark the call's backward as not under way."""
+        """Mark the call's backward as not begun."""
         if self.begun:
             self.begun = False
             self.driver.backwards -= 1
@@ -137,8 +137,8 @@ _mark: Callable[..., Any] = super(torch.autograd.Function, _EndOfBackward).apply
 
 
 class HookDriver:
-    """The code that runs around the calls of one unit's modules, outside of compiled regions. `engine`: that of the
-    model's units, made at its first pass."""
+    """The code that runs around the calls of one unit's modules, outside of compiled regions. `engine`: the engine of
+    the model, made at its first pass."""
 
     engine: Engine
 
@@ -173,7 +173,7 @@ class HookDriver:
         return (self._finish_plainly if compiled else self._finish)(engine, output, finish)
 
     def _enter(self, engine: Engine, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """Prepare a forward. Return its inputs, cast and marked, and a function to call after it, or None if hooks do
+        """Prepare a forward. Return its inputs, cast and marked, and a function to call afterwards. None if hooks do
         nothing in this call."""
         if engine.recover() or self.backwards or id(module) in self._entered:
             return *self.unit.policy.cast_inputs((args, kwargs)), None
@@ -203,7 +203,7 @@ class HookDriver:
             raise
 
     def _finish(self, engine: Engine, output: Any, finish: Callable[[], None]) -> Any:
-        """Complete a forward: release or keep the weights after the last of the unit's modules. Return its output."""
+        """Complete a forward and return its output; after the last of the unit's modules, release or keep weights."""
         try:
             if finish is not _nothing:
                 finish()
@@ -221,7 +221,7 @@ class HookDriver:
 
     @torch.compiler.disable
     def _fail(self, engine: Engine, error: BaseException) -> None:
-        """Clean up after a forward, or the code around it, has raised `error`."""
+        """Clean up after `error`, raised by a forward or by the code around it."""
         engine.note_failure(f"the forward of {self.unit.name or 'the root'}", error)
         try:
             self.abandon()
@@ -229,7 +229,7 @@ class HookDriver:
             engine.end_forward(error)
 
     def _marked_output(self, output: Any) -> Any:
-        """Return the output, cast, with hooks on its gradients. Raise for views of weights, which are about to go."""
+        """Return the output, cast, with hooks on its gradients; raise for views of weights that will be freed."""
         if not isinstance(output, torch.Tensor) and isinstance(output, _LAZY):
             raise TypeError(
                 f"forward of {self.unit.kind} returned a {type(output).__name__}, which computes when it is read, "
@@ -253,7 +253,7 @@ class HookDriver:
         return output
 
     def abandon(self) -> None:
-        """End the unit's forward, if it is in one, although not all of its modules ran."""
+        """End the unit's forward if it has begun, although not all of its modules ran."""
         if self._entered:
             self._leave(self.engine)
         elif self._hold in self.unit.holders:  # it failed before it began
@@ -285,7 +285,7 @@ class HookDriver:
 
 def _marked(call: ForwardCall, args: tuple, kwargs: dict) -> tuple[tuple, dict, Callable[[], None]]:
     """Return the inputs with their differentiable tensors passed through `_EndOfBackward`, and a function to call after
-    the forward: it copies the module's changes of rebuilt lists to the original lists."""
+    the forward. It copies changes that the module made in rebuilt lists to the original lists."""
     if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
         return (_mark(call, *args) if _can_be_marked(args[0]) else args), kwargs, _nothing
     tensors = [*filter(_can_be_marked, tensors_in((*args, *kwargs.values())))]

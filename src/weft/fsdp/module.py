@@ -20,13 +20,13 @@ from weft.fsdp.unit import Unit
 
 
 class FSDPModule:
-    """The methods of a module after `fully_shard`: torch's methods with torch's meaning."""
+    """The methods that `fully_shard` adds to a module. Methods of FSDP2's `FSDPModule` have the same meaning here."""
 
     _weft_unit: Unit
     _weft_driver: UnitDriver
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Create an instance of the module's original class: a slice of a sharded container is not sharded."""
+        """Create an instance of the module's original class: a slice of a sharded container is not a unit."""
         return cls.__mro__[2](*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +74,7 @@ class FSDPModule:
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all parameters, also of sharded ones while full parameters are registered."""
+        """Clear the gradients of all parameters, including sharded ones while full parameters are registered."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for unit in units_under(self):
             for group in unit.groups:
@@ -85,8 +85,8 @@ class FSDPModule:
                         (gradient if gradient.grad_fn is None else gradient.detach_()).requires_grad_(False).zero_()
 
     def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
-        """Gather and register the parameters, until `reshard()` or a state dict. With `async_op`, `wait()` of the
-        returned handle registers them."""
+        """Gather and register the full parameters until `reshard()` or a state dict. With `async_op=True`, return a
+        handle at once; its `wait()` registers the parameters."""
         runtime_of(self).unshard(unit_of(self))
         handle = UnshardHandle(self)
         if async_op:
@@ -95,14 +95,14 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Register the sharded parameters and free the full ones, if nothing else holds them."""
+        """Register the sharded parameters, and free the full ones if nothing else holds them."""
         runtime_of(self).reshard(unit_of(self))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank in this context, without reductions; the next backward outside reduces
-        them. Use it like `DistributedDataParallel.no_sync`: for all microbatches of a step but the last, around forward
-        and backward."""
+        """Accumulate gradients on this rank in this context, without reductions. The next backward outside reduces
+        them. Use it like `DistributedDataParallel.no_sync`: around forward and backward of all microbatches of a step
+        but the last."""
         units = units_under(self)
         before = [unit.requires_gradient_sync for unit in units]
         self.set_requires_gradient_sync(False)
@@ -119,14 +119,14 @@ class FSDPModule:
         runtime_of(self).reductions.last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Set whether backward reduces gradients; False: it accumulates them on this rank, as in `no_sync`."""
+        """Set whether backward reduces gradients. False: it accumulates them on this rank, as in `no_sync`."""
         requires_gradient_sync = _switch("set_requires_gradient_sync", requires_gradient_sync)
         for unit in units_under(self, recurse):
             unit.requires_gradient_sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Set whether backward reduces gradients over the outer axis of a 2-D mesh; False: only over the shard axis.
-        Raises ValueError for False if a unit's mesh is 1-D, which has no such axis."""
+        """Set whether backward reduces gradients over the outer axis of a 2-D mesh. False: only over the shard axis.
+        Raises ValueError for False if the mesh of a unit is 1-D."""
         requires_all_reduce = _switch("set_requires_all_reduce", requires_all_reduce)
         units = units_under(self, recurse)
         for unit in units:
@@ -146,30 +146,30 @@ class FSDPModule:
             unit.reshard_after(reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Set whether the full weights are freed after backward. If they are not, call `reshard` before the optimizer
+        """Set whether the full weights are freed after backward. With False, call `reshard` before the optimizer
         step."""
         reshard_after_backward = _switch("set_reshard_after_backward", reshard_after_backward)
         for unit in units_under(self, recurse):
             unit.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: list["FSDPModule"]) -> None:
-        """Prefetch these units, instead of those of the recorded order, when this one's forward begins.
+        """Prefetch `modules` when this module's forward begins, instead of the next units of the recorded order.
 
-        Raises TypeError if `modules` is not a list, ValueError if one is not sharded or belongs to another model.
+        Raises TypeError if `modules` is not a list, ValueError if a module is not sharded or belongs to another model.
         """
         self._weft_driver.forward_prefetch = _to_prefetch(self, "set_modules_to_forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: list["FSDPModule"]) -> None:
-        """Prefetch these units when this one's backward begins; see `set_modules_to_forward_prefetch`."""
+        """Prefetch `modules` when this module's backward begins; see `set_modules_to_forward_prefetch`."""
         self._weft_driver.backward_prefetch = _to_prefetch(self, "set_modules_to_backward_prefetch", modules)
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
-        """Divide summed gradients by `factor` in place of the number of ranks; None restores that number. Raises
+        """Divide summed gradients by `factor` instead of the number of ranks. None restores the number of ranks. Raises
         TypeError if `factor` is not a number, ValueError if it is not positive and finite."""
         unit_of(self).replaced_factor = None if factor is None else checked_factor("gradient divide factor ", factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float | None) -> None:
-        """Call `set_gradient_divide_factor`, torch's later name of this method."""
+        """Call `set_gradient_divide_factor`. torch has both names."""
         self.set_gradient_divide_factor(factor)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
@@ -195,15 +195,15 @@ class FSDPModule:
             group.gradients.hook = hook
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Set whether this unit's reductions must be sums that weft scales, never averages by the backend."""
+        """Set whether this unit's reductions are always sums that weft scales, not averages by the backend."""
         enable = _switch("set_force_sum_reduction_for_comms", enable)
         for group in unit_of(self).groups:
             group.gradients.sums_only = enable
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Set whether parameters that no rank used get a gradient of zeros if their unit's backward ran.
+        """Set whether parameters that no rank used get a gradient of zeros if the backward of their unit ran.
 
-        By default they get no gradient. A parameter that only some ranks used is always reduced.
+        By default they get no gradient. A parameter that any rank used is always reduced.
         """
         gives_all = _switch("set_reduce_scatter_unused_params", reduce_scatter_unused_params)
         for unit in units_under(self, recurse):
@@ -211,8 +211,8 @@ class FSDPModule:
                 group.gradients.gives_all = gives_all
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Set `RuntimeOptions.max_live_reduce_buffers` for all units of the model: how many units' partial gradients
-        may be live at once. Raises TypeError if it is not an int, ValueError if it is less than 1."""
+        """Set `RuntimeOptions.max_live_reduce_buffers` for all units of the model: the number of units whose partial
+        gradients may be live at once. Raises TypeError if it is not an int, ValueError if it is less than 1."""
         for runtime in _runtimes(self, recurse):
             runtime.change(max_live_reduce_buffers=max_input_buffers)
 
@@ -228,11 +228,11 @@ class FSDPModule:
         runtime_of(self).post_optimizer_event = event
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Raise NotImplementedError: weft gathers in place, into memory of its plan."""
+        """Raise NotImplementedError: weft gathers directly into the memory of its plan."""
         raise NotImplementedError(f"set_custom_all_gather({comm!r}): {_OWN_COLLECTIVES}")
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Raise NotImplementedError: weft reduces from and into memory of its plan."""
+        """Raise NotImplementedError: weft reduces directly in the memory of its plan."""
         raise NotImplementedError(f"set_custom_reduce_scatter({comm!r}): {_OWN_COLLECTIVES}")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -245,12 +245,12 @@ class FSDPModule:
         raise NotImplementedError(f"set_symm_mem_for_comm({backend!r}): {_OWN_MEMORY}")
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Set whether backward needs this unit's weights."""
+        """Set whether backward gathers this unit's weights. Pass False if backward does not need them."""
         unit_of(self).unshard_in_backward = _switch("set_unshard_in_backward", unshard_in_backward)
 
     def reset_iter_state(self) -> None:
-        """Clean up all units after an exception in forward or backward. Without this call the next pass does it.
-        Gradients that wait for their reduction are dropped. A failed backward drops all gradients: `.grad` is None."""
+        """Clean up all units after an exception in forward or backward. Without this call the next pass cleans up.
+        Gradients that wait for their reduction are dropped. After a failed backward, all gradients are None."""
         runtime_of(self).reset()
 
 
@@ -271,14 +271,14 @@ class UnshardHandle:
         self._module: FSDPModule | None = module
 
     def wait(self) -> None:
-        """Wait for the gather and register the full parameters."""
+        """Wait for the gather, and register the full parameters."""
         if self._module is not None:
             runtime_of(self._module).finish_unshard(unit_of(self._module))
             self._module = None
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Make `module.method_name` gather parameters as `forward` does. Raises ValueError if there is no such method."""
+    """Make `module.method_name` gather parameters as `forward` does. Raises ValueError if the method does not exist."""
     if not isinstance(module, FSDPModule):
         return
     method = getattr(type(module), method_name, None)
@@ -331,12 +331,12 @@ def unit_of(module: Any) -> Unit:
 
 
 def runtime_of(module: Any) -> Runtime:
-    """Return the runtime of the model that `module` belongs to, which its units share."""
+    """Return the runtime of the model to which `module` belongs. Its units share the runtime."""
     return module._weft_driver.engine
 
 
 def checked_factor(what: str, factor: Any) -> float:
-    """Return `factor`, named `what` in errors. Raises TypeError or ValueError if it is not positive and finite."""
+    """Return `factor`, which errors call `what`. Raises TypeError or ValueError if it is not positive and finite."""
     if isinstance(factor, (bool, str)) or not hasattr(factor, "__float__"):
         raise TypeError(f"{what}{factor!r}: choose a positive number")
     if not 0 < float(factor) < math.inf:
@@ -345,7 +345,7 @@ def checked_factor(what: str, factor: Any) -> float:
 
 
 def _switch(method: str, value: Any) -> bool:
-    """Return `value` as a bool. Integers are accepted, as in torch. Strings raise TypeError, as most are truthy."""
+    """Return `value` as a bool. Integers are accepted, as in torch. Strings raise TypeError: most are truthy."""
     if not isinstance(value, (int, torch.Tensor)) and type(value).__name__ not in ("bool", "bool_"):  # numpy.bool_ too
         raise TypeError(f"{method}({value!r}): choose True or False")
     return bool(value)

@@ -4,12 +4,12 @@
     replicated, for recipes with one scale per matrix:   maxima of the matrices
 
 Shard borders are block borders, so each rank quantizes its shard without communication. Recipes with one scale per
-matrix need the maximum of the whole matrix: `agree_on_maxima` reduces those of the shards over the ranks once per step.
+matrix need the maximum of the whole matrix: once per step, `agree_on_maxima` reduces the shards' maxima over the ranks.
 One message carries payload and scales. Each piece of a shard is dequantized directly from the received bytes into the
 full weights.
 
-With mx and `compute="scaled"` weights have two copies, which are made from the same main weights at the same time and
-gathered one at a time. Copy 0 has blocks along the dimension that forward products sum over, and copy 1 along that of
+With mx and `compute="scaled"` weights have two copies. Both are made from the same main weights at the same time, and
+gathered one at a time. Copy 0 has blocks along the dimension over which forward products sum, and copy 1 along that of
 backward. Both have the same bytes per shard. Shard borders at multiples of 32 rows do not divide blocks of either copy.
 """
 
@@ -38,8 +38,8 @@ _ALIGNMENT = 16  # the size of a shard is a multiple of this many bytes
 
 
 class _Piece(NamedTuple):
-    """A part of tensor `number`, and of one matrix of it, that is in one shard. `place`: the offset of its elements in
-    the layout; `scales_at`: the offset of its scales in the shard's bytes."""
+    """The part of one matrix of tensor `number` that is in one shard. `place`: the offset of its elements in the
+    layout. `scales_at`: the offset of its scales in the shard's bytes."""
 
     number: int
     matrix: int
@@ -50,7 +50,7 @@ class _Piece(NamedTuple):
 
 
 class Narrow(Plain):
-    """The payload of quantized weights, which is kept besides the main weights, and is made from them once per step."""
+    """The payload of quantized weights. It is kept besides the main weights, and made from them once per step."""
 
     refreshes = True
 
@@ -83,7 +83,7 @@ class Narrow(Plain):
         self._scales_at = [*accumulate((-(-size // 4) * 4 for size in whole), initial=plan.layout.numel)]
         """The offset of each tensor's scales in full weights that stay quantized."""
         self._transposed_at = -(-self._scales_at[-1] // _ALIGNMENT) * _ALIGNMENT
-        """The offset of the transposed codes in full weights that stay quantized, if they are kept."""
+        """The offset of the transposed codes, if they are kept, in full weights that stay quantized."""
         self.tail = self._transposed_at - plan.layout.numel if self._recipe.is_scaled else 0
         self.tail += plan.layout.numel if self._recipe.keep_transpose else 0
         if plan.moves:
@@ -108,7 +108,7 @@ class Narrow(Plain):
         return self._come
 
     def open(self, full: torch.Tensor) -> None:
-        """Fill the full weights from the gathered bytes, and free these."""
+        """Fill the full weights from the gathered bytes, and free the bytes."""
         come, self._come = self._come, None
         if come is None:
             return
@@ -246,8 +246,8 @@ class Narrow(Plain):
         self, codes: torch.Tensor, full: torch.Tensor, number: int, *, backward: bool = False
     ) -> tuple[torch.Tensor, Any, Quantization]:
         """Return payload, scales and recipe of tensor `number` for a matrix product of forward or of `backward`.
-        `codes`: the tensor's payload in full weights that stay quantized. A product that sums over rows gets transposed
-        codes, if they are kept."""
+        `codes`: the tensor's payload in full weights that stay quantized. Products that sum over rows get transposed
+        codes, if these are kept."""
         recipe, shape, begin = self._recipe_of(number, self._copy), tuple(codes.shape), self._scales_at[number]
         if recipe.keep_transpose and (codes.dim() == 3) != backward:
             codes = self._transposed(full.view(torch.uint8), self._extents[number].offset, shape).mT
@@ -276,9 +276,9 @@ class Narrow(Plain):
 
 
 def agree_on_maxima(groups: Iterable[Any]) -> None:
-    """All-reduce the largest magnitude of each matrix of parameter `groups` that is quantized with one scale: one
-    message per mesh axis. Collective if a group has such matrices. Call it after weights have changed, before they are
-    quantized."""
+    """All-reduce the largest magnitude of each matrix that is quantized with one scale, over the shards of `groups`:
+    one message per mesh axis. Collective if a group has such matrices. Call it after weights have changed, before they
+    are quantized."""
     found: list[tuple[torch.Tensor, dist.ProcessGroup]] = []
     with torch.no_grad():
         for group in groups:

@@ -1,7 +1,7 @@
 """One record per parameter: its name, its position in the group, the registered tensors, and its owners.
 
-Functions that work on one parameter of a group take its record. A group keeps its records alive. Other code finds a
-record by any tensor of the parameter (`record_of`), and must not keep it alive.
+Functions that work on one parameter of a group take its record. A group keeps its records alive. Other code finds the
+record of any tensor of the parameter with `record_of`, and must not keep the record alive.
 """
 
 import weakref
@@ -25,8 +25,7 @@ from weft.memory.buffer import FlatBuffer
 @dataclass
 class Slot:
     """The places where a parameter is registered: its name in the unit, the registered tensor, and its owners.
-    `observed`: whether the class of an owner has its own `__setattr__`, such as an RNN's, which keeps weights in a
-    list."""
+    `observed`: whether an owner's class defines `__setattr__`. That of an RNN, for example, keeps weights in a list."""
 
     name: str
     there: nn.Parameter | None
@@ -45,7 +44,7 @@ class Slot:
         self.put(self.there)
 
     def put(self, parameter: nn.Parameter | None) -> None:
-        """Register `parameter` in every place, without a check of what is registered there."""
+        """Register `parameter` in every place, without checking what is registered there."""
         for owner, name in self.owners:
             if (module := owner()) is not None:
                 module._parameters[name] = parameter
@@ -54,8 +53,8 @@ class Slot:
 
 @dataclass(eq=False)
 class Unsharded:
-    """A parameter that is about to be sharded, over `mesh`. `value`: the tensor with its values; `original` itself,
-    unless that was on the meta device. `cutting`: the granularity and the dimension of its cuts."""
+    """A parameter that is about to be sharded over `mesh`. `value`: the tensor with its values: `original`, unless that
+    is on the meta device. `cutting`: the granularity and the dimension of its cuts."""
 
     original: nn.Parameter
     value: nn.Parameter
@@ -79,9 +78,9 @@ class GradientState:
 
 @dataclass(frozen=True, eq=False)
 class ShardedParameter:
-    """A parameter of a group, the `number`-th there. `extent`: its position in the group's layout. `parallel`: its
-    tensor-parallel placement. `full`: the parameter that is registered while the weights are gathered. `sharded`: the
-    one that is registered otherwise."""
+    """Parameter `number` of a group. `extent`: its position in the group's layout. `parallel`: its tensor-parallel
+    placement. `full`: the parameter that is registered while the weights are gathered. `sharded`: the parameter that is
+    registered otherwise."""
 
     number: int
     slot: Slot
@@ -114,7 +113,7 @@ class ShardedParameter:
 
     @property
     def unit(self) -> Any:
-        """The unit of the parameter; None if it was freed, or does not exist yet."""
+        """The unit of the parameter; None if the unit was freed, or does not exist yet."""
         group = self.owner()
         return None if group is None else group.plan.unit()
 
@@ -217,8 +216,8 @@ _OPTIMIZER_NEVER_RUNS = (
 
 
 def never_runs(parameter: nn.Parameter) -> str:
-    """Return why a hook or an optimizer on the gradient of `parameter` would never run; "" if there is none. Autograd
-    computes the gradient of the gathered parameter, a different tensor. Only hooks of
+    """Return why a hook or an optimizer on the gradient of `parameter` would never run; "" if there is no such hook.
+    Autograd computes the gradient of the gathered parameter, a different tensor. Only hooks of
     `register_post_accumulate_grad_hook` run, with the reduced gradient."""
     if parameter._backward_hooks:
         return _HOOK_NEVER_RUNS

@@ -1,4 +1,4 @@
-"""The functions of torch that weft replaces, at the first `fully_shard`, until the process ends: the table `PATCHES`.
+"""The functions of torch that the first `fully_shard` replaces until the process ends: the table `PATCHES`.
 
 All exist in torch 2.11 to 2.13. In addition, a global hook raises for other libraries' wrappers around sharded modules.
 """
@@ -26,7 +26,7 @@ from weft.fsdp.runtime.joint_backward import finish_backwards
 @dataclass(frozen=True)
 class Patch:
     """The replacement of attribute `name` of `torch.<of>`, a module or "module:Class", by `replacing(original)`.
-    `parameters`: the names of the parameters that torch's function must have, if the replacement depends on them."""
+    `parameters`: parameter names that torch's function must have, because the replacement depends on them."""
 
     of: str
     name: str
@@ -44,7 +44,7 @@ class Patch:
 
     @property
     def fits(self) -> bool:
-        """Whether this version of torch has the attribute, with these parameters."""
+        """Whether this version of torch has the attribute with these parameters."""
         theirs = getattr(self.owner(), self.name, None)
         return theirs is not None and (
             not self.parameters or tuple(inspect.signature(theirs).parameters) == self.parameters
@@ -90,7 +90,7 @@ _undo: list[Callable[[], None]] = []
 
 
 def apply() -> None:
-    """Apply all patches, once. Raises RuntimeError, and applies none, if this version of torch lacks an attribute."""
+    """Apply all patches once. If this version of torch lacks an attribute, raises RuntimeError and applies none."""
     if _undo:
         return
     missing = [str(patch) for patch in PATCHES if not patch.fits]

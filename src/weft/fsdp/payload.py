@@ -1,10 +1,10 @@
 """The formats in which weights are gathered: main weights are converted to a payload, and payloads to full weights.
 
-`Plain` payloads are elements of the compute dtype, those of `weft.fsdp.narrow` a byte or half of one. All other code
-only moves bytes. A group gathers weights for use (`ParameterGroup.gather`), updates model weights after a step
-(`refresh`), takes part in gathers whose result it does not need (`serve`), and shares messages with other groups
-(`Bucket`). In all four cases the group's payload converts weights before sending (`write`) and after receiving
-(`open`).
+`Plain` payloads have elements of the compute dtype. Payloads of `weft.fsdp.narrow` have one byte or half a byte per
+element. All other code only moves bytes. A group gathers weights for use (`ParameterGroup.gather`), updates model
+weights after a step (`refresh`), takes part in gathers whose result it does not need (`serve`), and shares messages
+with other groups (`Bucket`). In all four cases the payload converts weights before sending (`write`) and after
+receiving (`open`).
 """
 
 import functools
@@ -21,7 +21,7 @@ from weft.memory.pool import Pool, Transient
 
 
 class Plain:
-    """Weights are gathered in the compute dtype, in which they are used. Base class of the other formats."""
+    """Weights are gathered in the compute dtype, in which they are used. The base class of the other formats."""
 
     refreshes = False  # whether the payload is computed once per step and stored beside the main weights
     tail = 0  # the number of elements of full weights after those of the layout
@@ -37,27 +37,27 @@ class Plain:
             self.staging = plan.transient(numel, plan.recipe.main, "weights on their way")
 
     def write(self, own: torch.Tensor, source: torch.Tensor, pool: Pool, copy: int = 0) -> Callable[[], Any] | None:
-        """Return a function, to run on the lane, that casts or uploads `source` to `own`, this rank's part of the
-        message; None if `source` can be sent as it is."""
+        """Return a function to run on the lane. It casts or uploads `source` to `own`, this rank's part of the message.
+        None if `source` can be sent without a copy."""
         if source.data_ptr() == own.data_ptr() or (source.dtype == own.dtype and not self._uploads):
             return None
         staging = pool.take(self.staging) if self.staging is not None and source.dtype != own.dtype else None
         return functools.partial(collectives.move, own, source, staging)
 
     def land(self, full: torch.Tensor, source: torch.Tensor, pool: Pool, copy: int = 0) -> torch.Tensor:
-        """Return the tensor into which all ranks' `source` are gathered, to become the full weights `full`: these, or
-        `source` itself if each rank has all weights."""
+        """Return the tensor into which all ranks' `source` are gathered to become the full weights `full`. It is
+        `full`, or `source` if each rank has all weights."""
         return full
 
     def open(self, full: torch.Tensor) -> None:
-        """Convert the gathered payload to the full weights `full` that modules use, and give staging memory back."""
+        """Convert the gathered payload to the full weights `full` that modules use, and free staging memory."""
         if self.staging is not None:
             self.staging.give()
 
 
 class PostForwardShard:
-    """What a rank keeps between forward and backward, with an integer `reshard_after_forward`: its shard, of
-    `group.size()` equal ones, of a parameter group's gathered weights.
+    """The shard that a rank keeps between forward and backward with an integer `reshard_after_forward`: one of
+    `group.size()` equal shards of a parameter group's gathered weights.
 
     ranks of the shard axis          0      1      2      3
     sharded                          a      b      c      d        a quarter each

@@ -12,7 +12,7 @@
       written or unfrozen one                  moving average, would be lost in the payload
 
 A payload that is not written to never changes. Quantizing its values gives the same payload again, with few exceptions
-for `nvfp4`, so state dicts hold values and are independent of the format.
+for `nvfp4`. Therefore state dicts hold values, and are independent of the format.
 """
 
 import sys
@@ -31,7 +31,7 @@ from weft.memory.buffer import FlatBuffer
 
 
 class PayloadOnly(FlatBuffer):
-    """Main weights that are restored from `payload` when `local` is read."""
+    """Main weights that are restored from `payload` when their `local` is read."""
 
     WRITTEN, NEEDED = 1, 2  # the messages of one rank to the others: the weights were written to; they must be kept
 
@@ -81,7 +81,7 @@ class PayloadOnly(FlatBuffer):
             self._payload.fill(self._own.local, self.local)
 
     def let_go(self) -> None:
-        """Free the memory of the main weights, from which the payload was made, if no other code has a tensor in it."""
+        """Free the memory of the main weights if no other code has a tensor in it. The payload was made from them."""
         if not self._is_here or self.is_unfrozen or self._holders() > self._own_holders:
             return
         self._is_here = False
@@ -103,7 +103,7 @@ class PayloadOnly(FlatBuffer):
             arrive(parameter)
 
     def _move(self) -> None:
-        """Replace the storage, without its values, because one that was a NumPy array cannot be resized."""
+        """Replace the storage by a new one, without its values: a storage from NumPy cannot be resized."""
         fresh = torch.UntypedStorage(self.storage.nbytes(), device=self._local.device)
         with self._unwritten():
             for each in (self._local, *self._parts):

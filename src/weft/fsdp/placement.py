@@ -9,7 +9,7 @@
 On a 2-D mesh (outer, shard) the table applies to the shard axis. The outer axis has the row no_shard (HSDP) or, if the
 shard axis shards the optimizer state, the row optim (HFSDP).
 
-A `Partial` gradient is reduced over its axis after the last microbatch only, a sharded one after each microbatch.
+A `Partial` gradient is reduced over its axis after the last microbatch only, and a sharded one after each microbatch.
 """
 
 from collections.abc import Sequence
@@ -28,9 +28,9 @@ _OUTER_ROWS = ("no_shard", "optim")
 
 @dataclass(frozen=True, init=False)
 class Placements:
-    """Placements of parameters, gradients and optimizer state, one per mesh axis for each.
+    """The placements of parameters, gradients and optimizer state. Each field has one placement per mesh axis.
 
-    Raises ValueError for a combination that is not a row of the table above.
+    Raises ValueError for a combination that no strategy has.
     """
 
     parameter: tuple[Placement, ...]
@@ -71,7 +71,7 @@ class Placements:
 
     @property
     def reduces_each_microbatch(self) -> bool:
-        """Whether gradients are reduced over the shard axis after every backward, not only after the last of a step."""
+        """Whether gradients are reduced over the shard axis after every backward, or else after the last of a step."""
         return self.gradient[-1].is_shard()
 
 

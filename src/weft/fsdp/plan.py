@@ -38,21 +38,21 @@ class GroupPlan:
 
     @property
     def whole(self) -> tuple[Replicate, ...]:
-        """The placements of gathered weights."""
+        """The placements of gathered weights: Replicate on every axis."""
         return (Replicate(),) * self.mesh.ndim
 
     def buffer(self, placements: tuple[Placement, ...], dtype: torch.dtype, layout: Layout | None = None) -> FlatBuffer:
-        """Return a new uninitialised buffer on the device; `layout`: default is that of the parameters."""
+        """Return a new uninitialised buffer on the device. `layout`: by default that of the parameters."""
         laid = layout or self.layout
         numel = laid.numel // ranks_over(self.mesh, sharded_axes(placements))
         return FlatBuffer(laid, self.mesh, placements, torch.empty(numel, dtype=dtype, device=self.device))
 
     def transient(self, numel: int, dtype: torch.dtype, what: str, *, filled: bool = False) -> Transient:
-        """Return transient memory on the device; `what`: its name in errors, beside that of the unit."""
+        """Return transient memory on the device. `what`: its name in errors, after the unit's name."""
         return Transient(numel, dtype, self.device, describe=lambda: f"{what} of {self.unit()}", filled=filled)
 
     def home_buffer(self, dtype: torch.dtype) -> FlatBuffer:
-        """Return a new buffer under the optimizer's placements, in CPU memory with CPU offload."""
+        """Return a new buffer under the optimizer's placements. With CPU offload, it is in CPU memory."""
         placements = self.placements.optimizer
         if self.offload is None:
             return self.buffer(placements, dtype)
@@ -63,7 +63,7 @@ class GroupPlan:
 
     @property
     def moves(self) -> bool:
-        """Whether full weights are gathered from other ranks for use."""
+        """Whether full weights are gathered from other ranks before they are used."""
         return bool(sharded_axes(self.placements.parameter)) and self.layout.shards > 1
 
     def numel(self, placements: tuple[Placement, ...]) -> int:

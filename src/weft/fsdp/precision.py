@@ -24,20 +24,20 @@ _COMPUTED_IN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """The dtypes of a unit; None keeps the parameter's or tensor's dtype, except as stated.
+    """The dtypes of a unit. None keeps the dtype of the parameter or tensor, except as stated.
 
-    `param_dtype`: dtype of the gathered weights, and so of the computation. `reduce_dtype`: dtype in which gradients
-    are reduced (None: param_dtype). `output_dtype`: dtype to which floating-point outputs of the module are cast.
-    `cast_forward_inputs`: whether floating-point inputs are cast to `param_dtype`. `main_params_dtype`: dtype of the
-    weights that the optimizer updates (None: the parameter's). `main_grads_dtype`: dtype in which gradients accumulate,
-    and of `.grad` (None: main_params_dtype).
+    - `param_dtype`: dtype of the gathered weights and of the computation.
+    - `reduce_dtype`: dtype in which gradients are reduced. None: `param_dtype`.
+    - `output_dtype`: dtype to which floating-point outputs of the module are cast.
+    - `cast_forward_inputs`: whether floating-point inputs are cast to `param_dtype`.
+    - `main_params_dtype`: dtype of the weights that the optimizer updates. None: the parameter's, or float32 for
+      a quantized parameter that is not frozen.
+    - `main_grads_dtype`: dtype of `.grad`, in which gradients accumulate. None: `main_params_dtype`.
+    - `param_quantization`: a recipe of `weft.quantize` for gathered weights. They are dequantized for use.
+    - `quantize(name, parameter)`: whether to quantize a parameter, by its name in the sharded module. None: quantize
+      parameters with two or three dimensions, except embeddings.
 
-    `param_quantization`: a recipe of `weft.quantize`, in which weights are gathered; they are dequantized to
-    `param_dtype` for use. `quantize(name, parameter)`: whether to quantize a parameter, by its name in
-    `named_parameters()` of the module that `fully_shard` is called on (None: those with two or three dimensions, except
-    embeddings). Main weights of quantized parameters are float32, unless `main_params_dtype` is set or they are frozen.
-
-    Raises ValueError for a dtype that torch does not compute in: choose float64, float32, bfloat16 or float16.
+    Raises ValueError for a dtype in which torch does not compute: choose float64, float32, bfloat16 or float16.
     """
 
     param_dtype: torch.dtype | None = None
@@ -63,9 +63,9 @@ class MixedPrecisionPolicy:
     def resolve(
         self, dtype: torch.dtype, *, keep: bool = False, quantized: bool = False, frozen: bool = False
     ) -> "Recipe":
-        """Return the dtypes for a parameter of dtype `dtype`. `keep`: it keeps its dtype. `quantized`: it is gathered
-        in `param_quantization`. `frozen`: no optimizer updates it. Raises ValueError if a format exceeds the compute
-        dtype's range."""
+        """Return the dtypes for a parameter of dtype `dtype`. `keep`: the parameter keeps its dtype. `quantized`: it is
+        gathered in `param_quantization`. `frozen`: no optimizer updates it. Raises ValueError if the range of a format
+        exceeds that of the compute dtype."""
         if keep or not dtype.is_floating_point:
             return Recipe(dtype, dtype, dtype, dtype)
         compute = self.param_dtype or dtype
@@ -79,14 +79,14 @@ class MixedPrecisionPolicy:
         return Recipe(main, compute, self.reduce_dtype or compute, self.main_grads_dtype or main, narrow)
 
     def cast_inputs(self, values: Any) -> Any:
-        """Return `values`, a tree, with floating-point tensors cast to `param_dtype` if the policy casts inputs."""
+        """Return the tree `values` with floating-point tensors cast to `param_dtype`, if the policy casts inputs."""
         if self.param_dtype is None or not self.cast_forward_inputs:
             return values
         return map_tensors(_cast_to(self.param_dtype), values)
 
     def cast_output(self, values: Any) -> Any:
         """Return `values`, a tree or dataclass, with floating-point tensors cast to `output_dtype`, if that is set.
-        Raises TypeError if all floating-point tensors are in an object that cannot be rebuilt with others."""
+        Raises TypeError if all floating-point tensors are in an object that cannot be rebuilt with cast ones."""
         if self.output_dtype is None:
             return values
         cast = map_tensors(_cast_to(self.output_dtype), values, in_dataclasses=True)
@@ -101,10 +101,10 @@ class MixedPrecisionPolicy:
 
 
 def keep_dtype(parameter: torch.nn.Parameter) -> None:
-    """Mark a parameter to compute, be gathered and accumulate in its dtype, under every policy of its unit.
+    """Compute with, gather and accumulate a parameter in its own dtype, under every policy of its unit.
 
-    Use it before `fully_shard`, for parameters that need the precision, such as the decays of a recurrence.
-    Raises TypeError for anything but a parameter, ValueError for one that is sharded.
+    Call it before `fully_shard`, for parameters that need the precision, such as the decays of a recurrence. Raises
+    TypeError for anything but a parameter, ValueError for a sharded parameter.
     """
     if not isinstance(parameter, torch.nn.Parameter):
         raise TypeError(f"keep_dtype got a {type(parameter).__name__}: call it with each parameter, not with a module")
@@ -127,7 +127,7 @@ def _cast_to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The dtypes of a policy for one parameter dtype, without None."""
+    """The dtypes that a policy gives to parameters of one dtype. No field is None."""
 
     main: torch.dtype
     compute: torch.dtype
@@ -148,17 +148,17 @@ class Recipe:
 
     @cached_property
     def narrows(self) -> bool:
-        """Whether a gradient may overflow in the reduce dtype, so that it is first scaled in `main_grad`."""
+        """Whether a gradient may overflow in the reduce dtype. If so, it is first scaled in `main_grad`."""
         return has_less_range(self.reduce, self.compute)
 
 
 def has_less_range(narrow: torch.dtype, wide: torch.dtype) -> bool:
-    """Return whether finite values of dtype `wide` may be infinite in `narrow`."""
+    """Return whether finite values of dtype `wide` may become infinite in `narrow`."""
     return torch.finfo(narrow).max < torch.finfo(wide).max
 
 
 def precision_of(policy: Any) -> MixedPrecisionPolicy:
-    """Convert weft's or torch's policy to weft's. Raises TypeError for anything else."""
+    """Convert weft's or torch's policy to weft's. Raises TypeError for any other object."""
     if isinstance(policy, MixedPrecisionPolicy):
         return policy
     if isinstance(policy, _TorchMixedPrecisionPolicy):

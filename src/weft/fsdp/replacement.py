@@ -1,8 +1,8 @@
 """`drop_in()`: replaces torch's FSDP2 by weft in programs whose imports cannot be changed.
 
-Any caller that looks up `torch.distributed.fsdp.fully_shard` finds weft's, and so do libraries that have imported it or
-import it later; torch's private modules, which define it, keep torch's. Functions and classes are replaced; policies
-are not, because weft accepts torch's. Checkpoints, optimizers, clipping and Distributed State Dicts need no
+Code that looks up `torch.distributed.fsdp.fully_shard` finds weft's function. So do libraries that have imported
+torch's function, or import it later. torch's private modules, which define it, keep torch's function. Policies are not
+replaced, because weft accepts torch's. Checkpoints, optimizers, clipping and Distributed State Dicts need no
 replacement.
 """
 
@@ -27,14 +27,14 @@ _DEFINING = "torch.distributed.fsdp._fully_shard."
 
 
 class DropIn:
-    """The names that `drop_in` has replaced: prints them, and as a context restores torch's at its end."""
+    """The names that `drop_in` has replaced. `print` shows them. As a context, it restores torch's names at its end."""
 
     def __init__(self, places: list[tuple[ModuleType, str, Any]]) -> None:
         self._places = places
         self.replaced = tuple(f"{module.__name__}.{name}" for module, name, _ in places)
 
     def undo(self) -> None:
-        """Restore torch's names where they were replaced. Modules that were imported in between keep weft's."""
+        """Restore torch's names where they were replaced. Modules that were imported meanwhile keep weft's names."""
         while self._places:
             module, name, theirs = self._places.pop()
             setattr(module, name, theirs)
@@ -59,9 +59,9 @@ class DropIn:
 def drop_in() -> DropIn:
     """Replace torch's `fully_shard`, and the names that belong to it, by weft's in all imported modules.
 
-    It applies to the process, or to a context: `with weft.drop_in() as replaced`. Call it before or after libraries are
-    imported, and before anything is sharded. `print` the result to see the replaced names. A second call also replaces
-    names in modules that were imported since the first.
+    The replacement lasts until the process ends, or for a context: `with weft.drop_in() as replaced`. Call it before or
+    after libraries are imported, and before anything is sharded. `print` the result to see the replaced names. A second
+    call also replaces names in modules that were imported since the first.
     """
     ours = {id(theirs): mine for theirs, mine in _THEIRS}
     places = []

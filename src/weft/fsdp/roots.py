@@ -1,8 +1,8 @@
-"""Groups units into models: the driver of each unit refers to the one around it, and the outermost is the root.
+"""Groups units into models: the driver of a unit refers to the driver around it, and the outermost driver is the root.
 
 fully_shard(block)       creates a driver, the root of a model with one unit
-fully_shard(model)       creates a driver around those of the blocks, which becomes their root
-the first pass           the root creates the runtime for all units, and alone keeps it alive
+fully_shard(model)       creates a driver around the drivers of the blocks, and becomes their root
+the first pass           the root creates the runtime of all units; only the root keeps the runtime alive
 """
 
 import weakref
@@ -20,7 +20,7 @@ from weft.fsdp.weak import alive
 
 
 class UnitDriver(HookDriver):
-    """The hook driver of one unit, which is the root of a model or under another driver."""
+    """The hook driver of one unit. It is the root of a model, or under another driver."""
 
     def __init__(self, unit: Unit, options: RuntimeOptions | None) -> None:
         """`options`: the `runtime` argument of `fully_shard`, if given."""
@@ -38,7 +38,7 @@ class UnitDriver(HookDriver):
 
     @property
     def engine(self) -> Runtime:  # type: ignore[override]
-        """The runtime, created for all units of the root if it does not exist yet."""
+        """The runtime of all units of the root. It is created if it does not exist yet."""
         runtime = self._known()
         if runtime is None:
             root = self.root
@@ -55,7 +55,7 @@ class UnitDriver(HookDriver):
         return root
 
     def come_under(self, around: "UnitDriver") -> None:
-        """Put this driver under `around`, whose root becomes its root."""
+        """Put this driver under the driver `around`, and its units under the root of `around`."""
         if self.above() is None:
             self.above = weakref.ref(around)
         runtime = self.runtime

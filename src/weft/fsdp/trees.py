@@ -37,7 +37,7 @@ def map_tensors(
     change: Change, value: Any, *, in_dataclasses: bool = False, rebuilt: list[tuple[Any, Any]] | None = None
 ) -> Any:
     """Return `value` with `change` applied to its tensors, or `value` itself if no tensor changes. `rebuilt`: a list to
-    which pairs of an old and a new list or dict are appended."""
+    which pairs are appended: an old list or dict, and its replacement."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if value is None or isinstance(value, _OPAQUE):
@@ -54,8 +54,8 @@ def map_tensors(
 
 
 def give_back(rebuilt: list[tuple[Any, Any]], original: dict[int, Any]) -> None:
-    """Copy changes of rebuilt lists and dicts back to the old ones. `rebuilt`: pairs from `map_tensors`. `original`:
-    the original value of each replaced one, by the id of the latter."""
+    """Copy changes of rebuilt lists and dicts back to the old ones. `rebuilt`: the pairs from `map_tensors`.
+    `original`: the original value of each replaced value, by the id of the replacement."""
     for old, new in rebuilt:
         if type(new) is list:
             old[:] = [original.get(id(each), each) for each in new]
@@ -66,7 +66,7 @@ def give_back(rebuilt: list[tuple[Any, Any]], original: dict[int, Any]) -> None:
 
 
 def tensors_in(value: Any, *, hidden: bool = False) -> Iterator[torch.Tensor]:
-    """Yield the tensors in `value`; `hidden`: also those in dataclasses, other objects and containers."""
+    """Yield the tensors in `value`. `hidden`: also those in dataclasses, other objects and containers."""
     if isinstance(value, torch.Tensor):
         yield value
         return
@@ -87,7 +87,7 @@ def tensors_in(value: Any, *, hidden: bool = False) -> Iterator[torch.Tensor]:
 
 
 def _opened(value: Any, dataclasses_too: bool) -> tuple[list, Callable[[list], Any]]:
-    """Return the children of a container, [] for other values, and a function that rebuilds it with new children."""
+    """Return the children of a container ([] for other values), and a function that rebuilds it with new children."""
     kind = type(value)
     if kind is tuple or kind is list:
         return [*value], kind

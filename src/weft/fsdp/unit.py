@@ -1,11 +1,11 @@
-"""A sharded unit: the life of its weights, by the table `TRANSITIONS`.
+"""A sharded unit: the life of its weights, as the table `TRANSITIONS` describes it.
 
-Every other transition raises an error that names the unit, its state and its holders. A holder needs the weights: a
-forward or backward call, a step of a schedule, the user's `unshard()`, or a hold for a later use, such as a backward.
-The pool may move a unit's weights to make room for another; only holders end holds. A unit does not know its drivers.
+Every other transition raises an error that names the unit, its state and its holders. A holder needs the weights. It is
+a forward or backward call, a step of a schedule, the user's `unshard()`, or a later use, such as a backward. The pool
+may move a unit's weights to make room for another unit; only holders end holds. A unit does not know its drivers.
 
 Full parameters are registered while a computation or the user's `unshard()` holds the weights. Otherwise the sharded
-ones are: optimizers, freezing and writes use these. Autograd has views of weights that wait for a backward.
+parameters are registered, for optimizers, freezing and writes. Autograd has views of weights that wait for a backward.
 
 `weft.fsdp.gradients.group` describes the life of the gradients.
 """
@@ -32,7 +32,7 @@ from weft.fsdp.precision import MixedPrecisionPolicy
 
 
 class State(enum.Enum):
-    """Where the full weights are."""
+    """The state of the full weights."""
 
     AT_REST = "at rest"
     ON_THE_WAY = "on the way"
@@ -59,7 +59,7 @@ _moves = attrgetter("moves")
 
 
 class Unit:
-    """The parameter groups of one `fully_shard` call; `channels` are those of its model."""
+    """The parameter groups of one `fully_shard` call. `channels`: the lanes and pools of its model."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Unit:
         self.holders: dict[Any, None] = {}
         self._shows_full = False  # whether the full parameters are registered
         self.tied: dict[Unit, str] = {}
-        """The units that own parameters which modules of this one share, each with the name of one such parameter."""
+        """The units that own parameters that modules of this unit share, each with the name of one of them."""
         self.resharded = False
         """Whether a pass has ended the user's hold on this rank; on other ranks the unit may not have run."""
         self.reshard_after_forward: bool | None = None
@@ -139,7 +139,7 @@ class Unit:
         return any(group.is_stale for group in self.groups)
 
     def prefetch(self) -> None:
-        """Start the gather, if the weights are at rest."""
+        """Start the gather if the weights are at rest."""
         for unit in self.tied:
             unit.prefetch()
         if self.state is State.AT_REST:
@@ -148,13 +148,13 @@ class Unit:
             self._gather()
 
     def gather_started(self, ticket: Ticket) -> None:
-        """Note that the weights, which are at rest, are being gathered in a message with those of other units."""
+        """Note that the weights, which were at rest, are being gathered in a message with those of other units."""
         self.state = TRANSITIONS.get((self.state, "gather")) or self._refuse("gather")
         self.resident = True
         self._tickets = [ticket]
 
     def acquire(self, holder: Any) -> None:
-        """Hold the full weights: register them, and make subsequent computation see them."""
+        """Hold the full weights: register them, and make subsequent computation wait for them."""
         if holder in self.holders:
             raise RuntimeError(f"{self}: {holder.name} holds its weights already")
         for unit in self.tied:
@@ -205,7 +205,7 @@ class Unit:
         self._wait()
 
     def turn(self, backward: bool) -> None:
-        """Select the copy of weights with two copies for the next gather. Gather them again if they are held."""
+        """Select which copy the next gather brings, for weights with two copies. Gather held weights again."""
         if not self.turns or self.backward == backward:
             return
         self.free()  # gathered ahead for the other direction
@@ -228,7 +228,7 @@ class Unit:
                 group.fulls.come(group.version)
 
     def register(self) -> None:
-        """Register the full parameters if a holder computes or is the user, otherwise the sharded ones."""
+        """Register the full parameters if the user holds them or a holder computes, otherwise the sharded ones."""
         self._show(full=any(holder.computes or is_users(holder) for holder in self.holders))
 
     def _show(self, *, full: bool) -> None:
@@ -249,7 +249,7 @@ class Unit:
                 group.free()
 
     def reshard_after(self, forward: bool | int | None) -> None:
-        """Set whether the weights are freed after forward; an int: keep them sharded over that many ranks."""
+        """Set whether the weights are freed after forward. An int: keep them sharded over that many ranks."""
         self.forget()
         size = None if forward is None or isinstance(forward, bool) else forward
         self.reshard_after_forward = True if size is not None else forward  # type: ignore[assignment]
@@ -266,7 +266,7 @@ class Unit:
                 group.post_forward.drop()
 
     def begin_pass(self) -> None:
-        """Free the remains of an earlier pass, and apply the user's changes of `requires_grad`, when a pass begins."""
+        """Free the remains of an earlier pass, and apply the user's changes of `requires_grad`."""
         self.forget()
         if self.state is not State.AT_REST:
             self.free()  # waits for a gather before the model weights change that it reads
@@ -280,12 +280,12 @@ class Unit:
             group.sync_requires_grad()
 
     def drop_holders(self) -> None:
-        """End all holds except the user's, after an abandoned pass."""
+        """After an abandoned pass, end all holds except the user's."""
         for holder in [each for each in self.holders if not is_users(each)]:
             self._let_go(holder)  # tied units drop their own holders
 
     def reset(self) -> None:
-        """Return to rest, unless the user holds the weights, after an abandoned pass."""
+        """After an abandoned pass, return to rest unless the user holds the weights."""
         self.drop_holders()
         self.forget()
         self.free()
@@ -295,14 +295,14 @@ class Unit:
         return all(map(self.channels.weights.has_room, self.gathered))
 
     def is_evictable(self) -> bool:
-        """Return whether the weights may be moved to other memory. Waits for a gather that is under way."""
+        """Return whether the weights may be moved to other memory. Waits for a gather in flight."""
         if self.computes:
             return False
         self._arrive()
         return True
 
     def lends(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is in the memory of gathered weights, which is freed between uses."""
+        """Return whether `tensor` is in the memory of gathered weights, which are freed between uses."""
         if tensor.layout is not torch.strided:
             tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
         for each in self.gathered:
@@ -358,13 +358,13 @@ class Unit:
 
     @cached_property
     def is_addressed(self) -> bool:
-        """Whether gathers of this unit cannot be confused with those of others: there are none, or each has a tag."""
+        """Whether gathers of this unit cannot match those of other units: there are none, or each has a tag."""
         gathered = (group for group in self.groups if group.plan.moves)
         return all(transport_of(group.groups[-1], group.device).capabilities.tags for group in gathered)
 
     @property
     def awaits_reduction(self) -> bool:
-        """Whether some gradients have arrived that are in no reduction yet."""
+        """Whether gradients have arrived that are in no reduction yet."""
         for group in self.groups:
             if (group.agreed or group.trainable) and group.gradients.arrived:
                 return True

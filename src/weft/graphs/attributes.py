@@ -1,4 +1,4 @@
-"""Compares the Python state of modules with that at the capture, because a replay runs no Python.
+"""Compares the Python state of modules with their state at the capture, because a replay runs no Python.
 
 value                                       what is compared
 ------------------------------------------  --------------------------------------------------------------------
@@ -25,8 +25,9 @@ from weft.graphs.walk import UNSET, Slots, Walk
 
 
 class Attributes:
-    """The attributes of `modules`, and the Python parts of the captured `function`, at this moment. Raises
-    CaptureRefused for state that cannot be compared.
+    """The attributes of `modules`, and the Python parts of the captured `function`, at the time of construction.
+
+    Raises CaptureRefused for state that cannot be compared.
     """
 
     def __init__(self, modules: Sequence[nn.Module], function: Callable[..., Any] | None = None) -> None:
@@ -35,7 +36,7 @@ class Attributes:
         self._buffers = [(type(each).__name__, each._buffers, dict(each._buffers)) for each in modules]
 
     def same(self) -> bool:
-        """Whether everything is unchanged."""
+        """Return whether all recorded state is unchanged."""
         try:
             if self._walk.same():
                 return True
@@ -48,7 +49,7 @@ class Attributes:
         return True
 
     def difference(self) -> str | None:
-        """The names of what has changed, including a buffer that is another tensor."""
+        """Return the name of a difference, or None if nothing has changed. A replaced buffer is a difference."""
         try:
             now = Walk(self._modules, self._function).tokens
         except CaptureRefused as error:

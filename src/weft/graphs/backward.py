@@ -1,9 +1,9 @@
 """The backward of a captured function, with a recording for each form of the gradients of its outputs.
 
 form    which outputs have a gradient, and with which strides. An eager backward skips operators that only
-        the other outputs need, and kernels add in another order if strides differ.
+        the other outputs need. Kernels add in another order if strides differ.
 use     an edge of the graph that leads to a leaf. An eager backward adds the gradients of the uses of a leaf one by
-        one, after those of later modules and before those of earlier ones. So a replay returns them one by one.
+        one, after those of later modules and before those of earlier ones. Therefore a replay returns them one by one.
 
 A form that first appears in a replay is recorded then. A form that cannot be recorded is differentiated eagerly.
 """
@@ -28,8 +28,7 @@ Samples = Sequence[Sample | None]
 
 class Uses:
     """The edges by which the graph of `ends` uses `leaves`. `of`: the number of the leaf of each use, leaf by leaf, in
-    the order in which a backward reaches them.
-    """
+    the order in which a backward reaches them."""
 
     def __init__(self, ends: Sequence[GradientEdge], leaves: Sequence[Tensor]) -> None:
         self._ends = ends
@@ -61,7 +60,7 @@ class Uses:
         self._counts = [len(uses) for uses in found if uses]
 
     def gradients(self, given: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradient for each use from the outputs' gradients; the graph is retained."""
+        """Return the gradient for each use from the gradients of the outputs. The graph is retained."""
         there = [(end, gradient) for end, gradient in zip(self._ends, given) if gradient is not None]
         ends, heads = [end for end, _ in there], [gradient for _, gradient in there]
         try:
@@ -76,7 +75,7 @@ class Uses:
 
 
 def _take(brought: list[Tensor | None], places: dict[int, int], gradients: Sequence[Any], _: Any) -> tuple[Any, ...]:
-    """A hook of a node that takes the gradients of some edges instead of passing them on."""
+    """Take the gradients of some edges instead of passing them on. A hook of a node."""
     for index, place in places.items():
         brought[place] = gradients[index]
     return tuple(None if index in places else each for index, each in enumerate(gradients))
@@ -84,8 +83,7 @@ def _take(brought: list[Tensor | None], places: dict[int, int], gradients: Seque
 
 class Form:
     """The recordings of one form. `weights`: the recording of the delayed weight gradients. `kept`: the gradients that
-    must survive the next replay, which writes to static memory.
-    """
+    must survive the next replay, which writes to static memory."""
 
     def __init__(
         self, statics: Sequence[Static | None], backward: Recordings, weights: Recordings | None, kept: Sequence[bool]
@@ -160,8 +158,11 @@ class Backward:
         return Form(statics, backward, weights, self._kept)
 
     def begin(self, samples: Samples, full: Sequence[Sample]) -> Ranges | None:
-        """Record the form of `samples`. Return the memory that any form reads, found with gradients of all outputs;
-        None if that form cannot be recorded. Raises CaptureRefused if the form of `samples` cannot be recorded.
+        """Record the form of `samples`. Return the memory that any form reads. It is found with gradients of all
+        outputs.
+
+        Returns None if the form with all gradients cannot be recorded. Raises CaptureRefused if the form of `samples`
+        cannot.
         """
         first = None
         if any(samples):
@@ -187,8 +188,9 @@ class Backward:
     def run(
         self, gradients: Sequence[Tensor | None], *, poisoned: bool
     ) -> tuple[Sequence[Tensor | None], Callable[[], None] | None]:
-        """Return a gradient for each use, and the recording that computes the delayed ones. Gradients that are not kept
-        are in memory that the next backward overwrites.
+        """Return a gradient for each use, and the recording that computes the delayed gradients.
+
+        Gradients that are not kept are in memory that the next backward overwrites.
         """
         key = tuple([None if each is None else each.stride() for each in gradients])
         form = self._forms.get(key)

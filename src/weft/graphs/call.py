@@ -1,14 +1,14 @@
-"""A method of a module whose calls are replayed if possible: decides between eager, capture and replay.
+"""A method whose calls are replayed if possible. Decides whether a call runs eagerly, is captured or is replayed.
 
 call                                                  what happens
 ----------------------------------------------------  ------------------------------------------------------------
 evaluation, recomputation, a dispatch mode, ...       eager, counted with the reason
-new shapes, numbers, structure or dtypes              eager; its gradients are remembered
-known ones, and a steady memory plan                  eager, and also captured; all ranks must have captured it
+new shapes, numbers, structure or dtypes              eager; the gradients are remembered
+known shapes etc., and a steady memory plan           eager, and also captured; all ranks must have captured it
 captured, at the same addresses, nothing in flight    a replay
 captured, its last forward still waits for backward   eager under hooks; under a schedule another capture
 weights or buffers have other addresses               the capture is dropped, and replaced once the plan is steady
-attributes of its modules have changed                the same, a few times
+attributes of its modules have changed                the capture is dropped and replaced, a few times
 """
 
 import copy
@@ -28,9 +28,10 @@ from weft.graphs.places import Places
 from weft.graphs.statics import Sample
 
 MOST_SIGNATURES = 4
-"""Of one method: more differ from call to call, and each capture takes memory."""
+"""The maximum number of signatures of one method. With more, calls differ all the time, and each capture takes
+memory."""
 MOST_CHANGES = 4
-"""Of attributes that a method reads: more come with each call."""
+"""The maximum number of changes of attributes that a method reads. With more, they change with each call."""
 _NUMBERS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 _ONE = tree_flatten(((torch.empty(0),), {}))[1]
 
@@ -41,7 +42,7 @@ class Owner(Protocol):
     backend: Backend
 
     def eager_because(self) -> str | None:
-        """Return why nothing can be replayed now."""
+        """Return why nothing can be replayed now, or None if something can."""
         ...
 
     def may_capture(self) -> bool:
@@ -55,9 +56,7 @@ class Owner(Protocol):
 
 
 class Signature:
-    """Calls with one key: the gradients that their outputs received, and the captures, one for each microbatch in
-    flight.
-    """
+    """Calls with the same key: the gradients that their outputs received, and a capture per microbatch in flight."""
 
     def __init__(self) -> None:
         self.gradients: dict[int, Sample] = {}
@@ -79,9 +78,8 @@ class Signature:
 
 
 class GraphedCall:
-    """Replaces the method `name` of `module`. `scope`: the name under which it is counted. `inside`: the modules that
-    it uses.
-    """
+    """Replaces the method `name` of `module`. `scope`: the name under which its calls are counted. `inside`: the
+    modules that it uses."""
 
     def __init__(
         self,
@@ -96,15 +94,15 @@ class GraphedCall:
         self.captures = self.replays = 0
         self.eager: Counter[str] = Counter()
         self.refused: str | None = None
-        """Why it is never captured."""
+        """The reason why the call is never captured, or None."""
         self.failed = False
-        """Whether a capture failed since the ranks agreed last."""
+        """Whether a capture has failed since the last agreement of the ranks."""
         self._owner = weakref.ref(owner)
         self._module = weakref.ref(module)
         self._name = name
         before = vars(module).get(name)
         self._before: Callable[..., Any] | None = before._before if isinstance(before, GraphedCall) else before
-        """What stood in place of the class's method."""
+        """The module's own attribute that this call replaces, or None if it replaces the class's method."""
         self._inside = inside
         self._is_owned = is_owned
         self._places: Places | None = None
@@ -172,7 +170,7 @@ class GraphedCall:
             each.captured = [it for it in each.captured if it.addresses[0] == addresses[0]]
 
     def _changed(self, signature: Signature, captured: Captured) -> None:
-        """Drop the captures made with the old attributes."""
+        """Drop the captures that were made with the old attributes."""
         self._changes += 1
         if self._changes > MOST_CHANGES:
             self.refuse(f"attributes of its modules change between calls ({captured.python.difference()})")
@@ -204,13 +202,13 @@ class GraphedCall:
         self._signatures.clear()
 
     def enable(self) -> None:
-        """Use the captures: all ranks have them."""
+        """Use the captures, because all ranks have them."""
         for signature in self._signatures.values():
             for captured in signature.captured:
                 captured.ready = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        """Return what a copy of the module gets: its own method, without graphs."""
+        """Return the attribute of a copy of the module: its own method, without graphs."""
         if self._before is not None:
             return copy.deepcopy(self._before, memo)
         module = self._module()
@@ -226,11 +224,11 @@ class GraphedCall:
 
     @property
     def nbytes(self) -> int:
-        """The memory of its captures in bytes."""
+        """The memory of the captures in bytes."""
         return sum(each.nbytes for signature in self._signatures.values() for each in signature.captured)
 
     def _function(self) -> Callable[..., Any]:
-        """The function that an eager call runs. A user may replace the method of the class."""
+        """Return the function that an eager call runs. A user may have replaced the method of the class."""
         module = self._module()
         return self._before if self._before is not None else MethodType(getattr(type(module), self._name), module)
 

@@ -9,7 +9,7 @@ from weft.graphs.places import Ranges
 
 
 class CaptureRefused(RuntimeError):
-    """A function cannot be captured; the message is the reason. Its calls stay eager."""
+    """A function cannot be captured. The message is the reason. Calls of the function stay eager."""
 
 
 class Delays(Protocol):
@@ -42,7 +42,7 @@ def delaying() -> Delays | None:
 
 
 class Recording(Protocol):
-    """Recorded operators with constant addresses, which run again without the Python that issued them."""
+    """Recorded operators with constant addresses. They run again without the Python code that issued them."""
 
     @property
     def nbytes(self) -> int:
@@ -55,7 +55,7 @@ class Recording(Protocol):
         ...
 
     def memory(self) -> Ranges:
-        """The addresses of that memory, as far as the backend knows them."""
+        """Return the addresses of the memory of the results, as far as the backend knows them."""
         ...
 
     def replay(self) -> None:
@@ -71,9 +71,9 @@ class Backend(Protocol):
     def capture(
         self, function: Callable[[], Any], known: Ranges, behind: "Recording | None" = None
     ) -> tuple[Any, Recording]:
-        """Run `function()`, and return its result and a recording that replays it into the same tensors.
+        """Run `function()`. Return its result, and a recording that replays the function into the same tensors.
 
         `known`: the memory that the function may read but does not allocate. `behind`: the recording that is always
-        replayed before it. Raises CaptureRefused.
+        replayed before this recording. Raises CaptureRefused.
         """
         ...

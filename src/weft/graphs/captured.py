@@ -4,9 +4,10 @@
     backward   gradients of outputs -> static ones | replay | static gradients -> autograd
 
 Between a forward and its backward a capture is busy: the next forward would overwrite the values saved for the
-backward. Autograd accumulates the gradients of parameters in `.grad`, as for an eager call. It refuses a backward that
-reads a parameter or buffer that was written to since the forward. Delayed weight gradients have a separate recording: a
-replayed backward queues it where an eager one queues products, and the capture stays busy until it has run.
+backward. Autograd accumulates the gradients of parameters in `.grad`, as for an eager call. Autograd refuses a backward
+that reads a parameter or buffer that was written to since the forward. Delayed weight gradients have a separate
+recording. A replayed backward queues this recording, where an eager backward queues products. The capture stays busy
+until the recording has run.
 
 result of the function          result of a replay
 ------------------------------  ------------------------------------------------------------------
@@ -39,30 +40,32 @@ from weft.graphs.places import Places, Ranges, has_hooks, hooked, local, range_o
 from weft.graphs.statics import Sample, Static, copied
 
 POISON = False
-"""For tests: fill what a capture computes before each replay, and all of it when its backward is done."""
+"""For tests: fill the results of a capture before each replay, and all its memory when its backward is done."""
 _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
 class Lease:
     """A forward in a capture, until its backward has ended or its graph is freed. `queue`: receives the delayed
-    gradients.
-    """
+    gradients."""
 
     def __init__(self, captured: "Captured", queue: Delays | None) -> None:
         self._captured = captured
         self.queue = queue
 
     def end(self) -> None:
-        """End the backward: the capture can be used again."""
+        """End the backward. The capture can then be used again."""
         self._captured.rest()
 
 
 class Captured:
-    """`function` captured with these arguments: flat `leaves`, and their `spec`.
+    """`function` captured with the arguments `leaves`, which are flat, and their `spec`.
 
-    `places`: the parameters and buffers that the function may read. `gradients`: samples of the gradients of its
-    outputs, by their numbers among the tensors that it returns. `count`: called with the reason why a backward is
-    eager. `queue`: the function mode that delays weight gradients, if any. Raises CaptureRefused.
+    - `places`: the parameters and buffers that the function may read.
+    - `gradients`: samples of the gradients of its outputs, by their numbers among the tensors that it returns.
+    - `count`: called with the reason why a backward is eager.
+    - `queue`: the function mode that delays weight gradients, if any.
+
+    Raises CaptureRefused.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class Captured:
         queue: Delays | None = None,
     ) -> None:
         self.ready = False
-        """Whether all ranks have it."""
+        """Whether all ranks have this capture."""
         self._count = count
         self._delays: Any = None if queue is None else queue.fresh()
         spread: list[Any] = [each for each in places.tensors() if isinstance(each, DTensor)]
@@ -97,7 +100,7 @@ class Captured:
             for static, tensor in zip(self._inputs, tensors):
                 static.fill(tensor)
         self._entered: list[tuple[Any, DeviceMesh]] = []
-        """Weights whose gradients are summed over ranks behind a replay, once for each use."""
+        """Weights whose gradients are summed over ranks outside of a replay, once for each use."""
         self.python = Attributes(places.modules, function)
         try:
             with places.restored(), nothing_drawn():
@@ -185,9 +188,8 @@ class Captured:
         self._check_later(outputs, entered, self._backward.begin(samples, [*map(Sample.of, ends)]))
 
     def _hand_out(self, results: Sequence[Any], entered: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-        """Determine how a replay creates each result. Return the tensors that its forward creates, with their numbers
-        among all tensors.
-        """
+        """Determine how a replay creates each result. Return the tensors that the forward creates, with their numbers
+        among all tensors."""
         own = {id(each): partial(_argument, number) for number, each in zip(self._numbers, entered)}
         own |= {id(each): partial(_constant, each) for each in self._places.tensors()}
         self._hands: list[Callable[[Sequence[Any], Sequence[Tensor]], Any]] = []
@@ -203,8 +205,9 @@ class Captured:
         return made
 
     def _check_later(self, outputs: Sequence[Tensor], entered: Sequence[Tensor], reads: Ranges | None) -> None:
-        """Determine the tensors whose versions autograd must check in a backward. `reads`: the memory that a backward
-        reads, None if unknown.
+        """Determine the tensors whose versions autograd must check in a backward.
+
+        `reads`: the memory that a backward reads. None if it is unknown.
         """
         places, ranges = [*self._places.tensors()], [*map(range_of, outputs)]
         own = [range_of(local(each)) for each in places]
@@ -220,7 +223,7 @@ class Captured:
 
     @property
     def nbytes(self) -> int:
-        """The memory of its results, and of its static inputs, in bytes."""
+        """The memory of the results and of the static inputs, in bytes."""
         statics = sum(each.tensor.untyped_storage().nbytes() for each in self._inputs)
         return statics + self._forward.nbytes + self._backward.nbytes
 
@@ -229,8 +232,10 @@ class Captured:
         return None if self._holder is None else self._holder()
 
     def run(self, leaves: Sequence[Any], *, copies: bool, queue: Delays | None = None) -> Any:
-        """Replay and return the function's result. `copies`: return copies, which the next replay does not overwrite.
-        `queue`: the function mode that delays weight gradients.
+        """Replay and return the function's result.
+
+        `copies`: return copies, which the next replay does not overwrite. `queue`: the function mode that delays weight
+        gradients.
         """
         lease = Lease(self, queue)
         self._holder = weakref.ref(lease)
@@ -242,8 +247,10 @@ class Captured:
 
     @torch.no_grad()
     def forward(self, inputs: Sequence[Tensor], *, copies: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Replay the forward. Return all outputs, the outputs that are not differentiable, and the tensors that must
-        not be written to before the backward.
+        """Replay the forward.
+
+        Return all outputs, the outputs that are not differentiable, and the tensors that must not be written to before
+        the backward.
         """
         if POISON:
             self._forward.poison()
@@ -264,8 +271,7 @@ class Captured:
     @torch.no_grad()
     def backward(self, gradients: Sequence[Tensor | None], lease: Lease, *, ends: bool) -> Sequence[Tensor | None]:
         """Replay the backward, and return a gradient for each use. Delayed gradients are queued. `ends`: whether the
-        lease ends.
-        """
+        lease ends."""
         if self._places.addresses() != self.addresses:
             raise RuntimeError(
                 "weights of a captured function have moved, or were frozen, between its forward and its backward: "

@@ -1,4 +1,4 @@
-"""CUDA graphs. A forward and its backward share memory; captures do not, so that they replay in any order.
+"""CUDA graphs. A forward and its backward share memory. Different captures share none, so they replay in any order.
 
 warm up    once, on the stream of captures: libraries allocate workspaces, and unsupported operators are found
 capture    on that stream, while no other work is queued and no garbage is collected
@@ -23,8 +23,7 @@ from weft.graphs.watch import Methods, Watch
 
 class CudaRecording:
     """One graph. `watch`: the memory that its operators allocated and read. `nbytes`: the growth of the pool in its
-    capture.
-    """
+    capture."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, watch: Watch, nbytes: int) -> None:
         self.graph = graph
@@ -41,7 +40,7 @@ class CudaRecording:
         return self._made
 
     def poison(self) -> None:
-        """Do nothing: the memory of a graph belongs to its pool. Only the tape's tests poison."""
+        """Do nothing: the memory of a graph belongs to its pool. Only tests of the tape poison."""
 
 
 class CudaBackend:
@@ -73,8 +72,10 @@ class CudaBackend:
 
 @contextmanager
 def _captured(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-    """Record work inside this context into `graph`. Unlike `torch.cuda.graph` it does not collect garbage or empty the
-    memory cache, which would be repeated for each of many captures.
+    """Record work inside this context into `graph`.
+
+    Unlike `torch.cuda.graph`, it does not collect garbage or empty the memory cache, which would be repeated for each
+    of many captures.
     """
     collects = gc.isenabled()
     gc.disable()  # collecting an older graph during the capture would break this one

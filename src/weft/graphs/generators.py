@@ -1,6 +1,4 @@
-"""Checks that a captured function does not use the random generators of Python and NumPy, which a replay would not
-advance.
-"""
+"""Checks that a captured function draws no random numbers of Python or NumPy: a replay would not draw them again."""
 
 import random
 import sys
@@ -12,9 +10,8 @@ from weft.graphs.capture import CaptureRefused
 
 @contextmanager
 def nothing_drawn() -> Iterator[None]:
-    """Raise CaptureRefused if Python's or NumPy's random numbers are drawn inside this context, and restore the
-    generators.
-    """
+    """Raise CaptureRefused if random numbers of Python or NumPy are drawn inside this context. Restore the
+    generators."""
     before = random.getstate()
     drawn = sys.modules["numpy"].random.get_state(legacy=False) if "numpy" in sys.modules else None
     try:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 Ranges = list[tuple[int, int, bool]]
-"""First byte, last byte and whether a captured function may write there."""
+"""The first byte, the last byte, and whether a captured function may write to the range."""
 
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -28,13 +28,13 @@ def touches(one: tuple[int, int, bool], others: Iterable[tuple[int, int, bool]])
 
 
 def cut_of(tensor: Tensor) -> tuple[slice, ...] | None:
-    """Return the index of an expanded `tensor` that covers all of its memory; None: the whole tensor."""
+    """Return the index of an expanded `tensor` that covers all of its memory. None: the whole tensor."""
     cut = tuple(slice(0, 1) if not stride else slice(None) for stride in tensor.stride())
     return cut if any(each.stop for each in cut) else None
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the local part of a DTensor, or any other tensor itself."""
+    """Return the local part of a DTensor. Return any other tensor unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -54,7 +54,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 @contextmanager
 def versions_set(tensors: Sequence[Tensor], versions: Sequence[int]) -> Iterator[None]:
-    """Make autograd accept `tensors` as those that it saved at `versions`, inside this context."""
+    """Inside this context, make autograd accept `tensors` as the tensors that it saved at `versions`."""
     now = tuple(each._version for each in tensors)
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
     try:
@@ -65,8 +65,7 @@ def versions_set(tensors: Sequence[Tensor], versions: Sequence[int]) -> Iterator
 
 class Places:
     """The parameters and buffers of `modules`. `is_owned`: whether the gradient of a parameter is copied as soon as its
-    backward has ended.
-    """
+    backward has ended."""
 
     def __init__(self, modules: Sequence[nn.Module], is_owned: Callable[[nn.Parameter], bool]) -> None:
         self.is_owned = is_owned
@@ -77,8 +76,9 @@ class Places:
                 self._slots += [(slots, name) for name in slots]  # None may become a tensor
 
     def addresses(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Return the state that a graph depends on: the address and layout of each tensor, whether it trains, and
-        whether it has hooks. Raises WeightsGone for weights that are not gathered.
+        """Return the state on which a graph depends: address and layout of each tensor, whether it trains, and hooks.
+
+        Raises WeightsGone for weights that are not gathered.
         """
         places, flags = [], []
         for slots, name in self._slots:
@@ -88,17 +88,17 @@ class Places:
         return tuple(places), tuple(flags)
 
     def tensors(self) -> Iterator[Tensor]:
-        """All these tensors."""
+        """Yield all parameters and buffers."""
         return (slots[name] for slots, name in self._slots if slots.get(name) is not None)
 
     def trained(self) -> list[nn.Parameter]:
-        """The parameters that train, each once."""
+        """Return the parameters that train, each once."""
         return [
             *dict.fromkeys(each for each in self.tensors() if isinstance(each, nn.Parameter) and each.requires_grad)
         ]
 
     def ranges(self) -> Ranges:
-        """Return the byte ranges of all tensors; buffers may be written to."""
+        """Return the byte ranges of all tensors. Buffers may be written to."""
         return [range_of(local(each), writable=not isinstance(each, nn.Parameter)) for each in self.tensors()]
 
     @contextmanager

@@ -9,17 +9,16 @@ from weft.graphs.table import GraphTable
 
 
 def graph_report(model: nn.Module) -> dict[str, Any]:
-    """Return how often parts of the model were captured, replayed and run eagerly, by reason, and the bytes of
-    captures.
+    """Return how often parts of the model were captured, replayed and run eagerly, and the bytes of the captures.
 
-    -> {"captures": int, "replays": int, "eager": {reason: int}, "bytes": int, "scopes": {name: the same}}. `model`: a
-    root. Raises ValueError for a model without `RuntimeOptions(graphs=...)`.
+    The result is {"captures": int, "replays": int, "eager": {reason: int}, "bytes": int, "scopes": {name: the same}}.
+    `model`: the root. Raises ValueError for a model without `RuntimeOptions(graphs=...)`.
     """
     return _table(model).report()
 
 
 def drop_graphs(model: nn.Module) -> None:
-    """Free the memory of all captures; the model then runs eagerly. Raises ValueError like `graph_report`."""
+    """Free the memory of all captures. The model then runs eagerly. Raises ValueError as `graph_report` does."""
     _table(model).drop()
 
 

@@ -1,4 +1,4 @@
-"""Tensors in fixed memory with the strides of an eager call: with other strides, kernels would add in another order.
+"""Tensors in fixed memory with the strides of an eager call. With other strides, kernels would add in another order.
 
 An expanded dimension stays expanded: its elements share memory, and a copy writes them once.
 """
@@ -14,7 +14,7 @@ from weft.graphs.places import cut_of
 
 
 class Sample(NamedTuple):
-    """The properties of a tensor of an eager call, from which a static one is made."""
+    """The properties of a tensor of an eager call, from which a static tensor is made."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -28,8 +28,10 @@ class Sample(NamedTuple):
 
 
 class Static:
-    """A zero-filled `tensor` at a constant address, with the shape, strides, dtype and device of a sample. Raises
-    CaptureRefused if the sample's elements overlap in memory."""
+    """A zero-filled `tensor` at a constant address, with the shape, strides, dtype and device of a sample.
+
+    Raises CaptureRefused if the elements of the sample overlap in memory.
+    """
 
     def __init__(self, sample: Sample) -> None:
         _check(sample.shape, sample.stride)
@@ -44,7 +46,7 @@ class Static:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """Return the current values in new memory with the same strides. Raises CaptureRefused like `Static`."""
+    """Return the current values in new memory with the same strides. Raises CaptureRefused as `Static` does."""
     clone = tensor.clone()
     if clone.stride() == tensor.stride():
         return clone

@@ -26,7 +26,7 @@ class Engine(Protocol):
 
     @property
     def steady_passes(self) -> int:
-        """The number of passes since the memory plan changed; 0 in a pass that differs from its record."""
+        """The number of passes since the memory plan changed. It is 0 in a pass that differs from its record."""
         ...
 
     @property
@@ -36,8 +36,8 @@ class Engine(Protocol):
 
 
 class GraphTable:
-    """`root`: the model. `unit_of`: the unit of each sharded module, by the module. `owns`: whether a parameter is
-    sharded. Raises ValueError for modules that cannot be captured."""
+    """The captures of one model. `root`: the model. `unit_of`: returns the unit of a sharded module. `owns`: returns
+    whether a parameter is sharded. Raises ValueError for modules that cannot be captured."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class GraphTable:
             )
 
     def eager_because(self) -> str | None:
-        """Return why nothing can be replayed now."""
+        """Return why nothing can be replayed now, or None if something can."""
         if not torch.is_grad_enabled():
             return "no gradients are computed"
         if torch._C._current_graph_task_id() != -1:
@@ -110,11 +110,11 @@ class GraphTable:
 
     @property
     def failed(self) -> list[bool]:
-        """Return, per call, whether a capture failed on this rank since the last agreement."""
+        """For each call, whether a capture failed on this rank since the last agreement."""
         return [call.failed for call in self.calls]
 
     def agree(self, failed: Sequence[bool]) -> None:
-        """End the pass: use the new captures. `failed`: per call, whether a capture failed on any rank."""
+        """End the pass, and use the new captures. `failed`: for each call, whether a capture failed on any rank."""
         for call, anywhere in zip(self.calls, failed):
             if anywhere and call.refused is None:
                 call.refuse("its capture failed on another rank")
@@ -166,7 +166,7 @@ class GraphTable:
 
 
 def _inside(unit_of: Callable[[nn.Module], Any], module: nn.Module) -> list[nn.Module]:
-    """Return the modules of the same unit inside it."""
+    """Return the modules inside `module` that belong to the same unit."""
     found, ahead = [], [module]
     while ahead:
         each = ahead.pop()

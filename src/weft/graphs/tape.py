@@ -3,7 +3,7 @@
     capture   every operator runs and is recorded with its arguments and results
     replay    the operators run again: their results are copied into the tensors of the capture
 
-These are the semantics of a CUDA graph: constant addresses, frozen control flow, no Python of the model.
+A CUDA graph has the same semantics: constant addresses, frozen control flow, no Python code of the model.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,8 @@ _EMPTY = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_em
 
 
 class Call(NamedTuple):
-    """One operator. `results`: those of its results that are in new memory, with their index among the results.
-    `differentiable`: whether gradients were enabled, because some operators then return more.
-    """
+    """One operator. `results`: its results that are in new memory, with their index among all its results.
+    `differentiable`: whether gradients were enabled, because some operators then return more."""
 
     function: Any
     args: tuple
@@ -35,9 +34,8 @@ class Call(NamedTuple):
 
 
 class Tape:
-    """Calls in order. `made`: the first tensor in each storage that they allocated. `read`: the other tensors that they
-    use.
-    """
+    """Calls in order. `made`: the first tensor in each storage that the calls allocated. `read`: the other tensors that
+    they use."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -51,7 +49,7 @@ class Tape:
         return sum(each.untyped_storage().nbytes() for each in self.made.values())
 
     def memory(self) -> Ranges:
-        """The addresses of that memory."""
+        """Return the addresses of the memory of the results."""
         storages = [each.untyped_storage() for each in self.made.values()]
         return [(each.data_ptr(), each.data_ptr() + each.nbytes(), False) for each in storages]
 
@@ -101,8 +99,8 @@ class _Recorder(Watch):
         super().__init__(known)
         self._tape = tape
         self._aliases: dict[int, tuple[Tensor, Tensor]] = {}
-        """By id: each tensor, which so keeps its id, and a tensor of its memory without history, which another
-        follows behind such as `transpose_` and `tensor.data = ...`."""
+        """By id: each tensor, which thereby keeps its id, and a tensor of its memory without history. After an operator
+        such as `transpose_` or `tensor.data = ...`, a new tensor replaces the latter."""
 
     def note(self, function: Any, args: tuple, kwargs: dict, given: list[Tensor], new: New) -> None:
         for _, tensor in new:

@@ -27,21 +27,21 @@ from weft.graphs.capture import CaptureRefused
 from weft.graphs.places import HOOKS, has_hooks
 
 MOST = 5000
-"""Values that are compared before each replay."""
+"""The maximum number of values that are compared before each replay."""
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-"""What every module has; of these, names, children and hooks are compared."""
+"""The attributes that every module has. Of these, names, children and hooks are compared."""
 _PLAIN = frozenset(
     {int, bool, str, bytes, type(None), type(...), range, slice, torch.dtype, torch.device}
     | {torch.layout, torch.memory_format}
 )
 _OPAQUE = (Tensor, ModuleType, GenericAlias, UnionType)
 _REACHED = (partial, ReferenceType, _lru_cache_wrapper, cached_property)
-"""Of Python's libraries, and hold what is the user's."""
+"""Classes of Python's libraries that hold objects of the user."""
 _LIBRARIES = frozenset(
     {"torch", "weft", "triton", "functools", "logging", "typing", "abc", "_abc", "re", "dataclasses", "enum"}
     | {"contextlib", "datetime", "decimal", "fractions", "pathlib", "uuid", "operator", "_operator", "_thread"}
 )
-"""Whose objects are taken to stay as they are."""
+"""Libraries whose objects are assumed not to change."""
 _METHODS = frozenset({FunctionType, classmethod, staticmethod, property, type(None)})
 _OF_FUNCTION = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _OF_CELL = attrgetter("cell_contents", "cell_contents")
@@ -50,8 +50,7 @@ UNSET = object()
 
 class Walk:
     """The state that can be reached. `tokens`: names and values that can be compared with those of another walk.
-    `kept`: the objects that can change, with their contents.
-    """
+    `kept`: the objects that can change, with their contents."""
 
     def __init__(self, modules: Sequence[nn.Module], function: Any) -> None:
         # The values to compare before each replay, without Python code for each value: all elements of containers, and
@@ -68,7 +67,7 @@ class Walk:
         self.tokens: list[tuple[str, Any]] = []
         self.kept: list[tuple[Any, Any]] = []
         self._inside = 0
-        """What tuples have, which is looked at when something is another object."""
+        """The number of elements in tuples. They are compared only if an object has been replaced by another."""
         self._numbers: dict[int, int] = {}
         self._alive: list[Any] = []
         self._classes: set[type] = set()
@@ -86,9 +85,8 @@ class Walk:
             raise CaptureRefused("it may read state that cannot be compared: tuples are nested too deeply") from None
 
     def same(self) -> bool:
-        """Return whether the same objects are found again. Raises KeyError, AttributeError or ValueError for removed
-        ones.
-        """
+        """Return whether the same objects are found again. Raises KeyError, AttributeError or ValueError if some were
+        removed."""
         return (
             [*map(len, self._sized)] == self._lengths
             and all(map(is_, chain.from_iterable(map(call, self._getters, self._owners)), self._got))
@@ -213,7 +211,7 @@ class Walk:
         self._class(kind)
 
     def _contents(self, name: str, value: Any) -> bool:
-        """Visit the contents of a container; return whether `value` is one."""
+        """Visit the contents of a container. Return whether `value` is a container."""
         if isinstance(value, (dict, MappingProxyType)):
             self._dict(name, value)
         elif isinstance(value, (list, deque)):
@@ -300,9 +298,8 @@ class Slots:
 
 
 def _hides(kind: type, slots: int) -> bool:
-    """Return whether objects of a class can have state other than attributes, because the class is not written in
-    Python.
-    """
+    """Return whether objects of a class can have state that is not in attributes. The class is then not written in
+    Python."""
     words = slots + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
     return kind.__basicsize__ != object.__basicsize__ + words * object.__basicsize__ // 2
 

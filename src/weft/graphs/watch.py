@@ -18,10 +18,11 @@ from weft.graphs.places import Ranges, range_of
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "dtensor")
 _HOST_READS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
-"""Reads that never become an operator on the CPU."""
+"""Reads that run no operator on the CPU."""
 _HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_hook})
 New = list[tuple[int, Tensor]]
-"""Results of an operator in new memory, with their places among its results; -1 for a result alone."""
+"""The results of an operator that are in new memory, with their places among all its results. -1 for a single
+result."""
 
 
 class Methods(TorchFunctionMode):
@@ -36,14 +37,15 @@ class Methods(TorchFunctionMode):
 
 
 class Watch(TorchDispatchMode):
-    """Refuses operators. `known`: memory that they may read and that no capture allocates."""
+    """Refuses operators that a graph cannot contain. `known`: memory that they may read and that no capture
+    allocates."""
 
     def __init__(self, known: Ranges) -> None:
         super().__init__()
         self.made: dict[int, int] = {}
-        """Storages that the operators made: first byte, and how many."""
+        """The storages that the operators allocated: the first byte, and the number of bytes."""
         self.reads: set[tuple[int, int, bool]] = set()
-        """What they read and did not make."""
+        """The memory that the operators read but did not allocate."""
         self._known = known
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -84,11 +86,11 @@ class Watch(TorchDispatchMode):
         """Check an operator that has run."""
 
     def memory(self) -> Ranges:
-        """The memory that the operators allocated."""
+        """Return the memory that the operators allocated."""
         return [(start, start + nbytes, False) for start, nbytes in self.made.items()]
 
     def _known_as(self, tensor: Tensor) -> bool | None:
-        """Return whether the known memory that `tensor` begins in may be written to; None for unknown memory."""
+        """Return whether the known memory in which `tensor` begins may be written to, or None for unknown memory."""
         address = tensor.data_ptr()
         return next((writable for start, stop, writable in self._known if start <= address < stop), None)
 
@@ -127,9 +129,8 @@ def _written(function: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def _draws(function: Any, args: tuple, kwargs: dict) -> bool:
-    """Return whether an operator with the tag of random operators draws random numbers: attention has the tag, but
-    draws none without dropout.
-    """
+    """Return whether an operator with the tag of random operators draws random numbers. Attention has the tag, but
+    draws none without dropout."""
     for place, argument in enumerate(function._schema.arguments):
         if argument.name == "dropout_p":
             return bool(args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value))

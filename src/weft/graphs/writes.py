@@ -5,8 +5,8 @@ convention         while a backward is tried    while it is captured           b
 weight_gradient    gets scratch; calls noted    gets the engine's buffer       the engine is called again, in order
 main_grad          is scratch; flags noted      is the engine's buffer         `grad_added_to_main_grad` is set again
 
-A graph contains the addresses of these buffers, and whether it writes or adds. So the first microbatch and later ones
-have separate recordings.
+A graph contains the addresses of these buffers, and whether it writes or adds. Therefore the first microbatch and later
+microbatches have separate recordings.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,15 +22,14 @@ from weft.graphs.places import Ranges, local, range_of
 
 _OTHERS = "a backward in it needs other weight gradients than the time before: leave its module out of weft.Graphs"
 MOST = 8
-"""Recordings of one function: buffers that are new in each backward get none."""
+"""The maximum number of recordings of one function. Buffers that are new in each backward get no recording."""
 Target = tuple[Tensor, bool]
 """A buffer, and whether to add to it."""
 
 
 class Writes:
-    """The writes of a backward. `asked`: its calls of `weight_gradient`, in order. `added`: the parameters whose
-    `main_grad` it adds to.
-    """
+    """The writes of a backward. `asked`: its calls of `weight_gradient`, in order. `added`: the parameters to whose
+    `main_grad` it adds."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.asked: list[nn.Parameter] = []
@@ -42,9 +41,8 @@ class Writes:
 
     @contextmanager
     def tried(self) -> Iterator[Ranges]:
-        """Make a backward inside this context write to scratch memory, and record its writes; yields the memory that it
-        may write to.
-        """
+        """Make a backward inside this context write to scratch memory, and record its writes. Yields the memory that it
+        may write."""
         before = [(vars(each).get("main_grad"), each.grad_added_to_main_grad) for each in self._declared]
         scratch = [torch.zeros(each.shape, dtype=each.dtype, device=each.device) for each in self._declared]
         for each, place in zip(self._declared, scratch):
@@ -60,7 +58,7 @@ class Writes:
                     del each.main_grad
 
     def begin(self) -> None:
-        """Start a run of the backward, possibly a repeated one."""
+        """Start a run of the backward. It may be a repeated run."""
         self.asked.clear()
 
     def _note(self, parameter: nn.Parameter) -> Target:
@@ -80,7 +78,7 @@ class Recorded(NamedTuple):
 
 
 class Recordings:
-    """The recordings of one function that may write weight gradients: one for each set of buffers.
+    """The recordings of one function that may write weight gradients: one recording for each set of buffers.
 
     `capture`: records a function that may write to additional memory. `restored`: a context in which buffers of modules
     may change. `count`: called with the reason why a call is eager.
@@ -117,7 +115,7 @@ class Recordings:
         return sum(each.recording.nbytes for each in self._found.values())
 
     def run(self, *, poisoned: bool) -> Any:
-        """Replay into the current buffers, and return the static result; for new buffers, record first."""
+        """Replay into the current buffers, and return the static result. For new buffers, record first."""
         targets = Targets(self.writes)
         found = self._found.get(targets.key)
         because = f"a backward writes to more than {MOST} sets of buffers"
@@ -143,7 +141,7 @@ class Recordings:
 
 
 class Targets:
-    """The buffers of one backward. `key`: the properties that a recording depends on."""
+    """The buffers of one backward. `key`: the properties on which a recording depends."""
 
     def __init__(self, writes: Writes) -> None:
         self._asked = list(writes.asked)
@@ -164,12 +162,12 @@ class Targets:
         return [range_of(each, writable=True) for each in self._buffers()]
 
     def begin(self) -> None:
-        """Start a run of the backward, possibly a repeated one."""
+        """Start a run of the backward. It may be a repeated run."""
         self._next = 0
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Allow any number of writes inside this context; restore the buffers at its end."""
+        """Allow any number of writes inside this context. Restore the buffers at its end."""
         buffers = self._buffers()
         with torch.no_grad():
             before = [each.clone() for each in buffers]
@@ -188,7 +186,7 @@ class Targets:
         return self._answers[self._next - 1]
 
     def end(self) -> None:
-        """End the writes, which may be repeated. Raises CaptureRefused if a buffer was left out."""
+        """End the writes. They may be repeated. Raises CaptureRefused if a buffer was left out."""
         if self._next != len(self._asked):
             raise CaptureRefused(_OTHERS)
 

@@ -4,7 +4,7 @@ shape [4, 3]     0 1 2 | 3 4 5 | 6 7 8 | 9 10 11       rows
 borders 0 5 12   --------- ------------------          both parts are 1-D: the cut goes through a row
 boxes of part 0  [0:1, 0:3], [1:2, 0:2]                rectangles, which checkpoints need
 
-A tensor that is cut along another dimension than the first is stored with that dimension first:
+If a tensor is cut along another dimension than the first, it is stored with this dimension first:
 
 shape [2, 4], dim 1    0 1 2 | 3        in memory    0 4 | 1 5 | 2 6 | 3 7
 borders 0 6 8          4 5 6 | 7                     --------------- -----
@@ -25,7 +25,7 @@ from weft.layout.layout import dim_first
 class Cuts:
     """The cuts of one tensor: part r has elements `[borders[r], borders[r + 1])`. With one part the tensor is whole.
     `axes`: the mesh axes over which the parts are distributed, the axis of the coarsest cuts first. `dim`: the
-    dimension that is cut and is first in memory; if it is not 0, no cut goes through a slice along it."""
+    dimension that is cut and that is first in memory. If it is not 0, no cut goes through a slice along it."""
 
     shape: tuple[int, ...]
     borders: tuple[int, ...]
@@ -34,7 +34,7 @@ class Cuts:
 
     @cached_property
     def stored(self) -> tuple[int, ...]:
-        """The shape of the tensor in memory: `dim` first."""
+        """The shape of the tensor in memory, with `dim` first."""
         return dim_first(self.shape, self.dim)
 
     @property
@@ -47,7 +47,7 @@ class Cuts:
 
     @cached_property
     def owner(self) -> int | None:
-        """The one part with all elements, if others are empty; None if several have some, or if there is one part."""
+        """The one part that has all elements, or None if several parts have elements, or if there is only one part."""
         full = [part for part, (start, stop) in enumerate(pairwise(self.borders)) if stop > start]
         return full[0] if len(full) == 1 and self.parts > 1 else None
 
@@ -66,7 +66,7 @@ class Cuts:
 
     @cached_property
     def row_dims(self) -> int | None:
-        """The first dimension that no cut divides: parts have shape `[rows, *shape[row_dims:]]`. None: they are 1-D."""
+        """The first dimension that no cut divides. Parts have shape `[rows, *shape[row_dims:]]`. None: they are 1-D."""
         for dim in range(1, len(self.shape)):
             row = math.prod(self.stored[dim:])
             if row and all(border % row == 0 for border in self.borders):
@@ -74,12 +74,12 @@ class Cuts:
         return None
 
     def shaped(self, flat: Any, part: int | None = None) -> Any:
-        """Return a view of `flat`, a 1-D tensor in memory order, in the shape of `part`; None: of the whole tensor."""
+        """Return a view of `flat`, a 1-D tensor in memory order, in the shape of `part`. None: of the whole tensor."""
         shape = self.stored if part is None else self._stored_part(part)
         return flat.view(shape).movedim(0, self.dim) if self.dim else flat.view(shape)
 
     def flattened(self, tensor: Any) -> Any:
-        """Return `tensor` as 1-D in memory order, the inverse of `shaped`; a view if its strides allow one."""
+        """Return `tensor` as 1-D in memory order, the inverse of `shaped`. It is a view if its strides allow a view."""
         return (tensor.movedim(self.dim, 0) if self.dim else tensor).reshape(-1)
 
     def part_of(self, full: Any, part: int) -> Any:
@@ -107,7 +107,7 @@ class Cuts:
             at += math.prod(sizes)
 
     def _in_place(self, stored: tuple[int, ...]) -> tuple[int, ...]:
-        """Permute numbers per dimension of memory to numbers per dimension of the tensor."""
+        """Permute `stored`, a number per dimension of memory, to a number per dimension of the tensor."""
         first, *others = stored or (0,)
         return (*others[: self.dim], first, *others[self.dim :]) if stored else ()
 

@@ -11,11 +11,11 @@
                 use 1   waits for 1 and starts 2
                 done 1  frees its memory, unless 1 is needed next
 
-    The unit or bundle that a forward ends with, and the backward begins with, stays in between.
+    The unit or bundle that ends a forward, and begins the backward, stays gathered in between.
 
 If a pass deviates from its trace, the rest of it is gathered on demand: predictions change speed, never results. A
 schedule gathers further ahead than hooks do. A byte budget limits the total of the units ahead, each counted once. The
-runtime applies these rules to units, `layout.walk` to numbers: both see the same events in the same order.
+runtime applies these rules to units, and `layout.walk` to numbers. Both see the same events in the same order.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -27,8 +27,8 @@ from weft.layout.trace import Event, Trace
 
 
 class Gathered(Protocol):
-    """A unit as `GatherOrder` sees it. `tied`: the units whose parameters it shares. `holders`: those of its weights.
-    `resident`: the weights are gathered or being gathered. `turns`: backward uses another copy than forward.
+    """A unit as `GatherOrder` sees it. `tied`: the units whose parameters it shares. `holders`: the holders of its
+    weights. `resident`: the weights are gathered or being gathered. `turns`: backward uses another copy than forward.
     `backward`: the current or next gather is of that copy. `turn`: select a copy; if the unit is held, gather it now.
     `prefetch`: start the gather, unless resident. `has_room`: whether there is memory to gather it now. `acquire`,
     `release`: add and remove a holder. `free`: free the memory, unless it has holders."""
@@ -53,8 +53,8 @@ class Gathered(Protocol):
 
 @dataclass
 class _Pass:
-    """A pass of this `kind`, with the units that its trace expects to be used, in order. `backwards`: per use, 1 if it
-    is in backward and of a unit that turns. `wanted_at`: the units to gather ahead at each position of the trace."""
+    """A pass of this `kind`, with the units that its trace expects to be used, in order. `backwards`: for each use, 1
+    if it is in backward and its unit turns. `wanted_at`: the units to gather ahead at each position of the trace."""
 
     kind: str
     expected: tuple[int, ...] = ()
@@ -71,9 +71,9 @@ class _Pass:
 
 
 class GatherOrder:
-    """Starts gathers in predicted order. `units`: by number. `bundles`: of units that are gathered in one message, by
-    the `numbers` of these; `gather(backward)` starts to gather those that are not resident and have room. `budget`: the
-    most bytes to gather ahead; None: the next unit or bundle."""
+    """Starts gathers in the predicted order. `units`: by number. `bundles`: units that are gathered in one message, by
+    their `numbers`; `gather(backward)` starts to gather those that are not resident and have room. `budget`: the
+    maximum number of bytes to gather ahead; None: the next unit or bundle."""
 
     def __init__(self, units: Sequence[Gathered], bundles: Mapping[int, Any], budget: int | None) -> None:
         self.traces: dict[str, Trace] = {}
@@ -104,7 +104,7 @@ class GatherOrder:
             self._follow(kind, turned, (1,) * len(turned))
 
     def foresee(self, trace: Trace, depth: int) -> bool:
-        """Begin a schedule with the events of `trace` that gathers `depth` units ahead; return whether it is new."""
+        """Begin a schedule with the events of `trace` that gathers `depth` units ahead. Return whether it is new."""
         known = self.traces.get("schedule")
         new = known is None or (known.uses, known.backwards) != (trace.uses, trace.backwards)
         if new:
@@ -162,9 +162,9 @@ class GatherOrder:
     # --- events -----------------------------------------------------------------------------------------------------
 
     def use(self, unit: Gathered, holder: Any, named: Iterable[Gathered] | None = None) -> None:
-        """Gather `unit`, which is used next, for `holder`, and ahead the `named` units, or else those that the trace
-        predicts. All gathers start before the host waits for the one that it needs, so that the lanes always have
-        work."""
+        """Gather `unit`, which is used next, for `holder`. Ahead, gather the `named` units, or else those that the
+        trace predicts. All gathers start before the host waits for the gather that it needs, so that the lanes always
+        have work."""
         here, number, backward = self.current, unit.number, holder.backward
         position, expected = here.position, here.expected
         here.events.append(("use", number, int(backward and unit.turns)))
@@ -211,7 +211,7 @@ class GatherOrder:
                 each.free()
 
     def stays(self, unit: Gathered) -> bool:
-        """Return whether to keep the memory of `unit`, just released, because the pass needs it next."""
+        """Return whether to keep the memory of `unit`, which was just released, because the pass needs it next."""
         here, number = self.current, unit.number
         if not here.on_plan:
             return False
@@ -226,18 +226,18 @@ class GatherOrder:
         return number == first or (ends and first in here.ending)
 
     def _first_unheld(self, uses: Iterable[int]) -> int:
-        """Return the first of the `uses` whose weights no holder keeps; -1: none."""
+        """Return the first of the `uses` whose weights no holder keeps. -1: there is none."""
         return next((number for number in uses if not self._units[number].holders), -1)
 
     def _message_of(self, unit: int) -> Collection[int]:
-        """Return the units that are gathered with `unit`, for forward and backward alike."""
+        """Return the units that are gathered with `unit`. They are the same in forward and backward."""
         bundle = self.bundles.get(unit)
         if bundle is None or any(self._units[number].turns for number in bundle.numbers):
             return (unit,)
         return bundle.numbers
 
     def _behind(self, in_use: Collection[int], upcoming: Iterable[int]) -> Iterator[int]:
-        """Yield the units to gather ahead while the units `in_use` are, perhaps several times in a row."""
+        """Yield the units to gather ahead while the units `in_use` are used, perhaps several times in a row."""
         spent, seen = 0, set()
         following = dropwhile(in_use.__contains__, upcoming)
         depth = self.depth if self.current.kind == "schedule" else 1
@@ -251,14 +251,14 @@ class GatherOrder:
             yield number
 
     def _turn_ahead(self, unit: Gathered) -> None:
-        """Select the copy for the next use of `unit`, which is gathered ahead, unless it is held."""
+        """Select the copy for the next use of `unit`, which is gathered ahead, unless the unit is held."""
         if not unit.holders:
             here = self.current
             coming = zip(here.expected[here.position :], here.backwards[here.position :])
             unit.turn(bool(next((use for number, use in coming if number == unit.number), here.kind == "backward")))
 
     def _gather(self, unit: Gathered, backward: bool) -> None:
-        """Start to gather `unit`, with its bundle if that was not gathered in this pass."""
+        """Start to gather `unit`, with its bundle if the bundle was not gathered in this pass."""
         for tied in unit.tied:
             self._gather(tied, backward)
         if unit.resident:

@@ -5,8 +5,8 @@
                   shard 0   shard 1         shard 2          .  padding,  |  shard border
 
 A layout is arithmetic over shapes, without processes or memory. Tensors are cut between whole dim-0 rows if possible,
-otherwise between rows of trailing dimensions, otherwise between single elements. The last always fit, with at most one
-alignment unit of padding per shard.
+otherwise between rows of trailing dimensions, otherwise between single elements. Cuts between single elements always
+fit, with at most one alignment unit of padding per shard.
 """
 
 import math
@@ -24,13 +24,13 @@ KERNEL_ALIGNMENT_BYTES = 16
 """Tensors start on a multiple of this many bytes if that fits, because kernels read whole vectors."""
 
 PREFERENCE = 1 / 256
-"""The padding, as a fraction of the data, that a coarser cut may cost."""
+"""The padding that coarser cuts may cost, as a fraction of the data."""
 
 
 @dataclass(frozen=True)
 class Extent:
     """The position of one tensor: `offset` in the flat buffer, in elements, and the `granularity` of its cuts. `dim`:
-    the dimension that is first in the buffer, and that is therefore cut."""
+    the dimension that is first in the buffer, and along which the tensor is cut."""
 
     shape: tuple[int, ...]
     offset: int
@@ -56,7 +56,7 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """The number of elements of the whole buffer, padding included."""
+        """The number of elements of the whole buffer, including padding."""
         return self.shards * self.shard_numel
 
     @cached_property
@@ -93,11 +93,11 @@ def plan_layout(
     dims: Sequence[int] | None = None,
 ) -> Layout:
     """Return a layout of tensors with these shapes, in this order, in `shards` equal shards. `itemsize`: bytes of an
-    element, the smallest of the dtypes that use the layout. `granularities`: per tensor, the number of elements that
-    cuts keep together (1: cuts anywhere; the tensor's size: never cut). If it does not divide the size, the last piece
-    is smaller. `dims`: per tensor, the dimension that is stored first and cut; default: 0. The shard size is the
-    smallest that allows the coarsest cuts whose padding is at most `PREFERENCE` of the data or one alignment unit per
-    shard. Only `granularities` may cause more padding. Raises ValueError for no shards or for a granularity below 1."""
+    element, the smallest of the dtypes that use the layout. `granularities`: per tensor, the number of elements that no
+    cut divides (1: cuts anywhere; the tensor's size: never cut). If it does not divide the size, the last piece is
+    smaller. `dims`: per tensor, the dimension that is stored first and cut; default: 0. The shard size is the smallest
+    that allows the coarsest cuts whose padding is at most `PREFERENCE` of the data or one alignment unit per shard.
+    Only `granularities` may cause more padding. Raises ValueError for no shards or for a granularity below 1."""
     tensors = [Extent(tuple(shape), 0, 1, dim) for shape, dim in zip(shapes, dims or [0] * len(shapes), strict=True)]
     sizes = [tensor.numel for tensor in tensors]
     demanded = list(granularities) if granularities is not None else [1] * len(sizes)
@@ -149,7 +149,7 @@ def _round_up(value: int, step: int) -> int:
 
 
 def _preferred_steps(tensor: Extent, demanded: int) -> list[int]:
-    """Return granularities from whole dim-0 rows down to the demanded one, each a multiple of it."""
+    """Return granularities from whole dim-0 rows down to `demanded`. Each is a multiple of `demanded`."""
     stored = dim_first(tensor.shape, tensor.dim)
     rows = [math.prod(stored[dim:]) for dim in range(1, len(stored))]
     steps = [step for step in rows if step > demanded and step % demanded == 0 and tensor.numel]
@@ -204,7 +204,7 @@ def _place(
 
 
 def _first_fit(cursor: int, size: int, step: int, shard_numel: int, start: int) -> int | None:
-    """Return the first offset from `cursor` on such that borders in the tensor are multiples of `step` from the offset.
+    """Return the first offset from `cursor` on for which borders in the tensor are multiples of `step` from the offset.
     The offset is a multiple of `start`, as `cursor` and the borders are. Only the next two shards are tried, because
     all later borders are alike. None: no offset fits."""
     border = (cursor // shard_numel + 1) * shard_numel

@@ -1,5 +1,5 @@
-"""The plan of a step: what is gathered, freed and reduced at each event, and how many bytes are live after it; and what
-it is computed from: sizes of units in bytes, units that share messages, and the user's limits."""
+"""The plan of a step: what is gathered, freed and reduced at each event, and how many bytes are live after it. A plan
+is computed from the sizes of units in bytes, the units that share messages, and the user's limits."""
 
 import hashlib
 from collections.abc import Collection, Hashable, Mapping
@@ -18,7 +18,7 @@ WEIGHTS, GRADIENTS = "gathered weights", "partial gradients"
 @dataclass(frozen=True)
 class StageFacts:
     """The bytes of the buffers of one stage of a reduction. `accumulating`: adds up microbatches. `travelling`: is
-    sent. `inbox`: receives from other ranks. `shared`: the first two are one buffer."""
+    sent. `inbox`: receives from other ranks. `shared`: whether the first two are one buffer."""
 
     accumulating: int
     travelling: int
@@ -43,12 +43,12 @@ class GradientFacts:
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """The sizes of one unit, in bytes, and its relations to others. `gathered`: gathered weights, per group. `sent`:
-    the message that gathers them all. `refreshed`: model weights that are kept on each
-    rank and gathered once per step, after the optimizer. `turned`: if backward uses another copy of some weights than
-    forward, the message of a gather of one copy into existing memory, and its temporary memory. `staging`: temporary
-    memory of an upload. `post_forward`: the part kept from forward to backward. `tied`: the units whose parameters it
-    shares. `bundle`: the units gathered in one message with it, including itself. `gradients`: per group, None for a
+    """The sizes of one unit, in bytes, and its relations to other units. `gathered`: gathered weights, per group.
+    `sent`: the message that gathers them all. `refreshed`: model weights that each rank keeps, and that are gathered
+    once per step, after the optimizer. `turned`: if backward uses another copy of some weights than forward, the
+    message that gathers one copy into existing memory, and its temporary memory. `staging`: temporary memory of an
+    upload. `post_forward`: the part kept from forward to backward. `tied`: the units whose parameters it shares.
+    `bundle`: the units gathered in one message with it, including the unit itself. `gradients`: per group, None for a
     group without gradients."""
 
     name: str
@@ -63,13 +63,13 @@ class UnitFacts:
     gradients: tuple[GradientFacts | None, ...] = ()
 
     def due(self, number: int) -> Due:
-        """Return the reduction of the unit, whose number is `number`."""
+        """Return the reduction of the unit. `number`: the unit's number."""
         return Due.of(number, [(each.kind, each.sent) for each in self.gradients if each is not None])
 
 
 class Limits(NamedTuple):
-    """Limits that the user sets with `RuntimeOptions`, and those of a schedule. `depth`: the number of units that a
-    schedule gathers ahead. `order`: the units in the order in which their reductions start; None: from the last unit to
+    """Limits that the user sets with `RuntimeOptions`, and limits of a schedule. `depth`: the number of units that a
+    schedule gathers ahead. `order`: the units in the order in which their reductions start. None: from the last unit to
     the first."""
 
     prefetch_bytes: int | None = None
@@ -107,10 +107,10 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """One step of a model on one rank. `steps`: its events. `collectives`: in order of their start. `peak_bytes`: the
-    largest number of live bytes, by role. `slab`: offsets of the units' weights in memory. `alive`: the sets of units
-    whose weights are gathered at the same time. `names`: of the units, by number. `off_plan`: the number of passes that
-    differed from their record and were run on demand, by reason."""
+    """The plan of one step of a model on one rank. `steps`: the events. `collectives`: in the order of their start.
+    `peak_bytes`: the largest number of live bytes, by role. `slab`: offsets of the units' weights in memory. `alive`:
+    the sets of units whose weights are gathered at the same time. `names`: the units' names, by number. `off_plan`: the
+    number of passes that differed from their record and were run on demand, by reason."""
 
     steps: tuple[Step, ...]
     collectives: tuple[Collective, ...]
@@ -127,7 +127,7 @@ class Plan:
 
     @cached_property
     def hash(self) -> str:
-        """A hash of the collectives, equal on all ranks that run the same ones."""
+        """A hash of the collectives. It is equal on all ranks with the same collectives."""
         return hashlib.blake2b(repr(self.collectives).encode(), digest_size=8).hexdigest()
 
     @property
@@ -147,7 +147,7 @@ class Plan:
         return sum(each.nbytes for each in self.collectives)
 
     def table(self, most: int = 200) -> str:
-        """Return the first `most` events as text, one per line, with their actions and the live bytes after them."""
+        """Return the first `most` events as text, one per line, with their actions and the live bytes after each."""
         lines = [f"{'event':32}{'actions':56}{'weights':>14}{'gradients':>14}"]
         for step in self.steps[:most]:
             actions = ", ".join(f"{each.what} {self._named(each.units)}" for each in step.actions)

@@ -1,4 +1,4 @@
-"""Assigns memory to transient buffers, shared between those that are never live together, by interval colouring.
+"""Assigns memory to transient buffers by interval colouring. Buffers that are never live together share memory.
 
     time  ->         0    1    2    3    4    5    6    7
     block 0          =====                         =====        bottom
@@ -6,10 +6,10 @@
     block 2                    ===============                  bottom
     root             ===================================        below all of them
 
-A buffer has one offset for all its lifetimes, so that its address never changes. Two buffers overlap in the slab only
-if they are never live together. Buffers that are live together with all others are stacked; the rest is placed at the
-bottom and the top of the remaining space. That is optimal for layers of any sizes that are gathered one ahead: adjacent
-layers take opposite ends. If more are live together, a few orders and heights are tried.
+A buffer has one offset for all its lifetimes, so its address never changes. Two buffers overlap in the slab only if
+they are never live together. Buffers that are live together with all others are stacked. The rest is placed at the
+bottom and the top of the remaining space. This is optimal for layers of any sizes if one layer is gathered ahead:
+adjacent layers take opposite ends. If more layers are live together, a few orders and heights are tried.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -30,8 +30,8 @@ class SlabPlan:
 
 
 def plan_slab(sizes: Mapping[Hashable, int], meet: Callable[[Hashable, Hashable], bool]) -> SlabPlan:
-    """Return offsets for buffers of these `sizes`, in bytes, given in the order of their first use. `meet(a, b)`,
-    symmetric: whether the two are ever live together."""
+    """Return offsets for buffers of these `sizes`, in bytes, given in the order of their first use. `meet(a, b)`, which
+    is symmetric, returns whether the two buffers are ever live together."""
     names = list(sizes)
     near: dict[Hashable, set[Hashable]] = {name: set() for name in names}
     for number, one in enumerate(names):
@@ -49,7 +49,7 @@ _Meetings = Mapping[Hashable, set[Hashable]]
 
 
 def _arrange(names: list[Hashable], sizes: _Sizes, near: _Meetings, base: int, offsets: dict[Hashable, int]) -> int:
-    """Assign `offsets` to `names` from `base` on; return the end of the highest one."""
+    """Assign `offsets` to `names` from `base` on. Return the end of the highest buffer."""
     top = base
     for part in _parts(names, near):
         common = [name for name in part if len(near[name].intersection(part)) == len(part) - 1]

@@ -10,7 +10,7 @@
     event    meaning
     -----    -----------------------------------------------------------------------------------
     use      a module starts to compute with the full weights
-    ahead    the user has asked to gather this unit together with the last one in use
+    ahead    the user has asked to gather this unit together with the last used unit
     keep     the full weights stay: after a forward until the backward, after a backward permanently
     done     the module has finished computing with them
     offer    modules of the unit may now write gradients of their parameters directly into buffers
@@ -27,10 +27,10 @@ from typing import NamedTuple
 
 
 class Event(NamedTuple):
-    """One event; `unit`: the unit's number in the model. `detail` of `use`: 1 in backward, if the unit has other
-    weights there than in forward. Of `done` in a forward: 1 if a backward follows. Of `ready`: 1 for the last
-    reductions of a step. Of `offer`: 1 if the gradients wait for another backward. Of `write`: the number n of the
-    unit's trainable group, or -1 - n if the gradients wait."""
+    """One event. `unit`: the unit's number in the model. `detail` of `use`: 1 in backward, if the unit then has other
+    weights than in forward. Of `done` in a forward: 1 if a backward follows. Of `ready`: 1 for the last reductions of a
+    step. Of `offer`: 1 if the gradients wait for another backward. Of `write`: the number n of the unit's trainable
+    group, or -1 - n if the gradients wait."""
 
     what: str
     unit: int

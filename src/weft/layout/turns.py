@@ -1,8 +1,8 @@
 """Rules for reductions: their order, which units share a message, and how many are in flight.
 
 Every rank must start the same reductions in the same order, even if a unit's backward runs on some ranks only.
-Therefore ranks agree on an order: that of the last backward in which all ranks had the same one. In the first backward
-it is the reverse order of the units:
+Therefore ranks agree on an order: the order of the last backward in which all ranks had the same order. In the first
+backward it is the reverse order of the units:
 
     agreed order     head   right  left   inner
     this rank        head          left   inner        the backward of `right` did not run on this rank
@@ -13,8 +13,8 @@ A rank that follows the order starts each reduction at the end of the unit's bac
 are reduced at the end of the pass, after the ranks have exchanged which units they have.
 
 Small units that are adjacent in the order form one turn: they share a message, which starts when the last of them is
-ready. Order and sizes are the same on all ranks, and so are the turns. The executor applies these rules to gradients,
-`layout.walk` to numbers of bytes.
+ready. Order and sizes are the same on all ranks, so the turns are the same too. The executor applies these rules to
+gradients, and `layout.walk` applies them to numbers of bytes.
 """
 
 from abc import ABC, abstractmethod
@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 
 class Due(NamedTuple):
-    """A unit whose gradients are to be reduced. Units with the same `kind` may share a message; None: it never shares.
-    `nbytes`: the bytes that it sends."""
+    """A unit whose gradients must be reduced. Units with the same `kind` may share a message. None: it never shares
+    one. `nbytes`: the bytes that it sends."""
 
     unit: int
     kind: Hashable | None
@@ -33,7 +33,7 @@ class Due(NamedTuple):
 
     @classmethod
     def of(cls, unit: int, groups: Iterable[tuple[Hashable | None, int]]) -> "Due":
-        """Return the reduction of groups with these kinds and bytes; groups of several kinds share no message."""
+        """Return the reduction of groups with these kinds and bytes. Groups of several kinds share no message."""
         (kind, nbytes), *others = groups
         for other, more in others:
             kind, nbytes = kind if other == kind else None, nbytes + more
@@ -56,9 +56,9 @@ def turns_of(due: Iterable[Due], most: int) -> list[tuple[int, ...]]:
 
 
 class ReductionOrder(ABC):
-    """The order of reductions. Subclasses reduce buffers, or only count bytes. Units are numbered; a group is what
-    `groups_of` returns. `most_alive`: the number of units whose gradients may be live at once; the units of one turn
-    count as one."""
+    """The order of reductions. Subclasses reduce buffers, or only count bytes. Units are numbered. `groups_of` returns
+    a unit's groups. `most_alive`: the number of units whose gradients may be live at once; the units of one turn count
+    as one."""
 
     def __init__(self, most_alive: int) -> None:
         self.most_alive = most_alive
@@ -86,30 +86,30 @@ class ReductionOrder(ABC):
 
     @abstractmethod
     def pack_group(self, unit: int, group: Any, *, defer: bool) -> None:
-        """Move autograd's gradients into the buffer to reduce later; `defer`: another backward adds to it first."""
+        """Move autograd's gradients into the buffer, to reduce later. `defer`: another backward adds to it first."""
 
     @abstractmethod
     def reduce_group(self, unit: int, group: Any) -> Any:
-        """Pack autograd's gradients, and start the reductions of the group; return a handle for `finish_group`."""
+        """Pack autograd's gradients, and start the reductions of the group. Return a handle for `finish_group`."""
 
     @abstractmethod
     def reduce_turn(self, turn: Sequence[int]) -> Any:
-        """Start the reductions of all groups of several units in one message; return a handle for `finish_group`."""
+        """Start the reductions of all groups of several units in one message. Return a handle for `finish_group`."""
 
     @abstractmethod
     def finish_group(self, unit: int, group: Any, under_way: Any) -> None:
-        """Wait for the reductions of handle `under_way`, and free their memory."""
+        """Wait for the reductions of the handle `under_way`, and free their memory."""
 
     # --- the rules ----------------------------------------------------------------------------------------------------
 
     def take_turns(self, turns: Iterable[tuple[int, ...]] | None) -> None:
-        """Begin a backward with these turns; None: no agreed order, as in the backward of a pipeline schedule."""
+        """Begin a backward with these turns. None: no agreed order, as in the backward of a pipeline schedule."""
         self.arrived.clear()
         self.waiting.clear()
         self._turns = None if turns is None else deque(turns)
 
     def ready(self, unit: int, *, in_order: bool = True) -> bool:
-        """Start the reduction of `unit`, whose gradients are ready, if it is its turn; otherwise pack them.
+        """Start the reduction of `unit`, whose gradients are ready, if it is the unit's turn. Otherwise pack them.
         `in_order=False` starts it immediately. Returns whether the unit follows the order."""
         if self._turns is None or not in_order:
             self._take((unit,))
@@ -125,7 +125,7 @@ class ReductionOrder(ABC):
         return True
 
     def pack(self, unit: int, groups: Sequence[Any] | None = None) -> None:
-        """Pack gradients that are reduced later, of `groups` or of all groups with gradients."""
+        """Pack gradients that are reduced later: of `groups`, or of all groups with gradients."""
         for group in self.groups_of(unit) if groups is None else groups:
             self._finish_own(unit, group)
             self.pack_group(unit, group, defer=True)
@@ -142,14 +142,14 @@ class ReductionOrder(ABC):
             self._take(self._turns[0])
 
     def add(self, units: Iterable[int]) -> None:
-        """Reduce these units, which are ready on some rank and are not in the agreed order."""
+        """Reduce these units, which are ready on some rank but are not in the agreed order."""
         for unit in units:
             self._take((unit,))
 
     def make_room(self, unit: int, group: Any, *, defer: bool) -> None:
-        """Wait until gradients may be packed: none of this group in flight, and not too many of other units. The unit's
-        gradients are one live buffer, autograd's or the one that they are packed into, and two while they are
-        packed."""
+        """Wait until gradients may be packed: none of this group in flight, and not too many of other units. The
+        gradients of the unit are one live buffer: autograd's, or the buffer into which they are packed. While they are
+        packed, they are two."""
         self._finish_own(unit, group)
         if not defer:
             own = 1 if self.has_buffer(unit, group) else 2
@@ -160,7 +160,7 @@ class ReductionOrder(ABC):
             self._finish_oldest()
 
     def drop(self) -> list[Any]:
-        """Forget all reductions in flight; return their handles."""
+        """Forget all reductions in flight, and return their handles."""
         dropped = [each[3] for each in self._under_way]
         self._under_way.clear()
         return dropped
@@ -182,7 +182,7 @@ class ReductionOrder(ABC):
         self._keep_under_way(self.most_alive - 1)  # room for the gradients of the next unit's backward
 
     def _keep_under_way(self, most: int, apart_from: int | None = None) -> None:
-        """Wait until reductions of at most `most` units are in flight, not counting unit `apart_from`."""
+        """Wait until reductions of at most `most` units are in flight. Unit `apart_from` does not count."""
         most = max(most, 0)
         while self.waits_for_room and len(self._under_way) > most:  # entries are groups; a unit may have several
             if len({each[0] for each in self._under_way} - {apart_from}) <= most:

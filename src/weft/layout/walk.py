@@ -1,8 +1,8 @@
-"""Compiles plans by a simulation of the executor: the memory that it allocates and frees at each event of a step.
+"""Compiles plans by simulating the executor: the memory that it allocates and frees at each event of a step.
 
-It applies the executor's rules, `layout.gathers` and `layout.turns`, to units that are only numbers of bytes, without a
-process group, a tensor or a device. At the end of a pass it frees all but the weights for a backward, runs the
-remaining turns and finishes all reductions.
+The simulation applies the executor's rules, `layout.gathers` and `layout.turns`, to units that are only numbers of
+bytes, without a process group, a tensor or a device. At the end of a pass it frees all weights except those for a
+backward, runs the remaining turns, and finishes all reductions.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -16,7 +16,7 @@ from weft.layout.trace import Event, Trace
 from weft.layout.turns import ReductionOrder, turns_of
 
 PASSES = ("forward", "accumulation", "forward", "backward", "evaluation", "schedule")
-"""The order of the passes of a step; passes without a trace are skipped."""
+"""The order of the passes of a step. Passes without a trace are skipped."""
 
 
 class _Holder(str):
@@ -26,7 +26,7 @@ class _Holder(str):
 
 
 class _Unit:
-    """A simulated unit: whether its weights are gathered, and who holds them. Its methods are those of the executor's
+    """A simulated unit: whether its weights are gathered, and who holds them. It has the methods of the executor's
     units."""
 
     def __init__(self, walk: "Walk", number: int, facts: UnitFacts) -> None:
@@ -121,7 +121,7 @@ class _Bundle:
 
 
 class Walk:
-    """A simulation of the executor, which records steps, collectives and live bytes."""
+    """A simulation of the executor. It records steps, collectives and live bytes."""
 
     def __init__(self, traces: Mapping[str, Trace], units: Sequence[UnitFacts], limits: Limits) -> None:
         self.steps: list[Step] = []
@@ -154,13 +154,13 @@ class Walk:
         self.live[role] -= nbytes
 
     def act(self, what: str, units: tuple[int, ...], sent: int | None = None) -> None:
-        """Record an action; `sent`: the bytes of its collective, if it is one."""
+        """Record an action. `sent`: the bytes of its collective, if it is a collective."""
         self._acts.append(Action(what, units))
         if sent is not None:
             self.collectives.append(Collective("reduce-scatter" if what == "reduce" else "all-gather", units, sent))
 
     def gather(self, units: Sequence[_Unit], message: Sequence[_Unit] | None = None) -> None:
-        """Start to gather `units`; `message`: the units of the whole message, if they are more."""
+        """Start to gather `units`. `message`: the units of the whole message, if these are more."""
         for unit in units:
             unit.come()
         self.alive[frozenset(unit.number for unit in self.units if unit.resident)] = None
@@ -176,8 +176,8 @@ class Walk:
     # --- passes -----------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Run each pass that has a trace; a forward precedes each backward. What stays in memory is that of the last
-        step; the records are those of this one."""
+        """Run each pass that has a trace. A forward precedes each backward. The memory that stays is that of the last
+        step; the records are those of this step."""
         self.steps, self.collectives, self.peak = [], [], dict(self.live)
         self._refreshed.clear()
         known = [kind for kind in PASSES if kind in self._traces]
@@ -274,7 +274,7 @@ class _Group:
             self._walk.take(GRADIENTS, nbytes)
 
     def open(self, stage: int, *, accumulating: bool) -> None:
-        """Open the buffer of a stage, unless it is open."""
+        """Open the buffer of a stage, unless it is already open."""
         if not any(isinstance(key, tuple) and key[0] == stage for key in self.buffers):
             facts = self.facts.stages[stage]
             wide = accumulating and not facts.shared
@@ -282,8 +282,8 @@ class _Group:
 
 
 class _Gradients(ReductionOrder):
-    """Simulated reductions. `offer`: open buffers into which modules of the unit may write in this backward; `open`:
-    that of a group into which one is about to write."""
+    """Simulated reductions. `offer`: open the buffers into which modules of the unit may write in this backward.
+    `open`: open the buffer of a group into which a module is about to write."""
 
     def __init__(self, walk: Walk, most_alive: int) -> None:
         super().__init__(most_alive)

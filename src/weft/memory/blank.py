@@ -5,7 +5,7 @@ dtype                                  pattern                       unfilled, i
 floating but float8, complex           NaN, with every bit set       any element
 bool                                   neither False nor True        any element
 integers of 32 and 64 bits             an improbable number          any element
-few values: int8, int16, float8        the same bytes                all elements, if of 8 bytes or more
+few values: int8, int16, float8        the same bytes                all elements, if the tensor has 8 bytes or more
 """
 
 import torch
@@ -27,7 +27,7 @@ def blank_storage(tensor: torch.Tensor) -> None:
 
 
 def has_blank(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` still holds the pattern, as far as its dtype allows to tell."""
+    """Return whether `tensor` still holds the pattern, as far as this can be told for its dtype."""
     dtype = tensor.dtype
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

@@ -6,7 +6,7 @@
     Partial    any        `GradientStage`       a reduce-scatter, or an all-reduce
     Replicate  Shard      `part`                nothing: a view
 
-On a 2-D mesh (outer, shard) the last axis cuts coarsely and the outer one cuts its shards again:
+On a 2-D mesh (outer, shard) the last axis cuts coarsely, and the outer axis cuts each shard again:
 
     shard axis     |        shard 0        |        shard 1        |
     outer axis     | piece 0   | piece 1   | piece 0   | piece 1   |
@@ -34,7 +34,7 @@ from weft.mesh import position_on, ranks_over
 
 @dataclass(eq=False, repr=False)
 class FlatBuffer:
-    """This rank's part, `local`, of a flat layout that is placed on a mesh, with one placement per mesh axis."""
+    """This rank's part, `local`, of a flat layout that is placed on a mesh with one placement per mesh axis."""
 
     layout: Layout
     mesh: DeviceMesh
@@ -43,7 +43,7 @@ class FlatBuffer:
 
     @cached_property
     def axes(self) -> tuple[int, ...]:
-        """The mesh axes that shard the layout, the one with the coarsest cuts first."""
+        """The mesh axes that shard the layout, the axis of the coarsest cuts first."""
         return sharded_axes(self.placements)
 
     @cached_property
@@ -64,7 +64,7 @@ class FlatBuffer:
         return self.local.untyped_storage()
 
     def part(self, placements: tuple[Placement, ...]) -> "FlatBuffer":
-        """Return this rank's part of the buffer under `placements`, which cut it further; a view."""
+        """Return this rank's part of the buffer under `placements`, which cut it further. It is a view."""
         cut = FlatBuffer(self.layout, self.mesh, placements, self.local)
         numel = self.layout.numel // cut.pieces
         start = cut.index * numel - self.index * (self.layout.numel // self.pieces)
@@ -72,7 +72,7 @@ class FlatBuffer:
         return cut
 
     def views(self) -> list[torch.Tensor]:
-        """Return a view of this rank's part of each tensor; it is the whole tensor if the layout is not cut."""
+        """Return a view of this rank's part of each tensor. It is the whole tensor if the layout is not cut."""
         index = self.index
         begin = index * (self.layout.numel // self.pieces)
         parts = []
@@ -84,7 +84,7 @@ class FlatBuffer:
         return parts
 
     def within(self, start: int, stop: int) -> torch.Tensor:
-        """Return this rank's part of the layout's elements `[start, stop)`; a view."""
+        """Return this rank's part of the layout's elements `[start, stop)`. It is a view."""
         begin, numel = self.index * (self.layout.numel // self.pieces), self.local.numel()
         first, last = (min(max(border - begin, 0), numel) for border in (start, stop))
         return self.local[first:last]
@@ -127,7 +127,7 @@ class FlatBuffer:
     ) -> Ticket | None:
         """Start the all-gathers that fill this buffer from the ranks' parts under `inner`, finest cuts first. `through`
         returns the communicator for the process group of a mesh axis. `prepare` fills the local part before the first
-        gather, which waits for `after`. Returns the last gather, or None if there is none."""
+        gather. The first gather waits for `after`. Returns the ticket of the last gather, or None if there is none."""
         ticket = None
         axes = sharded_axes(inner)
         while axes != self.axes:
@@ -142,5 +142,5 @@ class FlatBuffer:
 
 
 def sharded_axes(placements: tuple[Placement, ...]) -> tuple[int, ...]:
-    """Return the axes that `placements` shard, last axis first: it has the coarsest cuts."""
+    """Return the axes that `placements` shard. The last axis, with the coarsest cuts, comes first."""
     return tuple(axis for axis in reversed(range(len(placements))) if placements[axis].is_shard())

@@ -6,9 +6,9 @@
     main gradients  <-- download, its own lane - this rank's reduced gradients
     optimizer state and step: on the CPU
 
-Both transfers overlap with the computation. The host waits twice in a step: at the end of a forward for its uploads,
-before the weights that they read may be written; and at the end of a backward for the downloads, before the optimizer
-reads the gradients. On a CPU mesh offloading works too, but saves nothing.
+Both transfers overlap with the computation. The host waits twice in a step. At the end of a forward it waits for the
+uploads, before the weights that they read may be written. At the end of a backward it waits for the downloads, before
+the optimizer reads the gradients. On a CPU mesh offloading works too, but saves nothing.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ from weft.memory.pool import Pool, Transient
 
 
 def offload_of(policy: Any) -> CPUOffloadPolicy | None:
-    """Return the policy if it offloads, else None. Raises TypeError if `policy` is not an offload policy."""
+    """Return the policy if it offloads, otherwise None. Raises TypeError if `policy` is not an offload policy."""
     if isinstance(policy, CPUOffloadPolicy):
         return CPUOffloadPolicy(policy.pin_memory)  # a copy, because torch's policy is mutable
     if isinstance(policy, OffloadPolicy):
@@ -33,7 +33,7 @@ def offload_of(policy: Any) -> CPUOffloadPolicy | None:
 
 
 class GradientDownload:
-    """Copies reduced gradients from `strip`, on the device, to `main_grad` in CPU memory. `pinned`: pin CPU memory."""
+    """Copies reduced gradients from `strip`, on the device, to `main_grad` in CPU memory. `pinned`: pin this memory."""
 
     def __init__(self, main_grad: FlatBuffer, strip: Transient, *, pinned: bool) -> None:
         self._main_grad = main_grad
@@ -44,13 +44,13 @@ class GradientDownload:
         self._adds = False
 
     def open(self, pool: Pool) -> FlatBuffer:
-        """Return the device buffer for the result of a reduction. Call `close` once it is downloaded."""
+        """Return the device buffer for the result of a reduction. Call `close` when it is downloaded."""
         self.finish()
         home = self._main_grad
         return FlatBuffer(home.layout, home.mesh, home.placements, pool.take(self._strip))
 
     def start(self, reduction: Ticket, lane: Lane, *, accumulate: bool) -> Ticket:
-        """Start a download after `reduction`, which replaces the main gradients or, with `accumulate`, adds to them."""
+        """Start a download after `reduction`. It replaces the main gradients or, with `accumulate`, adds to them."""
         target, source = self._main_grad.local, self._strip.tensor
         if accumulate:
             if self._more is None:
@@ -66,7 +66,7 @@ class GradientDownload:
         self._strip.give()
 
     def finish(self) -> None:
-        """Wait on the host for the download, and complete the main gradients."""
+        """Make the host wait for the download, and complete the main gradients."""
         if self._arriving is not None:
             self._arriving.synchronize()
             self._arriving = None

@@ -8,15 +8,15 @@
 Autograd saves views of gathered weights, so a buffer's address must not change between a forward and its backward. A
 place in the slab is fixed. A buffer with its own memory keeps one storage, which is resized to 0 and back. If a step
 uses buffers in a new way (a pass in another order, a block used twice), a buffer without a free place takes its own
-memory. That counts as a fallback and leads to a new plan after the step. A plan covers all steps so far. If such a
-plan would take more than `PATIENCE` times the peak of live bytes, the new plan covers the last step only.
+memory. This counts as a fallback and leads to a new plan after the step. A plan covers all steps so far. If such a
+plan would take more than `PATIENCE` times the peak of live bytes, the new plan covers only the last step.
 
-A buffer that must be in its place finds another one there only in unforeseen cases, such as a user who unshards all
-layers between a forward and its backward. If no computation uses the other buffer, its values move out into memory of
-their own, and move back when they are needed at their address:
+A buffer may find another buffer in the place where it must be. This happens only in unforeseen cases, for example if a
+user unshards all layers between a forward and its backward. If no computation uses the other buffer, its values move
+out into separate memory, and move back when they are needed at their address:
 
     take(one)       the place is free, or the buffer in it `is_evictable` and moves out
-    come_back(one)  the buffer that is in its place now moves out in turn
+    come_back(one)  the buffer that is now in its place moves out in turn
 """
 
 import weakref
@@ -36,11 +36,11 @@ PATIENCE = 1.5
 
 
 class Transient:
-    """A flat buffer with memory only between `Pool.take` and `Pool.give`. Views of `tensor` stay valid from one take to
-    the next unless the take moved it: then `on_move` gets the new tensor. `is_fixed()`: whether such views are in use,
-    so that it must not move. `is_evictable()`: whether it may move out for a while, because no computation uses it.
-    `describe()`: its name in errors. `filled`: start with memory, which torch needs for making such views, until
-    `empty` is called."""
+    """A flat buffer that has memory only between `Pool.take` and `Pool.give`. Views of `tensor` stay valid from one
+    take to the next, unless the take moved it; `on_move` then gets the new tensor. `is_fixed()`: whether such views are
+    in use, so that it must not move. `is_evictable()`: whether it may move out for a while, because no computation uses
+    it. `describe()`: its name in errors. `filled`: begin with memory until `empty` is called, because torch needs
+    memory for making such views."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Transient:
         self.pool: Callable[[], Pool | None] = lambda: None
         """Returns the pool that gave it memory, or None. A weak reference, because the pool refers to its buffers."""
         self.place: torch.Tensor | None = None
-        """The place in the slab where its views are valid, while it is moved out; else None."""
+        """The place in the slab where its views are valid, if it has moved out, or None."""
         if not filled:
             self.empty()
 
@@ -154,14 +154,14 @@ class Pool:
             transient.live_in(place)
 
     def forget(self, transient: Transient) -> None:
-        """Plan without `transient`, which is not taken any more."""
+        """Plan without `transient`, which is no longer taken."""
         if self._met.pop(transient, None) is not None:
             self.outdated, self.lower_bound = True, 0
         for others in self._met.values():
             others.pop(transient, None)
 
     def has_room(self, transient: Transient) -> bool:
-        """Return whether `transient` can be taken now: not if it must not move and another buffer is in its place."""
+        """Return whether `transient` can be taken now: not if it must not move and its place is occupied."""
         return not transient.is_fixed() or not any(self._rivals(transient))
 
     def come_back(self, transient: Transient) -> None:
@@ -194,8 +194,8 @@ class Pool:
             rival.live_in(rival.own)
 
     def end_step(self, foreseen: Iterable[Sequence[Transient]] = ()) -> None:
-        """End a step, and make a new plan if the plan does not cover it. Does nothing while a buffer is alive.
-        `foreseen`: sets of buffers that may be alive together although no step has shown it yet."""
+        """End a step, and make a new plan if the plan does not cover the step. Does nothing while a buffer is alive.
+        `foreseen`: sets of buffers that may be alive together, although no step has shown this yet."""
         if not self.planned or self._alive:
             return
         step, self._step = self._step, self._step + 1
@@ -251,7 +251,7 @@ class Pool:
             with streams.on(self._home):
                 if storage.resizable():
                     storage.resize_(0)  # so that the old and the new slab never exist together
-                else:  # NumPy has had it: places in it stay valid for what still looks there
+                else:  # shared with a NumPy array: other code may still read its places, so it stays
                     storage, self._places = torch.UntypedStorage(0, device=self._slab.device), {}
                 storage.resize_(plan.nbytes)
             self.allocations += 1
@@ -266,7 +266,7 @@ class Pool:
             self._places[transient] = old if same else place  # type: ignore[assignment]
 
     def _planned_place(self, transient: Transient) -> torch.Tensor | None:
-        """Return the place of `transient` in the slab; None if it has none or another buffer is there."""
+        """Return the place of `transient` in the slab, or None if it has none, or if another buffer is there."""
         place, evicts = self._places.get(transient), False
         if place is None or place is transient.tensor or not transient.is_fixed():  # it may be in its place
             if place is not None and not self._rivals(transient):
@@ -296,7 +296,7 @@ class Pool:
 
 
 def _resize(tensor: torch.Tensor, nbytes: int) -> None:
-    """Resize the memory of `tensor`. Memory that an array of NumPy has shared cannot be resized, and stays."""
+    """Resize the memory of `tensor`. Memory that a NumPy array has shared cannot be resized, and stays."""
     storage = tensor.untyped_storage()
     if storage.resizable():
         storage.resize_(nbytes)

@@ -11,9 +11,10 @@ from weft.models.pattern import Pattern, parse
 
 @dataclass(frozen=True)
 class HybridConfig(Kinds):
-    """The configuration of a hybrid model: the fields of `weft.models.kinds` for all models and for each kind of layer.
+    """The configuration of a hybrid model: the fields for all models and for each kind of layer.
 
-    The constructor raises ValueError for an invalid value, with the rule and the fix.
+    `weft.models.kinds` defines the fields. The constructor raises ValueError for an invalid value, with the rule and
+    the fix.
     """
 
     def __post_init__(self) -> None:

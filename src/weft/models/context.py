@@ -1,7 +1,7 @@
 """Context parallelism: the rows of a batch are cut over the ranks of an axis, and layers exchange what they need.
 
-Each of the `cp` ranks has two of 2 cp equal slices of every row, the r-th and the (2 cp - 1 - r)-th, so that causal
-attention is the same work on each. With cp = 2:
+Every row is cut into 2 cp equal slices. Rank r has slices r and 2 cp - 1 - r, so that causal attention is the same
+amount of work on each rank. With cp = 2:
 
     row        0 0 1 1 2 2 3 3        slices
     rank 0     0 0 3 3
@@ -9,9 +9,9 @@ attention is the same work on each. With cp = 2:
 
     layer   gathered over cp                                     bytes
     *       keys and values, or heads are exchanged              grow with the row
-            with a window up to a slice, the end of the slice    constant
-            before each slice
-    +       latents and rotated keys                             grow with the row, but fewer
+            if the window is at most one slice: the end of the   constant
+            slice before each slice
+    +       latents and rotated keys                             grow with the row, but are fewer
     M, G    the last inputs of the convolution, then each        constant
             slice's factor of the state and its addition to it
 
@@ -39,8 +39,8 @@ from weft.models.loss import IGNORED_LABEL
 
 class Piece(NamedTuple):
     """Equally long parts of documents in this rank's slices, as indices. `queries` [count, S]: positions in the
-    flattened slices. `keys` [count, T]: the positions that these may see, in the flattened rows of keys; the last S are
-    those of the queries."""
+    flattened slices. `keys` [count, T]: the positions that the queries may see, in the flattened rows of keys. The last
+    S keys are at the positions of the queries."""
 
     queries: Tensor
     keys: Tensor
@@ -48,7 +48,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Slices:
-    """This rank's slices of the rows of a batch; passed to layers in place of `Documents`.
+    """This rank's slices of the rows of a batch. Layers get it in place of `Documents`.
 
     `whole`: the documents of the batch, whose rows are padded to a multiple of 2 `ranks`. `group`: the process group of
     the ranks that share the rows. `rank`: this rank's number in the group.
@@ -77,7 +77,7 @@ class Slices:
         return self.rank, 2 * self.ranks - 1 - self.rank
 
     def require(self, values: Tensor) -> None:
-        """Raise `ValueError` unless `values` are the slices of this batch."""
+        """Raise `ValueError` if `values` are not the slices of this batch."""
         if values.shape != (self.whole.batch, 2 * self.width):
             raise ValueError(
                 f"slices of {self.whole.batch} rows, 2 x {self.width} tokens each do not fit a tensor of shape "
@@ -104,7 +104,7 @@ class Slices:
         return labels
 
     def following(self, values: Tensor, places: int, filling: int) -> Tensor:
-        """Return this rank's slices of `Documents.following`, which is computed on the gathered rows."""
+        """Return this rank's slices of `Documents.following`. It is computed on the gathered rows."""
         whole = self._joined(gathered(self.group, values)[0].unbind())
         return self.cut(self.whole.following(whole, places, filling))
 
@@ -118,13 +118,15 @@ class Slices:
     # --- attention ----------------------------------------------------------------------------------------------------
 
     def gathering(self, *parts: Tensor) -> Callable[[], list[Tensor]]:
-        """Start to gather tensors [batch, 2 width, ...]. The returned function waits and returns the whole rows,
-        [batch, seq, ...] each."""
+        """Start to gather tensors [batch, 2 width, ...].
+
+        The returned function waits and returns the whole rows of each tensor, [batch, seq, ...].
+        """
         finish = start_gathering(self.group, *parts)
         return lambda: [self._joined(each.unbind()) for each in finish()]
 
     def exchanging(self, *parts: Tensor) -> Callable[[], list[Tensor]]:
-        """Start to send the heads of tensors [batch, 2 width, heads, C] to the ranks, an equal part to each.
+        """Start to send the heads of tensors [batch, 2 width, heads, C] to the ranks. Each rank gets an equal part.
 
         The returned function waits and returns this rank's heads of the whole rows, [batch, seq, heads / ranks, C].
         """
@@ -133,25 +135,28 @@ class Slices:
         return lambda: [self._joined(each.unbind()) for each in finish()]
 
     def exchanging_back(self, whole: Tensor) -> Callable[[], Tensor]:
-        """Start to send `whole` [batch, seq, heads / ranks, C] to the ranks that have its positions. The returned
-        function waits and returns all heads of this rank's positions, [batch, 2 width, heads, C]."""
+        """Start to send `whole` [batch, seq, heads / ranks, C] to the ranks that have its positions.
+
+        The returned function waits and returns all heads of this rank's positions, [batch, 2 width, heads, C].
+        """
         finish = start_exchanging(self.group, torch.stack(self._parted(whole)))
         return lambda: torch.cat(finish()[0].unbind(), dim=2)
 
     def haloing(self, size: int, *parts: Tensor) -> Callable[[], list[Tensor]]:
         """Start to gather the last `size` positions of each slice of `parts` [batch, 2 width, ...].
 
-        The returned function waits and returns this rank's slices, each with the `size` positions before it, or zeros
-        at the beginning of a row: [2 batch, size + width, ...].
+        The returned function waits and returns this rank's slices, [2 batch, size + width, ...]. The `size` positions
+        before each slice precede it; at the beginning of a row these are zeros.
         """
         rows = [self.rows(part) for part in parts]
         finish = start_gathering(self.group, *(self._tails(each, size) for each in rows))
         return lambda: [torch.cat((self._ahead(tails), own), dim=1) for tails, own in zip(finish(), rows)]
 
     def pieces(self, device: torch.device, before: int | None = None) -> list[Piece]:
-        """Return the positions that this rank's positions see, without padding: one `Piece` per shape.
+        """Return which keys this rank's queries see, without padding: one `Piece` per shape.
 
-        `before`: see at most this many keys before each slice; the keys are then indices into the rows of `haloing`.
+        `before`: a query sees at most this many keys before its slice. The keys are then indices into the rows of
+        `haloing`.
         """
         name = f"pieces/{before}"
         if (device, name) not in self._made:
@@ -216,7 +221,7 @@ class Slices:
     def halo(self, x: Tensor, size: int) -> Tensor:
         """Return the `size` positions before each of this rank's slices of `x` [batch, 2 width, ...].
 
-        The result is [2 batch, size, ...], with zeros at positions of another document than the slice's first.
+        The result is [2 batch, size, ...]. Positions of another document than the first one in the slice are zeros.
         """
         if self.width < size:
             raise ValueError(
@@ -237,8 +242,11 @@ class Slices:
     def carrying(
         self, combine: Callable[[Tensor, Tensor], Tensor], across: Tensor, added: Tensor
     ) -> Callable[[], Tensor]:
-        """Start to gather `across` and `added`, [2 batch, ...]. The returned function waits and returns the state
-        before each of this rank's slices, where a slice maps a state to `combine(across, state) + added`."""
+        """Start to gather `across` and `added`, [2 batch, ...].
+
+        A slice maps a state to `combine(across, state) + added`. The returned function waits and returns the state
+        before each of this rank's slices.
+        """
         finish = start_gathering(self.group, *(each.unflatten(0, (-1, 2)) for each in (across, added)))
 
         def state() -> Tensor:
@@ -253,19 +261,20 @@ class Slices:
     # --- loss ---------------------------------------------------------------------------------------------------------
 
     def mean(self, loss: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean loss over all labels of the rows, from this rank's mean and labels; NaN without any labels.
+        """Return the mean loss over all labels of the rows, or NaN without any labels.
 
-        Gradients, averaged over the ranks, are those of this mean.
+        `loss`: this rank's mean over its `labels`. The average over the ranks of the gradients is the gradient of this
+        mean.
         """
         count = (labels != IGNORED_LABEL).sum()
         return _Sum.apply(loss.where(count > 0, 0.0) * count, self.group) / _total(count, self.group)
 
     def total(self, value: Tensor) -> Tensor:
-        """Return the sum over the ranks of a number without gradients."""
+        """Return the sum of a number over the ranks, without gradients."""
         return _total(value, self.group)
 
     def average(self, loss: Tensor) -> Tensor:
-        """Return the mean of a number over the ranks. Gradients, averaged over the ranks, are those of the mean."""
+        """Return the mean of a number over the ranks. Averaged over ranks, gradients are those of the mean."""
         return _Sum.apply(loss, self.group) / self.ranks
 
     # --- parts --------------------------------------------------------------------------------------------------------
@@ -275,9 +284,8 @@ class Slices:
         return rows[:, self.width - size :].unflatten(0, (-1, 2))
 
     def _ahead(self, tails: Tensor) -> Tensor:
-        """Return, from the tails of all ranks, those before this rank's slices, [2 batch, size, ...]; zeros at the
-        beginning of a row.
-        """
+        """Return the tails before this rank's slices, [2 batch, size, ...], from the tails of all ranks. At the
+        beginning of a row they are zeros."""
         by_slice = self._by_slice(tails)
         found = [by_slice[number - 1] if number else torch.zeros_like(by_slice[0]) for number in self.mine]
         return torch.stack(found, dim=1).flatten(0, 1)
@@ -302,7 +310,7 @@ Borders = Documents | Slices
 
 
 def require_borders(documents: Any, tokens: Tensor) -> None:
-    """Raise `TypeError` or `ValueError` unless `documents` are None or have the shape of `tokens`."""
+    """Raise `TypeError` or `ValueError` if `documents` are neither None nor of the shape of `tokens`."""
     if not isinstance(documents, Documents | Slices | None):
         raise TypeError(
             f"documents is a {type(documents).__name__}: create it with weft.models.Documents, such as "
@@ -315,16 +323,18 @@ def require_borders(documents: Any, tokens: Tensor) -> None:
 def context_part(batch: Mapping[str, Any], meshes: Meshes) -> dict[str, Any]:
     """Return this rank's part of a batch that the ranks of `meshes.cp` share.
 
-    `batch`: tensors [batch, seq, ...] by name, of which one is "tokens", and optionally "documents".
-
-    Each of these ranks calls it with the same batch. Rows are padded to a multiple of twice the context ranks. "labels"
-    of padding and of the last positions of documents are set to -100. "documents" of the result are a `Slices`.
+    Each of these ranks calls the function with the same batch. `batch`: tensors [batch, seq, ...] by name. One of them
+    is "tokens". It may also have "documents", of the type `Documents`.
 
         part = context_part({"tokens": tokens, "labels": labels, "documents": documents}, meshes)
         loss = model(part.pop("tokens"), **part)
 
+    Rows are padded to a multiple of twice the context ranks. "labels" of padding and of the last positions of documents
+    are set to -100. "documents" of the result are a `Slices`.
+
     Raises `ValueError` without `meshes.cp`, and for values that are not tensors or do not begin with the shape of
-    "tokens". Raises `TypeError` for a batch without "tokens", and for documents of another type or already cut.
+    "tokens". Raises `TypeError` for a batch without "tokens", and for documents of another type or documents that are
+    already cut.
     """
     if meshes.cp is None:
         raise ValueError(
@@ -383,7 +393,8 @@ def _padded(documents: Documents, missing: int) -> Documents:
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the ranks. All ranks compute the same from it, so the gradient is multiplied by their number."""
+    """The sum over the ranks. All ranks compute the same result from the sum, so the gradient is multiplied by their
+    number."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:

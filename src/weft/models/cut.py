@@ -1,8 +1,7 @@
-"""Cuts a hybrid model into pipeline stages: at the `|` of its pattern, or without any into segments of equal cost.
+"""Cuts a hybrid model into pipeline stages: at each `|` of its pattern or, without `|`, into segments of equal cost.
 
-The cost of a layer is the number of weights that a token uses. Of the experts, only those that it visits count.
-The last stage also has the head and the prediction depths. Each depth costs a projection, its layers and the head
-again.
+The cost of a layer is the number of weights that a token uses. Only the experts that a token visits count. The last
+stage also has the head and the prediction depths. The cost of a depth includes a projection, its layers and the head.
 """
 
 from collections import Counter
@@ -22,9 +21,9 @@ from weft.pipeline.placement import Cut, balanced
 
 
 def cut_of(cfg: HybridConfig, meshes: Meshes | None, chunks: int | None, placement: str) -> Cut | None:
-    """Return the cut of a model of `cfg` over the pipeline of `meshes`; None for a model without stages.
+    """Return the cut of a model of `cfg` over the pipeline of `meshes`, or None for a model without stages.
 
-    `chunks`: the number of stages per rank; None: from the pattern's segments, 1 if it has no `|`.
+    `chunks`: the number of stages on each rank. Default: it follows from the pattern's segments; 1 without `|`.
     """
     mesh = meshes.pp if meshes is not None else None
     ranks = mesh.size() if mesh is not None else 1

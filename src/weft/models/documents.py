@@ -27,8 +27,8 @@ PADDING = -1
 class AttentionLayout(NamedTuple):
     """The positions of all documents, grouped by the documents' length.
 
-    `order`: their indices in the flattened batch, None if they are in this order already. `groups`: (number of
-    documents, length of each).
+    `order`: the indices of the positions in the flattened batch, or None if they are in this order already. `groups`:
+    (number of documents, length of each).
     """
 
     order: Tensor | None
@@ -36,9 +36,9 @@ class AttentionLayout(NamedTuple):
 
 
 class ConvolutionLayout(NamedTuple):
-    """The flattened batch with empty places before each document.
+    """The flattened batch, with empty places before each document.
 
-    `places`: the new index of each position. `size`: the number of all places.
+    `places`: the new index of each position. `size`: the number of places, including empty ones.
     """
 
     places: Tensor
@@ -47,13 +47,15 @@ class ConvolutionLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class Documents:
-    """The starts of documents in a batch of `batch` rows of `seq` tokens; checked on construction, on the host.
+    """The documents in a batch of `batch` rows of `seq` tokens, given by their starts.
 
-    `starts`: the first position of each document and of each run of padding, in the flattened batch. `padding`: the
-    indices into `starts` of runs of padding. `continues`: the last document of each row continues after the row, so
-    that the label at its last position is used. Two values are equal if they describe the same documents.
+    - `starts`: the first position of each document and of each run of padding, in the flattened batch.
+    - `padding`: the indices in `starts` of the runs of padding.
+    - `continues`: whether the last document of each row continues after the row. The label at its last position is then
+      used.
 
-    Raises `ValueError` for starts that do not ascend, lack the beginning of a row or are outside of the batch.
+    Two values are equal if they describe the same documents. The constructor checks the starts on the host. It raises
+    `ValueError` for starts that do not ascend, lack the beginning of a row or are outside of the batch.
     """
 
     batch: int
@@ -91,7 +93,7 @@ class Documents:
     def from_position_ids(cls, position_ids: Tensor) -> "Documents":
         """Create documents from positions [batch, seq] that restart with 0 at each document, as in transformers.
 
-        Raises `ValueError` if a position is neither 0 nor one more than the position before it.
+        Raises `ValueError` if a position is not 0 and not one more than the position before it.
         """
         positions = _integers("position_ids", position_ids, "[batch, seq]")
         begins = positions == 0
@@ -110,8 +112,8 @@ class Documents:
     def from_cu_seqlens(cls, cu_seqlens: Tensor, batch: int, seq: int) -> "Documents":
         """Create documents from cumulative lengths in the flattened batch, `[0, n_1, n_1 + n_2, ..., batch * seq]`.
 
-        Raises `ValueError` if they do not begin with 0, ascend and end with `batch * seq`, or if a document crosses
-        rows.
+        Raises `ValueError` if the lengths do not begin with 0, ascend and end with `batch * seq`, or if a document
+        crosses rows.
         """
         *starts, end = _integers("cu_seqlens", cu_seqlens, "[documents + 1]").tolist()
         if end != batch * seq:
@@ -122,9 +124,10 @@ class Documents:
 
     @classmethod
     def from_ids(cls, ids: Tensor) -> "Documents":
-        """Create documents from a number for each position [batch, seq], equal within a document; -1 is padding.
+        """Create documents from a number for each position [batch, seq]. Positions of a document have the same number.
 
-        Raises `ValueError` for a number below -1, and for one that appears in its row again after another number.
+        -1 is padding. Raises `ValueError` for a number below -1, and for a number that appears in its row again after
+        another number.
         """
         ids = _integers("ids", ids, "[batch, seq]")
         if bool((ids < PADDING).any()):
@@ -146,9 +149,10 @@ class Documents:
 
     @classmethod
     def from_mask(cls, attention_mask: Tensor) -> "Documents":
-        """Create documents from a mask [batch, seq]: 1 or True at tokens, 0 at padding, on the left, the right or both.
+        """Create documents from a mask [batch, seq]: 1 or True at tokens, 0 at padding.
 
-        Each row is one document. Raises `ValueError` for a row with padding between tokens.
+        Each row is one document, with padding on the left, on the right or on both sides. Raises `ValueError` for a row
+        with padding between tokens.
         """
         mask = attention_mask
         if isinstance(mask, Tensor) and bool((is_one := mask == 1).logical_or(mask == 0).all()):
@@ -170,7 +174,7 @@ class Documents:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(batch, seq)."""
+        """The shape of the batch, (batch, seq)."""
         return self.batch, self.seq
 
     @property
@@ -181,11 +185,12 @@ class Documents:
 
     @property
     def is_plain(self) -> bool:
-        """Whether each row is one document without padding, the default."""
+        """Whether each row is one document without padding, as without `Documents`."""
         return len(self.starts) == self.batch and not self.padding
 
     def numbers(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the number of each position's document in the batch, [batch, seq] int64; runs of padding count."""
+        """Return the number of each position's document in the batch, [batch, seq] int64. Runs of padding are also
+        numbered."""
 
         def make() -> Tensor:
             lengths = torch.tensor(self.lengths)
@@ -203,7 +208,7 @@ class Documents:
         return self.kept(device, "position_ids", make)
 
     def reaches(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the length of each position's document, 0 in padding, [batch, seq] int64."""
+        """Return the length of each position's document, [batch, seq] int64. It is 0 in padding."""
 
         def make() -> Tensor:
             lengths = torch.tensor([0 if i in self.padding else length for i, length in enumerate(self.lengths)])
@@ -212,7 +217,7 @@ class Documents:
         return self.kept(device, "reaches", make)
 
     def cu_seqlens(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the starts in the flattened batch, then its length, int32, as variable-length kernels take them."""
+        """Return the starts in the flattened batch, then its length, int32. Variable-length kernels take this form."""
         return self.kept(device, "cu_seqlens", lambda: torch.tensor([*self.starts, self.batch * self.seq]).int())
 
     def labels(self, labels: Tensor) -> Tensor:
@@ -231,7 +236,8 @@ class Documents:
         return labels.masked_fill(self.kept(labels.device, "labels", make), IGNORED_LABEL)
 
     def following(self, values: Tensor, places: int, filling: int) -> Tensor:
-        """Return `values` [batch, seq] shifted left by `places` within each document, with `filling` at its end."""
+        """Return `values` [batch, seq] shifted left by `places` within each document. The end is filled with
+        `filling`."""
         self.require(values)
         moved = F.pad(values[:, places:], (0, min(places, self.seq)), value=filling)
         numbers = self.numbers(values.device)
@@ -239,7 +245,7 @@ class Documents:
         return moved.masked_fill(other != numbers, filling)
 
     def require(self, values: Tensor) -> None:
-        """Raise `ValueError` unless `values` has the shape of this batch."""
+        """Raise `ValueError` if `values` do not have the shape of this batch."""
         if values.shape != self.shape:
             raise ValueError(
                 f"documents of {self.batch} rows of {self.seq} tokens do not fit a tensor of shape "

@@ -33,17 +33,18 @@ def _lane(name: str, device: torch.device) -> Lane:
 def start_gathering(group: dist.ProcessGroup, *parts: Tensor, lane: str = CONTEXT) -> Callable[[], list[Tensor]]:
     """Start to all-gather `parts`, tensors of one dtype; return a function that waits and returns [ranks, ...] of each.
 
-    The result is differentiable. Backward starts to reduce-scatter gradients at the returned function and waits for
-    them here, so that what is computed in between overlaps with communication in both directions.
+    The result is differentiable. Backward starts to reduce-scatter gradients where forward called the returned
+    function, and waits for them where forward called this function. Computation between the two calls overlaps with
+    communication in both directions.
     """
     return _started(Gathering(group, [part.shape for part in parts], lane), parts)
 
 
 def start_exchanging(group: dist.ProcessGroup, *parts: Tensor, lane: str = CONTEXT) -> Callable[[], list[Tensor]]:
-    """Start to send row r of each part [ranks, ...] to rank r; return a function that waits and returns the received
-    rows [ranks, ...] of each.
+    """Start to send row r of each part [ranks, ...] to rank r.
 
-    Gradients are exchanged at the same places as those of `start_gathering`.
+    Return a function that waits and returns the received rows of each part, [ranks, ...]. Backward exchanges gradients
+    at the same two places as `start_gathering`.
     """
     return _started(Exchanging(group, [part.shape[1:] for part in parts], lane), parts)
 
@@ -54,12 +55,12 @@ def _started(work: "Gathering", parts: Sequence[Tensor]) -> Callable[[], list[Te
 
 
 def gathered(group: dist.ProcessGroup, *parts: Tensor, lane: str = CONTEXT) -> list[Tensor]:
-    """All-gather `parts` as `start_gathering` does, and wait: return [ranks, ...] of each."""
+    """All-gather `parts` as `start_gathering` does, and wait. Return [ranks, ...] of each."""
     return start_gathering(group, *parts, lane=lane)()
 
 
 def summed(group: dist.ProcessGroup, parts: Tensor, *, lane: str) -> Tensor:
-    """Reduce-scatter `parts` [ranks, ...]: return the sum over the ranks of the row of this rank. Differentiable."""
+    """Reduce-scatter `parts` [ranks, ...]: return the sum over the ranks of this rank's row. Differentiable."""
     return _Summed.apply(Gathering(group, [parts.shape[1:]], lane), parts)
 
 
@@ -108,7 +109,7 @@ class Gathering:
 
 
 class Exchanging(Gathering):
-    """An all-to-all of tensors in forward, and the one of their gradients in backward."""
+    """An all-to-all of tensors in forward, and the all-to-all of their gradients in backward."""
 
     def send(self, parts: Sequence[Tensor]) -> None:
         """Start the all-to-all of `parts`, [ranks, ...] each."""
@@ -118,7 +119,7 @@ class Exchanging(Gathering):
         self._buffers = output, source
 
     def send_back(self, gradients: Sequence[Tensor]) -> None:
-        """Start the all-to-all of `gradients`, which returns each to the rank that sent the value."""
+        """Start the all-to-all of `gradients`, which returns each gradient to the rank that sent the value."""
         self.send(gradients)
 
     def receive_back(self) -> list[Tensor]:

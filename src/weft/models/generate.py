@@ -1,4 +1,4 @@
-"""Generates text token by token, with a cache of each layer's state after earlier tokens."""
+"""Generates text token by token, with a cache of the state of each layer after the earlier tokens."""
 
 import math
 from collections.abc import Collection, Iterator, Sequence
@@ -13,16 +13,16 @@ from weft.models.layers import Cache
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. Raises ValueError for values out of range."""
+    """The choice of the next token from its logits. Raises ValueError for values out of range."""
 
     temperature: float = 1.0
-    """Divisor of the logits; 0 chooses the most likely token."""
+    """Divisor of the logits. 0 chooses the most likely token."""
     top_k: int = 0
-    """The number of most likely tokens to sample from; 0: all."""
+    """The number of most likely tokens to sample from. 0: all tokens."""
     top_p: float = 1.0
     """The next token is sampled from the smallest set of most likely tokens with at least this total probability."""
     repetition_penalty: float = 1.0
-    """Positive logits of earlier tokens are divided by this, negative ones multiplied."""
+    """Positive logits of earlier tokens are divided by this number, negative ones multiplied by it."""
 
     def __post_init__(self) -> None:
         for name, fits, rule in (
@@ -35,7 +35,7 @@ class Sampling:
                 raise ValueError(f"{name}={getattr(self, name)}: {rule}")
 
     def choose(self, scores_BV: Tensor, seen_BS: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Return the next token of each row, [B], from its logits and the tokens `seen_BS` that it already has."""
+        """Return the next token of each row, [B], from its logits and from `seen_BS`, the tokens so far."""
         if self.repetition_penalty != 1:
             there = scores_BV.gather(-1, seen_BS)
             there = torch.where(there < 0, there * self.repetition_penalty, there / self.repetition_penalty)
@@ -63,9 +63,12 @@ def generate(
 ) -> Iterator[Tensor]:
     """Yield the tokens that follow `tokens` [B, S] int64, [B] per step, endlessly.
 
-    `lengths`: the number of prompt tokens in each row; None: S. While a row still reads its prompt, -1 is yielded for
-    it. The model sees no padding: it reads the length of the shortest prompt at once, then one token of each row per
-    step, from the prompt until that ends. `among`: the tokens to choose from, 1-D; None: all.
+    `lengths`: the number of prompt tokens in each row. Default: S. `among`: the tokens to choose from, 1-D. Default:
+    all.
+
+    The model sees no padding. It first reads as many tokens of each row as the shortest prompt has. Then it reads one
+    token of each row per step: the next token of the prompt, or, after the prompt's end, the last sampled token. While
+    a row still reads its prompt, -1 is yielded for it.
     """
     cache: Cache = {}
     lengths = [tokens.shape[1]] * len(tokens) if lengths is None else list(lengths)
@@ -93,7 +96,7 @@ def generate(
 def continuations(
     model: Any, prompts: Sequence[Sequence[int]], *, ends: Collection[int] = (), most: int, **options: Any
 ) -> Iterator[list[int | None]]:
-    """Yield at each step the next token of each of `prompts`, None for those without one.
+    """Yield at each step the next token of each of `prompts`, and None for prompts whose continuation has ended.
 
     A continuation ends before a token of `ends`, or after `most` tokens. The iterator ends with the last continuation.
     `options`: keyword arguments of `generate`.

@@ -16,19 +16,19 @@ DEFAULT_CHUNK = 1 << 26
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the mean cross-entropy over the labels that are not -100.
 
-    logits: [..., vocabulary]; labels: [...] int64. Returns a scalar, NaN if every label is -100; computed in float32,
-    or in float64 for float64 logits.
+    `logits`: [..., vocabulary]. `labels`: [...] int64. Returns a scalar, or NaN if every label is -100. It is computed
+    in float32, or in float64 for float64 logits.
 
-    Forward also computes the gradient, in the dtype of `logits` and a few rows at a time. It is the only other tensor
-    of the logits' size; without autograd there is none. Backward scales it in place, so a loss can be backpropagated
-    once, even with `retain_graph`. A second backward raises `RuntimeError`.
+    Forward also computes the gradient, in the dtype of `logits` and a few rows at a time. The gradient is the only
+    other tensor of the logits' size. Without autograd it is not computed. Backward scales the gradient in place, so a
+    loss can be backpropagated only once, even with `retain_graph`. A second backward raises `RuntimeError`.
     """
     check_labels(logits, labels)
     return _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten())
 
 
 def check_labels(logits: Tensor, labels: Tensor) -> None:
-    """Raise `ValueError` unless `labels` [...] has one label for each position of `logits` [..., vocabulary]."""
+    """Raise `ValueError` if `labels` [...] do not have one label for each position of `logits` [..., vocabulary]."""
     if labels.shape != logits.shape[:-1]:
         raise ValueError(
             f"labels have shape {tuple(labels.shape)} and logits {tuple(logits.shape)}: one label "

@@ -31,25 +31,25 @@ from weft.pipeline.actions import LOOP
 
 
 class HybridModel(nn.Module):
-    """A language model: an embedding, a stack of the layers that `cfg.pattern` describes, a head that scores the next
-    token, and multi-token prediction depths if the pattern has them.
+    """A language model: an embedding, the layers that `cfg.pattern` describes, and a head that scores the next token.
 
-    Initial weights depend only on the seed: neither on `meshes` nor, on the meta device, on the order in which modules
-    are materialized (`to_empty` and `reset_parameters`). With tied embeddings the head uses the embedding's weight.
+    If the pattern has them, the model also has multi-token prediction depths. Initial weights depend only on the seed.
+    They depend neither on `meshes` nor, on the meta device, on the order in which modules are materialized (`to_empty`
+    and `reset_parameters`). With tied embeddings the head uses the weight of the embedding.
 
-    With a pipeline (`meshes.pp`) this rank has only some stages: `chunks` of them. They are cut at the `|` of the
-    pattern, or else into segments of equal cost, and assigned to ranks by `placement` ("loop" or "v", see
-    `weft.pipeline.placement`). Names and initial weights are those of the whole model. Run it with
+    With a pipeline (`meshes.pp`) this rank has only `chunks` of the stages. The model is cut at the `|` of the pattern
+    or, without `|`, into segments of equal cost. `placement` ("loop" or "v", see `weft.pipeline.placement`) assigns the
+    stages to ranks. Names and initial weights are the same as in the whole model. Run the model with
     `weft.overlap.forward_backward`.
 
-    With `meshes.tp` the ranks of that axis share every layer (see `weft.models.tensor_parallel`): each calls the model
-    with the same tokens and gets the same loss. Parameters are DTensors.
+    With `meshes.tp` the ranks of that axis share every layer (see `weft.models.tensor_parallel`). Each of them calls
+    the model with the same tokens and gets the same loss. Parameters are DTensors.
 
     Raises `ValueError` for meshes with an axis that this model cannot use.
     """
 
     origin: Any = None
-    """The files from which weights were loaded, a `weft.models.hf.origin.Origin`; None without such files."""
+    """The files from which weights were loaded, a `weft.models.hf.origin.Origin`. None without such files."""
 
     def __init__(
         self, cfg: HybridConfig, meshes: Meshes | None = None, *, chunks: int | None = None, placement: str = LOOP
@@ -83,8 +83,7 @@ class HybridModel(nn.Module):
                 dispatcher_of(cfg, meshes)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "HybridModel":
-        """Restore the attributes of parameters after a move to another dtype or device, in which torch drops those of
-        DTensors."""
+        """Restore attributes of parameters after a move to another dtype or device: torch drops those of DTensors."""
         before = [
             (module, name, vars(p))
             for module in self.modules()
@@ -99,27 +98,31 @@ class HybridModel(nn.Module):
 
     @property
     def staged_layers(self) -> Sequence[StagedLayer]:
-        """This rank's logical layers, the units that `weft.overlap` schedules."""
+        """This rank's logical layers, which `weft.overlap` schedules."""
         return list(self.decoder.layers)  # type: ignore[arg-type]
 
     @property
     def chunks(self) -> list[list[StagedLayer]]:
-        """The logical layers of each stage of this rank, in the order in which a microbatch visits them. A model
-        without a pipeline is one chunk."""
+        """The logical layers of each stage of this rank, in the order in which a microbatch visits them.
+
+        A model without a pipeline is one chunk.
+        """
         layers = iter(self.staged_layers)
         segments = [self.staged_layers] if self.cut is None else self.cut.mine
         return [list(islice(layers, len(segment))) for segment in segments]
 
     @property
     def tied_ends(self) -> Sequence[nn.Module]:
-        """This rank's modules that are used both before and after the layers: the embedding, if a tied head or
-        prediction depths use it."""
+        """This rank's modules that are used both before and after the layers.
+
+        This is the embedding, if a tied head or prediction depths use it.
+        """
         ties = self.cfg.tie_word_embeddings or self.cfg.parsed.depths > 0
         return [self.embedding] if ties and self.embedding is not None else []
 
     @property
     def shared_ends(self) -> Sequence[nn.Module]:
-        """Those of `tied_ends` that the first and the last stage both have, if these are on two ranks."""
+        """The modules of `tied_ends` that the first and the last stage both have, if these stages are on two ranks."""
         return self.tied_ends if self.cut is not None and self.cut.shares_ends else []
 
     @property
@@ -130,8 +133,8 @@ class HybridModel(nn.Module):
     def embed(self, tokens: Tensor, documents: Borders | None = None) -> Tensor:
         """Embed tokens; [batch, seq] int64 -> [batch, seq, hidden].
 
-        Raises `TypeError` for `documents` that are neither `Documents` nor from `context_part`, and `ValueError` for
-        those of another shape.
+        Raises `TypeError` for `documents` that are neither `Documents` nor from `context_part`. Raises `ValueError` for
+        documents of another shape.
         """
         require_borders(documents, tokens)
         x_BSD, multiplier = self.embedding(tokens), self.cfg.embedding_multiplier
@@ -144,14 +147,15 @@ class HybridModel(nn.Module):
         return self._all_scores(self.final_norm(x_BSD))
 
     def prediction_logits(self, tokens: Tensor, documents: Borders | None = None) -> list[Tensor]:
-        """Compute the logits of each prediction depth, [B, S, vocabulary]; the first predicts the token after the next.
+        """Compute the logits of each prediction depth, [B, S, vocabulary] each.
 
-        At the end of a document, where a depth has no token to read, it reads token 0. Arguments as in `forward`.
+        The first depth predicts the token after the next. At the end of a document, where a depth has no token to read,
+        it reads token 0. See `forward` for the arguments.
         """
         return self(tokens, documents=documents, depths=True)  # a call, so that hooks of sharding run
 
     def _all_scores(self, hidden_BSD: Tensor) -> Tensor:
-        """Compute the logits of the whole vocabulary, on every tensor-parallel rank."""
+        """Compute the logits of the whole vocabulary on every tensor-parallel rank."""
         scores = self._scores(hidden_BSD)
         if self.ranks is None:
             return scores
@@ -166,9 +170,9 @@ class HybridModel(nn.Module):
         losses: Sequence[Tensor],
         documents: Borders | None = None,
     ) -> Tensor:
-        """Compute the mean cross-entropy plus, in training mode, the losses of layers and prediction depths; a scalar.
+        """Return the mean cross-entropy, a scalar. In training mode, add the losses of layers and of prediction depths.
 
-        `x_BSD`: the last layer's output. `losses`: those of the layers.
+        `x_BSD`: the last layer's output. `losses`: the losses of the layers.
         """
         outputs, added = self._outputs(x_BSD, tokens, self.depths if self.training else (), documents)
         return self.total_loss(outputs, labels, [*losses, *added], documents)
@@ -176,8 +180,8 @@ class HybridModel(nn.Module):
     def _outputs(
         self, x_BSD: Tensor, tokens: Tensor, depths: Sequence[PredictionDepth], documents: Borders | None
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the hidden states from which logits are computed, of the model and of each depth, and the losses of
-        the depths' layers."""
+        """Return the hidden states from which logits are computed, of the model and each depth, and the depths'
+        losses."""
         outputs, losses = [self.final_norm(x_BSD)], []
         for number, depth in enumerate(depths):
             output_BSD, added = depth(self.following(number, tokens, documents), outputs[-1], documents)
@@ -190,7 +194,7 @@ class HybridModel(nn.Module):
         return self.decoder.final_layernorm(hidden)
 
     def following(self, number: int, tokens: Tensor, documents: Borders | None = None) -> Tensor:
-        """Embed the tokens that depth `number` reads; token 0 at the end of a document."""
+        """Embed the tokens that depth `number` reads. At the end of a document it reads token 0."""
         return self.embed(shifted(tokens, number + 1, 0, documents))
 
     def total_loss(
@@ -228,7 +232,7 @@ class HybridModel(nn.Module):
         return cut_cross_entropy(scores, labels, first, self.cfg.vocab_size, self.ranks.group)
 
     def _scores(self, hidden_BSD: Tensor) -> Tensor:
-        """Compute the logits; with tensor parallelism, those of this rank's part of the vocabulary."""
+        """Compute the logits. With tensor parallelism, these are the logits of this rank's part of the vocabulary."""
         with Positions(self.ranks, hidden_BSD) as positions:
             if self.cfg.tie_word_embeddings:
                 scores = F.linear(positions.whole, part(self.embedding, "weight"))
@@ -237,7 +241,8 @@ class HybridModel(nn.Module):
         return scores if self.cfg.logits_scaling == 1 else scores / self.cfg.logits_scaling
 
     def _to_read(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """Return `tokens`, or the whole sequence with an emptied cache, if earlier positions turn differently in it."""
+        """Return `tokens`. If earlier positions are rotated differently now, empty the cache and return the whole
+        sequence."""
         if (scaling := self.decoder.scaling_by_length) is None:
             return tokens
         known = cache.get(self, {}).get("tokens", tokens[:, :0])
@@ -257,20 +262,21 @@ class HybridModel(nn.Module):
     ) -> Any:
         """Compute the logits or, with labels, the loss.
 
-        tokens: [batch, seq] int64. labels: the same shape, `labels[b, s]` is the token that follows `tokens[b, s]`
-        (already shifted), or -100 to ignore the position. Returns [batch, seq, vocabulary], or the mean cross-entropy
-        over the labels that are not -100, a scalar (see `weft.models.loss.cross_entropy`). In training mode the losses
-        of routers and prediction depths are added.
+        Args:
+            tokens: [batch, seq] int64.
+            labels: [batch, seq] int64. `labels[b, s]` is the token that follows `tokens[b, s]` (already shifted), or
+                -100 to ignore the position.
+            cache: a dict for generation, empty at first. Each call updates it. `tokens` follow those of earlier calls.
+                Several calls with parts of a sequence return the logits of one call with the whole sequence. If
+                `rope_scaling` is "dynamic" or "longrope", they return the logits of one call with the sequence so far:
+                if a call changes the rotation of earlier positions, it reads these positions again.
+            documents: the documents and the padding in the rows. No information crosses documents. The label at a
+                document's last position is ignored.
+            depths: return a list with the logits of each prediction depth, as `prediction_logits` does.
 
-        cache: a dict for generation, empty at first, that the call updates. `tokens` follow those of earlier calls:
-        several calls with parts of a sequence return the logits of one call with the whole sequence. If `rope_scaling`
-        is "dynamic" or "longrope", they are those of one call with the sequence so far: a call that changes the
-        rotation of earlier positions reads them again.
-
-        documents: the documents and the padding in the rows. No information crosses documents. The label at a
-        document's last position is ignored.
-
-        depths: return a list with the logits of each prediction depth, as `prediction_logits` does.
+        Without labels, returns the logits [batch, seq, vocabulary]. With labels, returns a scalar: the mean
+        cross-entropy over the labels that are not -100 (see `weft.models.loss.cross_entropy`). In training mode the
+        losses of routers and prediction depths are added to it.
 
         Raises `ValueError` for `documents` of another shape or together with a cache, and for `depths` together with
         labels or a cache.

@@ -20,7 +20,8 @@ _MARK = "is_quantized"
 
 
 def choose_weights(model: HybridModel, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """Return `policy` with a `quantize` function for the weights of `model`, unless the user has passed one.
+    """Return `policy` with a `quantize` function for the weights of `model`. If the user has passed one, return
+    `policy`.
 
     Raises ValueError if `except_ends` leaves no layer to quantize.
     """
@@ -43,7 +44,7 @@ def choose_weights(model: HybridModel, policy: MixedPrecisionPolicy) -> MixedPre
 
 
 def _blocks(model: HybridModel) -> Iterator[tuple[int, nn.Module]]:
-    """Yield this rank's blocks, each after the number of its physical layer in the whole model, from 0."""
+    """Yield this rank's blocks, each with the number of its physical layer in the whole model, from 0."""
     parsed = model.cfg.parsed
     of_main = sum(len(each.symbols) for each in parsed.layers)
     of_depth = sum(len(each.symbols) for each in parsed.prediction)

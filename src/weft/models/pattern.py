@@ -39,7 +39,7 @@ class LogicalLayer:
 
 @dataclass(frozen=True)
 class Pattern:
-    """A parsed pattern: logical layers per pipeline segment, and those of one prediction part."""
+    """A parsed pattern: the logical layers of each pipeline segment, and those of one prediction part."""
 
     text: str
     segments: tuple[tuple[LogicalLayer, ...], ...]
@@ -48,7 +48,7 @@ class Pattern:
 
     @property
     def layers(self) -> tuple[LogicalLayer, ...]:
-        """The logical layers of the main part, of all segments in order."""
+        """The logical layers of all segments of the main part, in order."""
         return tuple(layer for segment in self.segments for layer in segment)
 
     @property
@@ -58,10 +58,10 @@ class Pattern:
         return main, prediction, self.depths
 
     def stage(self, pp_rank: int, chunk: int = 0, *, pp_size: int) -> tuple[LogicalLayer, ...]:
-        """Return the logical layers of chunk `chunk` of pipeline rank `pp_rank` of `pp_size`.
+        """Return the logical layers of chunk `chunk` of pipeline rank `pp_rank`, of `pp_size` ranks.
 
         Rank r has the segments r, r + pp_size, r + 2 pp_size, ... Raises `PatternError` if the number of segments is
-        not a multiple of `pp_size`, `ValueError` for a rank or a chunk that does not exist.
+        not a multiple of `pp_size`, and `ValueError` for a rank or a chunk that does not exist.
         """
         count = len(self.segments)
         if pp_size < 1 or count % pp_size:

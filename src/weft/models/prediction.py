@@ -2,8 +2,8 @@
 
 Depth k = 1, 2, ... predicts the token k positions after the one that the model predicts:
 
-x_k = W [norm(embed(tokens shifted by k)) ; norm(h_(k-1))]     h_0 the model's output after its final norm
-h_k = norm(stack(x_k))                                         scored by the model's own head
+x_k = W [norm(embed(tokens shifted by k)) ; norm(h_(k-1))]     h_0 is the model's output after its final norm
+h_k = norm(stack(x_k))                                         scored by the head of the model
 
 In training, the mean of the depths' losses times `mtp_loss_coef` is added to the model's loss.
 """
@@ -50,7 +50,7 @@ class PredictionDepth(Stack):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the summed losses to 0; submodules reset their own parameters."""
+        """Set the summed losses to 0. Submodules reset their own parameters."""
         nn.init.zeros_(self.added_loss)
 
     @property
@@ -59,9 +59,9 @@ class PredictionDepth(Stack):
         return list(self.layers)
 
     def enter(self, following: Tensor, previous: Tensor) -> Tensor:
-        """Return the first layer's input from the next tokens' embeddings and the previous depth's output, [B, S, D].
+        """Return the first layer's input, [B, S, D].
 
-        `following`: the embeddings. `previous`: the output.
+        `following`: the embeddings of the next tokens. `previous`: the output of the previous depth.
         """
         previous = previous.view_as(previous)  # a separate node, so that autograd always sums in the same order
         return self.project(torch.cat((self.embedding_norm(following), self.hidden_norm(previous)), dim=-1))
@@ -73,7 +73,7 @@ class PredictionDepth(Stack):
     def forward(  # type: ignore[override]
         self, following: Tensor, previous: Tensor, documents: Borders | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run `enter`, the layers and `leave`; return the output and the losses that layers add, such as balancing."""
+        """Run `enter`, the layers and `leave`. Return the output and the losses that layers add, such as balancing."""
         x_BSD, losses = super().forward(self.enter(following, previous), documents=documents)
         return self.leave(x_BSD), losses
 
@@ -115,7 +115,7 @@ def shifted(tokens: Tensor, places: int, filling: int, documents: Borders | None
 
 @torch.no_grad()
 def prediction_losses(model: nn.Module) -> Tensor:
-    """Return and reset the sum of each depth's cross-entropies over the training forwards since the last call.
+    """Return the sum of each depth's cross-entropies over the training forwards since the last call, and reset it.
 
     The result is [depths] in fp32.
     """

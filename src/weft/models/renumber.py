@@ -1,12 +1,12 @@
-"""Loads checkpoints of the same layers, grouped differently: a model `[*-][*E]` loads those of `*-*E`, and the reverse.
+"""Loads checkpoints of the same layers in other groups: a model `[*-][*E]` loads those of `*-*E`, and the reverse.
 
 Two patterns with the same symbols differ only in the numbers of their logical layers:
 
     [*-][*E]   decoder.layers.0.self_attention   .0.mlp   .1.self_attention   .1.mlp
     *-*E       decoder.layers.0.self_attention   .1.mlp   .2.self_attention   .3.mlp
 
-The keys of a checkpoint's weights show how many blocks each logical layer has, and so its groups. Weights, optimizer
-state and averages of any grouping can be loaded bitwise.
+The keys of a checkpoint's weights show how many blocks each logical layer has. Weights, optimizer state and averages of
+any grouping are loaded bitwise.
 """
 
 import re
@@ -27,7 +27,8 @@ Numbers = Mapping[tuple[str, int, str], int]
 def renumbered(state: Mapping[str, Any], cfg: HybridConfig) -> dict[str, Any]:
     """Wrap `state` for `CheckpointManager.load` from a checkpoint that groups the symbols of `cfg` differently.
 
-    Its first entry must be the model. If the checkpoint has other symbols, keys are unchanged, and loading lists them.
+    The first entry of `state` must be the model. If the checkpoint has other symbols, keys are unchanged, and loading
+    lists the differences.
     """
     spelling = _Spelling(cfg)
     model = next(iter(state))
@@ -58,7 +59,7 @@ class _Spelling:
 
 
 def _numbers(stack: str, layers: Iterable[LogicalLayer], stored: Mapping[int, set[str]]) -> Numbers:
-    """Map the model's numbers to the stored ones; empty unless the stored blocks are those of `layers`, in order."""
+    """Map the model's numbers to the stored ones. Empty if the stored blocks are not those of `layers`, in order."""
     mine = [(layer.index, LAYER_KEYS[symbol]) for layer in layers for symbol in layer.symbols]
     places, start = {}, 0
     for number, keys in sorted(stored.items()):
@@ -71,7 +72,7 @@ def _numbers(stack: str, layers: Iterable[LogicalLayer], stored: Mapping[int, se
 
 
 class _Renumbered:
-    """A stateful object whose state dict uses a checkpoint's names in place of the model's."""
+    """A stateful object whose state dict has a checkpoint's names in place of the model's names."""
 
     def __init__(self, inner: Stateful, spelling: _Spelling, *, decides: bool) -> None:
         self.inner, self.spelling, self.decides = inner, spelling, decides

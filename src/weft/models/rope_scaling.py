@@ -1,4 +1,4 @@
-"""The valid values of `HybridConfig.rope_scaling`: a `rope_type` and its numbers."""
+"""The valid values of `HybridConfig.rope_scaling`: each has a `rope_type` and the numbers of this type."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -11,18 +11,18 @@ from weft.models.narrow import choose_weights
 
 
 def shard(model: HybridModel, meshes: Meshes, **options: Any) -> HybridModel:
-    """Shard `model` in place and return it.
+    """Shard `model` in place, one unit per logical layer, and return it.
 
     Each logical layer and each prediction depth becomes one unit over `meshes.dense`. Experts that are spread over
-    ranks become separate units over `meshes.expert`. Their gradients are averaged over all data-parallel ranks like
-    all others, and their parameters are DTensors of all experts, over `meshes.ep` too. Parameters that the first and
-    the last stage of a pipeline share form one more unit. The root unit, last, has the embedding, the final norm and
-    the head.
+    ranks become separate units over `meshes.expert`. Their gradients are averaged over all data-parallel ranks, like
+    all other gradients. Their parameters are DTensors of all experts, also over `meshes.ep`. Parameters that the first
+    and the last stage of a pipeline share form one more unit. The root is the last unit. It has the embedding, the
+    final norm and the head.
 
-    `options` are passed to each `weft.fully_shard` call, `runtime` to the root's only. The `output_dtype` of
-    `mp_policy` also applies only to the root: activations between layers and rows of experts stay in `param_dtype`.
-    With `param_quantization` and without `quantize`, the projections of layers and the experts are quantized;
-    `weft.quantize.except_ends` excludes layers.
+    `options` are passed to each `weft.fully_shard` call. There are two exceptions. `runtime` is passed to the root
+    only. The `output_dtype` of `mp_policy` applies to the root only: activations between layers and rows of experts
+    stay in `param_dtype`. With `param_quantization` and without `quantize`, the projections of layers and the experts
+    are quantized; `weft.quantize.except_ends` excludes layers.
     """
     if not isinstance(model, HybridModel):
         raise TypeError(f"models.shard got a {type(model).__name__}: pass a HybridModel; fully_shard takes any module")
@@ -54,8 +54,9 @@ def _shard_experts(layer: Any, meshes: Meshes, options: dict[str, Any]) -> None:
 def _for_experts(options: dict[str, Any], meshes: Meshes) -> dict[str, Any]:
     """Return the options of expert units, with the divisor of their gradients.
 
-    A rank's experts see the tokens of the whole expert-parallel group, so the divisor is larger by its size. Without
-    `etp`, whole experts are also sharded over tensor-parallel ranks, whose gradients are to be summed, not averaged.
+    A rank's experts see the tokens of the whole expert-parallel group, so the divisor is multiplied by the group's
+    size. Without `etp`, whole experts are also sharded over tensor-parallel ranks, whose gradients must be summed, not
+    averaged.
     """
     assert meshes.ep is not None
     divisor = (options.get("gradient_divide_factor") or 1) * meshes.ep.size()

@@ -18,7 +18,7 @@ from weft.overlap.layer import beside_forward
 
 
 class Layer(nn.Module):
-    """One logical layer: a single block or a group of blocks, each with its own checkpoint key.
+    """One logical layer: a single block, or a group of blocks. Each block has its own checkpoint key.
 
     It is a `weft.overlap.StagedLayer`: the blocks before a terminal `-` or `E` belong to `attend`.
     """
@@ -46,7 +46,7 @@ class Layer(nn.Module):
     def forward(
         self, x_BSD: Tensor, cache: Cache | None = None, documents: Borders | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the output [B, S, D], and a loss that the layer adds, such as balancing, a scalar or None.
+        """Return the output [B, S, D], and a loss that the layer adds, such as balancing: a scalar or None.
 
         With a cache, `x_BSD` are the positions after the cached ones (see `HybridModel.forward`).
         """
@@ -63,13 +63,13 @@ class Layer(nn.Module):
 
     @property
     def dispatcher(self) -> Dispatcher | None:
-        """The dispatcher of this layer's tokens, if its experts are spread over ranks; None otherwise."""
+        """The dispatcher of this layer's tokens if its experts are spread over ranks. Otherwise None."""
         moves = self._terminal.dispatcher if self._terminal is not None else None
         return moves if moves is not None and len(moves.experts) < moves.num_experts else None
 
     @property
     def _terminal(self) -> Any:
-        """The MLP or the experts at the end of the layer; None without one."""
+        """The MLP or the experts at the end of the layer, or None without one."""
         if self.symbols[-1] not in TERMINAL:
             return None
         key = LAYER_KEYS[self.symbols[-1]]
@@ -82,7 +82,7 @@ class Layer(nn.Module):
         return terminal
 
     def attend(self, x_BSD: Tensor, cache: Cache | None = None, documents: Borders | None = None) -> Crossing:
-        """Run all blocks before the terminal one, and the part of the terminal one before its experts."""
+        """Run all blocks before the terminal block, and the part of the terminal block before its experts."""
         terminal = self._terminal
         if terminal is not None and (what := beside_forward(terminal)):
             raise ValueError(
@@ -103,7 +103,7 @@ class Layer(nn.Module):
         return self._terminal.run_experts(rows, handle)
 
     def finish(self, rows: Tensor, kept: dict[str, Tensor], handle: Any) -> Tensor:
-        """Weight the experts' outputs and add the residual stream; return [B, S, D]."""
+        """Weight the experts' outputs and add the residual stream. Return [B, S, D]."""
         return self._terminal.join(rows, kept, handle)
 
     def expert_modules(self) -> Sequence[nn.Module]:
@@ -112,7 +112,7 @@ class Layer(nn.Module):
 
 
 class Layers(nn.ModuleList):
-    """Layers named by their numbers in the whole model. Indices count the layers of this rank."""
+    """Layers named by their numbers in the whole model. Indices count only the layers of this rank."""
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -126,11 +126,11 @@ class Layers(nn.ModuleList):
 class Stack(nn.Module):
     """Logical layers in order, and a final norm.
 
-    `here`: the indices of the `layers` that this rank has; None: all. `ends`: whether this rank has the final norm.
+    `here`: the indices of the `layers` that this rank has. None: all. `ends`: whether this rank has the final norm.
     """
 
     scaling_by_length: Mapping[str, Any] | None
-    """The `rope_scaling` of a type whose rotation depends on the length of a sequence; None for all other stacks."""
+    """The `rope_scaling`, if its rotation depends on the length of a sequence. Otherwise None."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class Stack(nn.Module):
     def forward(
         self, x_BSD: Tensor, cache: Cache | None = None, documents: Borders | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run the layers; return their output [B, S, D], without the final norm, and the losses that they add."""
+        """Run the layers. Return their output [B, S, D], without the final norm, and the losses that they add."""
         losses, beside = [], _given(cache=cache, documents=documents)
         for layer in self.layers:
             x_BSD, loss = layer(x_BSD, **beside)

@@ -12,7 +12,7 @@ Found = TypeVar("Found")
 
 
 class Stages:
-    """The pipeline stages of a model, seen from this rank; a model without a pipeline has one."""
+    """The pipeline stages of a model, seen from this rank. A model without a pipeline has one stage."""
 
     def __init__(self, model: nn.Module) -> None:
         self._cut = parts_of(model)
@@ -36,7 +36,7 @@ class Stages:
         return {name: value for stage in self.all_of(named) for name, value in stage.items()}
 
     def count_parameters(self) -> int:
-        """Return the number of parameter elements of the whole model; shared ones count once. Collective."""
+        """Return the number of parameter elements of the whole model. Shared parameters count once. Collective."""
         copies = self._model.shared_ends if self._cut is not None and self._cut.has_copies else ()
         again = {id(parameter) for module in copies for parameter in module.parameters()}
         return sum(

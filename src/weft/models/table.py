@@ -11,11 +11,13 @@ from weft.models.pattern import LAYER_KEYS, LAYER_NAMES
 
 @dataclass(frozen=True)
 class Row:
-    """One symbol: `physical` counts symbols from 1, `logical` counts logical layers from 0.
+    """One symbol of a pattern.
 
-    `segment`: the number of the pipeline segment from 0, or "depth n" in a prediction part.
-
-    `unit`: the name of the sharded module that it belongs to. `parameters`: the number of its parameter elements.
+    - `physical`: the number of the symbol, from 1.
+    - `logical`: the number of its logical layer, from 0.
+    - `segment`: the number of the pipeline segment, from 0, or "depth n" in a prediction part.
+    - `unit`: the name of the sharded module to which the symbol belongs.
+    - `parameters`: the number of its parameter elements.
     """
 
     symbol: str
@@ -28,7 +30,7 @@ class Row:
 
 
 def rows_of(cfg: HybridConfig) -> list[Row]:
-    """Return one row per symbol of the pattern of `cfg`; weights are on the meta device and use no memory."""
+    """Return one row per symbol of the pattern of `cfg`. Weights are on the meta device and use no memory."""
     with torch.device("meta"):
         model = HybridModel(cfg)
     pattern = cfg.parsed

@@ -5,9 +5,9 @@ computes with its heads, groups or columns. The output of its last projection is
 
     x [B, S/tp, D]   norm   gather   [B, S, D]   this rank's heads   last projection   sum, scatter   [B, S/tp, D]
 
-`cuts_of` lists how each parameter is divided. A parameter that is not cut has a partial gradient on each rank, which is
-summed over the ranks: norms see only this rank's positions, and modules between gathering and scattering see only this
-rank's heads. See `weft.moe.parts`.
+`cuts_of` lists how each parameter is divided. A parameter that is not cut has a partial gradient on each rank: norms
+see only this rank's positions, and modules between gathering and scattering see only this rank's heads. These gradients
+are summed over the ranks. See `weft.moe.parts`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,11 +32,12 @@ CUT, ALIKE, SPREAD = "cut", "alike", "spread"
 
 @dataclass(frozen=True)
 class TensorRanks:
-    """The ranks that share every layer; `mesh` is 1-D."""
+    """The ranks that share every layer. `mesh` is 1-D."""
 
     mesh: DeviceMesh
     experts: str = CUT
-    """`CUT`: experts are cut over the ranks. `ALIKE`: each rank has all. `SPREAD`: expert-parallel ranks have some."""
+    """`CUT`: experts are cut over the ranks. `ALIKE`: each rank has all experts. `SPREAD`: each rank has some
+    experts."""
 
     @cached_property
     def group(self) -> dist.ProcessGroup:
@@ -58,7 +59,7 @@ class TensorRanks:
         return torch.cat(self.stacked(x).unbind(), dim=1)
 
     def scatter(self, x: Tensor) -> Tensor:
-        """Sum [B, S, ...] over the ranks; return this rank's positions of the sum, [B, S / size, ...]."""
+        """Sum [B, S, ...] over the ranks. Return this rank's positions of the sum, [B, S / size, ...]."""
         return summed(self.group, torch.stack(x.chunk(self.size, dim=1)), lane=LANE)
 
     def stacked(self, x: Tensor) -> Tensor:
@@ -70,14 +71,14 @@ class TensorRanks:
         return self.stacked(x)[first : first + count].mean(0)
 
     def joined(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-        """Concatenate the ranks' parts, of `sizes` along `dim`.
+        """Concatenate the parts of the ranks, whose sizes along `dim` are `sizes`.
 
         Backward does not sum gradients: every rank must compute the same from the result.
         """
         return _Joined.apply(x, self, dim, tuple(sizes))
 
     def shared(self, loss: Tensor) -> Tensor:
-        """Return `loss`, which every rank computes equally, with its gradient divided by the number of ranks."""
+        """Return `loss`, which is equal on all ranks, with its gradient divided by the number of ranks."""
         return _Shared.apply(loss, self.size)
 
     def positions(self, x: Tensor) -> Tensor:
@@ -85,7 +86,7 @@ class TensorRanks:
         return x.chunk(self.size, dim=1)[self.rank]
 
     def require(self, tokens: Tensor) -> None:
-        """Raise `ValueError` unless the number of ranks divides the positions of `tokens` [B, S]."""
+        """Raise `ValueError` if the number of ranks does not divide the positions of `tokens` [B, S]."""
         if tokens.shape[1] % self.size:
             raise ValueError(
                 f"{tokens.shape[1]} positions on tp={self.size} ranks, which must all have the same number: pad the "
@@ -94,7 +95,7 @@ class TensorRanks:
 
 
 def tensor_ranks(meshes: Meshes | None) -> TensorRanks | None:
-    """Return the tensor-parallel ranks of `meshes`; None if every rank has whole layers."""
+    """Return the tensor-parallel ranks of `meshes`, or None if every rank has whole layers."""
     if meshes is None or meshes.tp is None:
         return None
     return TensorRanks(meshes.tp, CUT if meshes.etp is not None else ALIKE if meshes.ep is None else SPREAD)
@@ -108,8 +109,8 @@ WHOLE = None
 
 @dataclass(frozen=True)
 class Rows:
-    """The last projection of a block: its input columns are cut, its output is summed over the ranks, its bias is added
-    once."""
+    """The last projection of a block. Its input columns are cut, its output is summed over the ranks, and its bias is
+    added once."""
 
     units: int
     width: int = 1
@@ -117,7 +118,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """The parameter is not divided here: `GroupedExperts.spread` distributes experts over expert-parallel ranks."""
+    """The parameter is not divided in this file: `GroupedExperts.spread` distributes experts over ranks."""
 
 
 Lies = Cut | Rows | Elsewhere | None
@@ -128,8 +129,9 @@ def _columns(*sections: tuple[int, int], dim: int = 0) -> Cut:
 
 
 def cuts_of(symbol: str, cfg: HybridConfig, experts: str = CUT) -> dict[str, Lies]:
-    """Return how each parameter of a block is divided, by its name or by its module's name; `experts`: see
-    `TensorRanks`.
+    """Return how each parameter of a block is divided, by its name or by the name of its module.
+
+    `experts`: see `TensorRanks`.
     """
     norms: dict[str, Lies] = {"norm": WHOLE, "post_norm": WHOLE}
     lies = norms | _KINDS[symbol](cfg)
@@ -261,7 +263,8 @@ def ends_of(cfg: HybridConfig) -> dict[str, Lies]:
 def share(module: nn.Module, lies: Mapping[str, Lies], ranks: TensorRanks, path: str = "") -> None:
     """Replace the parameters of `module` by this rank's parts.
 
-    `lies`: how each parameter is divided, by its name or by its module's name. `path`: the name of `module` in `lies`.
+    `lies`: how each parameter is divided, by its name or by the name of its module. `path`: the name of `module` in
+    `lies`.
     """
     for owner_name, owner in module.named_modules():
         where = ".".join(filter(None, (path, owner_name)))

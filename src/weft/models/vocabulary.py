@@ -1,4 +1,4 @@
-"""The next-token loss over logits that are cut along the vocabulary, so that no rank has all of them.
+"""The next-token loss over logits that are cut along the vocabulary: no rank has all logits.
 
 Ranks all-reduce the largest logit of each row, then the sum of its exponentials and the logit of its label.
 """
@@ -16,7 +16,7 @@ WHAT = "scores of tensor-parallel ranks"
 
 
 def require_tokens(name: str, tokens: Tensor, vocab_size: int) -> None:
-    """Raise RuntimeError for a number that is no token. On a device, work that is awaited later raises.
+    """Raise RuntimeError for a number that is no token. On a device, later work raises when it is awaited.
 
     Without this check, no rank would have the token, and nothing would fail.
     """
@@ -27,8 +27,8 @@ def require_tokens(name: str, tokens: Tensor, vocab_size: int) -> None:
 def cut_cross_entropy(logits: Tensor, labels: Tensor, first: int, vocab_size: int, group: dist.ProcessGroup) -> Tensor:
     """Return `weft.models.loss.cross_entropy` of logits that are cut over `group`. Collective.
 
-    logits: [..., tokens of this rank], for the tokens from `first` on. Every rank returns the same loss; backward gives
-    the whole gradient of this rank's logits.
+    `logits`: [..., tokens of this rank], for the tokens from `first` on. Every rank returns the same loss. Backward
+    gives the whole gradient of this rank's logits.
     """
     check_labels(logits, labels)
     require_tokens("labels", labels.masked_fill(labels == IGNORED_LABEL, 0), vocab_size)

@@ -2,16 +2,16 @@
 
     handle = dispatcher.plan(counts, rows)        starts to exchange the numbers of rows between ranks
     ...                                           computation
-    there = dispatcher.dispatch(rows, handle)     sends rows in the background, when the sizes are known
+    there = dispatcher.dispatch(rows, handle)     sends the rows in the background, once the sizes are known
     ...                                           computation
-    rows = there.wait()                           rows grouped by the rank they come from
-    back = dispatcher.combine(rows, handle)       the reverse
+    rows = there.wait()                           the rows that arrived, grouped by the sending rank
+    back = dispatcher.combine(rows, handle)       sends rows back
 
-The dispatcher's `rows_per` defines a row. "rank": a token's row for all of its experts on one rank (see
-`weft.moe.visits`). "expert": a row for each expert, sorted by expert.
+The dispatcher's `rows_per` defines a row. "rank": one row of a token for all of its experts on one rank (see
+`weft.moe.visits`). "expert": one row of a token for each of its experts, sorted by expert.
 
-Both directions only move rows, so each is the other's backward. They do not use autograd; `exchange` is the autograd
-function around them for callers that wait immediately.
+`dispatch` and `combine` only move rows, so each is the backward of the other. They do not use autograd. `exchange` is
+the autograd function around them, for callers that wait immediately.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,13 +37,16 @@ from weft.moe.visits import Visits
 
 
 class Handle:
-    """The sizes and order of one exchange: integers and index tensors, nothing differentiable.
+    """The sizes and the order of one exchange: integers and index tensors, nothing differentiable.
 
-    `sent`, `received`: the numbers of rows that this rank sends and receives. `assignments`: the number of pairs of a
-    token and an expert that this rank computes. `offsets` [local experts] int32: the end of each expert's rows, once
-    they are sorted by expert. `by_expert`, `by_arrival` [received] int64: indices that sort arrived rows by expert, and
-    back; None if they arrive sorted, or with one row per rank. These fields are valid after `ready`, or after the
-    dispatched rows have arrived. `permutation`, `visits` and `arrived` belong to the layer: the owner of each row.
+    - `sent`, `received`: the numbers of rows that this rank sends and receives.
+    - `assignments`: the number of pairs of a token and an expert that this rank computes.
+    - `offsets` [local experts] int32: the end of each expert's rows, once the rows are sorted by expert.
+    - `by_expert`, `by_arrival` [received] int64: indices that sort arrived rows by expert, and back. None if the rows
+      arrive sorted, or with one row per rank.
+    - `permutation`, `visits`, `arrived`: which token and expert each row belongs to. The layer sets them.
+
+    All but the last three are valid after `ready`, or after the dispatched rows have arrived.
     """
 
     sent: int
@@ -63,8 +66,7 @@ class Handle:
 class Halves(Handle):
     """The handles of the two halves of the tokens. `sizes`: the number of rows to send for each half.
 
-    `weft.overlap` sends the halves one after another, each with its own handle. This class is never passed to a
-    dispatcher.
+    `weft.overlap` sends the halves one after another, each with its own handle. A dispatcher never gets a `Halves`.
     """
 
     def __init__(self, parts: Sequence[Handle], sizes: Sequence[int], shape: tuple[int, int]) -> None:
@@ -78,18 +80,18 @@ class Halves(Handle):
 
 
 class Arrival:
-    """Rows in flight. `wait` returns them, ready for computation on the current stream."""
+    """Rows in flight. `wait` returns them when they can be used on the current stream."""
 
     def __init__(
         self, rows: Tensor | Callable[[], Tensor], ticket: Ticket | None = None, source: Tensor | None = None
     ) -> None:
-        """`rows`: the output, or a function that returns it once `ticket` has ended. `source`: the tensor sent."""
+        """`rows`: the output, or a function that returns it when `ticket` has ended. `source`: the sent tensor."""
         self._rows = rows
         self._ticket = ticket
         self._source = source
 
     def __del__(self) -> None:
-        """Keep the memory of an exchange that is still running."""
+        """Keep the memory of an exchange that still runs."""
         if self._ticket is not None:
             self._ticket.abandon()
 
@@ -104,41 +106,45 @@ class Arrival:
 
 
 class Dispatcher(Protocol):
-    """Moves rows between the ranks that share a set of experts. All layers with `num_experts` experts can share one."""
+    """The protocol of an object that moves rows between the ranks that share a set of experts.
+
+    All layers with `num_experts` experts can share one dispatcher.
+    """
 
     num_experts: int
     experts: range
     """The experts of this rank. Each rank has the same number."""
     rows_per: str
-    """What a row is for: "rank" or "expert", as in `weft.moe.kinds.ROWS_PER`."""
+    """What a row stands for: "rank" or "expert", as in `weft.moe.kinds.ROWS_PER`."""
 
     def plan(self, counts: Tensor, rows: Tensor | None = None) -> Handle:
         """Start to exchange the numbers of rows between the ranks.
 
-        `counts` [num_experts] int64: assignments to each expert. `rows` [ranks] int64: rows to each rank; only with
-        `rows_per="rank"`.
+        `counts` [num_experts] int64: the number of assignments to each expert. `rows` [ranks] int64: the number of rows
+        to each rank, only with `rows_per="rank"`.
         """
         ...
 
     def dispatch(self, rows: Tensor, handle: Handle, behind: Any = None) -> Arrival:
         """Start to send rows, sorted by rank, to their experts' ranks; [sent or more, hidden] -> [received, hidden].
 
-        On a device with streams the host waits for the sizes; on CPU the rows are sent in the background when the sizes
-        are known. Rows after the first `handle.sent` are not sent. `behind`: an event (`weft.comm.streams.moment`) at
-        which `rows` are complete; the exchange waits only for it. None: the exchange waits for all work issued so far.
+        Rows after the first `handle.sent` are not sent. On a device with streams the host waits for the sizes. On CPU
+        the rows are sent in the background once the sizes are known. `behind`: an event (`weft.comm.streams.moment`) at
+        which `rows` are complete. The exchange then waits only for this event. With None, it waits for all work issued
+        so far.
         """
         ...
 
     def combine(self, rows: Tensor, handle: Handle) -> Arrival:
-        """Start to send rows back to their ranks; [received, hidden] -> the number of dispatched rows.
+        """Start to send rows back to the ranks of their tokens; [received, hidden] -> [dispatched rows, hidden].
 
-        Rows after the first `handle.sent` are zeros.
+        The returned rows after the first `handle.sent` are zeros.
         """
         ...
 
 
 class LocalDispatcher:
-    """The dispatcher of a rank that holds all experts: it returns rows unchanged, without communication."""
+    """The dispatcher of a rank that has all experts. It returns rows unchanged, without communication."""
 
     rows_per: str = "expert"
 
@@ -152,11 +158,11 @@ class LocalDispatcher:
         return _LocalHandle(counts)
 
     def dispatch(self, rows: Tensor, handle: Handle, behind: Any = None) -> Arrival:
-        """Return `rows` unchanged; they stay on this rank."""
+        """Return `rows` unchanged. They stay on this rank."""
         return Arrival(rows.detach())
 
     def combine(self, rows: Tensor, handle: Handle) -> Arrival:
-        """Return `rows` unchanged; they stay on this rank."""
+        """Return `rows` unchanged. They stay on this rank."""
         return Arrival(rows.detach())
 
 
@@ -166,7 +172,7 @@ class _LocalHandle(Handle):
 
     @cached_property
     def sent(self) -> int:  # type: ignore[override]
-        """The number of rows. Reading it on CUDA synchronizes with the device, so only code that drops rows does."""
+        """The number of rows. Reading it on CUDA synchronizes with the device: only code that drops rows does so."""
         return int(self.offsets[-1])
 
     @property
@@ -179,15 +185,15 @@ class _LocalHandle(Handle):
 
 
 class AllToAll:
-    """All-to-all with uneven splits over a group of `ep` ranks; rank r holds the r-th equal part of the experts.
+    """All-to-all with uneven splits over a group of `ep` ranks. Rank r holds the r-th equal part of the experts.
 
-    `rows_per`: "rank" sends a token once to each rank that holds any of its experts. "expert" sends it once to each of
+    `rows_per`: "rank" sends a token once to each rank that has any of its experts. "expert" sends it once to each of
     its experts; sums are then bit-equal to those of one process.
 
-    Collective: every rank of the group builds it, in the same order. Rows use an exchange lane. Counts use a second
-    lane and, where a communicator runs one operation after another, a second communicator, so that they never queue
-    behind rows. If ranks run different numbers of expert layers, the rank that waits for an exchange raises
-    CollectiveMismatch within seconds (on CPU, over gloo).
+    Collective: every rank of the group builds the dispatcher, in the same order. Rows use an exchange lane. Counts use
+    a second lane, so that they never queue behind rows. If a communicator runs one operation after another, counts also
+    use a second communicator. If ranks run different numbers of expert layers, the rank that waits for an exchange
+    raises CollectiveMismatch within seconds (on CPU, over gloo).
     """
 
     def __init__(self, group: dist.ProcessGroup | DeviceMesh, num_experts: int, *, rows_per: str = "rank") -> None:
@@ -216,7 +222,8 @@ class AllToAll:
         return self  # copies of a model share the group
 
     def plan(self, counts: Tensor, rows: Tensor | None = None) -> Handle:
-        """Start the all-to-all of the counts. Raises ValueError unless `rows` is given exactly with "rank"."""
+        """Start the all-to-all of the counts. Raises ValueError if `rows` is missing with "rank", or given with
+        "expert"."""
         if (rows is None) != (self.rows_per == "expert"):
             given = "no numbers of rows" if rows is None else "numbers of rows"
             raise ValueError(
@@ -261,7 +268,7 @@ class AllToAll:
         return Arrival(known, ticket, rows)
 
     def combine(self, rows: Tensor, handle: Handle) -> Arrival:
-        """Start to send rows back to their ranks; [received, hidden] -> [sent or more, hidden]."""
+        """Start to send rows back to the ranks of their tokens; [received, hidden] -> [sent or more, hidden]."""
         handle = _known(handle)
         output = self._memory(rows, max(handle.room, handle.sent))
         output[handle.sent :].zero_()
@@ -291,8 +298,8 @@ class AllToAll:
 
 
 class _ExchangeHandle(Handle):
-    """The handle of an all-to-all. `sent_to`, `received_from`: rows per rank. `room`: rows in the layer's buffer, at
-    least `sent`."""
+    """The handle of an all-to-all. `sent_to`, `received_from`: rows per rank. `room`: the number of rows in the layer's
+    buffer, at least `sent`."""
 
     def __init__(
         self, ranks: int, has_visits: bool, counts: Tensor, received: Tensor, host: Tensor, ticket: Ticket
@@ -314,11 +321,12 @@ class _ExchangeHandle(Handle):
         return None if self._arriving is None else self._arriving[-1]
 
     def leaving(self) -> list[int]:
-        """Return the rows to each rank, which this rank's own counts determine without waiting."""
+        """Return the number of rows to each rank. This rank's own counts determine them, so nothing waits."""
         return self.sent_to if self._arriving is None else self._rows(self._arriving[0].view(self._ranks, -1))
 
     def arriving(self) -> list[int]:
-        """Return the rows from each rank. The counts must be in host memory; `ready` need not have been called."""
+        """Return the number of rows from each rank. The counts must be in host memory; `ready` need not have been
+        called."""
         return self.received_from if self._arriving is None else self._rows(self._arriving[2][1].view(self._ranks, -1))
 
     def _rows(self, counts: Tensor) -> list[int]:
@@ -347,7 +355,7 @@ class _ExchangeHandle(Handle):
 
 
 def _planned(rows: Tensor, leaving: list[int]) -> Tensor:
-    """Return the contiguous data of `rows`. Raises ValueError if their number is not the planned one."""
+    """Return the contiguous data of `rows`. Raises ValueError if the number of rows is not the planned one."""
     if rows.shape[0] != sum(leaving):
         raise ValueError(
             f"{rows.shape[0]} rows to send, but this handle's plan counted {sum(leaving)}, and the other ranks wait "
@@ -357,7 +365,7 @@ def _planned(rows: Tensor, leaving: list[int]) -> Tensor:
 
 
 def _known(handle: Handle) -> _ExchangeHandle:
-    """Return `handle` after waiting for its sizes."""
+    """Wait for the sizes of `handle` and return it."""
     assert isinstance(handle, _ExchangeHandle)
     handle.ready()
     return handle
@@ -376,7 +384,7 @@ Direction = Literal["dispatch", "combine"]
 
 
 def exchange(rows: Tensor, dispatcher: Dispatcher, handle: Handle, direction: Direction) -> Tensor:
-    """Run `dispatcher.dispatch` or `.combine` and wait for the rows. It can be differentiated once."""
+    """Run `dispatcher.dispatch` or `dispatcher.combine`, and wait for the rows. It can be differentiated once."""
     return _Exchange.apply(rows, dispatcher, handle, direction)
 
 

@@ -21,7 +21,7 @@ from weft.moe.source import INITIAL_STD, WeightSource
 
 BACKENDS = ("grouped_mm", "loop")
 ALIGNMENT_BYTES = 16
-"""`torch.nn.functional.grouped_mm` requires strides that are multiples of this."""
+"""`torch.nn.functional.grouped_mm` requires strides that are multiples of this number of bytes."""
 
 BIAS = "_bias"
 """The suffix of the names of biases, after the name of the projection."""
@@ -30,15 +30,22 @@ log = logging.getLogger(__name__)
 
 
 class GroupedExperts(nn.Module):
-    """Experts, each an MLP of the kind `act` (see `weft.moe.mlp`; `clamp` is for "clamped_swiglu"), one 3-D parameter
-    per projection.
+    """The MLPs of this rank's experts, with one 3-D parameter per projection.
 
-    `backend`: "grouped_mm" multiplies the rows of all experts in one call. "loop" multiplies expert by expert; it is
-    the reference, and the host reads the offsets. With "grouped_mm", the loop still runs, with a warning in the log,
-    for sizes whose rows are not multiples of 16 bytes, and on GPUs where `grouped_mm` leaves the gradients of experts
-    without rows uninitialized.
-    `first_expert`: the number of the first expert here, so that expert n gets the same initial weights on any rank.
-    `bias`: each projection has a bias for every expert.
+    Args:
+        num_local_experts: the number of experts on this rank.
+        hidden_size: the width of rows.
+        intermediate_size: the inner width of each expert.
+        act: the kind of MLP (see `weft.moe.mlp`).
+        clamp: the constants of "clamped_swiglu".
+        bias: whether each projection has a bias for every expert.
+        backend: "grouped_mm" multiplies the rows of all experts in one call. "loop", the reference, multiplies expert
+            by expert, and the host reads the offsets. In two cases "grouped_mm" runs the loop, with a warning in the
+            log: for sizes whose rows are not multiples of 16 bytes, and on GPUs where `grouped_mm` leaves the gradients
+            of experts without rows uninitialized.
+        first_expert: the number of the first expert on this rank. With it, expert n gets the same initial weights on
+            any rank.
+        source: the source of the initial weights.
     """
 
     graph_scopes: ClassVar = {"forward": ("experts", None)}
@@ -47,9 +54,9 @@ class GroupedExperts(nn.Module):
     recomputes = False
     """Whether backward recomputes `forward`."""
     multiplies_quantized = True
-    """Its products support quantized weights."""
+    """Whether the products support quantized weights."""
     fills_slices = True
-    """`reset_parameters` fills the local parts of DTensors, each expert from its own number."""
+    """Whether `reset_parameters` fills the local parts of DTensors. It fills each expert by the expert's own number."""
 
     def __init__(
         self,
@@ -112,9 +119,8 @@ class GroupedExperts(nn.Module):
     def spread(self, mesh: DeviceMesh) -> None:
         """Turn the parameters into DTensors of all experts, sharded over the 1-D `mesh`.
 
-        With tensor parallelism inside experts, `mesh` is 2-D and its last axis is the tensor-parallel one.
-
         Call it before `fully_shard`. Norms, optimizers and checkpoints then see each expert once, by its global number.
+        With tensor parallelism inside experts, `mesh` is 2-D, and its last axis is the tensor-parallel axis.
         """
         for name, weight in list(self.named_parameters()):
             beyond = weight.placements if isinstance(weight, DTensor) else ()
@@ -127,7 +133,7 @@ class GroupedExperts(nn.Module):
     def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
         """Apply each expert to its rows; [rows, hidden], sorted by expert -> [rows, hidden].
 
-        offsets: [experts] int32, the end of each expert's rows.
+        `offsets`: [experts] int32, the end of each expert's rows.
         """
         return recomputed(self._computed, rows, offsets) if self.recomputes else self._computed(rows, offsets)
 

@@ -8,7 +8,7 @@ GATED = ("silu", "clamped_swiglu", "gelu_tanh")
 
 
 ROWS_PER = ("rank", "expert")
-"""What a row sent between ranks is for: all of a token's experts on one rank, or one expert."""
+"""What a row that is sent between ranks stands for: all of a token's experts on one rank, or one expert."""
 
 
 class Clamp(NamedTuple):
@@ -19,4 +19,4 @@ class Clamp(NamedTuple):
 
 
 CLAMP = Clamp()
-"""The constants of GPT-OSS."""
+"""The constants of the clamped SwiGLU in GPT-OSS."""

@@ -22,9 +22,11 @@ from weft.moe.visits import arrange, gather, goes_in_halves, halved, open_up, pa
 class Sent(NamedTuple):
     """The results of `MoE.send`.
 
-    `rows` [rows, hidden]: the rows to send. `weights` [tokens, k] fp32: the routing weights, or None if the rows carry
-    them. `shared`: the shared expert's output [batch, seq, hidden], or None. `loss`: the router's loss, a scalar, or
-    None. `handle`: the handle of the exchange.
+    - `rows` [rows, hidden]: the rows to send.
+    - `weights` [tokens, k] fp32: the routing weights. None if the rows carry them.
+    - `shared` [batch, seq, hidden]: the shared expert's output, or None.
+    - `loss`: the router's loss, a scalar, or None.
+    - `handle`: the handle of the exchange.
     """
 
     rows: Tensor
@@ -35,17 +37,30 @@ class Sent(NamedTuple):
 
 
 class MoE(nn.Module):
-    """Each token is processed by `top_k` of `num_experts` experts, which are spread over the dispatcher's ranks.
+    """Mixture-of-experts layer: `top_k` of `num_experts` experts process each token.
 
-    `dispatcher`: None keeps all experts on this rank. Layers with the same number of experts can share one. `act`: the
-    kind of all MLPs (see `weft.moe.mlp`). `clamp`: the constants of "clamped_swiglu". `bias`: whether the shared expert
-    and the latent projections have biases. `experts_bias`, `router_bias`: whether the routed experts and the router
-    have biases. `latent_size`: the width of tokens in the exchange and in the routed experts, with a projection before
-    and one after (Nemotron-H); None: the hidden size. `shared_intermediate_size`: the inner width of an expert that
-    processes every token, 0 for none. `shared_expert_gate`: multiply its output by a learned sigmoid (Qwen2-MoE,
-    arXiv:2407.10671). `backend`: the backend of `GroupedExperts`. `router_options`: arguments of `Router`.
+    The experts are spread over the ranks of the dispatcher. `forward` is `send`, `exchange`, `run_experts`, `exchange`,
+    `receive`. A schedule calls these parts one by one.
 
-    `forward` is `send`, `exchange`, `run_experts`, `exchange`, `receive`. A schedule calls these parts one by one.
+    Args:
+        hidden_size: the width of tokens.
+        intermediate_size: the inner width of each routed expert.
+        num_experts: the number of routed experts, on all ranks together.
+        top_k: the number of experts for each token.
+        dispatcher: the exchange between ranks. Layers with the same number of experts can share one. Default: all
+            experts are on this rank.
+        act: the kind of all MLPs (see `weft.moe.mlp`).
+        clamp: the constants of "clamped_swiglu".
+        bias: whether the shared expert and the latent projections have biases.
+        experts_bias: whether the routed experts have biases.
+        router_bias: whether the router has a bias.
+        latent_size: the width of tokens in the exchange and in the routed experts, with a projection before and one
+            after (Nemotron-H). Default: `hidden_size`.
+        shared_intermediate_size: the inner width of an expert that processes every token. 0: there is none.
+        shared_expert_gate: multiply the shared expert's output by a learned sigmoid (Qwen2-MoE, arXiv:2407.10671).
+        backend: the backend of `GroupedExperts`.
+        source: the source of the initial weights.
+        **router_options: arguments of `Router`.
     """
 
     graph_scopes: ClassVar = {
@@ -54,11 +69,12 @@ class MoE(nn.Module):
     }
     """The methods that `weft.Graphs` may capture, with the scope and the modules that each uses (None: all)."""
     other_positions: DeviceMesh | None = None
-    """The mesh of ranks that hold the other positions of the same sequences, None if there are none."""
+    """The mesh of ranks that hold the other positions of the same sequences. None if this rank holds all positions."""
     load: Tensor
-    """The assignments to each expert in training forwards, [num_experts] int64."""
+    """The number of assignments to each expert in training forwards, [num_experts] int64."""
     exchanged: Tensor
-    """The assignments to experts on other ranks, and the rows sent for them, in training forwards, [2] int64."""
+    """The numbers of assignments to experts on other ranks, and of rows sent for them, in training forwards, [2]
+    int64."""
 
     def __init__(
         self,
@@ -184,7 +200,7 @@ class MoE(nn.Module):
     def run_experts(self, rows: Tensor, handle: Handle) -> Tensor:
         """Apply this rank's experts to the rows that arrived; [received, hidden] -> [received, hidden].
 
-        With one row per rank, the result is the weighted sum over a row's experts.
+        With one row per rank, each result is the weighted sum over the experts of its row.
         """
         if handle.visits is None:
             rows = reorder(rows, handle.by_expert, handle.by_arrival)
@@ -201,7 +217,7 @@ class MoE(nn.Module):
         return self.experts(rows, offsets)
 
     def receive(self, rows: Tensor, weights: Tensor | None, shared: Tensor | None, handle: Handle) -> Tensor:
-        """Return the weighted sum of the rows that came back, plus `shared`; -> [batch, seq, hidden]."""
+        """Return the weighted sum of the rows that came back, plus `shared`; [rows, hidden] -> [batch, seq, hidden]."""
         if isinstance(handle, Halves):
             parts = zip(rows.split(handle.sizes), handle.parts)
             sums = [gather(some, part.visits) for some, part in parts if part.visits is not None]

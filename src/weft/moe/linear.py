@@ -21,5 +21,6 @@ class Linear(nn.Linear):
             nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the product with the weight, or with this rank's part of it under tensor parallelism."""
+        """Return the product with the weight. Under tensor parallelism, this is the product with this rank's part of
+        the weight."""
         return F.linear(input, part(self, "weight"), part(self, "bias"))

@@ -1,14 +1,15 @@
-"""The part of a parameter that a rank computes with under tensor parallelism.
+"""The part of a parameter with which a rank computes under tensor parallelism.
 
 parameter            at rest                  in a product         its gradient
 -------------------  -----------------------  -------------------  ------------------------------------
 of one process       plain                    whole                whole
-cut                  DTensor, Shard(dim)      this rank's slice    that of the slice
+cut                  DTensor, Shard(dim)      this rank's slice    the gradient of the slice
 read in parts        DTensor, Replicate()     this rank's spans    partial: summed over the ranks
 whole                DTensor, Replicate()     whole                partial: summed over the ranks
 
-A parameter is read in parts if this rank's rows are not one slice of it: the fused projections of recurrences, and
-heads, groups or tokens that cannot be divided evenly. The gradient of a whole parameter is always partial.
+A parameter is read in parts if this rank's rows are not one slice of the parameter. Examples are the fused projections
+of recurrences, and heads, groups or tokens that cannot be divided evenly. The gradient of a whole parameter is always
+partial.
 """
 
 from collections.abc import Sequence
@@ -36,10 +37,11 @@ class Cut:
 
 @dataclass(frozen=True)
 class Part:
-    """The part of one parameter that a rank computes with.
+    """The part of one parameter that a rank uses in its computation.
 
     `spans`: (start, length) along `dim`, for a parameter that is cut or read in parts. `share`: divide by the number of
-    ranks, for parameters whose products are summed over the ranks, such as the bias of a row-parallel projection.
+    ranks. This is for parameters whose products are summed over the ranks, such as the bias of a row-parallel
+    projection.
     """
 
     mesh: DeviceMesh
@@ -60,7 +62,7 @@ class Part:
 
 
 def part(module: nn.Module, name: str) -> Any:
-    """Return the part of the parameter `name` of `module` that this rank computes with; None if it is None."""
+    """Return the part of the parameter `name` of `module` that this rank uses, or None if the parameter is None."""
     parameter = module._parameters[name] if name in module._parameters else getattr(module, name)
     how = vars(module).get(PARTS)
     if parameter is None or how is None:
@@ -69,7 +71,8 @@ def part(module: nn.Module, name: str) -> Any:
 
 
 def place(module: nn.Module, name: str, mesh: DeviceMesh, cut: Cut | None, *, share: bool = False) -> None:
-    """Turn the parameter `name` into a DTensor over the 1-D `mesh`. `cut`: how to shard it; None replicates it."""
+    """Turn the parameter `name` into a DTensor over the 1-D `mesh`. `cut`: how to shard it. With None, it is
+    replicated."""
     parameter = module._parameters[name]
     assert parameter is not None
     local, how = parameter.detach(), Part(mesh, share=share)

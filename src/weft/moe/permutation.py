@@ -21,9 +21,11 @@ from torch.autograd.function import once_differentiable
 class Permutation:
     """The mapping between rows and assignments.
 
-    `assignments` [rows]: the assignment of each row. `rows` [tokens, k]: the row of each assignment, arbitrary for
-    dropped ones. `kept` [tokens, k] bool: whether an assignment has a row; None: all have. `shape`: (batch, seq).
-    `is_padded`: there are also rows of zeros, whose assignment is tokens * k, which no token has.
+    - `assignments` [rows]: the assignment of each row.
+    - `rows` [tokens, k]: the row of each assignment. Arbitrary for dropped assignments.
+    - `kept` [tokens, k] bool: whether an assignment has a row. None: all have one.
+    - `shape`: (batch, seq).
+    - `is_padded`: there are also rows of zeros. Their assignment is tokens * k, a number that no token has.
     """
 
     assignments: Tensor
@@ -41,9 +43,10 @@ class Permutation:
 
     @cached_property
     def bags(self) -> tuple[Tensor, Tensor]:
-        """The rows sorted by token, then by slot, [rows], and the offsets at which each token's rows begin and end.
+        """Return the rows sorted by token, then by slot, [rows], and the offsets at which each token's rows begin.
 
-        If the host does not know the number of rows, the unused rows at the end form one more bag.
+        The last offset is the end. If the host does not know the number of rows, the unused rows at the end form one
+        more bag.
         """
         tokens, k = self.rows.shape
         if self.kept is None:
@@ -64,7 +67,7 @@ def scattered(size: int, index: Tensor, values: Tensor, valid: Tensor | None, fi
 
 
 def by_expert(experts: Tensor, kept: Tensor | None, num_experts: int) -> Tensor:
-    """Return the assignments sorted by expert, then by number, dropped ones last; [tokens, k] -> [tokens * k]."""
+    """Return the assignments sorted by expert, then by number; [tokens, k] -> [tokens * k]. Dropped ones come last."""
     if kept is not None:
         experts = experts.masked_fill(~kept, num_experts)
     return experts.flatten().argsort(stable=True)
@@ -79,7 +82,7 @@ def permutation(order: Tensor, rows: int, kept: Tensor | None, k: int, shape: tu
 
 
 def padded(experts: Tensor, kept: Tensor, num_experts: int, size: int, shape: tuple[int, int]) -> Permutation:
-    """Return the permutation with `size` rows for each expert: the kept assignments by number, then padding."""
+    """Return the permutation with `size` rows for each expert: the kept assignments, by number, and then padding."""
     order = by_expert(experts, kept, num_experts)
     sorted_experts = experts.masked_fill(~kept, num_experts).flatten()[order]
     starts = torch.searchsorted(sorted_experts, torch.arange(num_experts + 1, device=order.device))
@@ -97,15 +100,17 @@ def spread(hidden: Tensor, places: Permutation) -> Tensor:
 
 
 def weigh(rows: Tensor, weights: Tensor, places: Permutation, *, exact: bool = True) -> Tensor:
-    """Sum weight * row over slots; [rows, hidden] and [tokens, k] -> [tokens, hidden], in the rows' dtype.
+    """Return the sum of weight * row over slots; [rows, hidden] and [tokens, k] -> [tokens, hidden], in the rows'
+    dtype.
 
-    `exact`: sum with `sum_slots`. Otherwise with `sum_bags`, which rounds differently and is faster for empty slots.
+    `exact`: sum with `sum_slots`. Otherwise sum with `sum_bags`, which rounds differently and is faster for empty
+    slots.
     """
     return _Weigh.apply(rows, weights, places, sum_slots if exact else sum_bags)
 
 
 def reorder(rows: Tensor, index: Tensor | None, inverse: Tensor | None) -> Tensor:
-    """Return `rows[index]`, [rows, hidden]. `inverse`: the inverse permutation. With `index` None, return `rows`."""
+    """Return `rows[index]`, [rows, hidden]; `rows` if `index` is None. `inverse`: the inverse permutation."""
     return rows if index is None else _Reorder.apply(rows, index, inverse)
 
 
@@ -162,9 +167,9 @@ class _Reorder(torch.autograd.Function):
 
 
 def sum_slots(rows: Tensor, weights: Tensor | None, places: Permutation) -> Tensor:
-    """Return the sum over slots of (weight *) row, [rows, hidden] -> [tokens, hidden], in fp32 or wider.
+    """Return the sum of (weight *) row over slots, [rows, hidden] -> [tokens, hidden], in fp32 or wider.
 
-    It adds slot by slot, so that the order of additions does not depend on ranks or threads. The weight of a slot
+    The sum adds slot by slot, so the order of additions does not depend on ranks or threads. The weight of a slot
     without a row is 0.
     """
     if weights is None and places.kept is not None:
@@ -180,7 +185,8 @@ def sum_slots(rows: Tensor, weights: Tensor | None, places: Permutation) -> Tens
 
 
 def sum_bags(rows: Tensor, weights: Tensor | None, places: Permutation) -> Tensor:
-    """Return the sum of `sum_slots`, computed in one pass over existing rows, without rounding products before adding.
+    """Return the sum of `sum_slots`, computed in one pass over existing rows. Products are not rounded before they are
+    added.
 
     Assignments without a row add nothing.
     """

@@ -5,13 +5,13 @@ from typing import Any
 
 
 def require(name: str, value: object, fits: bool, rule: str) -> None:
-    """Raise ValueError with the value and the rule, unless `fits`."""
+    """Raise ValueError with the value and the rule, if not `fits`."""
     if not fits:
         raise ValueError(f"{name}={value!r}: {name} must be {rule}")
 
 
 def require_size(name: str, value: object, least: int = 1, rule: str = "a positive integer") -> None:
-    """Raise ValueError unless `value` is an integer of at least `least`."""
+    """Raise ValueError if `value` is not an integer of at least `least`."""
     require(name, value, isinstance(value, int) and not isinstance(value, bool) and value >= least, rule)
 
 

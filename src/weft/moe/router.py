@@ -24,13 +24,14 @@ TINY = 1e-20
 
 
 class Routing(NamedTuple):
-    """The router's choice for batch * seq tokens, with k experts for each.
+    """The router's choice of k experts for each of batch * seq tokens.
 
-    `experts` [tokens, k] int64: the chosen experts, best first; among equal scores the lower number first. `weights`
-    [tokens, k] fp32, differentiable; 0 for dropped assignments. `loss`: the sum of the auxiliary losses with their
-    coefficients, a scalar; None if there are none. `counts` [num_experts] int64: the rows to send to each expert,
-    including padding, without dropped assignments. `kept` [tokens, k] bool: False for assignments dropped by the
-    capacity; None without a capacity.
+    - `experts` [tokens, k] int64: the chosen experts, best first. Among equal scores the lower number comes first.
+    - `weights` [tokens, k] fp32, differentiable: the weight of each chosen expert. 0 for dropped assignments.
+    - `loss`: the sum of the auxiliary losses, times their coefficients, a scalar. None if there are none.
+    - `counts` [num_experts] int64: the number of rows to send to each expert. It includes padding, and excludes dropped
+      assignments.
+    - `kept` [tokens, k] bool: False for assignments that the capacity drops. None without a capacity.
     """
 
     experts: Tensor
@@ -41,27 +42,40 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """Top-k router (Shazeer et al. 2017, arXiv:1701.06538).
+    """Top-k router (Shazeer et al. 2017, arXiv:1701.06538): chooses experts for each token, and their weights.
 
-    `bias`: add a learned bias to the logits. `score`: "softmax" (Mixtral, arXiv:2401.04088) or "sigmoid" (DeepSeek-V3,
-    arXiv:2412.19437). `norm_topk_prob`: divide the weights of a token's experts by their sum. With `top_k=1` the weight
-    is then always 1, and the router learns only from auxiliary losses. `num_groups`, `topk_groups`: choose experts only
-    from the best groups. A group's score is the sum of its two best experts' scores (DeepSeek-V3, section 2.1.2).
-    `expert_bias`: add a buffer `expert_bias` to the scores for the choice, but not for the weights. `update_bias` moves
-    it towards a balanced load (auxiliary-loss-free balancing, arXiv:2408.15664). It is always fp32. `aux_loss_coef`:
-    the coefficient of the balance loss of DeepSeek-V3 (equations 17 to 20): per sequence, the sum over experts of
-    (share of assignments, 1 when balanced) * (mean normalised score), averaged over the sequences. Sequences are
-    independent, so the mean over data-parallel ranks equals the loss of one process on all of them. The share counts
-    assignments before any are dropped. `z_loss_coef`: the coefficient of the mean over tokens of logsumexp(logits)^2
-    (ST-MoE, arXiv:2202.08906, equation 5). `capacity_factor`: an expert accepts at most ceil(factor * seq * k /
-    num_experts) assignments of a sequence: those with the highest scores, and among equal scores the earlier ones. The
-    others are dropped and contribute nothing (GShard, arXiv:2006.16668; per sequence, so that the result does not
-    depend on the rest of the batch). `pad_to_capacity`: pad each expert's rows with zeros to the capacity, so that
-    shapes do not depend on values."""
+    Args:
+        hidden_size: the width of tokens.
+        num_experts: the number of experts.
+        top_k: the number of experts for each token.
+        bias: add a learned bias to the logits.
+        score: "softmax" (Mixtral, arXiv:2401.04088) or "sigmoid" (DeepSeek-V3, arXiv:2412.19437).
+        norm_topk_prob: divide the weights of a token's experts by their sum. With `top_k=1` the weight is then always
+            1, and the router learns only from auxiliary losses.
+        scaling_factor: a factor of the weights.
+        num_groups: divide the experts into this many groups, and choose experts only from the best groups. A group's
+            score is the sum of the scores of its two best experts (DeepSeek-V3, section 2.1.2).
+        topk_groups: the number of groups to choose from.
+        expert_bias: add a buffer `expert_bias` to the scores for the choice, but not for the weights. `update_bias`
+            moves the buffer towards a balanced load (auxiliary-loss-free balancing, arXiv:2408.15664). It is always
+            fp32.
+        aux_loss_coef: the coefficient of the balance loss of DeepSeek-V3 (equations 17 to 20). The loss of a sequence
+            is the sum over experts of (share of assignments, 1 when balanced) * (mean normalised score). It is averaged
+            over sequences. Sequences are independent, so the mean over data-parallel ranks equals the loss of one
+            process on all sequences. The share counts assignments before any are dropped.
+        z_loss_coef: the coefficient of the mean over tokens of logsumexp(logits)^2 (ST-MoE, arXiv:2202.08906, equation
+            5).
+        capacity_factor: an expert accepts at most ceil(factor * seq * k / num_experts) assignments of a sequence: those
+            with the highest scores, and among equal scores the earlier ones. The others are dropped and contribute
+            nothing (GShard, arXiv:2006.16668). The limit is per sequence, so that the result does not depend on the
+            rest of the batch. Default: no limit.
+        pad_to_capacity: pad each expert's rows with zeros to the capacity, so that shapes do not depend on values.
+        source: the source of the initial weights.
+    """
 
     graph_scopes: ClassVar = {"forward": ("moe_router", None)}
     over_positions: Callable[[Tensor], Tensor] | None = None
-    """Gathers a tensor from all ranks that hold positions of the same sequences, [ranks, ...], differentiable."""
+    """Gathers a tensor from all ranks that hold positions of the same sequences, [ranks, ...]. Differentiable."""
     expert_bias: Tensor | None
     added_loss: Tensor
     """The sum of the losses of training forwards since `weft.moe.router_losses` last reset it, fp32."""
@@ -130,7 +144,7 @@ class Router(nn.Module):
             nn.init.zeros_(self.expert_bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
-        """Keep buffers in fp32 when the module is cast: a narrower dtype would lose small additions."""
+        """Keep buffers in fp32 when the module is cast, because a narrower dtype would lose small additions."""
         before = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, kept in before.items():
@@ -140,7 +154,7 @@ class Router(nn.Module):
         return self
 
     def share_positions(self, over_positions: Callable[[Tensor], Tensor]) -> None:
-        """Compute losses over the positions of several ranks. `over_positions`: see the attribute."""
+        """Compute losses over the positions of several ranks. `over_positions`: see the attribute of this name."""
         self.over_positions = over_positions
         vars(self)["graph_scopes"] = {"_scored": ("moe_router", None)}  # without the exchange of means that follows
 
@@ -180,18 +194,19 @@ class Router(nn.Module):
         return experts, weights.masked_fill(~kept, 0), counts, kept, *means
 
     def capacity(self, seq: int) -> int:
-        """Return the maximum number of assignments that an expert accepts from a sequence of length `seq`; needs
-        `capacity_factor`.
+        """Return the maximum number of assignments that an expert accepts from a sequence of `seq` tokens.
+
+        The router must have a `capacity_factor`.
         """
         assert self.capacity_factor is not None
         return math.ceil(self.capacity_factor * seq * self.top_k / self.num_experts)
 
     @torch.no_grad()
     def update_bias(self, global_counts: Tensor, rate: float) -> None:
-        """Raise the bias of experts with less than the mean load by `rate`, lower that of those with more.
+        """Raise the bias of experts with less than the mean load by `rate`, and lower the bias of experts with more.
 
-        global_counts: [num_experts], the assignments of one step over all data-parallel ranks. Raises
-        RuntimeError for a router without a bias.
+        `global_counts`: [num_experts], the assignments of one step over all data-parallel ranks. Raises RuntimeError
+        for a router without `expert_bias`.
         """
         if self.expert_bias is None:
             raise RuntimeError("this router has no expert bias to update; build it with expert_bias=True")
@@ -199,7 +214,7 @@ class Router(nn.Module):
         self.expert_bias.add_(torch.sign(counts.mean() - counts), alpha=rate)
 
     def _choose(self, scores: Tensor) -> Tensor:
-        """Return the k best experts of each token, best first, the lower number first among equals."""
+        """Return the k best experts of each token, best first. Among equal scores the lower number comes first."""
         if self.expert_bias is not None:
             scores = scores + self.expert_bias
         if self.topk_groups < self.num_groups:
@@ -249,7 +264,8 @@ def _best(scores: Tensor, k: int) -> Tensor:
 
 
 def _keep_best(scores: Tensor, experts: Tensor, load: Tensor, capacity: int) -> Tensor:
-    """Return which assignments of a sequence are among the `capacity` best of their expert; all tensors [batch, n]."""
+    """Return which assignments of a sequence are among the `capacity` best of their expert. All tensors are [batch,
+    n]."""
     by_score = scores.argsort(dim=-1, descending=True, stable=True)
     experts, by_expert = experts.gather(-1, by_score).sort(dim=-1, stable=True)
     starts = load.cumsum(-1) - load

@@ -10,7 +10,7 @@ INITIAL_STD = 0.02
 
 
 class _Root:
-    """A seed drawn from torch's global generator when the first weight needs it, and then kept."""
+    """A seed that is drawn from torch's global generator when the first weight needs it, and then kept."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -24,10 +24,10 @@ class _Root:
 class WeightSource:
     """A source of random numbers that depend only on the seed and on a weight's name.
 
-    A weight filled from `source / "decoder" / "0"` gets the same values on any rank, in any order, and every time. So a
-    pipeline stage does not draw the layers of other stages, a rank draws only its own experts, and a model on the meta
-    device can be materialised unit by unit. Values differ between device types: a weight filled on an accelerator is
-    not equal to one filled on the CPU.
+    A weight that is filled from `source / "decoder" / "0"` gets the same values on any rank, in any order, and every
+    time. Therefore a pipeline stage draws only its own layers, and a rank draws only its own experts. A model on the
+    meta device can be materialised unit by unit. Values differ between device types: a weight that is filled on an
+    accelerator is not equal to one that is filled on the CPU.
     """
 
     def __init__(self) -> None:
@@ -42,13 +42,14 @@ class WeightSource:
 
     @torch.no_grad()
     def normal_(self, tensor: Tensor, std: float) -> None:
-        """Fill `tensor` from a normal distribution with mean 0. Do nothing on the meta device."""
+        """Fill `tensor` from a normal distribution with mean 0 and standard deviation `std`. Does nothing on the meta
+        device."""
         if not tensor.is_meta:
             tensor.normal_(0.0, std, generator=self._generator(tensor.device))
 
     @torch.no_grad()
     def uniform_(self, tensor: Tensor, low: float, high: float) -> None:
-        """Fill `tensor` with numbers from `low` to `high`. Do nothing on the meta device."""
+        """Fill `tensor` with numbers from `low` to `high`. Does nothing on the meta device."""
         if not tensor.is_meta:
             tensor.uniform_(low, high, generator=self._generator(tensor.device))
 

@@ -14,31 +14,35 @@ Ranks = dist.ProcessGroup | DeviceMesh | None
 
 @torch.no_grad()
 def load_statistics(model: nn.Module, reset: bool = True, group: Ranks = None) -> dict[str, Tensor]:
-    """Return the assignments per expert since the last reset: [num_experts] int64 for each layer, by name in `model`.
+    """Return the number of assignments to each expert since the last reset, for each expert layer.
 
-    They count forward passes in training mode, including dropped assignments, excluding recomputation. `group`: sum
-    over its ranks (for a mesh over all axes), which must all call this, and over tensor-parallel ranks if each counts
-    only its positions; None: this rank's counts.
+    Each value is a tensor [num_experts] int64; the keys are the layers' names in `model`. Forward passes in training
+    mode are counted, without recomputation. Dropped assignments count.
+
+    `reset`: set the counters to zero. `group`: sum over the ranks of this process group or mesh; for a mesh, over all
+    its axes. All its ranks must call this function. The sum also includes tensor-parallel ranks, if each of them counts
+    only its positions. None: this rank's counts.
     """
     return _read(model, "load", reset, group)
 
 
 @torch.no_grad()
 def router_losses(model: nn.Module, reset: bool = True, group: Ranks = None) -> dict[str, Tensor]:
-    """Return the loss of each layer's router since the last reset, summed over forwards, an fp32 scalar by name.
+    """Return the router loss of each expert layer since the last reset, summed over forwards: an fp32 scalar by name.
 
-    Coefficients are applied. Divide by the number of forwards for the mean. Arguments and counted forwards are those of
-    `load_statistics`.
+    Coefficients are applied. Divide by the number of forwards to get the mean. The arguments and the counted forwards
+    are the same as in `load_statistics`.
     """
     return _read(model, "router.added_loss", reset, group)
 
 
 @torch.no_grad()
 def exchanged_rows(model: nn.Module, reset: bool = True, group: Ranks = None) -> dict[str, Tensor]:
-    """Return the traffic of each layer to experts on other ranks since the last reset, [2] int64 by name.
+    """Return the traffic of each expert layer to other ranks since the last reset, [2] int64 by name.
 
-    The numbers are assignments and rows sent; with one row per expert they are equal. Dropped assignments do not count.
-    Arguments and counted forwards are those of `load_statistics`.
+    The two numbers are assignments to experts on other ranks, and rows sent for them. With one row per expert they are
+    equal. Dropped assignments do not count. The arguments and the counted forwards are the same as in
+    `load_statistics`.
     """
     return _read(model, "exchanged", reset, group)
 
@@ -51,7 +55,7 @@ def expert_layers(model: nn.Module) -> dict[str, MoE]:
 
 
 def _read(model: nn.Module, buffer: str, reset: bool, group: Ranks) -> dict[str, Tensor]:
-    """Return copies of the layers' counters in `buffer`, summed over the ranks with one collective per group."""
+    """Return copies of the layers' counters `buffer`, summed over the ranks with one collective per group."""
     layers = expert_layers(model)
     if not layers:
         return {}

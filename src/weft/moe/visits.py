@@ -9,9 +9,9 @@
     row   | hidden ...... | weight 0 .. m-1 | expert 0 .. m-1 |     m: as many experts as a token can visit on one rank
 
 The bits of the weights and expert numbers are stored in the row's dtype, so that each row is one message. In backward
-the gradients of the weights take their place. An expert's weight is applied once, on the expert's rank. A rank sums the
-outputs of a row in the order in which the router ranked the experts; the token's rank sums over ranks in rank order.
-Both sums are in fp32 or wider, and the same in every run.
+the gradients of the weights take the place of the weights. An expert's weight is applied once, on the expert's rank.
+This rank sums the outputs of a row in the order in which the router ranked the experts. The token's rank sums over
+ranks in rank order. Both sums are in fp32 or wider, and the same in every run.
 """
 
 import threading
@@ -33,10 +33,13 @@ from weft.moe.router import Routing, count
 class Visits:
     """The ranks that this rank's tokens visit.
 
-    `counts` [ranks] int64: rows to each rank. `permutation`: the rows of each token, sorted by rank, then by token.
-    `places` [tokens, k]: the index of each assignment in the weights of all rows, row * m + slot; arbitrary for dropped
-    ones. `kept` [tokens, k] bool: which assignments have an index; None: all. `experts` [rows, m]: the local numbers of
-    each row's experts; unused slots hold the number of experts per rank. `dtype`: the dtype of the weights.
+    - `counts` [ranks] int64: the number of rows to each rank.
+    - `permutation`: the rows of each token, sorted by rank, then by token.
+    - `places` [tokens, k]: the index of each assignment in the weights of all rows, row * m + slot. Arbitrary for
+      dropped assignments.
+    - `kept` [tokens, k] bool: which assignments have an index. None: all.
+    - `experts` [rows, m]: the local numbers of each row's experts. Unused slots hold the number of experts per rank.
+    - `dtype`: the dtype of the weights.
     """
 
     counts: Tensor
@@ -48,14 +51,15 @@ class Visits:
 
 
 def width_of(k: int, experts: int) -> int:
-    """Return the maximum number of a token's `k` experts that can be on one rank, which has `experts` experts."""
+    """Return the maximum number of a token's `k` experts that can be on one rank with `experts` experts."""
     return min(k, experts)
 
 
 def visits_of(routing: Routing, ranks: int, local: int, shape: tuple[int, int]) -> Visits:
     """Return the visits to `ranks` ranks with `local` experts each. `shape`: (batch, seq).
 
-    On a device with streams the host does not know the number of rows: the result has the maximum, unused ones last.
+    On a device with streams the host does not know the number of rows. The result then has the maximum number of rows,
+    with the unused rows last.
     """
     experts, kept = routing.experts, routing.kept
     tokens, k = experts.shape
@@ -87,7 +91,7 @@ def visits_of(routing: Routing, ranks: int, local: int, shape: tuple[int, int]) 
 
 
 class _Mode(threading.local):
-    """A thread-local flag: ranks may be threads of one process, and wait inside `in_halves`."""
+    """A thread-local flag, because ranks may be threads of one process, and wait inside `in_halves`."""
 
     halves = False
 
@@ -97,7 +101,7 @@ _mode = _Mode()
 
 @contextmanager
 def in_halves(on: bool) -> Iterator[None]:
-    """If `on`, layers that send one row per rank build separate rows for each half of the tokens in this context."""
+    """If `on`, layers in this context that send one row per rank build separate rows for each half of the tokens."""
     before, _mode.halves = _mode.halves, on
     try:
         yield
@@ -132,12 +136,12 @@ def pack(hidden: Tensor, weights: Tensor, visits: Visits) -> Tensor:
 
 
 def gather(rows: Tensor, visits: Visits) -> Tensor:
-    """Sum the rows that came back over each token's visits; [rows, hidden] -> [tokens, hidden]."""
+    """Sum the rows that came back for each token; [rows, hidden] -> [tokens, hidden]."""
     return _Gather.apply(rows, visits.permutation)
 
 
 def columns(width: int, weights: torch.dtype, rows: torch.dtype) -> int:
-    """Return the number of columns that a row's `width` weights take. Its expert numbers take as many again.
+    """Return the number of columns for the `width` weights of a row. Its expert numbers take as many again.
 
     `weights`, `rows`: the dtypes of the weights and of the rows.
     """
@@ -147,8 +151,8 @@ def columns(width: int, weights: torch.dtype, rows: torch.dtype) -> int:
 def arrange(rows: Tensor, width: int, weights: torch.dtype, experts: int, assignments: int) -> Permutation:
     """Return the permutation that sorts the assignments of arrived rows by expert.
 
-    `width`: the expert slots of a row. `weights`: the dtype of the weights. `experts`: the number of experts here.
-    `assignments`: the number of assignments in all rows.
+    `width`: the number of expert slots in a row. `weights`: the dtype of the weights. `experts`: the number of experts
+    on this rank. `assignments`: the number of assignments in all rows.
     """
     beside = columns(width, weights, rows.dtype)
     numbers = _bits(rows.detach()[:, -beside:], _INTEGERS[weights.itemsize]).long()
@@ -220,5 +224,5 @@ _INTEGERS = {4: torch.int32, 8: torch.int64}
 
 
 def _bits(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Reinterpret the bits of `values` [rows, n] in another dtype. It copies, because slices may be unaligned."""
+    """Reinterpret the bits of `values` [rows, n] in another dtype. Copies them, because slices may be unaligned."""
     return values.clone(memory_format=torch.contiguous_format).view(dtype)

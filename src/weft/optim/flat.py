@@ -4,8 +4,8 @@
     ...
     optimizer.step()
 
-Each parameter group of a sharded model is one flat tensor on a rank. The borders between parameters do not matter to an
-element-wise optimizer, so it updates runs of adjacent parameters with the same weight decay:
+On a rank, each parameter group of a sharded model is one flat tensor. The borders between parameters do not matter to
+an element-wise optimizer. It therefore updates runs of adjacent parameters with the same weight decay:
 
     main weights   | norm | qkv .... | out .... | norm | up ......... | down ....... | bias |
     decay          |  no  |         yes         |  no  |            yes              |  no  |
@@ -25,7 +25,7 @@ from weft.mesh import parts_of
 from weft.optim.run import FlatRun, Member, runs_of
 
 ELEMENT_WISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
-"""The optimizers of torch.optim that update each element from that element's gradient and state alone."""
+"""The optimizers of torch.optim that update each element only from the gradient and the state of that element."""
 
 
 def flat(
@@ -40,22 +40,23 @@ def flat(
     Args:
         optimizer: an element-wise class of `torch.optim`.
         model: the root module on which `weft.fully_shard` was called.
-        no_decay: called with a name and a sharded parameter; returns whether that gets `weight_decay=0`.
+        no_decay: called with a name and a sharded parameter. It returns whether the parameter gets `weight_decay=0`.
         options: keyword arguments of `optimizer`.
 
-    The result is an instance of `optimizer`; learning-rate schedulers work on it. Its `state_dict` has one entry per
+    The result is an instance of `optimizer`. Learning-rate schedulers work with it. Its `state_dict` has one entry per
     parameter name, with DTensors that Distributed Checkpoint saves and reshards.
 
-    Gradients of a narrower dtype than the weights (`main_grads_dtype`) are widened for an optimizer that does not take
-    them, one unit at a time.
+    Gradients may have a narrower dtype than the weights (`main_grads_dtype`). If `optimizer` does not take such
+    gradients, they are widened, one unit at a time.
 
-    `.grad` of its tensors is a DTensor over all ranks, so that `torch.amp.GradScaler` decides the same on all of them.
+    The `.grad` of its tensors is a DTensor over all ranks, so that `torch.amp.GradScaler` decides the same on all
+    ranks.
 
     Frozen parameters are included, and are updated once they have gradients. Frozen quantized parameters that keep only
-    their payload are not: build the optimizer again after you unfreeze one, or `step` raises ValueError.
+    their payload are not included. If you unfreeze one, build the optimizer again; otherwise `step` raises ValueError.
 
-    Raises ValueError if `optimizer` is not element-wise, if it does not take gradients of a wider dtype than the
-    weights that `main_grads_dtype` asks for, or if a trainable parameter is in no unit. Raises TypeError if `optimizer`
+    Raises ValueError if `optimizer` is not element-wise, if `main_grads_dtype` is wider than the weights and
+    `optimizer` does not take such gradients, or if a trainable parameter is in no unit. Raises TypeError if `optimizer`
     is not a class or `model` is not a module.
     """
     if not isinstance(optimizer, type):
@@ -78,7 +79,7 @@ def flat(
         known.update(id(each.sharded) for each in group.parameters)
         if not group.recipe.main.is_floating_point and not group.recipe.main.is_complex:
             continue  # can never be trained
-        if group.payload_only is not None:  # a view of its main weights would make them stay
+        if group.payload_only is not None:  # a view of its main weights would keep them in memory
             resting |= {names[id(each.sharded)]: each.sharded for each in group.parameters}
             continue
         narrow = group.recipe.main_grad.itemsize < group.recipe.main.itemsize
@@ -108,9 +109,9 @@ def _refuse_unsharded(names: Iterable[str]) -> None:
 
 
 class FlatOptimizer(torch.optim.Optimizer):
-    """The part of a flat optimizer that maps flat tensors to parameters; mixed into a class of torch.optim.
+    """The part of a flat optimizer that maps flat tensors to parameters. It is mixed into a class of torch.optim.
 
-    The members of a run share one state, and so one step count. If only some of them have a gradient, the run is
+    The members of a run share one state, and therefore one step count. If only some members have a gradient, the run is
     divided permanently, so that each part counts its own steps.
     """
 
@@ -119,14 +120,14 @@ class FlatOptimizer(torch.optim.Optimizer):
     _outside: dict[str, nn.Parameter]
     _resting: dict[str, nn.Parameter]
     _widened: set[ParameterGroup]
-    """Whose gradients are of a narrower dtype than their weights, which `optimizer` does not take."""
+    """The groups whose gradients are narrower than their weights, and must be widened for `optimizer`."""
     _rooms: dict[Any, torch.Tensor]
 
     def step(self, closure: Any = None) -> Any:
         """Update the weights from the gradients of the sharded parameters.
 
-        Raises ValueError for a parameter that has been unfrozen since the optimizer was built, and that is not sharded
-        or had no main weights then.
+        Raises ValueError for a parameter that was unfrozen after the optimizer was built, if it is not sharded or had
+        no main weights at that time.
         """
         if closure is not None:  # it makes the gradients
             with torch.enable_grad():
@@ -160,9 +161,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step_over(self, runs: Sequence[FlatRun], step: Callable[[], Any]) -> None:
-        """Call the class's `step` so that it finds only the gradients of these runs, or of one run whose gradients are
-        widened.
-        """
+        """Call the class's `step` with only the gradients of `runs`, or of one run whose gradients are widened."""
         wide = self._room_for(runs[0]) if runs and runs[0].group in self._widened else None
         try:
             for run in runs:
@@ -174,7 +173,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 run.drop_gradient()
 
     def _room_for(self, run: FlatRun) -> torch.Tensor:
-        """Return memory for the gradient of `run` in the dtype of its weights; all runs share it."""
+        """Return memory for the gradient of `run` in the dtype of its weights. All runs share this memory."""
         kind = run.flat.dtype, run.flat.device
         if kind not in self._rooms:
             alike = [each for each in self._runs if each.group in self._widened and each.flat.dtype == kind[0]]
@@ -183,7 +182,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         return self._rooms[kind]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop, or with `set_to_none=False` clear, the gradients of the sharded parameters."""
+        """Drop the gradients of the sharded parameters. With `set_to_none=False`, set them to zero."""
         for run in self._runs:
             for parameter in run.parameters:
                 if set_to_none:
@@ -216,9 +215,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         return made
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this optimizer, saved with this or another sharding of the same model.
+        """Load a state dict of this optimizer that was saved with this or another sharding of the same model.
 
-        The state dict of an ordinary optimizer works too if that was built from `model.named_parameters()`.
+        The state dict of an ordinary optimizer also works, if that optimizer was built from `model.named_parameters()`.
 
         Raises ValueError if the parameter names or their groups differ, or if the state dict has no names.
         """
@@ -285,7 +284,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         return parts
 
     def _check_names(self, state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> None:
-        """Raise ValueError unless `state` and `groups` have this optimizer's parameters; frozen ones may be missing."""
+        """Raise ValueError if `state` and `groups` have other parameters than this optimizer. Frozen ones may be
+        missing."""
         mine = {name: number for number, names in enumerate(self.names()) for name in names}
         members = (each for run in self._runs for each in run.members)
         frozen = {each.name for each in members if not each.record.sharded.requires_grad}
@@ -303,7 +303,8 @@ class FlatOptimizer(torch.optim.Optimizer):
 
 
 def _by_name(state_dict: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """Return the state and parameter groups, with an ordinary optimizer's numbers replaced by parameter names."""
+    """Return the state and the parameter groups. The numbers of an ordinary optimizer are replaced by parameter
+    names."""
     state, groups = dict(state_dict["state"]), list(state_dict["param_groups"])
     numbers = [number for group in groups for number in group["params"]]
     if not any(isinstance(key, int) for key in (*state, *numbers)):
@@ -331,9 +332,9 @@ _classes: dict[type, Any] = {}
 
 
 def _takes_dtypes(group: ParameterGroup, optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> bool:
-    """Return whether `optimizer` can step with gradients in the group's dtype, which a step of one element tests.
+    """Return whether `optimizer` can step with gradients in the dtype of `group`. A step of one element tests this.
 
-    Raises ValueError if they cannot be widened for it.
+    Raises ValueError if the gradients cannot be widened for it.
     """
     main, main_grad = group.recipe.main, group.recipe.main_grad
     if main == main_grad:

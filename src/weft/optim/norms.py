@@ -1,4 +1,4 @@
-"""Norms over a whole sharded model: sums over this rank's parts, then combined for all units at once.
+"""Norms over a whole sharded model: each rank sums over its parts, and one exchange adds the sums for all units.
 
     the unit's mesh                         holders of an element                    its share in a rank's sum
     --------------------------------------  ---------------------------------------  -------------------------
@@ -10,8 +10,8 @@
 
 *   if the slices are on ranks outside of the model's mesh; slices of experts are on ranks of the model's mesh.
 
-The model's mesh is the largest that is not one of experts. The sum of the shares over its ranks counts every element
-once. It takes one all-reduce per mesh axis over which parameters differ, and one more per tensor-parallel group.
+The model's mesh is the largest mesh that is not a mesh of experts. The sum of the shares over its ranks counts every
+element once. It takes one all-reduce per mesh axis over which parameters differ, and one per tensor-parallel group.
 """
 
 import math
@@ -36,11 +36,12 @@ from weft.mesh import parts_of, ranks_over
 def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
     """Return the norm of all gradients of a sharded model, a 0-D fp32 tensor, the same on every rank. Collective.
 
-    Every element counts once, also if it is replicated, belongs to an expert, or is in a tensor-parallel slice.
-    Unsharded parameters count too, and must have the same gradients on all ranks; so do frozen parameters whose `.grad`
-    is set. Takes one kernel per parameter group and one small all-reduce per mesh axis.
+    Every element counts once, even if it is replicated, belongs to an expert, or is in a tensor-parallel slice.
+    Unsharded parameters also count, and must have the same gradients on all ranks. Frozen parameters whose `.grad` is
+    set count too. Takes one kernel per parameter group and one small all-reduce per mesh axis.
 
-    Raises TypeError if `model` is not a module, ValueError if nothing in it is sharded or `norm_type` is not positive.
+    `norm_type`: the order of the norm, such as 2.0 or `math.inf`. Raises TypeError if `model` is not a module,
+    ValueError if nothing in it is sharded or `norm_type` is not positive.
     """
     groups = _groups_of(model)
     return _norm_of(model, groups, norm_type, _unsharded_gradients(model, groups))
@@ -49,12 +50,11 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
-    """Scale all gradients of a sharded model to a norm of at most `max_norm`; return the norm before.
+    """Scale all gradients of a sharded model to a norm of at most `max_norm`. Return the norm before. Collective.
 
-    The norm is that of `grad_norm`. Collective.
-
-    Raises what `grad_norm` does, ValueError for a `max_norm` that is not a number of at least 0, and, with
-    `error_if_nonfinite`, RuntimeError for a norm that is infinite or not a number; the host then waits for the norm.
+    The norm is computed as in `grad_norm`. Raises what `grad_norm` raises, and ValueError for a `max_norm` that is not
+    a number of at least 0. With `error_if_nonfinite`, the host waits for the norm, and RuntimeError is raised if the
+    norm is not finite.
     """
     groups = _groups_of(model)
     if not _number(max_norm) >= 0:
@@ -80,17 +80,17 @@ def clip_grad_norm_(
 
 
 class ParameterNorms(NamedTuple):
-    """The 2-norms of a parameter and of its gradient; the latter is None if no rank has a gradient."""
+    """The 2-norms of a parameter and of its gradient. The norm of the gradient is None if no rank has a gradient."""
 
     weight: float
     gradient: float | None
 
 
 def parameter_norms(model: nn.Module) -> dict[str, ParameterNorms]:
-    """Return the norms of every sharded parameter and of its gradient by name, the same on every rank.
+    """Return the norms of every sharded parameter and of its gradient by name. They are the same on every rank.
 
-    Collective: one small all-reduce per mesh axis for the whole model, for which the host waits.
-    Raises ValueError for a model without sharded modules.
+    Collective: one small all-reduce per mesh axis for the whole model. The host waits for it. Raises ValueError for a
+    model without sharded modules.
     """
     names, weights, gradients = [], [], []
     for name, record in named_records(model):
@@ -126,14 +126,14 @@ class ModelRanks:
         return ranks_over(group.mesh, replicated)
 
     def beyond(self, slices: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-        """Return the group of `slices`; None if `combine` sums over its ranks anyway, as it does for experts."""
+        """Return the group of `slices`, or None if `combine` already sums over its ranks, as it does for experts."""
         if slices is None or self._everyone.issuperset(dist.get_process_group_ranks(slices)):
             return None
         # With expert parallelism, `slices` may cross the model's mesh and have only some of the tensor-parallel ranks.
         return self._slices or slices
 
     def combine(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        """All-reduce small `values` in place over the ranks; return them."""
+        """All-reduce small `values` in place over the ranks, and return them."""
         for axis in self.axes:
             reduce_now(values, op, group_of(self.mesh, axis), "a norm of the model")
         return values
@@ -169,9 +169,9 @@ def _number(value: Any) -> float:
 def _norm_of(
     model: Any, groups: Sequence[ParameterGroup], norm_type: float, unsharded: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Return the norm over all pipeline stages of a model; parameters that two stages share count once.
+    """Return the norm over all pipeline stages of a model. Parameters that two stages share count once.
 
-    The stages' sums are added in rank order, so that the norm is bitwise the same on all of them.
+    The sums of the stages are added in rank order, so that the norm is bitwise the same on all stages.
     """
     if not _number(norm_type) > 0:
         raise ValueError(
@@ -222,7 +222,8 @@ def _total(groups: Sequence[ParameterGroup], norm_type: float, others: Sequence[
 
 
 def _pieces_of(group: ParameterGroup) -> Iterator[tuple[torch.Tensor, dist.ProcessGroup | None]]:
-    """Yield this rank's gradients in pieces, empty without gradients, with the process group of their other slices."""
+    """Yield this rank's gradients in pieces, each with the process group of its other slices. Empty without
+    gradients."""
     main = group.gradients.main
     present = main.take_over() is not None
     nothing = torch.empty(0, dtype=group.recipe.main, device=group.home)
@@ -259,7 +260,7 @@ def _unsharded_gradients(model: nn.Module, groups: Sequence[ParameterGroup]) -> 
         for parameter in module._parameters.values()
         if parameter is not None and not isinstance(parameter, UnevenDTensor) and parameter.grad is not None
     }
-    if found:  # gathered ones that wait for their reduction look the same
+    if found:  # full parameters whose gradients wait for their reduction are found too
         for group in groups:
             for record in group.parameters:
                 found.pop(id(record.full), None)
@@ -267,7 +268,7 @@ def _unsharded_gradients(model: nn.Module, groups: Sequence[ParameterGroup]) -> 
 
 
 def _squared_norms(parts: Sequence[tuple[ShardedParameter, torch.Tensor | None]]) -> list[float | None]:
-    """Return the squared 2-norm of each tensor, None if no rank has a part of it. Collective.
+    """Return the squared 2-norm of each tensor, or None if no rank has a part of the tensor. Collective.
 
     `parts`: for each tensor, a parameter with the same sharding, and this rank's part of the tensor or None.
     """

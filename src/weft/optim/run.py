@@ -1,10 +1,10 @@
-"""Adjacent parameters of one group as one flat parameter, whose gradient is looked up on access.
+"""Adjacent parameters of one group as one flat parameter. Its gradient is looked up when it is accessed.
 
 main weights of a group     | norm | qkv .... | out .... | up ......... |
 one run                            |<------------------->|
 its flat parameter                 a plain tensor, a view of this rank's part: the optimizer's step updates it
-`.grad` of it                      a DTensor over all ranks: gradient scalers and norms see all of it
-`.grad` of it in a step            a plain tensor too, a view of this rank's part of the main gradients
+its `.grad`                        a DTensor over all ranks: gradient scalers and norms see the whole gradient
+its `.grad` in a step              also a plain tensor, a view of this rank's part of the main gradients
 """
 
 import weakref
@@ -25,13 +25,13 @@ from weft.layout.cuts import Cuts
 
 
 class FlatParameter(nn.Parameter):
-    """This rank's part of a run. Its `.grad` is read from the run's parameters, so it cannot be stale."""
+    """This rank's part of a run. Its `.grad` is read from the run's parameters, so it is never stale."""
 
     _run: "weakref.ref[FlatRun]"
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        """The gradients of the run's parameters as one tensor over all ranks; None if none of them has one."""
+        """The gradients of the run's parameters as one tensor over all ranks, or None if no parameter has one."""
         run = self._run()
         return run.gradient if run is not None else None
 
@@ -83,7 +83,7 @@ class FlatRun:
 
     @property
     def gradient(self) -> torch.Tensor | None:
-        """The members' gradients as one tensor, zero for a member without one; None if no member has one."""
+        """The members' gradients as one tensor, zero for a member without one, or None if no member has a gradient."""
         if self._in_step:
             return self._here
         if not any(self.present):
@@ -104,12 +104,14 @@ class FlatRun:
                     each.record.sharded.grad = self.part(each, local)
 
     def begin_step(self) -> None:
-        """Until `end_step`, `gradient` is a tensor only between `take_gradient` and `drop_gradient`. `take_over` of the
-        group was called before."""
+        """Begin a step: until `end_step`, `gradient` is a tensor only between `take_gradient` and `drop_gradient`.
+
+        `take_over` of the group must have been called before.
+        """
         self._in_step = True
 
     def take_gradient(self, wide: torch.Tensor | None) -> None:
-        """Make `gradient` this rank's plain tensor, or a copy of it in `wide`, memory in the weights' dtype."""
+        """Make `gradient` this rank's plain tensor, or a copy in `wide`, memory in the dtype of the weights."""
         self._here = _something(self._window()) if any(self.present) else None
         if wide is not None and self._here is not None:
             self._here = wide[: self._here.numel()].copy_(self._here)
@@ -117,7 +119,7 @@ class FlatRun:
     def drop_gradient(self) -> None:
         """Drop `gradient`, and increment the version counters of the updated parameters.
 
-        Fused kernels do not increment them, and the sharded parameters only share memory with the flat one.
+        Fused kernels do not increment them. The sharded parameters share only memory with the flat parameter.
         """
         if self._here is not None:
             torch.autograd.graph.increment_version([self.flat, *self.parameters])
@@ -131,7 +133,7 @@ class FlatRun:
         return self.group.gradients.main.window(self._start, self._stop)
 
     def _over_all_ranks(self, local: torch.Tensor) -> UnevenDTensor:
-        """Return a DTensor over all ranks with the local part `local`; tensor-parallel slices are concatenated."""
+        """Return a DTensor over all ranks with the local part `local`. Tensor-parallel slices are concatenated."""
         main, parallel = self.group.main_weight, self.members[0].record.parallel
         placements: tuple[Placement, ...] = tuple(Shard(0) if p.is_shard() else p for p in main.placements)
         if parallel is None:
@@ -143,7 +145,7 @@ class FlatRun:
     # --- members ------------------------------------------------------------------------------------------------------
 
     def divided(self, keys: Sequence[Any]) -> "list[FlatRun]":
-        """Return runs of adjacent members with equal `keys` (one per member); `[self]` if all keys are equal."""
+        """Return runs of adjacent members with equal `keys` (one key per member), or `[self]` if all keys are equal."""
         parts = [[at for at, _ in pairs] for _, pairs in groupby(enumerate(keys), key=lambda pair: pair[1])]
         if len(parts) == 1:
             return [self]
@@ -156,7 +158,7 @@ class FlatRun:
         return slice(min(max(start, 0), numel), min(max(stop, 0), numel))
 
     def state_for(self, other: "FlatRun", state: dict[str, Any]) -> dict[str, Any]:
-        """Return the part of this run's optimizer `state` for `other`, a run of some of its members."""
+        """Return the part of this run's optimizer `state` that belongs to `other`, a run of some of its members."""
         place = self._place(other.members[0], other.members[-1])
 
         def narrowed(value: Any) -> Any:
@@ -167,7 +169,8 @@ class FlatRun:
         return {key: narrowed(value) for key, value in state.items()}
 
     def part(self, member: Member, value: Any) -> Any:
-        """Return the part of the optimizer state `value` that belongs to `member`, a DTensor; all of a 0-D `value`."""
+        """Return the part of the optimizer state `value` that belongs to `member`, as a DTensor. A 0-D `value` is
+        returned whole."""
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             return value
         like = member.record.sharded.detach()

@@ -1,12 +1,12 @@
-"""The check that ranks which communicate in a schedule call it with the same arguments.
+"""Checks that ranks that communicate in a schedule call the schedule with the same arguments.
 
     ranks                         must have the same
     ---------------------------   -----------------------------------------------------------------------
     the ranks of a pipeline       schedule, options, mode, number of microbatches, their tokens and labels
-    the ranks of a set of experts the same, except tokens and labels: each rank has its own
+    the ranks of a set of experts the same, except tokens and labels, which differ between the ranks
 
-A difference raises an error on every rank that would have waited for another. Without the check, messages of different
-sizes would be mixed, or tokens of one batch trained with the labels of another.
+A difference raises an error on every rank that would have waited for another rank. Without the check, messages of
+different sizes would be mixed, or the tokens of one batch would be trained with the labels of another.
 """
 
 import weakref
@@ -58,11 +58,11 @@ def agree_on_schedule(
     microbatches: Sequence[Microbatch],
     order: Any = (),
 ) -> bool:
-    """Raise CollectiveMismatch, on all ranks that communicate, if one calls a schedule with other arguments.
+    """Raise CollectiveMismatch on all ranks that communicate if one rank calls a schedule with other arguments.
 
-    `what`: the schedule's name for messages. `order`: all that determines the order of exchanges. Returns whether the
-    model's compute dtypes have changed since its last schedule on any rank of the pipeline; messages between stages
-    then change too.
+    `what`: the schedule's name in messages. `order`: all that determines the order of exchanges. Returns whether the
+    model's compute dtypes have changed on any rank of the pipeline since the model's last schedule. Messages between
+    stages then change too.
     """
     experts = _groups_of_experts(layers)
     if cut.group is None and not experts:
@@ -103,7 +103,7 @@ def agree_on_schedule(
 
 
 def _groups_of_experts(layers: Sequence[StagedLayer]) -> dict[dist.ProcessGroup, int]:
-    """Return the process groups over which `layers` exchange rows, each with a channel."""
+    """Return the process groups over which `layers` exchange rows, each with a channel number."""
     found: dict[dist.ProcessGroup, int] = {}
     for layer in layers:
         group = getattr(layer.dispatcher, "group", None)
@@ -113,7 +113,7 @@ def _groups_of_experts(layers: Sequence[StagedLayer]) -> dict[dist.ProcessGroup,
 
 
 def _checksum(microbatches: Sequence[Microbatch]) -> int:
-    """Return a checksum of all tensors. The host waits for tensors on a device."""
+    """Return a checksum of all tensors of the microbatches. The host waits for tensors on a device."""
     word = 0
     for each in microbatches:
         beside = [value for _, value in sorted(each.beside.items(), key=lambda item: item[0])]

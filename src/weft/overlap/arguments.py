@@ -39,7 +39,7 @@ def layers_of(model: Any) -> Sequence[StagedLayer]:
 
 
 def depths_of(model: Any) -> list[Sequence[StagedLayer]]:
-    """Return the layers of each prediction depth that a run uses; none in evaluation mode."""
+    """Return the layers of each prediction depth that a run uses. In evaluation mode there are none."""
     depths = getattr(model, "depths", ())
     if not depths or not model.training:
         return []
@@ -83,7 +83,8 @@ def _check_layer(name: str, layer: Any) -> None:
 
 
 def _refuse_hooks(model: nn.Module, layers: Sequence[StagedLayer]) -> None:
-    """Raise ValueError for hooks on modules around layers, whose `forward` a schedule does not call."""
+    """Raise ValueError if modules around the layers have hooks: a schedule does not call the `forward` of these
+    modules."""
     experts = {module for layer in layers for module in layer.expert_modules()}
     inside = {*layers, *experts}
     for name, module in model.named_modules():
@@ -97,7 +98,7 @@ def _refuse_hooks(model: nn.Module, layers: Sequence[StagedLayer]) -> None:
 
 
 def require_taken(model: Any, layers: Sequence[StagedLayer], cut: Cut, microbatches: Sequence[Microbatch]) -> None:
-    """Raise ValueError for an entry of a microbatch that no part of the model takes on any rank of the pipeline."""
+    """Raise ValueError if no part of the model, on any rank of the pipeline, takes an entry of a microbatch."""
     names = names_beside(microbatches)
     known = _taken.setdefault(model, set())
     if names <= known:
@@ -115,7 +116,7 @@ def require_taken(model: Any, layers: Sequence[StagedLayer], cut: Cut, microbatc
 
 
 def require_outputs(model: Any, microbatches: Sequence[Microbatch], depths: Sequence[Any], outputs: Any) -> None:
-    """Raise unless `evaluate` can return these `outputs`."""
+    """Raise an error if `evaluate` cannot return these `outputs`."""
     if outputs is None:
         return
     if outputs not in ("last", "all"):
@@ -134,11 +135,11 @@ def require_outputs(model: Any, microbatches: Sequence[Microbatch], depths: Sequ
 
 _PARTS = ("embed", "following", "loss", "total_loss", "logits")
 _taken: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictionary()
-"""For each model, the names of entries of microbatches that it is known to take."""
+"""For each model, the names of the entries of microbatches that some part of it takes."""
 
 
 def checked_scales(loss_scale: Any, count: int) -> list[float]:
-    """Return a factor for each of `count` microbatches. Raises for factors that are not finite numbers."""
+    """Return a factor for each of `count` microbatches. Raises for a factor that is not a finite number."""
     several = isinstance(loss_scale, Sequence)
     factors = list(loss_scale) if several else [loss_scale] * count
     if len(factors) != count:
@@ -158,7 +159,8 @@ def checked_scales(loss_scale: Any, count: int) -> list[float]:
 
 
 def cut_of(model: Any, layers: Sequence[StagedLayer]) -> Cut:
-    """Return `model.cut`, or a cut of one stage without it. Raises ValueError if it does not fit `layers`."""
+    """Return `model.cut`, or a cut with one stage if the model has none. Raises ValueError if it does not fit
+    `layers`."""
     cut = getattr(model, "cut", None)
     if cut is None:
         return Cut((range(len(layers)),))
@@ -172,7 +174,8 @@ def cut_of(model: Any, layers: Sequence[StagedLayer]) -> Cut:
 
 
 def table_of(schedule: Any, cut: Cut, microbatches: int) -> Table:
-    """Return the table named by or given as `schedule`. Raises unless it fits the model and the microbatches."""
+    """Return `schedule`, a table or the name of one, as a table. Raises if it does not fit the model and the
+    microbatches."""
     if not isinstance(schedule, (str, Table)):
         raise TypeError(f"schedule={schedule!r}: pass a name or a Table")
     if isinstance(schedule, str):

@@ -2,8 +2,8 @@
 
 both stages are     the next stage gets         gradients
 ------------------  --------------------------  -----------------------------------------------
-on this rank        the same `Value` objects    are in them after its backward
-on two ranks        values with copied data     are sent back and stored in the values here
+on this rank        the same `Value` objects    are in these objects after its backward
+on two ranks        values with copied data     are sent back and stored in the values of this rank
 """
 
 from collections.abc import Hashable, Sequence
@@ -15,13 +15,13 @@ from weft.pipeline.transport import BACKWARD, FORWARD, Channel, Transport
 
 
 class Border:
-    """The border between two stages, at least one of which is on this rank.
+    """The border between two stages. At least one of the stages is on this rank.
 
-    The values that cross it are the activations, then scalar losses.
+    The values that cross the border are the activations, followed by scalar losses.
     """
 
     def __init__(self, forward: Channel | None, backward: Channel | None) -> None:
-        """`forward`, `backward`: the channels to the other rank, None where both stages are on this one."""
+        """`forward`, `backward`: the channels to the other rank, or None if both stages are on this rank."""
         self._forward = forward
         self._backward = backward
         self._here: dict[int, list[Value]] = {}
@@ -46,7 +46,7 @@ class Border:
             self._backward.learn(key, self._forward)
 
     def gradients_come(self, values: Sequence[Value]) -> None:
-        """Receive the gradients of the sent `values` and store them there."""
+        """Receive the gradients of the sent `values` and store them in `values`."""
         if self._backward is None:
             return
         hidden, *losses = self._backward.take()

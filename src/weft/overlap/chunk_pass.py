@@ -24,13 +24,14 @@ from weft.overlap.wgrad import DelayedWeights
 
 
 class ChunkPass:
-    """The steps of one microbatch in one chunk, each called once. A layer's last backward step frees its state.
+    """The steps of one microbatch in one chunk, each called once. The last backward step of a layer frees its state.
 
-    `delay_wgrad`: compute weight gradients of layers in separate steps. `apart`: also those of the head.
-    `halves`: exchange rows in halves.
-    `before`, `behind`: the borders to the previous and next stage, None at the ends of the model. `key`: equal for
-    microbatches of the same shape.
-    `check`: search for tensors that bypass the `Crossing`. `scores`: keep the model's logits as `outputs`.
+    - `delay_wgrad`: compute weight gradients of layers in separate steps. `apart`: also those of the head.
+    - `halves`: exchange rows in halves.
+    - `before`, `behind`: the borders to the previous and the next stage. None at the ends of the model.
+    - `key`: equal for microbatches of the same shape.
+    - `check`: search for tensors that bypass the `Crossing`.
+    - `scores`: keep the model's logits as `outputs`.
     """
 
     loss: Tensor | None = None

@@ -3,7 +3,7 @@
     hidden -> [enter] -> x -> layer -> ... -> layer -> [leave] -> hidden -> the next depth, or the head
                  +-> previous, for the head
 
-`enter` returns its input again for the head. The gradients of both uses are summed there, so that backward visits the
+`enter` also returns its input, for the head. Its backward sums the gradients of both uses, so that backward visits the
 earlier graph once.
 """
 
@@ -20,10 +20,10 @@ from weft.overlap.wgrad import DelayedWeights
 
 
 class DepthPass:
-    """The steps "enter" and "leave" of depth `number` of `model`, each called once in each direction.
+    """The steps "enter" and "leave" of depth `number` of `model`. Each is called once in each direction.
 
-    `policy`: the casts of the depth's inputs and outputs. `owner`: the module whose parameters the nodes may use, None
-    for no check.
+    `policy`: the casts of the depth's inputs and outputs. `owner`: the module whose parameters the nodes may use. With
+    None, nothing is checked.
     """
 
     previous: Value
@@ -50,7 +50,7 @@ class DepthPass:
         self._leave = ComputeNode(f"{name}.leave")
 
     def run(self, direction: str, slot: str, hidden: Value) -> Value:
-        """Run one step. Returns the next hidden states in a forward, and `hidden` in a backward."""
+        """Run one step. In a forward, returns the next hidden states; in a backward, returns `hidden`."""
         if direction == FORWARD:
             return self._entered(hidden) if slot == "enter" else self._left(hidden)
         if slot == "leave":

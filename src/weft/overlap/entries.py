@@ -20,8 +20,8 @@ def table_order(
     """Yield the steps of one rank's entries of a table. `part(microbatch, chunk)` returns the `Part` of an action.
 
     `overlap=False`: the forward and the backward of a pair run one after the other. `queues`: the device has streams.
-    No exchange is left to overlap with the delayed weight gradients of a backward's last layer, so they are moved to
-    the first exchange of the next backward.
+    The delayed weight gradients of a backward's last layer have no exchange left with which they could overlap. They
+    are moved to the first exchange of the next backward.
     """
     switches = {"early_release": early_release, "queues": queues}
     owed: list[Step] = []
@@ -54,9 +54,10 @@ def _entry_order(
 
 
 def _beside_first(steps: Sequence[Step], owed: Sequence[Step]) -> int:
-    """Return the index in `steps` at which the `owed` weight gradients run: under the first exchange of a backward.
+    """Return the index in `steps` at which the `owed` weight gradients run, during the first exchange of a backward.
 
-    It is 0 without such an exchange, or if it belongs to the same layer, whose next gradients would come first.
+    The index is 0 if there is no such exchange. It is also 0 if the exchange belongs to the same layer, whose next
+    gradients would otherwise be added first.
     """
     layers = {step.layer for step in owed}
     for number, step in enumerate(steps):
@@ -67,7 +68,7 @@ def _beside_first(steps: Sequence[Step], owed: Sequence[Step]) -> int:
 
 
 def _last_weights(steps: Sequence[Step]) -> list[Step]:
-    """Return the steps of weight gradients after the last exchange of a backward."""
+    """Return the steps of weight gradients that follow the last exchange of a backward."""
     data = (
         number
         for number, step in enumerate(steps)
@@ -78,7 +79,7 @@ def _last_weights(steps: Sequence[Step]) -> list[Step]:
 
 
 def weights_order(behind: Part) -> Iterator[Step]:
-    """Yield the weight gradients that the backward of `behind` has delayed, in its order."""
+    """Yield the weight gradients that the backward of `behind` has delayed, in the order of that backward."""
     if behind.last:
         yield behind.behind(BACKWARD)._replace(slot="head.weights")
     for layer in reversed(behind.layers):

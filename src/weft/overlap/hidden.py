@@ -4,7 +4,7 @@
         forward_backward(model, microbatches)
     hidden_fraction(timeline.intervals())
 
-The timeline of a scheduled step has, besides the lanes, an interval "compute" for each compute step, and an interval
+Besides the lanes, the timeline of a scheduled step has an interval "compute" for each compute step. It has an interval
 "wait" for each time that the computation waited for a ticket, inside a step or between steps.
 """
 
@@ -18,9 +18,10 @@ Piece = tuple[float, float]
 
 
 def hidden_fraction(intervals: Iterable[Interval], lane: str = EXCHANGE) -> float:
-    """Return the fraction (0 to 1) of the busy time of `lane` during which this rank computed and did not wait.
+    """Return the fraction (0 to 1) of the time of communication on `lane` that computation hid on this rank.
 
-    Raises ValueError if nothing ran on `lane`.
+    Communication is hidden while the rank computes and does not wait. `intervals`: the intervals of a
+    `weft.comm.timeline.Timeline`. Raises ValueError if nothing ran on `lane`.
     """
     intervals = list(intervals)
     moving = busy(intervals, lane)
@@ -37,7 +38,7 @@ def busy(intervals: Iterable[Interval], *lanes: str) -> float:
 
 
 def overlap(intervals: Iterable[Interval], one: str, other: str, *, without: str = "") -> float:
-    """Return the seconds during which both lanes were busy and the lane `without`, if given, was not."""
+    """Return the seconds during which both lanes were busy. With `without`, that lane must not have been busy."""
     intervals = list(intervals)
     alone = busy(intervals, one, without) + busy(intervals, other, without) - busy(intervals, without)
     return alone - busy(intervals, one, other, without)
@@ -55,7 +56,7 @@ def pieces(intervals: Iterable[Interval], *lanes: str) -> list[Piece]:
 
 
 def without(those: Iterable[Piece], others: Sequence[Piece]) -> list[Piece]:
-    """Return the pieces `those` minus the pieces `others`; both are sorted and disjoint."""
+    """Return the pieces `those` minus the pieces `others`. Both are sorted and disjoint."""
     left = []
     for start, stop in those:
         for begin, end in others:

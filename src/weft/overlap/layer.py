@@ -9,7 +9,7 @@
     finish     compute    weighting, residual
 
 A layer's `forward` is `run_stages`, so a scheduled run and a plain run use the same code. Stages pass tensors to later
-stages in the `Crossing`. The schedule detects a tensor that bypasses it and raises an error.
+stages in the `Crossing`. If a tensor bypasses the `Crossing`, the schedule raises an error.
 """
 
 from collections.abc import Sequence
@@ -22,15 +22,17 @@ from weft.moe.dispatch import Dispatcher, exchange
 
 COMPUTE_STAGES = ("attend", "experts", "finish")
 STAGES = (("attend",), COMPUTE_STAGES, ("attend", "dispatch", "experts", "combine", "finish"))
-"""The stages that a layer may have: `attend` alone, with a separate MLP, or with experts on other ranks."""
+"""The stages that a layer may have: `attend` alone; also a separate MLP; or also experts on other ranks."""
 
 
 @dataclass
 class Crossing:
-    """The results of `attend`.
+    """The results of `attend` that later stages use.
 
-    `rows`: the input of the experts. `kept`: tensors for `finish`, by name; they may be differentiable. `handle`: other
-    data for the later stages, not differentiable. `loss`: a scalar that the layer adds to the model's loss.
+    - `rows`: the input of the experts.
+    - `kept`: tensors for `finish`, by name. They may be differentiable.
+    - `handle`: other data for the later stages, not differentiable.
+    - `loss`: a scalar that the layer adds to the model's loss, or None.
     """
 
     rows: Tensor
@@ -41,20 +43,20 @@ class Crossing:
 
 @runtime_checkable
 class StagedLayer(Protocol):
-    """A layer, a `torch.nn.Module`, that a schedule can run in stages.
+    """The protocol of a layer, a `torch.nn.Module`, that a schedule can run in stages.
 
-    With the stages ("attend",), `attend` is the whole layer and its rows are the output. A stage must not modify its
-    inputs in place.
+    If the stages are ("attend",), `attend` is the whole layer, and its rows are the layer's output. A stage must not
+    modify its inputs in place.
     """
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """One of `STAGES`."""
+        """The names of the layer's stages: one of the entries of `STAGES`."""
         ...
 
     @property
     def dispatcher(self) -> Dispatcher | None:
-        """The dispatcher that exchanges the rows of a layer with all five stages; None otherwise."""
+        """The dispatcher that exchanges the rows, or None for a layer without the stages "dispatch" and "combine"."""
         ...
 
     def attend(self, hidden: Tensor) -> Crossing:
@@ -70,18 +72,18 @@ class StagedLayer(Protocol):
         ...
 
     def expert_modules(self) -> Sequence[nn.Module]:
-        """Return the modules that only `experts` calls. Their sharded units are gathered for that stage only."""
+        """Return the modules that only `experts` calls. Their sharded units are gathered only for this stage."""
         ...
 
 
 @runtime_checkable
 class StagedModel(Protocol):
-    """A model, a `torch.nn.Module`, that a schedule can run: `embed`, its layers in order, `loss`.
+    """The protocol of a model, a `torch.nn.Module`, that a schedule can run: `embed`, its layers in order, `loss`.
 
-    A model in pipeline stages has an attribute `cut`, a `weft.pipeline.Cut`, and only the layers of its rank's chunks,
-    chunk by chunk. `embed` is called on the rank of the first stage, `loss` on that of the last. If `cut.shares_ends`,
-    both ranks have the modules `shared_ends` with the same parameters. An optional `tied_ends` lists the modules that
-    both `embed` and `loss` use.
+    A model in pipeline stages has an attribute `cut`, a `weft.pipeline.Cut`. It has only the layers of its rank's
+    chunks, chunk by chunk. `embed` is called on the rank of the first stage, and `loss` on the rank of the last stage.
+    If `cut.shares_ends`, both of these ranks have the modules `shared_ends` with the same parameters. An optional
+    attribute `tied_ends` lists the modules that both `embed` and `loss` use.
 
     A model with prediction depths is a `StagedPredictor` on the rank of the last stage.
     """
@@ -96,25 +98,27 @@ class StagedModel(Protocol):
         ...
 
     def loss(self, hidden: Tensor, tokens: Tensor, labels: Tensor, losses: Sequence[Tensor]) -> Tensor:
-        """Return the loss, a scalar. `hidden`: the last layer's output. `losses`: the layers' losses, first to last."""
+        """Return the loss, a scalar. `hidden`: the last layer's output. `losses`: the losses of the layers, in
+        order."""
         ...
 
 
 @runtime_checkable
 class StagedDepth(Protocol):
-    """A prediction depth, a `torch.nn.Module`, that a schedule can run: `enter`, its layers, `leave`."""
+    """The protocol of a prediction depth, a `torch.nn.Module`, that a schedule runs: `enter`, its layers, `leave`."""
 
     @property
     def staged_layers(self) -> Sequence[StagedLayer]:
-        """The layers, first to last, at least one."""
+        """The layers, first to last. There is at least one."""
         ...
 
     def enter(self, following: Tensor, previous: Tensor) -> Tensor:
-        """Return the first layer's input from the embedded next tokens and the previous depth, [batch, seq, hidden]."""
+        """Return the first layer's input, [batch, seq, hidden]. `following`: the embedded next tokens. `previous`: the
+        hidden states of the previous depth, or of the model."""
         ...
 
     def leave(self, hidden: Tensor) -> Tensor:
-        """Return the input of the head and of the next depth, from the last layer's output."""
+        """Return the input of the head and of the next depth. `hidden`: the last layer's output."""
         ...
 
 
@@ -124,24 +128,25 @@ class StagedPredictor(Protocol):
 
     @property
     def depths(self) -> Sequence[StagedDepth]:
-        """The prediction depths, first to last; there may be none."""
+        """The prediction depths, first to last. There may be none."""
         ...
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """Return the input of the head and of the first depth, from the last layer's output."""
+        """Return the input of the head and of the first depth. `hidden`: the last layer's output."""
         ...
 
     def following(self, number: int, tokens: Tensor) -> Tensor:
-        """Return the embedded next tokens for `enter` of depth `number`, counted from 0."""
+        """Return the embedded next tokens for `enter` of depth `number`. Depths are counted from 0."""
         ...
 
     def total_loss(self, hidden: Sequence[Tensor], labels: Tensor, losses: Sequence[Tensor]) -> Tensor:
-        """Return the loss, a scalar. `hidden`: the head's inputs, of model and depths. `losses`: the layers' losses."""
+        """Return the loss, a scalar. `hidden`: the inputs of the head, from the model and from each depth. `losses`:
+        the losses of the layers."""
         ...
 
 
 def beside_forward(module: nn.Module) -> str:
-    """Return why calling the parts of `module` differs from calling it: "is compiled", "has hooks", or ""."""
+    """Return why calling the parts of `module` differs from calling `module`: "is compiled", "has hooks", or ""."""
     if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
         return "is compiled"
     kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -149,9 +154,10 @@ def beside_forward(module: nn.Module) -> str:
 
 
 def run_stages(layer: StagedLayer, hidden: Tensor, **beside: Any) -> tuple[Tensor, Tensor | None]:
-    """Run the layer's stages in order. Return its output [batch, seq, hidden] and its loss, a scalar or None.
+    """Run the layer's stages in order.
 
-    `beside`: further arguments of this layer's `attend`, such as a cache.
+    Returns the output, [batch, seq, hidden], and the layer's loss, a scalar or None. `beside`: further arguments of the
+    layer's `attend`, such as a cache.
     """
     crossing = layer.attend(hidden, **beside)
     rows = crossing.rows

@@ -34,9 +34,11 @@ from weft.overlap.wgrad import DelayedWeights
 class LayerPass:
     """The steps of one layer in one microbatch, each called once: `run(direction, slot)`.
 
-    `hidden`: the input. The last forward step sets `output`; `attend` sets `loss`, if the layer has one.
-    `policy`: the casts of the layer's inputs and outputs. `beside`: further arguments of `attend`. `owner`: the module
-    whose parameters the nodes may use, None for no check. `halves`: exchange rows in halves, with one row per rank.
+    - `hidden`: the input. The last forward step sets `output`. `attend` sets `loss`, if the layer has one.
+    - `policy`: the casts of the layer's inputs and outputs.
+    - `beside`: further arguments of `attend`.
+    - `owner`: the module whose parameters the nodes may use. With None, nothing is checked.
+    - `halves`: exchange rows in halves. The layer must send one row per rank.
     """
 
     def __init__(
@@ -171,7 +173,7 @@ class LayerPass:
     # --- parts ------------------------------------------------------------------------------------------------------
 
     def _divided(self, rows: Tensor) -> Sequence[Tensor]:
-        """Split the rows into those of each part."""
+        """Split `rows` into the rows of each part."""
         return rows.split(self._handle.sizes) if isinstance(self._handle, Halves) else [rows]
 
     def _checked(self, crossing: Crossing) -> Crossing:
@@ -201,7 +203,7 @@ class LayerPass:
 
 
 class Part:
-    """Rows that are exchanged and computed together: those of all tokens, or of one half."""
+    """Rows that are exchanged and computed together: the rows of all tokens, or of one half."""
 
     arrived: Value
     leaving: Value
@@ -218,6 +220,6 @@ class Part:
         return moving.wait()
 
     def collect(self, sent: Value) -> None:
-        """Store the gradient of `sent`, if one is in flight."""
+        """Store the gradient of `sent`, if a gradient is in flight."""
         if self.moving is not None:
             sent.gradient = self.arrive()

@@ -3,9 +3,9 @@
     {"tokens": ..., "labels": ..., "documents": ..., "images": ...}      the long form
     (tokens, labels)                                                     the short form
 
-A further entry is passed to each part of the model that has an optional parameter of its name: `embed`, the `attend` of
-layers, `following`, `loss` or `total_loss`, `logits`. Every rank of a pipeline has all microbatches, so entries are not
-sent between stages.
+A further entry is passed to each part of the model that has an optional parameter of the same name. The parts are
+`embed`, the `attend` of layers, `following`, `loss` or `total_loss`, and `logits`. Every rank of a pipeline has all
+microbatches, so entries are not sent between stages.
 """
 
 import inspect
@@ -24,7 +24,7 @@ OWN = ("cache", "hidden", "losses", "number")
 
 @dataclass(frozen=True, eq=False)
 class Microbatch:
-    """One microbatch. `labels`: None if only outputs are needed. `beside`: all other entries, by name."""
+    """One microbatch. `labels`: None if only outputs are needed. `beside`: the further entries, by name."""
 
     tokens: Tensor
     labels: Tensor | None
@@ -37,7 +37,8 @@ class Microbatch:
         return tuple(self.tokens.shape), *sorted(beside)
 
     def said(self) -> str:
-        """Return the text that ranks of a pipeline compare: shapes of tensors, and other values in full."""
+        """Return the text that the ranks of a pipeline compare. It has the shapes of tensors, and other values in
+        full."""
         labels = "" if self.labels is not None else " without labels"
         beside = {
             name: list(value.shape) if isinstance(value, Tensor) else value for name, value in self.beside.items()
@@ -45,7 +46,7 @@ class Microbatch:
         return f"{list(self.tokens.shape)}{labels}" + (f" beside {dict(sorted(beside.items()))}" if beside else "")
 
     def given(self, function: Callable[..., Any]) -> dict[str, Any]:
-        """Return the entries of `beside` that `function` takes as keyword arguments."""
+        """Return the further entries that `function` takes as keyword arguments."""
         if not self.beside:
             return {}
         names = taken(function)
@@ -53,7 +54,7 @@ class Microbatch:
 
 
 def checked_microbatches(microbatches: Any, *, labels: bool = True) -> list[Microbatch]:
-    """Return the microbatches as a list. Raises TypeError for invalid ones. `labels`: require labels."""
+    """Return the microbatches as a list. Raises TypeError for an invalid one. `labels`: whether labels are required."""
     if isinstance(microbatches, Tensor):
         raise TypeError(
             "forward_backward got one tensor as microbatches: pass a sequence of pairs, such as [(tokens, labels), ...]"
@@ -100,7 +101,7 @@ def names_beside(microbatches: Sequence[Microbatch]) -> set[str]:
 
 
 def taken_by(functions: Iterable[Callable[..., Any]], names: set[str]) -> set[str]:
-    """Return those of `names` that at least one of `functions` takes."""
+    """Return the names among `names` that at least one of `functions` takes."""
     found: set[str] = set()
     for function in functions:
         takes = taken(function)

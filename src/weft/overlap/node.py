@@ -1,9 +1,9 @@
-"""Nodes: pieces of a forward, each with a separate autograd graph whose backward runs on request.
+"""Nodes: pieces of a forward. Each has a separate autograd graph, and its backward runs on request.
 
     Value --> [ border | computation ] --> Value --> ...       forward: each node has a separate autograd graph
     Value <-- [ border | computation ] <-- Value <-- ...       backward: gradients wait in the values between nodes
 
-A value keeps its gradient but not its data, which lives only as long as a later node or an autograd graph needs it.
+A value keeps its gradient. It does not keep its data, which is freed when no later node or autograd graph needs it.
 """
 
 import functools
@@ -21,7 +21,7 @@ from weft.overlap.order import COMPUTE
 
 
 class Value:
-    """A tensor passed from one node to a later one, and the gradient that comes back."""
+    """A tensor that one node passes to a later node, and the gradient that comes back."""
 
     def __init__(self, tensor: Tensor, needs_grad: bool) -> None:
         self.needs_grad = needs_grad
@@ -30,13 +30,13 @@ class Value:
         self._zeros = functools.partial(torch.zeros, tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
     def take(self) -> Tensor:
-        """Return the data and drop the reference to it. It can be taken once."""
+        """Return the data and drop the reference to it. Call it once."""
         tensor, self._tensor = self._tensor, None
         assert tensor is not None, "the data was already taken"
         return tensor
 
     def take_gradient(self) -> Tensor:
-        """Return the gradient and drop the reference to it; zeros if there is none."""
+        """Return the gradient and drop the reference to it. Without a gradient, return zeros."""
         gradient, self.gradient = self.gradient, None
         return self._zeros() if gradient is None else gradient
 
@@ -57,9 +57,9 @@ class ComputeNode:
     def forward(
         self, function: Callable[..., Sequence[Tensor]], inputs: Sequence[Value], owner: nn.Module | None
     ) -> list[Value]:
-        """Run `function` on the inputs' data and return its results.
+        """Run `function` on the data of `inputs` and return its results.
 
-        `owner`: raise UndeclaredTensor if the graph uses tensors other than `inputs` and its parameters.
+        `owner`: raise UndeclaredTensor if the graph uses tensors other than `inputs` and the parameters of `owner`.
         """
         with span(COMPUTE), self._around:
             entered = _enter(inputs)
@@ -76,7 +76,7 @@ class ComputeNode:
         return outputs
 
     def backward(self) -> None:
-        """Propagate the outputs' gradients to the inputs' values and to the parameters' `.grad`."""
+        """Propagate the gradients of the outputs to the values of the inputs and to `.grad` of the parameters."""
         edges, self._edges = self._edges, []
         known = [(edge, value.gradient) for edge, value in edges if value.gradient is not None]
         for _, value in edges:
@@ -106,7 +106,7 @@ _START = torch.empty(0, requires_grad=True)
 
 
 def _enter(values: Sequence[Value]) -> list[Tensor]:
-    """Return the values' data. The differentiable ones pass through one `_Border`."""
+    """Return the data of `values`. Differentiable data passes through one `_Border`."""
     tensors = [value.take() for value in values]
     places = [place for place, value in enumerate(values) if value.needs_grad]
     if places:
@@ -117,24 +117,24 @@ def _enter(values: Sequence[Value]) -> list[Tensor]:
 
 
 def _sequence_number() -> int:
-    """Return an autograd sequence number that all nodes created later exceed."""
+    """Return a number below the autograd sequence numbers of all nodes that are created later."""
     made = (_START * 1).grad_fn
     assert made is not None
     return made._sequence_nr()
 
 
 def _is_cached_cast(node: Any) -> bool:
-    """Return whether `node` is the cast of a parameter, which autocast caches and shares between uses.
+    """Return whether `node` is the cast of a parameter that autocast caches and shares between uses.
 
-    Its backward saves nothing, so it may run once per use.
+    The backward of the cast saves nothing, so it may run once per use.
     """
     return node.name() == "ToCopyBackward0" and all(hasattr(each, "variable") for each, _ in node.next_functions)
 
 
 def _refuse_undeclared(name: str, roots: Iterable[Any], border: set, first: int, owner: nn.Module) -> None:
-    """Raise UndeclaredTensor unless the graph of `roots` ends at `border` or at parameters of `owner`.
+    """Raise UndeclaredTensor if the graph of `roots` does not end at `border` or at parameters of `owner`.
 
-    All of its nodes must have sequence numbers above `first`.
+    All nodes of the graph must have sequence numbers above `first`.
     """
     parameters = {id(parameter) for parameter in owner.parameters()}
     ahead = list(roots)

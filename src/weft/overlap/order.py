@@ -19,13 +19,14 @@ in the right column are issued first and run on the exchange lane under the comp
     F.finish
     F.leave (of a depth)
 
-B.combine is the backward of combine: it sends gradients to the experts. A is the layer whose backward ran before that
-of B. Its delayed weight gradients run under B.combine for two reasons: the last backward, which has no partner, has no
-other work there, and in that time the ranks exchange the sizes of F.dispatch, which F.attend has sent. On a device with
-streams, the host queues B.experts before it waits for these sizes, so that the device has work in that time; the
-exchange lane waits for F.attend only, so both run at once. The layers of prediction depths follow those of the last
-chunk. A depth has a step "enter" before its first layer and "leave" after its last. A chunk has a step before and one
-after its layers:
+B.combine is the backward of combine: it sends gradients to the experts. A is the layer whose backward ran before the
+backward of B. The delayed weight gradients of A run under B.combine for two reasons. The last backward has no partner,
+and therefore no other work under B.combine. Meanwhile the ranks exchange the sizes of F.dispatch, which F.attend has
+sent. On a device with streams, the host queues B.experts before it waits for these sizes, so that the device has work
+during the wait. The exchange lane waits for F.attend only, so B.experts and F.dispatch run at the same time.
+
+The layers of prediction depths follow those of the last chunk. A depth has a step "enter" before its first layer and a
+step "leave" after its last. A chunk has one step before its layers and one step after them:
 
     chunk       before its layers          after its layers
     ----------  -------------------------  ---------------------------------------------------------------
@@ -34,11 +35,12 @@ after its layers:
     the last    receive                    head: with the loss
 
 B.send is the backward of send: it receives gradients. Messages are sent as soon as their data is computed. If a table
-has separate weight gradients, those of the head are computed with them (head.weights), as is the backward of embed.
+has separate entries for weight gradients, these compute the weight gradients of the head (head.weights) and the
+backward of embed.
 
 A pair may also consist of two forwards or of two backwards. F and S are then the first and the second microbatch. The
-second is half a layer behind, so that one computes while the rows of the other are in flight. A is the previous layer:
-of F in steps marked so, else of S.
+second is half a layer behind, so that one computes while the rows of the other are in flight. A is the previous layer
+of F in the steps marked "of F", and otherwise the previous layer of S.
 
     two forwards                    two backwards
     compute lane    exchange lane   compute lane                      exchange lane
@@ -54,7 +56,8 @@ of F in steps marked so, else of S.
                                     S.experts.weights (if delayed)    S.dispatch
                                     F.attend
 
-Each parameter gets the gradient of the first before that of the second. Depths have "enter" and "leave" as above.
+Each parameter gets the gradient of the first microbatch before that of the second. Depths have "enter" and "leave" as
+above.
 """
 
 from collections.abc import Iterator, Sequence
@@ -67,7 +70,8 @@ COMPUTE, EXCHANGE, STAGE = "compute", "exchange", "stage"
 
 
 class Step(NamedTuple):
-    """One node in one direction. `layer`: None for steps around a chunk's layers. `slot`: its name in the table."""
+    """One node in one direction. `layer`: None for steps around a chunk's layers. `slot`: the node's name in the
+    table."""
 
     direction: str
     microbatch: int
@@ -82,14 +86,14 @@ class Step(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The number and stages of a layer. A depth's first layer also has "enter", its last "leave"."""
+    """The number and the stages of a layer. The first layer of a depth also has "enter", and the last "leave"."""
 
     number: int
     stages: tuple[str, ...]
 
 
 class Part(NamedTuple):
-    """One microbatch through the layers of one chunk. `first`, `last`: whether the model begins or ends there."""
+    """One microbatch in the layers of one chunk. `first`, `last`: whether the model begins or ends in this chunk."""
 
     microbatch: int
     layers: Sequence[Layer]
@@ -164,7 +168,7 @@ FIRST, SECOND = "first", "second"
 ABOVE = "first, before"
 """The layer of the first microbatch whose backward ran before."""
 LATE = "second, before"
-"""The previous layer of the second microbatch, which ends here."""
+"""The previous layer of the second microbatch, which ends with this step."""
 
 FORWARDS = (
     (FIRST, "enter"),
@@ -198,7 +202,7 @@ QUEUED_FORWARDS = (
     (FIRST, "finish"),
     (FIRST, "leave"),
 )
-"""The order for a device with streams: it has queued work while the host waits for the sizes of a dispatch."""
+"""The order for a device with streams, which has queued work while the host waits for the sizes of a dispatch."""
 BACKWARDS = (
     (FIRST, "leave"),
     (FIRST, "finish"),
@@ -242,8 +246,8 @@ def combined_order(
 ) -> Iterator[Step]:
     """Yield the steps of the forward of `ahead` and the backward of `behind`. Either may be None.
 
-    Pairs of layers come first, then the remaining layers of the longer side, backward first. `queues`: the device has
-    streams. `apart`: the table has a separate entry for the weight gradients of `behind`.
+    Pairs of layers come first. Then follow the remaining layers of the longer side, backward first. `queues`: the
+    device has streams. `apart`: the table has a separate entry for the weight gradients of `behind`.
     """
     entries: Sequence[tuple[str, str]] = EARLY_RELEASE if early_release else COMBINED
     entries = [entry for entry in (queued(entries) if queues else entries) if delay_wgrad or "." not in entry[1]]

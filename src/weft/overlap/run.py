@@ -1,4 +1,4 @@
-"""Runs this rank's entries of a table: steps, the units that they need, and messages between stages."""
+"""Runs this rank's entries of a table: the steps, the units that the steps need, and messages between stages."""
 
 import weakref
 from collections import Counter, defaultdict
@@ -28,7 +28,7 @@ from weft.pipeline.transport import Transport
 
 CHECKED_MICROBATCHES = 4
 _checked: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
-"""The number of microbatches of each model that have been searched for undeclared tensors."""
+"""For each model, the number of microbatches that have been searched for undeclared tensors."""
 _transports: "weakref.WeakKeyDictionary[nn.Module, Transport]" = weakref.WeakKeyDictionary()
 
 
@@ -111,7 +111,7 @@ class ScheduledRun:
             self._carry_out(list(steps), None)
 
     def losses(self) -> list[Tensor]:
-        """Return the loss of each microbatch, on every rank."""
+        """Return the loss of each microbatch. All ranks have the losses."""
         if self._cut.group is None:
             return [self._losses[number] for number in sorted(self._losses)]
         return _shared(self._losses, len(self._microbatches), self._cut, self._device)
@@ -119,7 +119,7 @@ class ScheduledRun:
     def outputs(self, *, everywhere: bool) -> Tensor | None:
         """Return the outputs of all microbatches, concatenated along the batch, or None.
 
-        They are on every rank if `everywhere`, else only on the rank of the last stage.
+        With `everywhere` all ranks have them, otherwise only the rank of the last stage.
         """
         found = None
         if self._outputs:
@@ -237,9 +237,10 @@ class ScheduledRun:
 
 
 class SharedEnds:
-    """The parameters that the first and the last stage share. Each adds the other's gradients, so both sums are equal.
+    """The parameters that the first and the last stage share. Each stage adds the other's gradients, so both sums are
+    equal.
 
-    The gradients on the last rank start as None, so that those of an earlier call are not added twice.
+    On the last rank the gradients start as None, so that those of an earlier call are not added twice.
     """
 
     def __init__(self, model: Any, cut: Cut, transport: Transport | None) -> None:
@@ -267,8 +268,8 @@ class SharedEnds:
     def add_up(self) -> None:
         """Exchange and add the gradients.
 
-        Both ranks may have none yet, if their reduction is deferred to a later call. One of them has none if the other
-        end has not used the parameter, such as the embedding in depths that did not run.
+        If the reduction is deferred to a later call, neither rank has gradients yet. If one end has not used the
+        parameter, only the other has gradients. An example is the embedding in depths that did not run.
         """
         if self._transport is None or not self._parameters:
             return
@@ -284,7 +285,7 @@ class SharedEnds:
 
 
 def _numbers(cut: Cut) -> list[range]:
-    """Return the numbers of each chunk's layers among the layers of this rank."""
+    """Return, for each chunk, the range of its layers among the layers of this rank."""
     found, first = [], 0
     for segment in cut.mine:
         found.append(range(first, first + len(segment)))
@@ -304,7 +305,7 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def _shared(losses: dict[int, Tensor], count: int, cut: Cut, device: torch.device) -> list[Tensor]:
-    """Return the last stage's losses on all ranks of the pipeline, by a sum to which other ranks add zeros."""
+    """Return the last stage's losses on all ranks of the pipeline. The other ranks add zeros to their sum."""
     words = torch.zeros(count + 1, dtype=torch.float64, device=device)
     if losses:
         words[:count] = torch.stack([losses[number] for number in range(count)])

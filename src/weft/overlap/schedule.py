@@ -38,30 +38,30 @@ def forward_backward(
 ) -> list[Tensor]:
     """Run forward and backward of all microbatches. Return the unscaled loss of each, a detached scalar.
 
-    The gradients are those of `(loss_scale * model(tokens, labels)).backward()` for each microbatch: accumulated, and
-    reduced if the model is sharded. The token exchange of one microbatch runs under the computation of its neighbour
-    (see `weft.overlap.order` for the order).
+    The gradients are those of `(loss_scale * model(tokens, labels)).backward()` for each microbatch. They are
+    accumulated, and reduced if the model is sharded. The token exchange of one microbatch runs while its neighbour
+    computes (`weft.overlap.order` has the order).
 
-    A model in pipeline stages (`weft.init_meshes(pp=...)`) runs on all ranks of its pipeline. Each rank calls this with
-    the same arguments and gets all losses.
+    A model in pipeline stages (`weft.init_meshes(pp=...)`) runs on all ranks of its pipeline. Each rank calls this
+    function with the same arguments and gets all losses.
 
     Args:
-        model: a `StagedModel`, sharded as a whole or not at all, such as `weft.models.HybridModel`.
-        microbatches: pairs of tokens and labels, [batch, seq] int64 each, or dicts with "tokens", "labels" and further
-            entries that parts of the model take by name, such as "documents" (see `weft.overlap.microbatch`). Shapes
-            may differ between microbatches; their number must be the same on all ranks.
-        schedule: the order of microbatches on each stage, a name or a `weft.pipeline.Table`. None: "combined" with
-            `overlap`, else "1f1b".
+        model: a `StagedModel`, such as `weft.models.HybridModel`. It is sharded as a whole or not at all.
+        microbatches: pairs (tokens, labels), [batch, seq] int64 each, or dicts. A dict has "tokens", "labels" and
+            further entries that parts of the model take by name, such as "documents" (see `weft.overlap.microbatch`).
+            Shapes may differ between microbatches. All ranks must pass the same number of microbatches.
+        schedule: the order of microbatches on each stage, a name or a `weft.pipeline.Table`. Default: "combined" with
+            `overlap`, otherwise "1f1b".
         overlap: False runs the forward and the backward of a pair one after the other, as a reference.
-        delay_wgrad: compute the weight gradients of linear and expert layers separately, under an exchange.
+        delay_wgrad: compute the weight gradients of linear and expert layers separately, during an exchange.
         early_release: free a layer's activations before the experts of its partner run: less memory, less overlap.
-        halves: if a forward or backward has no partner, exchange its rows in two halves, so that the experts compute
-            one while the other is in flight. It needs one row per rank (`moe_rows_per="rank"`). The gradients of
-            experts are then summed in another order.
-        loss_scale: the factor of the gradients, such as 1 / len(microbatches), or one factor for each microbatch, such
+        halves: if a forward or backward has no partner, exchange its rows in two halves. The experts then compute one
+            half while the other is in flight. This needs one row per rank (`moe_rows_per="rank"`), and the gradients of
+            experts are summed in another order.
+        loss_scale: the factor of the gradients, such as 1 / len(microbatches). Or one factor for each microbatch, such
             as its share of the tokens.
         trace: a list that receives each step in issue order, a named tuple (direction, microbatch, layer, slot, lane,
-            chunk). layer is None for steps around the layers of a chunk. The layers of prediction depths are numbered
+            chunk). `layer` is None for steps around the layers of a chunk. The layers of prediction depths are numbered
             after the others.
 
     Raises:
@@ -70,8 +70,8 @@ def forward_backward(
         ValueError: there are no microbatches, or one has an entry that no part of the model takes; layers are inside an
             activation checkpoint; modules whose `forward` a schedule does not call have hooks; `overlap` has no
             exchange to hide; `early_release` or `halves` without `overlap`; `halves` without one row per rank, or with
-            a table of only pairs; `loss_scale` has infinite factors, or their number is not that of the
-            microbatches; the table does not fit the model or the microbatches.
+            a table of only pairs; `loss_scale` has infinite factors, or their number is not that of the microbatches;
+            the table does not fit the model or the microbatches.
         UndeclaredTensor: a layer passes a tensor between stages outside its `Crossing`.
         CollectiveMismatch: ranks of a pipeline, or of a set of experts, called different schedules, or ranks of a
             pipeline passed different tokens or labels.
@@ -147,15 +147,15 @@ def evaluate(
 ) -> list[Tensor] | tuple[list[Tensor], Tensor | None]:
     """Return the loss of each microbatch, without a backward. Gradients are not changed.
 
-    For a model in pipeline stages, all ranks of the pipeline call this with the same microbatches and get all losses.
-    Call `model.eval()` first to leave out the losses that layers and prediction depths add in training.
+    For a model in pipeline stages, all ranks of the pipeline call this function with the same microbatches and get all
+    losses. Call `model.eval()` first to leave out the losses that layers and prediction depths add in training.
 
-    outputs: "last" or "all" returns (losses, outputs), where outputs are the results of `model.logits` for all
-    microbatches, concatenated along the batch. With "last" they are on the rank of the last stage, and None on the
-    others; with "all" they are on every rank. Microbatches then need no labels; without labels, losses is empty.
+    `outputs`: with "last" or "all", return (losses, outputs). The outputs are the results of `model.logits` for all
+    microbatches, concatenated along the batch. With "all" they are on every rank. With "last" they are on the rank of
+    the last stage, and None on the others. Microbatches then need no labels. Without labels, `losses` is empty.
 
-    Raises the errors of `forward_backward` about `model` and `microbatches`, and ValueError for outputs of microbatches
-    of different lengths or with prediction depths in training mode.
+    Raises the errors of `forward_backward` about `model` and `microbatches`. Raises ValueError for outputs of
+    microbatches of different lengths, or of a model with prediction depths in training mode.
     """
     layers, depths = layers_of(model), depths_of(model)
     assert isinstance(model, nn.Module)  # layers_of has refused others

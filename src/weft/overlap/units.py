@@ -4,9 +4,9 @@
     after its last forward or data-gradient step      release
     after its last weight gradient of a microbatch    reduce
 
-Units that only `experts` reads are held during that stage, units of a prediction depth during the whole depth, and
-units outside the layers (embedding, head) during the whole schedule. The program is known before it runs, so the units
-that are acquired next are gathered ahead.
+Units that only `experts` reads are held during that stage. Units of a prediction depth are held during the whole depth.
+Units outside the layers (embedding, head) are held during the whole schedule. The program is known before it runs, so
+the units that are acquired next are gathered ahead.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,13 +27,13 @@ from weft.overlap.layer import StagedLayer
 from weft.overlap.order import BACKWARD, Step
 
 AHEAD = 2
-"""The number of units gathered ahead: one for each layer of a pair, whose first steps are close together."""
+"""The number of units gathered ahead: one for each layer of a pair, because their first steps are close together."""
 
 
 @dataclass(frozen=True)
 class LayerUnits:
-    """The units of one layer. `whole`: held throughout the layer. `experts`: held for that stage only. `policy`: the
-    casts of the layer's inputs and outputs."""
+    """The units of one layer. `whole`: the units held throughout the layer. `experts`: the units held for that stage
+    only. `policy`: the casts of the layer's inputs and outputs."""
 
     whole: tuple[Unit, ...]
     experts: tuple[Unit, ...]
@@ -51,7 +51,8 @@ class DepthUnits:
 
 
 class Around(NamedTuple):
-    """A step with the units to acquire before it, and to release and reduce after it. Acquired units have holders."""
+    """A step with the units to acquire before it, and the units to release and reduce after it. Acquired units have
+    holders."""
 
     step: Step
     acquire: list[tuple[Unit, Hold]]
@@ -61,7 +62,7 @@ class Around(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ModelUnits:
-    """The units of a model: those of layers, of depths and outside both. `engine`: None for a model without units."""
+    """The units of a model: of layers, of depths, and outside of both. `engine`: None for a model without units."""
 
     layers: tuple[LayerUnits, ...]
     depths: tuple[DepthUnits, ...]
@@ -75,7 +76,7 @@ class ModelUnits:
     ) -> "ModelUnits":
         """Find the units of `model`. The layers of depths are numbered after `layers`.
 
-        Raises ValueError if layers are sharded and the model around them is not.
+        Raises ValueError if layers are sharded but the model around them is not.
         """
         found = []
         for layer in (*layers, *(layer for depth in depths for layer in depth)):
@@ -101,7 +102,7 @@ class ModelUnits:
     def program(self, steps: Iterable[Step], together: Iterable[set[tuple[int, int]]] = ()) -> list[Around]:
         """Return `steps`, each with the units to acquire, release and reduce.
 
-        `together`: for each pair of backwards, its two (microbatch, chunk); each unit then reduces once for both.
+        `together`: for each pair of backwards, the two (microbatch, chunk). Each unit then reduces once for both.
         """
         around = [Around(step, [], [], []) for step in steps]
         visits: dict[tuple, list[Around]] = {}
@@ -130,7 +131,7 @@ class ModelUnits:
         return around
 
     def _read(self, step: Step) -> Iterator[tuple[str, int, tuple[Unit, ...]]]:
-        """Yield each scope of `step` (depth, layer, experts), its number, and the units held during the scope."""
+        """Yield each scope of `step` (depth, layer, experts) with its number and the units held during it."""
         if step.layer is None:
             return
         for number, depth in enumerate(self.depths):
@@ -141,9 +142,9 @@ class ModelUnits:
             yield "experts", step.layer, self.layers[step.layer].experts
 
     def scheduled(self, program: Sequence[Around], *, backward: bool = True) -> AbstractContextManager:
-        """Return a context manager for the run of `program`. Units are sharded before and after it.
+        """Return a context manager for the run of `program`. Units are sharded before and after the run.
 
-        On exit, gradients have been reduced. `backward`: whether the program has backward steps.
+        When the context ends, gradients have been reduced. `backward`: whether the program has backward steps.
         """
         if self.engine is None:
             return nullcontext()
@@ -188,7 +189,7 @@ class ModelUnits:
             self.engine.ready(unit)
 
     def failed(self, what: str, error: BaseException) -> None:
-        """Notify ranks that wait for this one that the step `what` raised `error`."""
+        """Tell the ranks that wait for this rank that the step `what` raised `error`."""
         if self.engine is not None:
             self.engine.note_failure(what, error)
         elif (watch := hang_detector()) is not None:
@@ -196,7 +197,8 @@ class ModelUnits:
 
 
 def _hold(held: Sequence[Unit], mine: Sequence[Around]) -> None:
-    """Acquire the units `held` before `mine`, the steps of one microbatch in one direction, and release them after."""
+    """Acquire the units `held` before the steps `mine` of one microbatch in one direction, and release them
+    afterwards."""
     data = [each for each in mine if "." not in each.step.slot]
     backward = mine[0].step.direction == BACKWARD
     holds = [(unit, Hold(f"{data[0].step} to {data[-1].step.slot}", backward=backward)) for unit in held]

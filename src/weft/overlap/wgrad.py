@@ -1,9 +1,9 @@
 """Delayed weight gradients: backward computes input gradients immediately and weight gradients later.
 
-A product with a parameter needs two products in backward, one for its input's gradient and one for the weight's. If the
-forward ran under `DelayedWeights`, the second is queued, and `run` computes it under an exchange. The mode intercepts
-the product functions, so it works with any layer. The backward runs under it too, because an activation checkpoint must
-recompute there exactly what the forward computed.
+A product with a parameter needs two products in backward: one for the gradient of its input, and one for the gradient
+of the weight. If the forward ran under `DelayedWeights`, the second product is queued, and `run` computes it during an
+exchange. The mode intercepts the product functions, so it works with any layer. The backward runs under the mode too,
+because an activation checkpoint must recompute in backward exactly what the forward computed.
 
     product              delayed                                         left to autograd
     -------------------  ----------------------------------------------  --------------------------------------------
@@ -29,7 +29,7 @@ from weft.overlap.order import COMPUTE
 
 
 class DelayedWeights(TorchFunctionMode):
-    """A mode in which products with parameters queue their weight gradients here. Each node has a separate one."""
+    """A mode in which products with parameters queue their weight gradients. Each node has a separate mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,8 @@ class DelayedWeights(TorchFunctionMode):
 
 
 def _operands(kind: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """Return the operands of the product if its weight gradient can be queued; None if backward must compute it."""
+    """Return the operands of the product if its weight gradient can be queued. None: backward must compute the
+    gradient."""
     given = dict(zip(kind.arguments, args))
     if len(args) > len(kind.arguments) or given.keys() & kwargs.keys():
         return None

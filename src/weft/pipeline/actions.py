@@ -1,11 +1,11 @@
-"""A schedule as data: for each rank, the order in which microbatches run through its chunks.
+"""A schedule as data: the order, for each rank, in which microbatches run through the rank's chunks.
 
     rank 0   F0.0 F1.0 F0.1 F2.0+B0.1 F1.1+B0.0 ...
     rank 1   F0.0 F0.1+...
 
-`F1.0` is the forward of microbatch 1 through this rank's chunk 0. `B` is a backward; `I` and `W` are its two parts, the
-gradients of inputs and those of weights. `F2.0+B0.1` is a forward and a backward that run as one pair, `F0.0+F1.0` two
-forwards.
+`F1.0` is the forward of microbatch 1 through this rank's chunk 0. `B` is a backward. Its two parts are `I`, the
+gradients of inputs, and `W`, the gradients of weights. `F2.0+B0.1` is a forward and a backward that run as one pair.
+`F0.0+F1.0` is a pair of two forwards.
 
 Chunks are placed on ranks in one of two ways. With 2 chunks on each of 4 ranks:
 
@@ -20,7 +20,7 @@ LOOP, V = "loop", "v"
 
 
 class Action(NamedTuple):
-    """One microbatch through one chunk of a rank. `kind`: "F", "B", or a part of "B": "I" (inputs) or "W" (weights)."""
+    """One microbatch in one chunk of a rank. `kind`: "F", "B", or a part of "B": "I" (inputs) or "W" (weights)."""
 
     kind: str
     microbatch: int
@@ -31,12 +31,12 @@ class Action(NamedTuple):
 
 
 Entry = tuple[Action, ...]
-"""One action, or two that run as one pair: a forward and a backward in this order, two forwards, or two backwards."""
+"""One action, or two that run as a pair: a forward and a backward in this order, two forwards, or two backwards."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A schedule. `ranks`: the entries of each pipeline rank, in order. `placement`: "loop" or "v"."""
+    """A schedule. `ranks`: the entries of each pipeline rank, in running order. `placement`: "loop" or "v"."""
 
     name: str
     ranks: tuple[tuple[Entry, ...], ...]
@@ -50,7 +50,7 @@ class Table:
         return len(self.ranks) * self.chunks
 
     def stage(self, rank: int, chunk: int) -> int:
-        """Return the model's stage, counted from 0, that `chunk` of `rank` holds."""
+        """Return the number of the stage, from 0, that `chunk` of `rank` holds."""
         if self.placement == V and chunk % 2:
             rank = len(self.ranks) - 1 - rank
         return chunk * len(self.ranks) + rank

@@ -60,7 +60,7 @@ class Drawing:
 
 
 def title(table: Table) -> str:
-    """Return one line with the name, ranks and microbatches of `table`."""
+    """Return one line with the name, the ranks and the microbatches of `table`."""
     shape = _counted(len(table.ranks), "rank")
     if table.chunks > 1:
         shape += f", {table.chunks} chunks each" + " in a V" * (table.placement == V)
@@ -68,7 +68,7 @@ def title(table: Table) -> str:
 
 
 def cost(simulation: Simulation) -> str:
-    """Return one line with the time, idle share and live activations."""
+    """Return one line with the time, the idle share and the live activations."""
     live = _counted(max(simulation.live), "microbatch", "es")
     return f"time {simulation.time:g}, idle {simulation.idle_share:.1%}, activations of up to {live} alive"
 
@@ -98,7 +98,7 @@ class _Chart:
         self._drawn = min(self._bands, max(MOST_DRAWN // (len(self.simulation.table.ranks) + 2), 1))
 
     def _shortest(self, kinds: str) -> float:
-        """Return the shortest duration of an action of `kinds`, ignoring pairs of two kinds and durations of 0."""
+        """Return the shortest duration of an action of `kinds`. Pairs of two kinds and durations of 0 are ignored."""
         times = [
             (end - start) / len(entry)
             for entries, spans in zip(self.simulation.table.ranks, self.simulation.spans)
@@ -141,7 +141,7 @@ class _Chart:
         return ruler
 
     def _row(self, rank: int, columns: int) -> Text:
-        """Return the row of `rank` with at least `columns` columns; its last action may extend beyond them."""
+        """Return the row of `rank` with at least `columns` columns. Its last action may extend beyond them."""
         row = Text()
         for entry, (start, end) in zip(self.simulation.table.ranks[rank], self.simulation.spans[rank]):
             first, last = round(start * self.scale), round(end * self.scale)

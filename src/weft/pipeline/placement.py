@@ -17,11 +17,13 @@ from weft.pipeline.actions import LOOP, Table, V
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """The stages of a model. `segments`: the layers of each stage, numbered over the whole model.
+    """The pipeline stages of a model.
 
-    `placement`: "loop" or "v", see the module's table.
-    `group`: the process group of the pipeline's ranks, None for a single rank. `rank`: this rank in the group.
-    `shares_ends`: whether the first and the last stage are on two ranks and share a parameter (a tied embedding).
+    - `segments`: the layers of each stage, numbered over the whole model.
+    - `placement`: "loop" or "v" (see `weft.pipeline.placement`).
+    - `group`: the process group of the pipeline's ranks. None for a single rank.
+    - `rank`: this rank in `group`.
+    - `shares_ends`: whether the first and the last stage are on two ranks and share a parameter (a tied embedding).
     """
 
     segments: tuple[range, ...]
@@ -55,7 +57,7 @@ class Cut:
 
     @property
     def chunks(self) -> int:
-        """The number of stages of a rank."""
+        """The number of stages on each rank."""
         return len(self.segments) // self.ranks
 
     @cached_property
@@ -77,11 +79,11 @@ class Cut:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank has the first stage: the embedding."""
+        """Whether this rank has the first stage, with the embedding."""
         return self.holder(0) == self.rank
 
     def stages_of(self, model: Any) -> dict[str, int]:
-        """Return the stage of each parameter of `model` by name. `model`: this rank's part of the model."""
+        """Return the stage of each parameter by name. `model`: this rank's part of the model."""
         layers = iter(model.staged_layers)
         stages = {
             id(parameter): self.stage(chunk)
@@ -105,14 +107,15 @@ class Cut:
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank has the last stage: the head and the loss."""
+        """Whether this rank has the last stage, with the head and the loss."""
         return self.holder(len(self.segments) - 1) == self.rank
 
 
 def balanced(costs: Sequence[float], stages: int, *, last: float = 0.0) -> tuple[range, ...]:
-    """Cut layers with these costs into `stages` segments, so that the most expensive segment is as cheap as possible.
+    """Cut layers into `stages` segments so that the cost of the most expensive segment is as low as possible.
 
-    `last`: the cost of the head and the loss on the last stage. With fewer layers than stages, some segments are empty.
+    `costs`: the cost of each layer. `last`: the cost of the head and the loss on the last stage. With fewer layers than
+    stages, some segments are empty.
     """
     total = [0.0]
     for cost in costs:

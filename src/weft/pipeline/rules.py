@@ -1,9 +1,9 @@
 """The rules for the entries of a single rank of a table.
 
-F0.1 F1.1        a chunk runs microbatches in order, each once: gradients are then summed as in one process, and
+F0.1 F1.1        a chunk runs each microbatch once, in order: gradients are then summed as in one process, and
                  messages between stages arrive in the order in which they are received
 F2.0 ... B2.0    a backward comes after its forward
-I2.0 ... W2.0    or in two parts, the gradients of inputs before those of weights
+I2.0 ... W2.0    a backward may have two parts, the gradients of inputs before those of weights
 F3.0+B2.0        a pair is a forward and a backward, two forwards, or two backwards
 """
 
@@ -25,12 +25,12 @@ def fault_of(table: Table, rank: int, position: int, reason: str) -> TableError:
 
 
 def format_entry(entry: Entry) -> str:
-    """Return an entry in the text form: `F2.0+B0.1`."""
+    """Return an entry in the text form, such as `F2.0+B0.1`."""
     return "+".join(map(str, entry)) or "nothing"
 
 
 def check_ranks(table: Table) -> None:
-    """Check each rank separately. Raises TableError for the first entry that breaks a rule."""
+    """Check each rank by itself. Raises TableError for the first entry that breaks a rule."""
     _check_shape(table)
     for rank, entries in enumerate(table.ranks):
         ledger = _Ledger(table)
@@ -61,14 +61,14 @@ def _pair_fault(entry: Entry) -> str | None:
 
 
 class _Ledger:
-    """The next microbatch of F, I and W for each chunk of one rank. A B counts as I and W."""
+    """The next microbatch of F, I and W for each chunk of one rank. A B counts as an I and a W."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
         self._next: Counter[tuple[str, int]] = Counter()
 
     def fault(self, entry: Entry) -> str | None:
-        """Return why `entry` cannot be next. If it can, record it and return None."""
+        """Return why `entry` cannot be next. If it can, record the entry and return None."""
         for action in entry:
             if fault := self._range_fault(action) or self._order_fault(action):
                 return fault
@@ -77,7 +77,7 @@ class _Ledger:
         return None
 
     def missing(self) -> str | None:
-        """Return the first action that the rank never runs; None if it runs all."""
+        """Return the first action that the rank never runs, or None if it runs all actions."""
         for part in "FIW":
             for chunk in range(self._table.chunks):
                 if self._next[part, chunk] < self._table.microbatches:
@@ -85,7 +85,7 @@ class _Ledger:
         return None
 
     def _due(self, part: str, chunk: int) -> Action:
-        """Return the next action of `part` ("F", "I" or "W"); a B if neither of its parts has run."""
+        """Return the next action of `part` ("F", "I" or "W"). It is a B if neither of its parts has run."""
         whole = part != "F" and self._next["I", chunk] == self._next["W", chunk]
         return Action("B" if whole else part, self._next[part, chunk], chunk)
 

@@ -1,17 +1,17 @@
-"""The published schedules, as pure functions of ranks, chunks and microbatches.
+"""The published schedules as pure functions of ranks, chunks and microbatches.
 
     name          chunks   placement    microbatches       rank r of p, from 0
     ------------  -------  -----------  -----------------  -------------------------------------------------------
     gpipe         any (1)  in a loop    any                all forwards, all backwards
     1f1b          1        in a loop    any                p-1-r forwards; F, B, F, B ...; remaining backwards
     interleaved   any (2)  in a loop    any                more forwards, of all chunks; F, B ...; remaining backwards
-    combined      any (2)  in a loop    any                one more forward; pairs F+B; remaining backwards
+    combined      any (2)  in a loop    any                as interleaved, one more forward; pairs F+B; backwards
     paired        any (2)  in a loop    any                pairs F+F; pairs F+B; pairs B+B
     dualpipev     2        in a V       2p or more         forwards; pairs F+B; separate I and W at both ends
     zbv           2        in a V       any                forwards; F, I, W of one chunk and the other; I; W
 
-A number in brackets is a schedule's default. In each table a chunk runs the microbatches in order, forward and
-backward, so gradients are summed as in one process.
+A number in brackets is the default number of chunks. In each table a chunk runs the microbatches in order, in forward
+and in backward. Gradients are therefore summed as in one process.
 """
 
 from collections import Counter, deque
@@ -30,36 +30,38 @@ Visit = tuple[int, int]
 
 
 def gpipe(ranks: int, chunks: int, microbatches: int) -> Table:
-    """Return GPipe's table: all forwards before the first backward, so all activations are alive at once."""
+    """Return the table of GPipe: all forwards run before the first backward, so all activations are alive at once."""
     forwards = [(Action("F", m, c),) for c in range(chunks) for m in range(microbatches)]
     backwards = [(Action("B", m, c),) for c in reversed(range(chunks)) for m in range(microbatches)]
     return Table("gpipe", (tuple(forwards + backwards),) * ranks, chunks, microbatches)
 
 
 def one_forward_one_backward(ranks: int, chunks: int, microbatches: int) -> Table:
-    """Return 1F1B's table: each backward runs as soon as it can, so at most `ranks` microbatches are alive."""
+    """Return the table of 1F1B: each backward runs as early as possible, so at most `ranks` microbatches are alive."""
     rows = [_alternating(ranks - 1 - rank, ranks, 1, microbatches) for rank in range(ranks)]
     return Table("1f1b", tuple(tuple(_apart(row)) for row in rows), chunks, microbatches)
 
 
 def interleaved(ranks: int, chunks: int, microbatches: int) -> Table:
-    """Return the table of 1F1B with several chunks on each rank: the pipeline fills by chunks and idles 1/chunks as
-    long."""
+    """Return the table of 1F1B with several chunks on each rank.
+
+    The pipeline fills chunk by chunk, so its idle time is divided by the number of chunks.
+    """
     rows = _interleaved(ranks, chunks, microbatches, extra=0)
     return Table("interleaved", tuple(tuple(_apart(row)) for row in rows), chunks, microbatches)
 
 
 def combined(ranks: int, chunks: int, microbatches: int) -> Table:
-    """Return interleaved's table with one more forward at the start, so that each F and the next B can run as a pair.
+    """Return the table of `interleaved` with one more forward at the start, so that each F can pair with the next B.
 
-    Without the extra forward, the last rank's backward would need the forward that it is paired with.
+    Without this forward, the last rank's backward would need the forward with which it is paired.
     """
     rows = _interleaved(ranks, chunks, microbatches, extra=1)
     return Table("combined", tuple(tuple(_paired(row)) for row in rows), chunks, microbatches)
 
 
 def paired(ranks: int, chunks: int, microbatches: int) -> Table:
-    """Return combined's table in which the single forwards at the start and backwards at the end also form pairs.
+    """Return the table of `combined`, where single forwards at the start and backwards at the end also form pairs.
 
     On one rank this needs a second forward at the start. A pair of two forwards keeps one more microbatch alive.
     """
@@ -68,13 +70,13 @@ def paired(ranks: int, chunks: int, microbatches: int) -> Table:
 
 
 def dualpipev(ranks: int, chunks: int, microbatches: int) -> Table:
-    """Return DualPipeV's table: stages form a V, and forwards on one side pair with backwards on the other."""
+    """Return the table of DualPipeV: stages form a V, and forwards on one side pair with backwards on the other."""
     rows = [tuple(_dualpipev(ranks, rank, microbatches)) for rank in range(ranks)]
     return Table("dualpipev", tuple(rows), chunks, microbatches, V)
 
 
 def zbv(ranks: int, chunks: int, microbatches: int) -> Table:
-    """Return ZB-V's table: stages form a V, and weight gradients run when a rank would idle.
+    """Return the table of ZB-V: stages form a V, and weight gradients run when a rank would otherwise idle.
 
     If F, I and W take equal time, no rank idles between its entries.
     """
@@ -84,8 +86,8 @@ def zbv(ranks: int, chunks: int, microbatches: int) -> Table:
 
 
 class Schedule(NamedTuple):
-    """A generator of tables and its limits. `chunks`: the default. `any_chunks`: whether other numbers are possible.
-    `microbatches_per_rank`: the least number of microbatches for each rank."""
+    """A function that returns tables, and its limits. `chunks`: the default. `any_chunks`: whether other numbers of
+    chunks are possible. `microbatches_per_rank`: the least number of microbatches for each rank."""
 
     generate: Callable[[int, int, int], Table]
     chunks: int
@@ -108,8 +110,9 @@ SCHEDULES = {
 def table(name: str, ranks: int | None = None, chunks: int | None = None, microbatches: int | None = None) -> Table:
     """Return the checked table of a published schedule, or of the file `name`.
 
-    chunks: stages on each rank; default: that of the schedule. For a file, numbers that are given must equal the
-    file's. Raises ValueError for an unknown name, and for numbers that the schedule does not support.
+    `ranks`, `chunks`, `microbatches`: the number of pipeline ranks, of stages on each rank, and of microbatches.
+    Default of `chunks`: the schedule's. For a file, numbers that are given must equal the file's. Raises ValueError for
+    an unknown name, and for numbers that the schedule does not support.
     """
     sizes = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
     if name in SCHEDULES:
@@ -157,7 +160,7 @@ def _interleaved(ranks: int, chunks: int, microbatches: int, extra: int) -> list
 
 
 def _groups(ranks: int, microbatches: int) -> list[int]:
-    """Return the sizes of `microbatches // ranks` groups (at least one) of microbatches, nearly equal, larger first."""
+    """Return the sizes of `microbatches // ranks` groups (at least one) of microbatches: nearly equal, larger first."""
     count = max(1, microbatches // ranks)
     return [microbatches // count + (number < microbatches % count) for number in range(count)]
 
@@ -165,7 +168,7 @@ def _groups(ranks: int, microbatches: int) -> list[int]:
 def _alternating(warmup: int, ranks: int, chunks: int, microbatches: int) -> list[tuple[Action | None, ...]]:
     """Return (F, B) tuples: first `warmup` forwards without a B, at the end as many backwards without an F.
 
-    A group of microbatches goes through all chunks before the next one starts.
+    A group of microbatches goes through all chunks before the next group starts.
     """
     groups, first = [], 0
     for size in _groups(ranks, microbatches):
@@ -186,7 +189,7 @@ def _paired(row: list[tuple[Action | None, ...]]) -> Iterator[Entry]:
 
 
 def _alike(row: Iterator[Entry]) -> Iterator[Entry]:
-    """Join neighbouring single entries, two forwards or two backwards of one chunk, into pairs."""
+    """Join neighbouring single entries into pairs: two forwards or two backwards of one chunk."""
     waiting: Entry = ()
     for entry in row:
         if len(waiting) == len(entry) == 1 and waiting[0][::2] == entry[0][::2]:

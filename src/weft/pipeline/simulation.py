@@ -15,18 +15,20 @@ from weft.pipeline.actions import Action, Entry, Table
 from weft.pipeline.rules import check_ranks, fault_of, format_entry
 
 Cost = float | Sequence[float]
-"""One time for all stages, or a sequence with one for each stage of the model."""
+"""One time for all stages, or a sequence with one time for each stage of the model."""
 
 Arrival = tuple[str, int, int]
-"""A result that an entry can wait for: "F" or "I" (a B counts as I), microbatch, stage."""
+"""A result for which an entry can wait: "F" or "I" (a B counts as I), microbatch, stage."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The times of actions, in any unit. A full backward (B) takes `inputs` + `weights`. A pair takes
-    `pair` x the sum of its actions.
+    """The times of actions, in any unit.
 
-    `transfer`: the time from the end of an action to the arrival of its result on another rank.
+    - `forward`, `inputs`, `weights`: the times of F, I and W. Each is a number, or has one number for each stage. A
+      full backward (B) takes `inputs` + `weights`.
+    - `pair`: a pair takes `pair` times the sum of its actions.
+    - `transfer`: the time from the end of an action to the arrival of its result on another rank.
     """
 
     forward: Cost = 1.0
@@ -46,7 +48,7 @@ class Costs:
         return _at({"F": self.forward, "I": self.inputs, "W": self.weights}[kind], stage)
 
     def check(self, stages: int) -> None:
-        """Raise ValueError for impossible times."""
+        """Raise ValueError for times that are not possible."""
         for name, value in vars(self).items():
             times = value if isinstance(value, Sequence) else [value]
             if isinstance(value, Sequence) and len(value) != stages:
@@ -61,7 +63,7 @@ def _at(cost: Cost, stage: int) -> float:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A table with its times. `spans`: for each rank, the start and end of every entry."""
+    """A table with the times of its entries. `spans`: for each rank, the start and the end of every entry."""
 
     table: Table
     costs: Costs
@@ -69,24 +71,24 @@ class Simulation:
 
     @property
     def time(self) -> float:
-        """The time at which the last entry ends."""
+        """The time at which the last entry ends, in the unit of the costs."""
         return max(end for spans in self.spans for _, end in spans)
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """The idle time of each rank."""
+        """The idle time of each rank, in the unit of the costs."""
         return tuple(self.time - sum(end - start for start, end in spans) for spans in self.spans)
 
     @property
     def idle_share(self) -> float:
-        """The idle share of all ranks' time."""
+        """The share of idle time in the time of all ranks, from 0 to 1."""
         return sum(self.idle) / (len(self.spans) * self.time) if self.time else 0.0
 
     @property
     def live(self) -> tuple[float, ...]:
-        """The peak number of live activations of each rank, in microbatches through all of the rank's chunks.
+        """The peak number of live activations on each rank. One microbatch in all of the rank's chunks counts as 1.
 
-        A chunk's activations live from the start of its F to the end of its B or W.
+        The activations of a chunk live from the start of its F to the end of its B or W.
         """
         return tuple(max(_alive(entries)) / self.table.chunks for entries in self.table.ranks)
 
@@ -102,7 +104,8 @@ def _alive(entries: Sequence[Entry]) -> Iterator[int]:
 def check(table: Table, costs: Costs | None = None) -> Simulation:
     """Simulate all ranks of `table`. Return their times, idle times and live activations.
 
-    Raises TableError, with rank, position and reason, if the table deadlocks or breaks a rule.
+    `costs`: the times of actions. Default: `Costs()`. Raises TableError, with rank, position and reason, if the table
+    deadlocks or breaks a rule.
     """
     costs = Costs() if costs is None else costs
     costs.check(table.stages)
@@ -128,7 +131,7 @@ class _Run:
         return Simulation(self.table, self.costs, tuple(map(tuple, self._spans)))
 
     def _go(self, rank: int) -> int:
-        """Advance `rank`; returns how many entries it ran."""
+        """Advance `rank` and return the number of entries that it ran."""
         spans, entries = self._spans[rank], self.table.ranks[rank]
         before = len(spans)
         for entry in entries[before:]:
@@ -145,7 +148,8 @@ class _Run:
         return len(spans) - before
 
     def _needs(self, rank: int, entry: Entry) -> Iterator[Arrival]:
-        """Yield the results that `entry` needs from other stages. `check_ranks` has checked those of the same stage."""
+        """Yield the results that `entry` needs from other stages. `check_ranks` has checked results of the same
+        stage."""
         for kind, microbatch, chunk in entry:
             stage = self.table.stage(rank, chunk)
             if kind == "F" and stage > 0:
@@ -172,7 +176,7 @@ class _Run:
         return f"entry {position} ({format_entry(self.table.ranks[rank][position])})"
 
     def _blocked(self, rank: int) -> tuple[str, int]:
-        """Return a description of the action that `rank` waits for, and that action's rank."""
+        """Return a description of the action for which `rank` waits, and the rank of this action."""
         entry = self.table.ranks[rank][len(self._spans[rank])]
         kind, microbatch, stage = next(need for need in self._needs(rank, entry) if need not in self._ends)
         owner, chunk = self.table.place(stage)

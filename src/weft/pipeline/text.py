@@ -1,4 +1,4 @@
-"""The text form of a table, in which you can write a schedule:
+"""The text form of a table, for schedules that you write yourself:
 
     # one live microbatch less than in 1f1b on the first rank
     table mine: chunks 1, microbatches 2, placement loop
@@ -24,7 +24,7 @@ _ACTION = re.compile(r"([FBIW])(\d+)\.(\d+)")
 
 
 def format_table(table: Table) -> str:
-    """Return `table` in the text form, which `parse_table` reads."""
+    """Return `table` in the text form that `parse_table` reads."""
     head = f"table {table.name}: chunks {table.chunks}, microbatches {table.microbatches}, placement {table.placement}"
     rows = [_format_row(f"rank {rank}:", entries) for rank, entries in enumerate(table.ranks)]
     return "\n".join([head, *rows]) + "\n"
@@ -52,7 +52,8 @@ def read_table(path: str | Path) -> Table:
 def parse_table(text: str, source: str = "table") -> Table:
     """Return the checked table that `text` describes.
 
-    Raises ValueError with the line for invalid text, and TableError for a table that cannot run.
+    `source`: the name of the text in errors. Raises ValueError, with the line, for invalid text. Raises TableError for
+    a table that cannot run.
     """
     head: re.Match[str] | None = None
     ranks: list[list[Entry]] = []

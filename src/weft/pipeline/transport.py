@@ -1,4 +1,4 @@
-"""Messages between stages: activations to the next stage, their gradients back.
+"""Messages between stages: activations to the next stage, and their gradients back.
 
     stage 0                        border 0                        stage 1
     ------------------------------ ------------------------------- ------------------------------
@@ -6,9 +6,9 @@
     take() -> gradients            <~~~~~~~~~ backward ~~~~~~~~~~  send(key, gradients)
 
 Each border has one channel in each direction, so messages of different borders cannot overtake or block one another.
-The receive of the next message is issued before the computation on the previous one, so it arrives during that
-computation. This needs the shape of the message, which the sender sends once for each `key`, such as the shape of a
-microbatch. Gradients have the shape of their activations.
+The receive of a message is issued before the computation on the previous message. The message then arrives during that
+computation. The receive needs the shapes of the message. The sender sends them once for each `key`, such as the shape
+of a microbatch. Gradients have the shapes of their activations.
 """
 
 from collections import deque
@@ -32,7 +32,7 @@ FORWARD, BACKWARD = "forward", "backward"
 ENDS = -1
 """The border between the last stage and the first, which exchanges gradients of shared parameters."""
 FAREWELL = timedelta(seconds=1)
-"""The time that messages have to end after an exception in a schedule."""
+"""The time that messages get to end after an exception in a schedule."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MOST_TENSORS, _MOST_DIMS = 2, 6
@@ -43,10 +43,11 @@ Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 class Channel:
-    """One end of one direction over one border. Messages arrive in the order in which they are sent."""
+    """One end of a channel, which sends messages in one direction over one border. Messages arrive in the order of
+    sending."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int, number: int, title: str, device: torch.device) -> None:
-        """`group`: this rank and the other end, which has rank `peer` in it. `number`: the channel's number there."""
+        """`group`: has this rank and the other end, as rank `peer`. `number`: the channel's number in the group."""
         self.group = group
         self._peer = peer
         self._number = number
@@ -61,14 +62,15 @@ class Channel:
         self._told: list[Any] = []
 
     def open(self, *, sends: bool) -> None:
-        """Send or receive one number. The first use creates the communicator, which both ends must do together."""
+        """Send or receive one number. The first use creates the communicator, which both ends must do at the same
+        time."""
         number = [torch.zeros(1, dtype=torch.float32, device=self._device)]
         self._run(send if sends else receive, number).wait()
 
     # --- sender -----------------------------------------------------------------------------------------------------
 
     def send(self, key: Hashable, tensors: Sequence[Tensor]) -> None:
-        """Start to send. `tensors` must not change before `finish`.
+        """Start to send `tensors`. They must not change before `finish`.
 
         Raises RuntimeError if the shapes differ from earlier ones of this `key`.
         """
@@ -105,7 +107,7 @@ class Channel:
         self._expect()
 
     def take(self) -> list[Tensor]:
-        """Return the next message, ready for use on the current stream. Issue the receive of the one after it."""
+        """Return the next message, ready for use on the current stream. Issue the receive of the message after it."""
         if not self._expected:
             key = self._coming[0]
             if key not in self._known:
@@ -121,16 +123,16 @@ class Channel:
         self.knows(key, like._known[key])
 
     def knows(self, key: Hashable, shapes: Shapes) -> None:
-        """Set the shapes for `key`, so that the sender does not need to send them."""
+        """Set the shapes for `key`. The sender then does not send them."""
         self._known[key] = shapes
         self._expect()
 
     def forget_shapes(self) -> None:
-        """Drop all shapes; senders send them again."""
+        """Drop all shapes. Senders send them again."""
         self._known.clear()
 
     def forget(self) -> None:
-        """Give up all announced and sent messages. The other end notices when the connection closes."""
+        """Give up all announced and all sent messages. The other end notices it when the connection closes."""
         self._coming.clear()
         for ticket in (*(ticket for _, ticket in self._expected), *(ticket for ticket, _ in self._sent)):
             ticket.abandon(FAREWELL)
@@ -141,7 +143,7 @@ class Channel:
     # --- parts ------------------------------------------------------------------------------------------------------
 
     def _expect(self) -> None:
-        """Issue the receive of the next message, if its shape is known and no receive is under way."""
+        """Issue the receive of the next message, if its shapes are known and no receive is in flight."""
         if self._expected or not self._coming or self._coming[0] not in self._known:
             return
         shapes = self._known[self._coming.popleft()]
@@ -180,7 +182,7 @@ class Channel:
 
 
 class Transport:
-    """The channels between this rank's stages and those on other ranks. Border n follows stage n."""
+    """The channels between this rank's stages and the stages on other ranks. Border n follows stage n."""
 
     def __init__(self, cut: Cut, device: torch.device) -> None:
         """Create all channels. Collective: every rank of the pipeline calls it."""
@@ -209,7 +211,7 @@ class Transport:
         return self._channels.get((border, direction))
 
     def finish(self) -> None:
-        """Wait until all messages sent by this rank have arrived."""
+        """Wait until all messages that this rank has sent have arrived."""
         for channel in self._channels.values():
             channel.finish()
 
@@ -232,7 +234,7 @@ class Transport:
             channel.forget_shapes()
 
     def forget(self) -> None:
-        """Give up all messages after an exception in a schedule. The ranks at the other ends notice it."""
+        """Give up all messages after an exception in a schedule. The ranks at the other ends notice this."""
         for channel in self._channels.values():
             channel.forget()
         for group in dict.fromkeys(channel.group for channel in self._channels.values()):

@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ExceptEnds:
-    """Selects all but the first and the last layers; made by `except_ends`.
+    """Selects all layers but the first and the last ones. `except_ends` makes it.
 
     Only `weft.models.shard` can use it, because it knows the order of layers.
     """
@@ -30,7 +30,8 @@ class ExceptEnds:
 def except_ends(first: int = 1, last: int = 1) -> ExceptEnds:
     """Return a choice for `MixedPrecisionPolicy(quantize=...)`: the first and last layers keep the compute dtype.
 
-    Use it with `weft.models.shard`. `first` and `last` count physical layers of the whole model, over all pipeline
-    stages: each member of a group counts, and prediction depths come last.
+    Use it with `weft.models.shard`. `first`, `last`: the numbers of physical layers at each end that are not quantized.
+    They are counted over the whole model, with all pipeline stages. Each member of a group counts, and prediction
+    depths are the last layers.
     """
     return ExceptEnds(first, last)

@@ -5,9 +5,9 @@
 e4m3    s eeee mmm      bits 26..20, sign in 31     2 ** 120 too small
 e2m1    s ee m ....     bits 24..22, sign in 31     2 ** 126 too small
 
-On CPU torch converts float8 one element at a time, which takes ten times as long as these integer operations. They run
-in chunks that fit the cache, so that temporary memory does not grow with the weight. torch converts on other devices,
-and payloads with a NaN, whose bits do not map to those of fp32.
+On CPU torch converts float8 one element at a time, which takes ten times as long as these integer operations. The
+operations run in chunks that fit the cache, so that temporary memory does not grow with the weight. torch converts on
+other devices. It also converts payloads with a NaN, because the bits of a NaN do not map to those of fp32.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from weft.quantize.recipe import Quantization
 from weft.quantize.tiles import over_tiles, tiled, untiled
 
 CHUNK = 1 << 18
-"""Elements that are converted at once on CPU: 1 MiB of fp32."""
+"""The number of elements that are converted at a time on CPU: 1 MiB of fp32."""
 _E4M3 = 20, -0x78100000, 2.0**120
 _E2M1 = 18, -0x7E400000, 2.0**126
 _NAN = 0x7F
@@ -32,9 +32,9 @@ def dequantize(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the values of a payload and its scales, as `quantize` returns them, in `dtype`; multiplies in fp32.
+    """Return the values of a payload and its scales, as `quantize` returns them, in `dtype`. Multiplies in fp32.
 
-    `out`: a contiguous tensor of the values' shape, which is filled and returned; its dtype replaces `dtype`.
+    `out`: a contiguous tensor with the shape of the values. It is filled and returned, and its dtype replaces `dtype`.
     """
     shape = (*payload.shape[:-1], payload.shape[-1] * 2) if recipe.kind == "nvfp4" else payload.shape
     if out is None:
@@ -67,13 +67,13 @@ def dequantize(
 
 
 def unpacked_e2m1(payload: torch.Tensor) -> torch.Tensor:
-    """Unpack nvfp4 codes to one per byte, in the bits of e4m3, where their values are 64 times smaller."""
+    """Unpack nvfp4 codes to one per byte, in the bits of e4m3. Read as e4m3, their values are 64 times smaller."""
     halves = torch.stack([payload << 4, payload & 0xF0], dim=-1).flatten(-2)  # the sign first, as in e4m3
     return (halves & 0x80) | (halves & 0x70) >> 2
 
 
 def packed_e2m1(codes: torch.Tensor) -> torch.Tensor:
-    """Pack codes to two per byte, the inverse of `unpacked_e2m1`."""
+    """Pack codes to two per byte. The inverse of `unpacked_e2m1`."""
     nibbles = (codes >> 4 & 8) | (codes >> 2 & 7)
     return nibbles[..., 0::2] | nibbles[..., 1::2] << 4
 
@@ -114,7 +114,7 @@ def _widen(bits: torch.Tensor, codes: torch.Tensor, recipe: Quantization) -> Non
 
 
 def _scale(values: torch.Tensor, table: torch.Tensor, side: int) -> None:
-    """Multiply each row's blocks of `side` elements by its scales; the last block may be shorter."""
+    """Multiply each row's blocks of `side` elements by their scales. The last block may be shorter."""
     blocks = values.shape[1] // side
     values[:, : blocks * side].view(len(values), blocks, side).mul_(table[:, :blocks, None])
     if blocks < table.shape[1]:

@@ -2,9 +2,9 @@
 
     x  --via-->  x  --/ scale, clamp, round to nearest even-->  payload        y = payload * scale, in fp32
 
-A scale is computed from the largest finite magnitude of its block. Infinities saturate, and NaNs remain NaNs: in the
-payload, or for nvfp4, whose codes have no NaN, in the scale of the block. On CPU values are quantized in chunks, so
-that temporary fp32 values stay in the cache.
+A scale is computed from the largest finite magnitude of its block. Infinities saturate. NaNs remain NaNs in the
+payload. The codes of nvfp4 have no NaN, so there the scale of the block becomes NaN. On CPU values are quantized in
+chunks, so that temporary fp32 values stay in the cache.
 """
 
 from typing import Any
@@ -36,14 +36,20 @@ def quantize(
 ) -> tuple[torch.Tensor, Scales]:
     """Return the payload of `tensor`, uint8, and its scales.
 
-    The payload has the shape of the tensor and the bits of e4m3. That of nvfp4 has half of the columns and two values
-    per byte, the even column in the low half. Scales of a `[R, C]` tensor: fp32 `[]` (tensorwise), `[R]` (rowwise) or
-    `[ceil(R / r), ceil(C / c)]` (blockwise); e8m0 as uint8 `[R, C / 32]` (mx); e4m3 as uint8 `[R, C / 16]` and fp32
-    `[]` (nvfp4). A `[S, R, C]` tensor has `S` of each.
+    The payload has the shape of the tensor and the bits of e4m3. For nvfp4, the payload has half of the columns and two
+    values per byte, with the even column in the low half. The scales of a `[R, C]` tensor are
 
-    `largest`: `largest_of` each whole matrix, if `tensor` is a part of it and a scale belongs to a whole matrix. `out`:
-    the tensor for the payload. Raises ValueError for a shape that does not fit the recipe, TypeError for a dtype that
-    is not floating-point.
+    - tensorwise: fp32 `[]`
+    - rowwise: fp32 `[R]`
+    - blockwise: fp32 `[ceil(R / r), ceil(C / c)]`
+    - mx: e8m0 as uint8 `[R, C / 32]`
+    - nvfp4: e4m3 as uint8 `[R, C / 16]`, and fp32 `[]`
+
+    A `[S, R, C]` tensor has `S` of each.
+
+    `largest`: the result of `largest_of` for each whole matrix, if `tensor` is a part of a matrix and a scale belongs
+    to a whole matrix. `out`: the tensor for the payload. Raises ValueError for a shape that does not fit the recipe,
+    TypeError for a dtype that is not floating-point.
     """
     recipe.check(tensor.shape)
     if out is None:
@@ -70,7 +76,7 @@ def quantize(
 
 
 def _joined(scales: list[Any], join: Any) -> Scales:
-    """Join the scales of parts. Scales of nvfp4 are pairs; parts of one matrix (`torch.cat`) share the fp32 scale."""
+    """Join the scales of parts. Scales of nvfp4 are pairs. Parts of one matrix (`torch.cat`) share the fp32 scale."""
     if isinstance(scales[0], tuple):
         units = torch.stack([unit for _, unit in scales]) if join is torch.stack else scales[0][1]
         return join([steps for steps, _ in scales]), units
@@ -80,7 +86,7 @@ def _joined(scales: list[Any], join: Any) -> Scales:
 def _quantize_at_once(
     tensor: torch.Tensor, recipe: Quantization, largest: torch.Tensor | None, out: torch.Tensor
 ) -> Scales:
-    """Write the payload to `out`; return the scales."""
+    """Write the payload to `out`, and return the scales."""
     tiles = tiled(_read(tensor, recipe), recipe)
     magnitudes = _finite_magnitudes(tiles)
     scales: Scales
@@ -107,7 +113,8 @@ def _quantize_at_once(
 
 
 def largest_of(tensor: torch.Tensor, recipe: Quantization) -> torch.Tensor:
-    """Return the largest finite magnitude of `tensor` after the cast to `recipe.via`, fp32 `[]`; 0 if it is empty."""
+    """Return the largest finite magnitude of `tensor` after the cast to `recipe.via`, fp32 `[]`. An empty tensor has
+    0."""
     if not tensor.numel():
         return torch.zeros((), dtype=torch.float32, device=tensor.device)
     parts = tensor.reshape(-1).split(CHUNK if tensor.device.type == "cpu" else tensor.numel())
@@ -115,7 +122,7 @@ def largest_of(tensor: torch.Tensor, recipe: Quantization) -> torch.Tensor:
 
 
 def wide_scales(largest: torch.Tensor, recipe: Quantization) -> torch.Tensor:
-    """Return the fp32 scales for these largest magnitudes: of blocks, or for nvfp4 of matrices."""
+    """Return the fp32 scales for the magnitudes `largest`: of blocks or, for nvfp4, of matrices."""
     scales = largest.clamp(min=SMALLEST) / (E4M3_MAX * E2M1_MAX if recipe.kind == "nvfp4" else E4M3_MAX)
     return _rounded_up(scales) if recipe.pow2 else scales
 
@@ -133,7 +140,7 @@ def _finite_magnitudes(values: torch.Tensor) -> torch.Tensor:
 
 
 def _e4m3(values: torch.Tensor) -> torch.Tensor:
-    """Round to the nearest e4m3 code, ties to even, and saturate, which the cast does not do on every device."""
+    """Round to the nearest e4m3 code, ties to even, and saturate. The cast does not saturate on every device."""
     return values.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
 
 

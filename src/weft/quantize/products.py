@@ -6,8 +6,8 @@
     gradient @ weight     the weight's rows     as gathered   quantized by `beside(recipe, -2)`, or not, if None
     gradient.T @ x        tokens                not used      not quantized: both are in the compute dtype
 
-On CPU both operands are dequantized to fp32 and multiplied, which is bitwise what torch's CPU kernel computes, if it
-has one. On CUDA torch's kernel multiplies the payloads.
+On CPU both operands are dequantized to fp32 and multiplied. The result is bitwise that of torch's CPU kernel, if torch
+has such a kernel. On CUDA torch's kernel multiplies the payloads.
 """
 
 import dataclasses
@@ -25,10 +25,10 @@ MULTIPLE = 16
 
 
 def beside(recipe: Quantization, dim: int, *, by_row: bool = False) -> Quantization | None:
-    """Return the recipe of the operand that a weight is multiplied with, summing over dimension `dim` of the weight.
+    """Return the recipe of the operand with which a weight is multiplied. The product sums over `dim` of the weight.
 
-    `by_row`: a row must not depend on other rows, so each has its scale. The result is None if the operand is not
-    quantized, because the weight's scales differ along that dimension.
+    `by_row`: a row must not depend on other rows, so each row has its own scale. The result is None if the operand is
+    not quantized, because the weight's scales differ along `dim`.
     """
     if recipe.kind == "tensorwise":
         return rowwise(pow2=recipe.pow2) if by_row else dataclasses.replace(recipe, via=None)
@@ -47,10 +47,10 @@ def scaled_product(
     dim: int = -1,
     offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return `x @ weight.T` for `dim` -1, `x @ weight` for -2, in the dtype of `x`.
+    """Return `x @ weight.T` for `dim` -1, or `x @ weight` for `dim` -2, in the dtype of `x`.
 
-    `x`: `[rows, K]`. `payload`, `scales`: the weight's, as `quantize` returns them. `offsets`: for a stack of matrices,
-    the end of the rows of each.
+    `x`: `[rows, K]`. `payload`, `scales`: the payload and the scales of the weight, as `quantize` returns them.
+    `offsets`: for a stack of matrices, the end of the rows of each matrix.
     """
     other = beside(recipe, dim, by_row=offsets is not None)
     if x.is_cuda and other is not None:
@@ -70,7 +70,7 @@ def scaled_product(
 def by_kernel(
     x: torch.Tensor, payload: torch.Tensor, scales: Scales, recipe: Quantization, other: Quantization, dim: int
 ) -> torch.Tensor:
-    """Compute `scaled_product` by torch's kernel, for tensorwise and rowwise recipes."""
+    """Compute `scaled_product` with torch's kernel, for tensorwise and rowwise recipes."""
     codes, own = quantize(x, other)
     weight = payload.view(torch.float8_e4m3fn)
     weight = weight.t() if dim == -1 else weight.t().contiguous().t()  # the kernel needs contiguous columns
@@ -83,7 +83,7 @@ def by_kernel(
 def missing_product(
     recipe: Quantization, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Return why a quantized weight of this shape cannot be multiplied; None if it can."""
+    """Return why a quantized weight of this shape cannot be multiplied, or None if it can be."""
     if dtype.itemsize > 4:
         return f"products of quantized operands accumulate in fp32, which is narrower than {dtype}"
     if len(shape) == 3 and recipe.kind in ("rowwise", "nvfp4"):
@@ -103,7 +103,7 @@ def missing_product(
 
 @cache
 def _kernel_failure(kind: str, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return the error of torch's kernel for a small product, tried once per device; None if it works."""
+    """Return the error of torch's kernel for a small product, tried once per device, or None if the kernel works."""
     recipe = Quantization(kind, (1, 0) if kind == "rowwise" else (0, 0))  # type: ignore[arg-type]
     side = 2 * MULTIPLE
     x, weight = torch.ones(2, side, side, dtype=dtype, device=device)

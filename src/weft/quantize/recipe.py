@@ -10,8 +10,8 @@ nvfp4()            16 adjacent elements of a row    e4m3      e2m1      1 / 2 + 
 
 A weight with three dimensions is a stack of matrices, such as the experts of a layer.
 
-A product of scaled operands needs blocks along the dimension that it sums over. That dimension differs between forward
-and backward, so for mx with `compute="scaled"` a weight has two copies, `along(-1)` and `along(-2)`.
+A product of scaled operands needs blocks along the dimension over which it sums. This dimension differs between forward
+and backward. For mx with `compute="scaled"`, a weight therefore has two copies, `along(-1)` and `along(-2)`.
 """
 
 import dataclasses
@@ -27,13 +27,17 @@ _VIA = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Quantization:
-    """One recipe; made by the functions of this file.
+    """A recipe: the format and the scales of a quantized weight.
 
-    `block`: the numbers of rows and columns that share a scale, 0 for all. `pow2`: whether fp32 scales are rounded up
-    to powers of two. `via`: the dtype that weights are cast to before they are quantized; None: the compute dtype.
-    `compute`: with "dequantize", products use the weight in the compute dtype; with "scaled", linear layers and experts
-    multiply quantized operands (`weft.quantize.products`). `keep_transpose`: whether gathered weights also store their
-    transposed codes, one more byte per element, so that no product transposes them.
+    `tensorwise`, `rowwise`, `blockwise`, `mx` and `nvfp4` make recipes.
+
+    - `block`: the numbers of rows and columns that share a scale. 0: all.
+    - `pow2`: whether fp32 scales are rounded up to powers of two.
+    - `via`: the dtype to which weights are cast before they are quantized. None: the compute dtype.
+    - `compute`: with "dequantize", products use the weight in the compute dtype. With "scaled", linear layers and
+      experts multiply quantized operands (`weft.quantize.products`).
+    - `keep_transpose`: whether gathered weights also store their transposed codes. They take one more byte per element,
+      and no product has to transpose codes.
 
     Raises ValueError for values that no format supports.
     """
@@ -76,17 +80,18 @@ class Quantization:
 
     @property
     def copies(self) -> int:
-        """The number of copies of a weight: 2 if forward and backward need different ones."""
+        """The number of copies of a weight: 2 if forward and backward need different copies."""
         return 2 if self.kind == "mx" and self.is_scaled else 1
 
     def along(self, dim: int) -> "Quantization":
-        """Return the mx recipe with blocks along dimension -1 or -2 of matrices; along -2 the last may be shorter."""
+        """Return the mx recipe with blocks along dimension -1 or -2 of matrices. Along -2 the last block may be
+        shorter."""
         size = max(self.block)
         return dataclasses.replace(self, block=(1, size) if dim == -1 else (size, 1))
 
     @property
     def shares_maximum(self) -> bool:
-        """Whether a scale belongs to a whole matrix, so that ranks with parts of it must agree on its maximum."""
+        """Whether a scale belongs to a whole matrix. Ranks with parts of the matrix must then agree on its maximum."""
         return self.kind in ("tensorwise", "nvfp4")
 
     @property
@@ -100,7 +105,7 @@ class Quantization:
         return 1 if self.kind in ("mx", "nvfp4") else 4
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the blocks' scales, for a tensor of this shape."""
+        """Return the shape of the scales of the blocks, for a tensor of the shape `shape`."""
         rows, columns = self.block
         *stack, height, width = shape if len(shape) > 1 else (1, *shape)
         if self.kind == "tensorwise":
@@ -110,7 +115,7 @@ class Quantization:
         return (*stack, math.ceil(height / rows), math.ceil(width / columns))
 
     def cut_between(self, shape: Sequence[int]) -> int:
-        """Return the number of elements that cuts must keep together so that none divides a block."""
+        """Return the number of elements that cuts must keep together, so that no cut divides a block."""
         if self.kind == "tensorwise" or not all(shape):
             return 1
         rows = self.block[0] if self.copies == 1 else max(self.block)
@@ -118,7 +123,7 @@ class Quantization:
         return shape[1] * shape[2] if whole else rows * shape[-1]
 
     def check(self, shape: Sequence[int], what: str = "a tensor") -> None:
-        """Raise ValueError if a tensor of this shape cannot have such blocks; `what`: its name in the error."""
+        """Raise ValueError if a tensor of this shape cannot have such blocks. `what`: its name in the error."""
         named = f"{self} for {what} of shape {tuple(shape)}"
         if len(shape) > 3 or len(shape) < (1 if self.kind == "tensorwise" else 2):
             raise ValueError(
@@ -139,7 +144,10 @@ def tensorwise(
     compute: str = "dequantize",
     keep_transpose: bool = False,
 ) -> Quantization:
-    """Return a recipe for FP8 (e4m3) with one fp32 scale per matrix, from its current maximum."""
+    """Return a recipe for FP8 (e4m3) with one fp32 scale per matrix, from the matrix's current maximum.
+
+    The options are described in `Quantization`.
+    """
     return Quantization("tensorwise", (0, 0), pow2, via, compute, keep_transpose)
 
 
@@ -150,7 +158,10 @@ def rowwise(
     compute: str = "dequantize",
     keep_transpose: bool = False,
 ) -> Quantization:
-    """Return a recipe for FP8 (e4m3) with one fp32 scale per row, which is one output feature of a linear layer."""
+    """Return a recipe for FP8 (e4m3) with one fp32 scale per row. A row is one output feature of a linear layer.
+
+    The options are described in `Quantization`.
+    """
     return Quantization("rowwise", (1, 0), pow2, via, compute, keep_transpose)
 
 
@@ -163,9 +174,9 @@ def blockwise(
     compute: str = "dequantize",
     keep_transpose: bool = False,
 ) -> Quantization:
-    """Return a recipe for FP8 (e4m3) with one fp32 scale per tile; the last tiles may be smaller.
+    """Return a recipe for FP8 (e4m3) with one fp32 scale per tile of `rows` x `columns`. The last tiles may be smaller.
 
-    DeepSeek-V3 (2024) uses tiles of 128 x 128.
+    DeepSeek-V3 (2024) uses tiles of 128 x 128. The options are described in `Quantization`.
     """
     if rows == 0 or columns == 0:
         raise ValueError(f"blockwise({rows}, {columns}): choose sides of at least 1, tensorwise() or rowwise()")
@@ -175,13 +186,18 @@ def blockwise(
 def mx(
     block: int = 32, *, via: torch.dtype | None = None, compute: str = "dequantize", keep_transpose: bool = False
 ) -> Quantization:
-    """Return a recipe for MXFP8 (OCP Microscaling Formats, 2023): e4m3 with a power of two per `block` elements of a
-    row."""
+    """Return a recipe for MXFP8: e4m3 with a power of two per `block` elements of a row.
+
+    OCP Microscaling Formats (2023) is the definition. The options are described in `Quantization`.
+    """
     if block == 0:
         raise ValueError("mx(0): a block needs at least one element; the standard uses 32")
     return Quantization("mx", (1, block), False, via, compute, keep_transpose)
 
 
 def nvfp4(*, via: torch.dtype | None = None, compute: str = "dequantize", keep_transpose: bool = False) -> Quantization:
-    """Return a recipe for NVFP4: e2m1 with an e4m3 scale per 16 elements of a row, and an fp32 scale per matrix."""
+    """Return a recipe for NVFP4: e2m1 with an e4m3 scale per 16 elements of a row, and an fp32 scale per matrix.
+
+    The options are described in `Quantization`.
+    """
     return Quantization("nvfp4", (1, 16), False, via, compute, keep_transpose)

@@ -10,8 +10,8 @@ from weft.quantize.recipe import Quantization
 
 
 class Shares(NamedTuple):
-    """Fractions of elements: `saturated` ones were clamped to the largest magnitude of the format, `underflowed` ones
-    were not zero and became zero."""
+    """Fractions of elements. `saturated`: elements that were clamped to the largest magnitude of the format.
+    `underflowed`: elements that were not zero and became zero."""
 
     saturated: float
     underflowed: float
@@ -20,9 +20,9 @@ class Shares(NamedTuple):
 def count_losses(
     tensor: torch.Tensor, recipe: Quantization, *, largest: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return how many elements of `tensor` a recipe saturates and how many it turns into zeros, as int64 `[]` tensors.
+    """Return how many elements of `tensor` a recipe saturates, and how many it turns into zeros, as int64 `[]` tensors.
 
-    `largest` and errors: as in `quantize`.
+    `largest` and the errors are those of `quantize`.
     """
     values = (tensor if recipe.via is None else tensor.to(recipe.via)).float()
     codes, scales = quantize(tensor, recipe, largest=largest)

@@ -20,7 +20,7 @@ def tiled(values: torch.Tensor, recipe: Quantization) -> torch.Tensor:
 
 
 def untiled(tiles: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return the tensor of `shape` that `tiled` reshaped, without padding."""
+    """Return the tensor of `shape` from which `tiled` made `tiles`, without padding."""
     values = tiles.flatten(-4, -3).flatten(-2, -1)
     if len(shape) > 1:
         values = values[..., : shape[-2], : shape[-1]]

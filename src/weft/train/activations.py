@@ -1,8 +1,8 @@
 """Measures the activation memory of a step, on any device.
 
-an operation     its newly allocated memory counts from here ...
-                 ... until nothing refers to it any more
-end of a step    memory that is still referred to (gradients, buffers) is not an activation and does not count
+an operation     the memory that it newly allocates counts from here ...
+                 ... until nothing refers to the memory any more
+end of a step    memory that is still in use (gradients, buffers) is not an activation and does not count
 """
 
 import weakref
@@ -14,9 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class Activations(TorchDispatchMode):
-    """Measures the peak of memory that operations allocate inside the block and that is freed before its end:
-    activations, their gradients and temporary tensors. Gathered weights do not count, because their buffers already
-    exist."""
+    """Measures the peak of memory that operations allocate inside the block and free before its end.
+
+    This memory holds activations, their gradients and temporary tensors. Gathered weights do not count, because their
+    buffers already exist.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ Rule = Literal["broadcast", "mean", "own"]
 
 
 def buffers_of(model: nn.Module, rule: Rule) -> "Buffers | None":
-    """Return the `Buffers` of your own `model`; None for a HybridModel, whose buffers are equal on all ranks anyway.
+    """Return the `Buffers` of your own `model`, or None for a HybridModel, whose buffers are equal on all ranks.
 
     Raises ConfigError for a rule other than the default on a HybridModel.
     """
@@ -41,7 +41,7 @@ def buffers_of(model: nn.Module, rule: Rule) -> "Buffers | None":
 
 
 class Buffers:
-    """The persistent unsharded buffers of `model`. With the rule "own", this is state of a checkpoint."""
+    """The persistent unsharded buffers of `model`. With the rule "own", they are part of a checkpoint's state."""
 
     per_rank = True
 
@@ -55,7 +55,7 @@ class Buffers:
         }
         self._model = model
         self._are_absent = False
-        """Whether the checkpoint that is being loaded holds no buffers, because its run had another rule."""
+        """Whether the checkpoint to load has no buffers, because its run had another rule."""
 
     @property
     def are_saved(self) -> bool:
@@ -85,7 +85,8 @@ class Buffers:
         return (known[name] for name in self._buffers)
 
     def prepare_load(self, stored: Mapping[str, Any]) -> None:
-        """Note whether the checkpoint holds buffers of each rank. If not, every rank keeps those of the model."""
+        """Note whether the checkpoint holds buffers of each rank. If it does not, every rank keeps those of the
+        model."""
         self._are_absent = not stored
 
     def state_dict(self) -> dict[str, Any]:

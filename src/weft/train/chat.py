@@ -1,8 +1,8 @@
 """Conversations as text: the chat template of a published tokenizer, and the text that the assistant writes.
 
 A template is Jinja: `chat_template.jinja`, or `chat_template` in tokenizer_config.json. The assistant writes the text
-between {% generation %} and {% endgeneration %}. In a template without these tags, it writes the text that each of its
-messages adds after its prompt.
+between {% generation %} and {% endgeneration %}. In a template without these tags, the assistant writes the text that
+each of its messages adds after the message's prompt.
 """
 
 import json
@@ -56,7 +56,7 @@ class ChatTemplate:
             raise ConfigError(f"{name}: is not a chat template ({error}); use an undamaged copy") from error
 
     def render(self, messages: Messages, *, prompt: bool = False) -> str:
-        """Return a conversation as text. With `prompt`, the beginning of the assistant's next message is appended."""
+        """Return a conversation as text. With `prompt`, append the beginning of the assistant's next message."""
         return self._marked(messages, prompt).replace(BEGIN, "").replace(END, "")
 
     def spans(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
@@ -93,7 +93,8 @@ class ChatTemplate:
 
 
 def template_of(files: Mapping[str, bytes], name: str) -> ChatTemplate | None:
-    """Return the template in `files` of a tokenizer (name -> content); None without one. `name` is for errors."""
+    """Return the template in `files` of a tokenizer (name -> content), or None without a template. `name`: for
+    errors."""
     try:
         config = json.loads(files.get("tokenizer_config.json", b"{}"))
         text = files["chat_template.jinja"].decode() if "chat_template.jinja" in files else config.get("chat_template")

@@ -3,8 +3,8 @@
     [section]          ->  TrainConfig.section
     name = value           .name
 
-Every field has a default, so a configuration lists only what differs. Nothing is ignored: an unknown name, a value of
-the wrong type and a value out of its range each raise `ConfigError`.
+Every field has a default, so a configuration lists only the values that differ. Nothing is ignored: an unknown name, a
+value of the wrong type and a value out of its range each raise `ConfigError`.
 """
 
 import dataclasses
@@ -74,7 +74,7 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
     """The run's name, directory, loggers and report."""
     notes: tuple[str, ...] = field(default=(), compare=False, repr=False)
-    """Lines about settings that were adjusted while the configuration was read; a run prints them when it begins."""
+    """Lines about settings that were adjusted when the configuration was read. A run prints them when it begins."""
 
     def __post_init__(self) -> None:
         self.schedule.check(self.train.steps)
@@ -105,7 +105,7 @@ class TrainConfig:
 
     @property
     def hybrid(self) -> HybridConfig:
-        """The configuration of a HybridModel. Only valid if `model` is not your own."""
+        """The configuration of a HybridModel. Valid only if `model` is not your own model."""
         assert isinstance(self.model, HybridConfig)
         return self.model
 
@@ -125,7 +125,8 @@ class TrainConfig:
 
     @property
     def _own_chunks(self) -> int:
-        """`chunks` if the configuration or the pattern's segments determine it; 0 if the schedule does."""
+        """`chunks` if the configuration or the segments of the pattern determine it. 0 if the schedule determines
+        it."""
         segments = len(self.hybrid.parsed.segments)
         return self.sharding.chunks or (max(1, segments // self.sharding.pp) if segments > 1 else 0)
 
@@ -145,7 +146,7 @@ class TrainConfig:
         """Check the settings against the number of ranks and the tokenizer's file.
 
         Raises ConfigError for a batch that does not divide evenly over the ranks, a sharding size that does not fit the
-        number of ranks, an overlap with only one microbatch, and a vocabulary smaller than the tokenizer's.
+        number of ranks, an overlap with only one microbatch, and a vocabulary smaller than that of the tokenizer.
         """
         pp = self.sharding.pp
         fits = [size for size in range(1, world_size + 1) if world_size % size == 0]
@@ -184,9 +185,9 @@ class TrainConfig:
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Read a TOML file; `overrides` such as "train.steps=20" take precedence over it.
+    """Read a TOML file. `overrides` such as "train.steps=20" take precedence over the file.
 
-    An override's value is written as in TOML; text needs no quotes ("run.name=first"). Raises ConfigError.
+    The value of an override is written as in TOML. Text needs no quotes ("run.name=first"). Raises ConfigError.
     """
     try:
         text = read_bounded(path, _LARGEST).decode("utf-8-sig")  # some editors put a byte order mark first
@@ -202,7 +203,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 
 def parse_config(text: str, overrides: Sequence[str] = (), *, name: str = "configuration") -> TrainConfig:
-    """Parse TOML text as `load_config` does. `name` names the text in errors."""
+    """Parse TOML text as `load_config` parses a file. `name`: the name of the text in errors."""
     try:
         tables = parse_toml(text)
     except tomllib.TOMLDecodeError as error:
@@ -234,7 +235,7 @@ def from_tables(tables: Mapping[str, Any]) -> TrainConfig:
 def to_dict(config: TrainConfig, *, own_task: bool = False) -> dict[str, dict[str, Any]]:
     """Return the resolved configuration as plain data: section -> name -> value (lists for tuples, no None).
 
-    own_task: leave out [model] and [data], for a program with its own model and data.
+    `own_task`: leave out [model] and [data], for a program with its own model and data.
     """
     return {
         section: {
@@ -248,7 +249,7 @@ def to_dict(config: TrainConfig, *, own_task: bool = False) -> dict[str, dict[st
 
 
 def to_toml(config: TrainConfig, *, own_task: bool = False) -> str:
-    """Return the configuration of `to_dict` as TOML. `parse_config` turns it into an equal configuration."""
+    """Return the configuration of `to_dict` as TOML. `parse_config` reads it as an equal configuration."""
     tables = []
     for section, values in to_dict(config, own_task=own_task).items():
         lines = [f"[{section}]", *(f"{name} = {show(value)}" for name, value in values.items())]
@@ -276,7 +277,7 @@ _DEFAULT_MODEL: dict[str, Any] = {"pattern": "[*-][*-][*-][*-]"}
 
 
 def _build(section_class: Any, values: Mapping[str, Any], section: str) -> Any:
-    """Build the dataclass of a section from a TOML table. Raises ConfigError, which names the section."""
+    """Build the dataclass of a section from a TOML table. Raises ConfigError with the name of the section."""
     hints = typing.get_type_hints(section_class)
     known = {f.name for f in dataclasses.fields(section_class) if f.init}
     checked = {}
@@ -294,7 +295,7 @@ def _build(section_class: Any, values: Mapping[str, Any], section: str) -> Any:
 
 
 def _unknown(section: str, name: str | None) -> str:
-    """Return the message for an unknown section (`name` None) or setting, with the nearest known one."""
+    """Return the message for an unknown setting, or section (`name` None), with the nearest known one."""
     every = {s: [f.name for f in dataclasses.fields(c) if f.init] for s, c in SECTIONS.items()}
     word, known, shown = (section, list(every), "[{}]") if name is None else (name, every[section], section + ".{}")
     homes = [f"{s}.{word}" for s, names in every.items() if word in names]
@@ -315,9 +316,9 @@ def _no_table(section: str, value: Any) -> str:
 
 
 def _unpin_warmup(tables: dict[str, Any]) -> tuple[str, ...]:
-    """Unset `schedule.warmup_steps` of the file if it does not fit into the `train.steps` of an override.
+    """Unset `schedule.warmup_steps` of the file if the `train.steps` of an override is too small for it.
 
-    This allows a trial run of a few steps with any configuration. Returns the lines to print.
+    Any configuration can then be tried for a few steps. Returns the lines to print.
     """
     schedule, steps = tables.get("schedule"), tables["train"].get("steps")
     if not isinstance(schedule, dict) or type(steps) is not int or type(schedule.get("warmup_steps")) is not int:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 
 class WeightAverage:
-    """The averages of all trainable weights: average = decay x average + (1 - decay) x weight after each step."""
+    """The averages of all trainable weights. After each step, average = decay x average + (1 - decay) x weight."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay

@@ -9,8 +9,10 @@ _OURS = {"weft", "torch", "numpy", *sys.stdlib_module_names}
 
 
 def is_refusal(error: Exception) -> bool:
-    """Return whether `error` rejects user input, so that its message is enough. A ValueError raised by code that weft
-    only calls, such as `model.factory`, is a bug in that code, which needs a traceback.
+    """Return whether `error` rejects user input, so that its message is enough.
+
+    A ValueError raised by code that weft only calls, such as `model.factory`, is a bug in that code. It needs a
+    traceback.
     """
     if isinstance(error, ConfigError):
         return True

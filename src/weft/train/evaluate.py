@@ -47,7 +47,7 @@ def move(microbatch: Any, device: torch.device) -> Any:
 
 @torch.no_grad()
 def validate(task: Task, device: torch.device, moved: Callable[[], None]) -> dict[str, float]:
-    """Return means over the validation sets of all ranks; empty without a validation set. Collective.
+    """Return means over the validation sets of all ranks, or nothing without a validation set. Collective.
 
     Calls `moved` before each forward, to show progress.
     """
@@ -80,13 +80,18 @@ def evaluate(
     trust: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> dict[str, float]:
-    """Return the validation loss of a run's newest intact checkpoint, or of the checkpoint of `step`, in this process
-    alone.
+    """Return the validation loss of a checkpoint of a run, in this process alone.
 
-    average: use the moving average of the weights. overrides: changes of the run's settings, as of `--set`. trust:
-    import the code that the configuration names even if this user did not create the run here. say: called with lines
-    about damaged checkpoints that are skipped, and about the text. Raises ConfigError for an override that does not
-    affect the loss."""
+    Args:
+        run: the directory of the run.
+        step: the step of the checkpoint. Default: the newest intact checkpoint.
+        average: use the moving average of the weights.
+        overrides: changes of the run's settings, as for `--set`.
+        trust: import the code that the configuration names even if this user did not create the run on this machine.
+        say: called with lines about damaged checkpoints that are skipped, and about the text.
+
+    Raises ConfigError for an override that does not affect the loss.
+    """
     if not (run / CONFIG).is_file():
         raise ConfigError(f"{run}: contains no {CONFIG}; name the directory of a run")
     refuse_own_task(run)

@@ -11,7 +11,7 @@ from weft.moe import exchanged_rows, expert_layers, load_statistics, router_loss
 class ExpertBalance:
     """The load balance of a model's expert layers over the ranks of `mesh`. The model may have no expert layers.
 
-    `bias_rate`: how far one step moves the bias of an expert, if routers have biases.
+    `bias_rate`: how far one step moves the bias of an expert, if the routers have biases.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, bias_rate: float) -> None:
@@ -30,9 +30,10 @@ class ExpertBalance:
         return sum(router_losses(self._model).values(), zero)
 
     def after_step(self, *, show: bool, skipped: bool) -> dict[str, list[int]]:
-        """Move the biases by the loads of the step, unless it is `skipped`. Collective.
+        """Move the biases by the loads of the step, unless the step is `skipped`. Collective.
 
-        With `show`, return the assignments per expert over all ranks, by layer name; otherwise an empty dictionary.
+        With `show`, return the assignments per expert over all ranks, by layer name. Otherwise return an empty
+        dictionary.
         """
         moves = self._has_bias and not skipped
         if not (show or moves):

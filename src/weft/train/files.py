@@ -16,7 +16,10 @@ from weft.errors import NotReadable
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Open a new file for a `with` block. It replaces `path` if the block ends without an error, else it is removed."""
+    """Open a new file for a `with` block. If the block ends without an error, the file replaces `path`.
+
+    If the block raises, the new file is removed.
+    """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}")
     try:
         with written(temporary, "xb") as stream:
@@ -38,7 +41,7 @@ def replace_text(path: Path, text: str) -> None:
 def read_bounded(path: str | Path, limit: int) -> bytes:
     """Return the content of a regular file of at most `limit` bytes.
 
-    Raises NotReadable for larger files, devices and pipes, which may not fit into memory, and OSError.
+    Raises NotReadable for larger files, devices and pipes, because they may not fit into memory. Also raises OSError.
     """
     with open(path, "rb", opener=_open_without_waiting) as stream:
         status = os.fstat(stream.fileno())
@@ -51,7 +54,7 @@ def read_bounded(path: str | Path, limit: int) -> bytes:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML. Raises tomllib.TOMLDecodeError, and NotReadable for too deep nesting."""
+    """Parse TOML. Raises tomllib.TOMLDecodeError, or NotReadable if it is nested too deeply."""
     try:
         return tomllib.loads(text)
     except RecursionError:
@@ -59,7 +62,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON. Raises ValueError, also for too deep nesting."""
+    """Parse JSON. Raises ValueError, also if it is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:

@@ -10,8 +10,7 @@ from weft.train.errors import ConfigError
 
 def imported(setting: str, place: str) -> Any:
     """Import the object with the path `place`, also from the working directory. Raises ConfigError that names
-    `setting`.
-    """
+    `setting`."""
     module, colon, attribute = place.partition(":")
     if not (colon and module and attribute):
         raise ConfigError(f'{setting} = "{place}": must be the path of a Python object: "package.module:name"')

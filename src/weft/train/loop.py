@@ -53,12 +53,15 @@ from weft.train.task.task import Task
 
 
 class Trainer:
-    """One rank's part of a run; needs the default process group.
+    """One rank's part of a run. Needs the default process group.
 
-    The constructor checks the whole configuration (ValueError) and, if the run resumes, loads its checkpoint. `run`
-    then trains. `task`: model, data and loss; default: those of the configuration. `optimizer`: a function that builds
-    one for the sharded model; default: that of [optimizer]. `command`: as in `open_run`. `memory`: the folder of
-    copies in memory, as in `Saves`.
+    The constructor checks the whole configuration, and raises ValueError. If the run resumes, the constructor loads its
+    checkpoint. `run` then trains.
+
+    - `task`: model, data and loss. Default: the task of the configuration.
+    - `optimizer`: a function that builds an optimizer for the sharded model. Default: the optimizer of [optimizer].
+    - `command`: as in `open_run`.
+    - `memory`: the folder of copies in memory, as in `Saves`.
     """
 
     def __init__(
@@ -159,7 +162,7 @@ class Trainer:
             raise ConfigError(f"optimizer: cannot be in a checkpoint: {error}") from error
 
     def _go_on(self) -> None:
-        """Load the newest intact checkpoint, then apply the settings that differ from it."""
+        """Load the newest intact checkpoint, and apply the settings that differ from it."""
         options = configured_options(self.optimizer, self._optimizer_config)
         try:
             state = self.state()
@@ -265,7 +268,7 @@ class Trainer:
         return complete
 
     def _is_settled(self) -> bool:
-        """Return whether `train.stop_after` validations in a row brought no lower loss."""
+        """Return whether `train.stop_after` validations in a row had no lower loss."""
         return 0 < self.config.train.stop_after <= self.position.worse
 
     def _settled(self) -> str:
@@ -342,7 +345,8 @@ class Trainer:
         return values, stops > 0
 
     def _diverged(self, what: str, value: float) -> RuntimeError:
-        """Return the error that ends the run on all ranks; it names the first nonfinite parameters. Collective."""
+        """Return the error that ends the run on all ranks. It names the first parameters that are not finite.
+        Collective."""
         found = weft.find_nonfinite(self.model)
         where = "; ".join(map(str, found[:3])) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
         return RuntimeError(
@@ -384,9 +388,9 @@ class Trainer:
 
 
 def train(config: TrainConfig, *, resume: str | bool = False) -> Trainer:
-    """Train in the default process group, or in this process alone if there is none. Every rank calls this.
+    """Train in the default process group, or in this process alone if there is none. Every rank calls this function.
 
-    resume: as in `open_run`. Returns the trainer, whose `model` is trained.
+    `resume`: as in `open_run`. Returns the trainer, whose `model` is trained.
     """
     if not dist.is_initialized():
         begin_alone()

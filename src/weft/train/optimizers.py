@@ -30,7 +30,7 @@ from weft.train.toml_values import plain, show, typed
 
 _FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 _OTHERWISE = {"fused", "foreach", "differentiable"}
-"""Options that select an implementation and do not change the result."""
+"""Options that select an implementation without changing the result."""
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -51,7 +51,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
 
 
 def made_by(make: Callable[[nn.Module], torch.optim.Optimizer], model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer that your function `make` builds. Raises ConfigError if it returns anything else."""
+    """Return the optimizer that your function `make` builds. Raises ConfigError if it returns another object."""
     found = make(model)
     if not isinstance(found, torch.optim.Optimizer):
         raise ConfigError(
@@ -78,11 +78,12 @@ def clip_gradients(model: nn.Module, largest: float) -> torch.Tensor:
 
 
 def configured_options(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None) -> list[dict[str, Any]]:
-    """Return, for each group, the options that a resumed run takes from its configuration, not from the checkpoint.
+    """Return, for each group, the options that a resumed run takes from its configuration. Others are in the
+    checkpoint.
 
     `config`: None for your own optimizer. Its code may have changed options during the run, so only the learning rate
-    is taken. A class that a path names may keep state in its groups, such as a count of steps: what is no argument of
-    the class is taken from the checkpoint.
+    is taken. If [optimizer] names a class by its path, groups may hold state, such as a count of steps. Values that are
+    no argument of the class are therefore taken from the checkpoint.
     """
     known: Collection[str] | None = None
     if config is None:
@@ -120,7 +121,7 @@ def _refuse_closures(what: str, cls: type[torch.optim.Optimizer]) -> None:
 
 
 def whole_matrices(model: nn.Module, config: OptimizerConfig) -> Callable[[nn.Parameter], Any] | None:
-    """Return the `shard_placement_fn` of `weft.fully_shard` for an optimizer that needs whole matrices, else None.
+    """Return the `shard_placement_fn` of `weft.fully_shard` for an optimizer that needs whole matrices. Otherwise None.
 
     `model`: the model before sharding.
     """
@@ -131,7 +132,7 @@ def whole_matrices(model: nn.Module, config: OptimizerConfig) -> Callable[[nn.Pa
 
 
 class Joined(torch.optim.Optimizer):
-    """Several optimizers of disjoint parameters as one optimizer with all their groups and states."""
+    """Several optimizers of disjoint parameters as one optimizer. It has all their groups and states."""
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
         self.parts = parts
@@ -199,7 +200,8 @@ def _decay_groups(
 
 
 def _options(cls: type[torch.optim.Optimizer], config: OptimizerConfig) -> dict[str, Any]:
-    """Return the options of [optimizer] that `cls` takes. Raises ConfigError if another one is not at its default."""
+    """Return the options of [optimizer] that `cls` takes. Raises ConfigError if another option is not at its
+    default."""
     takes = inspect.signature(cls).parameters
     found: dict[str, Any] = {"lr": config.lr}
     for name in ("betas", "eps", "weight_decay"):

@@ -1,4 +1,4 @@
-"""The named scalars that your loss returns, as means over microbatches and ranks."""
+"""The named scalars that your loss function returns, as means over microbatches and ranks."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from weft.train.errors import ConfigError
 from weft.train.record.names import is_own
 
 _MARK_BITS = 16
-"""Bits of a mark, few enough that the sum of squared marks over all ranks is exact in fp64."""
+"""The number of bits of a mark. It is small, so that the sum of squared marks over all ranks is exact in fp64."""
 
 
 class OwnNumbers:
@@ -37,7 +37,7 @@ class OwnNumbers:
             self._counts[name] = self._counts.get(name, 0) + 1
 
     def marks(self) -> list[float]:
-        """Return six hash values of the names. `means` takes their sums over ranks, to compare the names."""
+        """Return six hash values of the names. `means` takes the sums of these over ranks, to compare the names."""
         digest = hashlib.sha256("\0".join(sorted(self._totals)).encode()).digest()
         width = _MARK_BITS // 8
         parts = [int.from_bytes(digest[start : start + width], "little") for start in range(0, 3 * width, width)]
@@ -46,7 +46,7 @@ class OwnNumbers:
     def means(self, marks: Sequence[float]) -> dict[str, float]:
         """Return the mean of each number over all microbatches of all ranks. Collective.
 
-        `marks`: the sums over ranks of `self.marks()`. Raises ConfigError on all ranks if names differ.
+        `marks`: the sums over ranks of `self.marks()`. Raises ConfigError on all ranks if the names differ.
         """
         ranks, names = dist.get_world_size(), sorted(self._totals)
         sums = [int(mark) for mark in marks]

@@ -22,7 +22,8 @@ from weft.train.task.task import Task
 
 
 class Passes:
-    """The passes of one rank. Counts operations and activations in the first step; records a timeline of the last."""
+    """The passes of one rank. Counts operations and activations in the first step, and records a timeline of the last
+    step."""
 
     def __init__(
         self,
@@ -34,7 +35,8 @@ class Passes:
         *,
         counts: bool = True,
     ) -> None:
-        """`note`: called with a line of text. `counts`: whether to measure the first step (operations, activations)."""
+        """`note`: called with a line of text. `counts`: whether to measure operations and activations in the first
+        step."""
         self._config, self._task, self._stages, self._device = config, task, Stages(task.model), device
         self._watchdog, self._note = watchdog, note
         self.table = config.table(dist.get_world_size()) if config.sharding.pp > 1 else None
@@ -69,13 +71,14 @@ class Passes:
         return losses
 
     def utilisation(self, seconds: float) -> dict[str, float]:
-        """Return {"mfu": the used fraction of the device's peak} for a step of `seconds`; empty if that is unknown."""
+        """Return {"mfu": the used fraction of the device's peak} for a step of `seconds`. Empty if the peak is
+        unknown."""
         peak = self._config.train.peak_tflops * 1e12
         return {"mfu": self.operations.total / seconds / peak} if self.operations and peak else {}
 
     def _counted(self, step: int, microbatches: list[Any]) -> torch.Tensor:
-        """Run `_forward_backward` and measure activations, unless layers are compiled. With `train.peak_tflops`, count
-        operations too; compiled layers then run eagerly."""
+        """Run `_forward_backward` and measure activations, unless layers are compiled. With `train.peak_tflops`, also
+        count operations; compiled layers then run eagerly."""
         loop = self._config.train
         with ExitStack() as looking:
             if loop.peak_tflops:
@@ -123,7 +126,7 @@ class Passes:
 
 
 def _weighted(losses: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """Return losses times weights. A loss of weight 0 becomes 0: without labels its mean is NaN."""
+    """Return losses times weights. A loss with weight 0 becomes 0, because without labels its mean is NaN."""
     counted = (
         loss if weight == 1 else loss.new_zeros(()) if weight == 0 else loss * weight
         for loss, weight in zip(losses, weights)

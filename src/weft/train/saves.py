@@ -61,10 +61,10 @@ class Saves:
             raise
 
     def load(self, state: Mapping[str, Any]) -> int:
-        """Fill `state` from the copy in memory or the newest intact checkpoint; return its step.
+        """Fill `state` from the copy in memory or the newest intact checkpoint. Return its step.
 
-        The copy is loaded if it is intact and newer than every checkpoint, damaged ones included. Copies that are
-        not loaded are removed: the run will copy their steps again.
+        The copy is loaded if it is intact and newer than every checkpoint, damaged checkpoints included. Copies that
+        are not loaded are removed: the run will copy their steps again.
         """
         newest = self.checkpoints.latest() or 0
         copied = self.copies.latest() or 0 if self.copies is not None else 0
@@ -106,7 +106,7 @@ class Saves:
             )
 
     def save(self, step: int, *, best_step: int, committed: Callable[[], None]) -> bool:
-        """Write the checkpoint of `step` unless it exists. Return whether it was written."""
+        """Write the checkpoint of `step` if it does not exist. Return whether it was written."""
         if self.saved_step == step:
             return False
         if self._config.keep_best:
@@ -117,7 +117,7 @@ class Saves:
         return True
 
     def copy(self, step: int) -> None:
-        """Copy the state to memory if a copy is due at `step`. If it fails, the run prints a line and continues."""
+        """Copy the state to memory if a copy is due at `step`. If this fails, the run prints a line and continues."""
         every = self._config.memory_every
         if self.copies is None or step % every:
             return

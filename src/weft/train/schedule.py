@@ -8,10 +8,9 @@ from weft.train.config import ScheduleConfig
 
 
 class Schedule:
-    """Sets the learning rate of each step to the optimizer's initial one times `config.factor`.
+    """Sets the learning rate of each step to `config.factor` times the initial learning rate of the optimizer.
 
-    The factor depends on the configuration and the step only, so a resumed run follows the configuration with which it
-    is resumed.
+    The factor depends only on the configuration and the step. A resumed run therefore follows its new configuration.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: ScheduleConfig, steps: int) -> None:
@@ -21,7 +20,7 @@ class Schedule:
         """The number of steps whose learning rate was set."""
 
     def advance(self) -> float:
-        """Set the learning rate of the next step; return that of the first parameter group."""
+        """Set the learning rate of the next step. Return the learning rate of the first parameter group."""
         factor = self.config.factor(self.step, self.steps)
         for group, peak in zip(self.optimizer.param_groups, self.peaks):
             group["lr"] = peak * factor

@@ -36,7 +36,7 @@ def settings() -> Iterator[Setting]:
 
 
 def as_toml() -> str:
-    """Return a TOML file with every default. Documentation is above each setting; unset ones are commented out."""
+    """Return a TOML file with every default. Documentation is above each setting. Unset ones are commented out."""
     parts: list[str] = []
     section = ""
     for setting in settings():

@@ -24,9 +24,9 @@ from weft.train.run.runs import CHECKPOINTS, CONFIG, ORIGIN, refuse_own_task
 from weft.train.tokenizer import Tokenizer, load_tokenizer
 
 CONTEXT = 8
-"""The number of tokens at the end of a prompt that are decoded again with the tokens that follow."""
+"""The number of tokens at the end of a prompt that are decoded again, together with the tokens that follow."""
 UNFINISHED = "\ufffd"
-"""The decoded character while some of its bytes are not generated yet."""
+"""The character that is decoded in place of another one, some of whose bytes are not generated yet."""
 DEFAULTS = Sampling(temperature=0.8, top_p=0.95)
 """The sampling options if the model's files have none."""
 
@@ -34,9 +34,9 @@ DEFAULTS = Sampling(temperature=0.8, top_p=0.95)
 class Source:
     """Weights on disk, with the configuration and the tokenizer that belong to them.
 
-    For a run, the newest intact checkpoint at the time of loading is used. `say` is called with a line about each
-    damaged checkpoint that is skipped. `ignored`: fields of config.json to ignore (see `hf.config_of`). Raises
-    ConfigError for a path that is not a run, checkpoint or model directory.
+    For a run, these are the weights of its newest intact checkpoint at the time of loading. `say`: called with a line
+    about each damaged checkpoint that is skipped. `ignored`: fields of config.json to ignore (see `hf.config_of`).
+    Raises ConfigError for a path that is not a run, a checkpoint or a model directory.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Source:
 
     @property
     def tokenizer_file(self) -> Path | None:
-        """The tokenizer.json of the run's text; None if the run has none, or the source is not a run."""
+        """The tokenizer.json of the run's text. None if the run has no such file, or if the source is not a run."""
         if self.run is None or self._run_config.data.kind == "tokens" or self._run_config.data.tokenizer == "bytes":
             return None
         return Path(self._run_config.data.tokenizer)
@@ -101,8 +101,8 @@ class Source:
     def load(self, model: Any) -> None:
         """Load the weights into `model`, sharded or not. Collective.
 
-        The pattern of `model` may group the same layers differently. Raises ConfigError if the models compute different
-        functions of the weights, even if all shapes fit.
+        The pattern of `model` may group the same layers differently. Raises ConfigError if the two models compute
+        different functions of the weights, even if all shapes fit.
         """
         if different := hf.differences(model.cfg, self.model_config):
             raise ConfigError(
@@ -118,7 +118,7 @@ class Source:
 
     @cached_property
     def origin(self) -> Origin | None:
-        """The files of the published model that the weights come from; None if they were trained from scratch."""
+        """The files of the published model from which the weights come, or None if they were trained from scratch."""
         if self.run is None:
             return origin_of(self.path, self.ignored)
         return origin_of(self.run / ORIGIN) if (self.run / ORIGIN / OURS).is_file() else None
@@ -144,7 +144,7 @@ class Source:
         return model.eval()
 
     def continued(self, prompt: str, **options: Any) -> Iterator[str]:
-        """Yield `prompt`, then the model's continuation, part by part. `options`: those of `added`."""
+        """Yield `prompt`, and then the model's continuation, part by part. `options`: the options of `added`."""
         encoded = self._encoded(prompt)
         yield prompt
         for _, text in self.added([encoded], **options):
@@ -155,12 +155,13 @@ class Source:
     ) -> Iterator[tuple[int, str]]:
         """Generate continuations of `prompts`, each a text or tokens. Yield (index of a prompt, next part of its text).
 
-        A text gets the special tokens that a published tokenizer puts before texts, but none for a run, as in training.
+        For a published tokenizer, a text is preceded by the special tokens that the tokenizer puts before texts. For a
+        run there are none, as in training.
 
         A continuation has at most `tokens` tokens, and ends earlier at an end token. `choices`: fields of `Sampling`
-        that replace those of generation_config.json. The same seed gives the same texts. Only tokens that the tokenizer
-        has are drawn; the vocabulary of a model is often larger. Raises ConfigError for an empty prompt, or one with
-        tokens that the model does not have.
+        that replace those of generation_config.json. The same seed gives the same texts. The vocabulary of a model is
+        often larger than that of the tokenizer; only tokens that the tokenizer has are drawn. Raises ConfigError for an
+        empty prompt, or for a prompt with tokens that the model does not have.
         """
         encoded = [self._encoded(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         rows = self.model_config.vocab_size
@@ -183,7 +184,7 @@ class Source:
                     shown[row] = text
 
     def answered(self, messages: Messages, **options: Any) -> Iterator[str]:
-        """Yield the assistant's next message in a conversation, part by part. `options`: those of `added`."""
+        """Yield the assistant's next message in a conversation, part by part. `options`: the options of `added`."""
         text = self.template.render(messages, prompt=True)
         for _, part in self.added([self.tokenizer.encode(text.encode()).tolist()], **options):
             yield part

@@ -10,7 +10,7 @@ _IN_A_ROW = 10
 
 
 class Spikes:
-    """Detects spikes: norms above `times` (0: never) times the median of the last 100 normal ones, or not finite.
+    """Detects spikes: norms not finite, or above `times` (0: never) times the median of the last 100 normal norms.
 
     Detection starts after 20 norms.
     """

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class Position:
-    """Counts and losses that continue after a resume."""
+    """Counts and losses of a run, which continue after a resume."""
 
     step: int = 0
     """The number of completed optimizer steps."""
@@ -17,16 +17,16 @@ class Position:
     seconds: float = 0.0
     """The seconds spent in training steps."""
     validation_loss: float | None = None
-    """The newest validation loss: nats per byte if the text's bytes are known, else the loss itself."""
+    """The newest validation loss: nats per byte if the text's bytes are known, otherwise the loss."""
     best_loss: float | None = None
     """The lowest `validation_loss` so far."""
     best_step: int = 0
     """The step of `best_loss`."""
     worse: int = 0
-    """The number of validations since then."""
+    """The number of validations since `best_step`."""
 
     def validated(self, loss: float) -> bool:
-        """Record the loss of a validation; return whether it is the best so far."""
+        """Record the loss of a validation. Return whether it is the best so far."""
         self.validation_loss = loss
         if math.isnan(loss) or (self.best_loss is not None and not loss < self.best_loss):
             self.worse += 1

@@ -11,7 +11,7 @@ from weft.train.errors import ConfigError
 from weft.train.files import read_bounded
 
 _LARGEST = 256 << 20
-"""The largest size of a tokenizer.json in bytes; those of published models have up to 35 million."""
+"""The largest size of a tokenizer.json in bytes. Files of published models have up to 35 million bytes."""
 
 
 class Tokenizer(Protocol):
@@ -20,16 +20,16 @@ class Tokenizer(Protocol):
     vocab_size: int
     """One more than the largest token."""
     ids: np.ndarray
-    """The existing token numbers, sorted. Numbers below `vocab_size` may be missing."""
+    """The token numbers that exist, sorted. Numbers below `vocab_size` may be missing."""
     identity: str
-    """A string that differs between tokenizers that tokenize some text differently."""
+    """A string that differs between two tokenizers if they tokenize any text differently."""
 
     def encode(self, text: bytes) -> np.ndarray:
         """Return the tokens of UTF-8 text, a 1-D array of unsigned integers."""
         ...
 
     def prompt(self, text: str) -> np.ndarray:
-        """Return the tokens of a text to be continued, with the special tokens that precede a text."""
+        """Return the tokens of a text to be continued, after the special tokens that precede a text."""
         ...
 
     def decode(self, tokens: np.ndarray) -> str:
@@ -38,7 +38,7 @@ class Tokenizer(Protocol):
 
 
 class BytesTokenizer:
-    """Makes each byte a token, one of 256."""
+    """Makes each byte a token. There are 256 tokens."""
 
     vocab_size = 256
     ids = np.arange(256)
@@ -49,7 +49,7 @@ class BytesTokenizer:
         return np.frombuffer(text, dtype=np.uint8)
 
     def prompt(self, text: str) -> np.ndarray:
-        """Return the bytes of `text`; there are no special tokens."""
+        """Return the bytes of `text`. There are no special tokens."""
         return self.encode(text.encode())
 
     def decode(self, tokens: np.ndarray) -> str:
@@ -90,7 +90,7 @@ class HuggingFaceTokenizer:
         self.identity = "tokenizer.json " + hashlib.sha256(contents).hexdigest()
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Return the tokens of `text`, uint32. Invalid UTF-8 becomes replacement characters first."""
+        """Return the tokens of `text`, uint32. Invalid UTF-8 is first replaced by replacement characters."""
         encoding = self._tokenizer.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False)
         return np.asarray(encoding.ids, dtype=np.uint32)
 
@@ -119,5 +119,5 @@ def _known(tokens: np.ndarray, ids: np.ndarray) -> np.ndarray:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer `name`, "bytes" or the path of a tokenizer.json. Raises ConfigError if that is unusable."""
+    """Return the tokenizer `name`: "bytes", or the path of a tokenizer.json. Raises ConfigError if it is unusable."""
     return BytesTokenizer() if name == "bytes" else HuggingFaceTokenizer(name)

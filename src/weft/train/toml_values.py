@@ -14,8 +14,9 @@ from weft.train.files import parse_toml
 
 
 def typed(name: str, value: Any, hint: Any) -> Any:
-    """Return `value` as the annotated type. Integers are accepted as floats; nothing else is converted. Raises
-    ConfigError.
+    """Return `value` as the annotated type. Raises ConfigError.
+
+    Integers are accepted as floats. No other type is converted.
     """
     accepted, result = _convert(value, hint)
     if not accepted:
@@ -31,7 +32,7 @@ def typed(name: str, value: Any, hint: Any) -> Any:
 
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """Return a list with the word in `known` that was probably meant, ignoring case; empty if none is similar."""
+    """Return a list with the word in `known` that was probably meant, ignoring case, or `[]` if no word is similar."""
     by_lower = {each.lower(): each for each in known}
     return [by_lower[each] for each in difflib.get_close_matches(word.lower(), by_lower, n=1)]
 
@@ -104,7 +105,7 @@ def _describe(hint: Any) -> str:
 
 
 def override_value(text: str, hint: Any) -> Any:
-    """Return `text` parsed as a TOML value if that fits the field's type, else `text` itself."""
+    """Return `text` parsed as a TOML value if that fits the field's type. Otherwise return `text`."""
     try:
         parsed = parse_toml(f"value = {text}")
     except ValueError:

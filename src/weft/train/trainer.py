@@ -40,16 +40,23 @@ class Trainer(loop.Trainer):
         )
         trainer.run()
 
-    Uses the default process group if there is one; otherwise joins the ranks of torchrun or SLURM, or runs alone. A
+    Uses the default process group if there is one. Otherwise joins the ranks of torchrun or SLURM, or runs alone. A
     rank runs `train.global_batch_size / (ranks x train.microbatch_size)` microbatches per step.
 
-    loss: returns the mean over a microbatch, or a tuple of it and a dictionary of other scalars, which are logged too.
-    validation: like `data`, but finite, with the same number of microbatches on every rank. shard: a function
-    `shard(model, **options)` that calls `weft.fully_shard(module, **options)` on each unit, the model last; default:
-    one unit for each block in a sequence of similar blocks. optimizer: a function that builds one for the sharded
-    model; default: that of [optimizer]. callbacks: "start", "step", "validation", "save" or "end" -> a function
-    (trainer, dictionary of numbers), called on all ranks. resume: as `weft train --resume`: True, a run's directory,
-    or "or-start". say: called with lines of text; default: prints them on rank 0.
+    Args:
+        model: an `nn.Module`, or a function that builds one. The function is called on the meta device.
+        loss: a function `loss(model, microbatch)`. It returns the mean over the microbatch, or a tuple of this mean and
+            a dictionary of other scalars. These scalars are also logged.
+        data: an iterable of this rank's microbatches, or a function (rank, ranks) -> iterable.
+        config: a path, the tables of TOML text as a dictionary, or a `TrainConfig`.
+        validation: like `data`, but finite, with the same number of microbatches on every rank.
+        shard: a function `shard(model, **options)` that calls `weft.fully_shard(module, **options)` on each unit, the
+            model last. Default: one unit for each block in a sequence of similar blocks.
+        optimizer: a function that builds an optimizer for the sharded model. Default: the optimizer of [optimizer].
+        callbacks: "start", "step", "validation", "save" or "end" -> a function (trainer, dictionary of numbers). It is
+            called on all ranks.
+        resume: as `weft train --resume`: True, the directory of a run, or "or-start".
+        say: called with lines of text. Default: print them on rank 0.
 
     Raises ConfigError for an invalid configuration or argument, CheckpointError, CheckpointMismatch.
     """
@@ -109,7 +116,7 @@ class Trainer(loop.Trainer):
             raise
 
     def run(self) -> bool:
-        """Train as `loop.Trainer.run` does; then restore the handlers of SIGINT, SIGTERM and SIGHUP.
+        """Train as `loop.Trainer.run` does, and then restore the handlers of SIGINT, SIGTERM and SIGHUP.
 
         Returns whether the run is complete.
         """
@@ -122,7 +129,7 @@ class Trainer(loop.Trainer):
             self.stop.release()
 
     def moment(self, name: str, numbers: dict[str, Any]) -> None:
-        """Call the callback of this event, if there is one."""
+        """Call the callback of the event `name`, if there is one."""
         if name in self.callbacks:
             self.callbacks[name](self, numbers)
 

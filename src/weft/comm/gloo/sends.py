@@ -1,7 +1,7 @@
 """Direct sends between all pairs of ranks.
 
-Receives are posted before sends. gloo sends data only after the receiver has announced that it is ready. If sends came
-first, that message would queue behind their data, and a full-duplex link would carry one direction after the other.
+Receives are posted before sends. gloo sends data only after the receiver has announced that it is ready. If sends were
+posted first, this announcement would queue behind data, and a full-duplex link would carry one direction at a time.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ BREAK_TAG = 98
 """The tag of a message that is never sent."""
 Parts = Sequence[torch.Tensor] | torch.Tensor
 Swap = tuple[Parts, Parts]
-"""What arrives from each rank and what leaves for it."""
+"""The tensors that arrive from each rank, and those that leave for it."""
 
 
 def swap(swaps: Sequence[Swap], group: dist.ProcessGroup, tag: int) -> list[Any]:
@@ -28,7 +28,7 @@ def swap(swaps: Sequence[Swap], group: dist.ProcessGroup, tag: int) -> list[Any]
 
 
 def terms_of(own: torch.Tensor, inbox: torch.Tensor, rank: int, size: int) -> list[torch.Tensor]:
-    """Return, in rank order, `own` and the views of `inbox` for the corresponding tensors of other ranks."""
+    """Return, in rank order, `own` and the views of `inbox` for the same tensor of the other ranks."""
     terms, numel = [own] * size, own.numel()
     for place, peer in enumerate(peers(rank, size)):
         terms[peer] = inbox[place * numel : (place + 1) * numel]
@@ -36,13 +36,13 @@ def terms_of(own: torch.Tensor, inbox: torch.Tensor, rank: int, size: int) -> li
 
 
 def peers(rank: int, size: int) -> list[int]:
-    """Return the other ranks, starting after `rank`, so that ranks do not all begin with the same one."""
+    """Return the other ranks, starting after `rank`, so that not all ranks begin with the same rank."""
     return [(rank + step) % size for step in range(1, size)]
 
 
 def end_transfers(group: Any) -> None:
-    """Abort all transfers over `group` on all its ranks, by a receive that times out, which closes connections. The
-    group cannot be used afterwards. Does nothing for other backends: a rank that waits for a device checks for the
+    """Abort all transfers over `group` on all its ranks, with a receive that times out: this closes connections. The
+    group cannot be used afterwards. Does nothing for other backends: a rank that waits for a device checks the
     detector's verdict."""
     peer = (group.rank() + 1) % group.size()
     try:

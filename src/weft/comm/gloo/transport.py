@@ -12,8 +12,8 @@ SECOND_ROUND = 500
 """The offset of the tag of a second round of transfers from the lane's tag."""
 
 ALONE_BYTES = 1 << 18
-"""A tensor of a bundle with at least this many bytes for each rank is a message of its own: copying it into the
-bundle's message would take longer than a second message, which is sent at the same time."""
+"""A tensor of a bundle with at least this many bytes for each rank is sent in its own message. To copy it into the
+bundle's message would take longer than the second message, which is sent at the same time."""
 
 _SUMMED_AT_ONCE = 1 << 16  # elements of a sum in fp32
 
@@ -38,7 +38,7 @@ class Gloo:
     def all_gather_bundle(
         self, fulls: Wanted, sources: Several, group: ProcessGroup, tag: int, dtype: torch.dtype
     ) -> Pending:
-        """Send the small tensors to each rank in one message, concatenated, and each large one as it is.
+        """Send the small tensors to each rank concatenated, in one message. Send each large tensor unchanged.
 
         Row r of the `table` is the message from rank r.
         """
@@ -83,7 +83,7 @@ class Gloo:
     def reduce_scatter_bundle(
         self, outputs: Several, partials: Several, scales: Scales, adds: Adds, group: ProcessGroup, tag: int
     ) -> Pending:
-        """Send the small tensors to each rank in one message, concatenated, and each large one as it is.
+        """Send the small tensors to each rank concatenated, in one message. Send each large tensor unchanged.
 
         The sums are bitwise equal to those of one reduction per tensor.
         """
@@ -128,7 +128,7 @@ class Gloo:
             more       each rank receives and sums its slice, in fp32, then sends the sum in the dtype of `partial`
 
         All messages of a round overlap, in both directions. The second round starts as soon as the first has ended on
-        this rank; a lane starts it beside the computation.
+        this rank. A lane starts it during the computation.
         """
         rank, size = dist.get_rank(group), group.size()
         if size == 2:
@@ -157,7 +157,7 @@ class Gloo:
         return Pending(works)
 
     def inbox_numel(self, partial_numel: int, size: int, *, scatters: bool) -> int:
-        """Return the number of elements that the other ranks send to this one."""
+        """Return the number of elements that the other ranks send to this rank."""
         return partial_numel if size == 2 and not scatters else -(-partial_numel // size) * (size - 1)
 
 

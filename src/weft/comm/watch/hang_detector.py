@@ -2,16 +2,16 @@
 
 Each collective has a key that is the same on all ranks, and a number: how many of that key this rank has issued. A rank
 that has waited for a while publishes its state in the job's store: what it waits for and what it has issued. `rules`
-decides which ranks are stuck, also after exceptions and exits. For stuck ranks:
+decides which ranks are stuck, even after exceptions and exits. For stuck ranks:
 
-    one has not issued what another waits for, and can join it     it joins
-    none can                                                       CollectiveMismatch, on every one that waits in weft
+    a rank can join the collective that another rank waits for     it joins
+    no rank can join                                               CollectiveMismatch on every rank that waits in weft
 
 A published state may be old if the detector's thread got no CPU time. Therefore a rank that finds others stuck asks a
-question, and counts only states published after it: a rank whose state is unchanged then has been waiting all the time.
+question, and counts only states published after it. A rank whose state is then unchanged has waited all the time.
 
-Without long waits this costs two assignments per wait and a check every tenth of a second. A rank that has joined a
-collective of other ranks will probably have to join more, one for each unit that it skips, so all ranks then check more
+Without long waits the detector costs two assignments per wait, and a check every tenth of a second. A rank that has
+joined a collective of other ranks will probably join more, one for each unit that it skips. All ranks then check more
 often.
 """
 
@@ -41,15 +41,15 @@ DELAY_S = 0.1
 SLOWEST_S = 0.5
 """The longest time between two checks."""
 HASTE_S = 10.0
-"""How long ranks use the shorter `SHORT_S` in place of `DELAY_S` after a rank has joined a collective of others."""
+"""The seconds for which ranks use the shorter `SHORT_S` instead of `DELAY_S` after a rank has joined a collective."""
 SHORT_S = 0.01
 """The length of a wait after which a rank publishes it, during `HASTE_S`, in a small world."""
 SHORT_S_PER_RANK = 2e-4
-"""The least such length per rank of the world, so that the store is not overloaded."""
+"""The least such length per rank of the world. It keeps the store from being overloaded."""
 EXPLAINED_S = 2.0
-"""How long a rank whose wait was broken looks for the reason in the store."""
+"""The seconds for which a rank whose wait was broken looks for the reason in the store."""
 GOODBYE_S = 10.0
-"""How long the exit of a process waits for the detector's thread."""
+"""The seconds for which the exit of a process waits for the detector's thread."""
 
 _NO_WORLD = object()
 _RULE = (
@@ -60,7 +60,7 @@ _RULE = (
 
 @dataclass(frozen=True)
 class Call:
-    """The `number`-th collective with this `key` over `group`, of these `ranks`; `name`: its name in errors."""
+    """Collective number `number` with this `key` over `group`, of these `ranks`. `name`: its name in errors."""
 
     key: str
     number: int
@@ -110,12 +110,12 @@ class HangDetector:
     # --- called by this rank's main thread ----------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise CollectiveMismatch if this rank knows of one."""
+        """Raise CollectiveMismatch if this rank knows that the ranks are stuck."""
         if self.verdict:
             raise CollectiveMismatch(self.verdict)
 
     def issue(self, key: str, name: str, group: Any) -> Call:
-        """Count a collective and return it. Raises CollectiveMismatch if this rank knows of one."""
+        """Count a collective and return it. Raises CollectiveMismatch as `check` does."""
         self.check()
         if group not in self._ranks:
             self._ranks[group] = tuple(dist.get_process_group_ranks(group))
@@ -129,13 +129,13 @@ class HangDetector:
             self.issued[key] = number
 
     def can_join(self, owner: Any, key: str, join: Join) -> None:
-        """Register `join`, which takes part in the next collective of `key` without using its result. `owner`: `join`
-        is removed when this object is freed, and so must not keep it alive."""
+        """Register `join`, which takes part in the next collective of `key` without using its result. When `owner` is
+        freed, `join` is removed; `join` must not keep `owner` alive."""
         with self._lock:
             self._joinable.setdefault(owner, {})[key] = join
 
     def waits_for(self, thread: int | None) -> str:
-        """Return the name of the collective, of weft or not, in which `thread` waits; "" if it does not wait."""
+        """Return the name of the collective, of weft or not, in which `thread` waits. "" if it does not wait."""
         call = self._call
         return call.name if call is not None and thread == self._waiter else outside_waits(thread)[0]
 
@@ -144,8 +144,8 @@ class HangDetector:
         self._failed = ""  # an exception that was caught is over
 
     def fail(self, what: str) -> None:
-        """Publish that this rank left a pass by an exception; of nested calls only the first, innermost one counts. It
-        is published immediately, because the process may exit, and ranks whose waits break then look for the reason."""
+        """Publish that this rank left a pass by an exception. Of nested calls, only the first, innermost one counts.
+        The failure is published immediately: the process may exit, and ranks whose waits break look for the reason."""
         if self._failed:
             return
         self._failed = what
@@ -206,14 +206,14 @@ class HangDetector:
         return str(mismatch("wait for different things", said, _RULE)) if left else ""
 
     def leave(self) -> None:
-        """Publish that the program or its world ends, and end the thread, which would make the interpreter abort."""
+        """Publish that the program or its world ends, and end the thread: it would make the interpreter abort."""
         if os.getpid() != self._process:  # called in a fork
             return
         self._over.set()
         self._thread.join(GOODBYE_S)
 
     def let_go(self) -> None:
-        """Drop references to groups of a world that has ended, which would keep gloo's threads alive."""
+        """Drop references to groups of a world that has ended. They would keep gloo's threads alive."""
         if dist.group.WORLD is not self.world:
             self.world, self._ranks = _NO_WORLD, {}
 
@@ -238,7 +238,7 @@ class HangDetector:
         return f"{self._failed}, then its program ended" if self._failed else "its program ended"
 
     def _look(self) -> bool:
-        """Publish what this rank waits for, and check for a deadlock; return whether to check again soon."""
+        """Publish what this rank waits for, and check for a deadlock. Return whether to check again soon."""
         mine = self._state()
         if mine is None:
             self._before = None
@@ -274,7 +274,7 @@ class HangDetector:
         return min(DELAY_S, max(SHORT_S, SHORT_S_PER_RANK * len(self._world_ranks)))
 
     def _state(self) -> State | None:
-        """Return this rank's state; None if it computes, or has waited only briefly."""
+        """Return this rank's state, or None if it computes, or has waited only briefly."""
         call = self._call
         issued = self.issued.begun(call)
         before = f"{self._failed}, then " if self._failed else ""
@@ -310,7 +310,7 @@ class HangDetector:
         return State(*json.loads(text)) if text else None
 
     def _take_part(self, stuck: dict[int, State]) -> bool:
-        """Join the collectives that others wait for and this rank has not issued; return whether there were any."""
+        """Join the collectives that others wait for and this rank has not issued. Return whether there were any."""
         with self._lock:
             if self._call is None:
                 return False
@@ -327,7 +327,7 @@ class HangDetector:
         return bool(joined)
 
     def _judge(self, mine: State, verdict: str) -> None:
-        """Publish `verdict` and break this rank's wait, if it is still the one of state `mine`."""
+        """Publish `verdict`, and break this rank's wait if it is still the wait of state `mine`."""
         with self._lock:
             call = self._call
             if call is None or mine.token != str(self._token):
@@ -341,7 +341,7 @@ _current: HangDetector | None = None
 
 
 def hang_detector() -> HangDetector | None:
-    """Return the hang detector of this world; None if it was not started."""
+    """Return the hang detector of this world, or None if it was not started."""
     if _current is None or _current.world is dist.group.WORLD:
         return _current
     _current.let_go()
@@ -349,7 +349,7 @@ def hang_detector() -> HangDetector | None:
 
 
 def start_hang_detector() -> HangDetector:
-    """Start the hang detector of this world, unless it runs, and return it."""
+    """Start the hang detector of this world if it does not run, and return it."""
     global _current
     if hang_detector() is None:
         if _current is not None:
@@ -381,8 +381,8 @@ def explain(error: RuntimeError, call: Call | None) -> None:
 
 
 def watching(kind: str, name: str, group: Any) -> AbstractContextManager:
-    """Return a context that counts and watches a blocking collective of `group`. Only collectives of the same `kind`
-    match between ranks. `name`: its name in errors."""
+    """Return a context that counts and watches a blocking collective of `group`. `name`: its name in errors. Only
+    collectives of the same `kind` match between ranks."""
     watch = hang_detector()
     if watch is None or group.size() == 1:
         return nullcontext()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 def outside_waits(*threads: int | None) -> tuple[str, str]:
     """Return the place and a token of the first of `threads` that waits in a collective outside of weft. The place is
-    the function and the line of its call. The token changes when the thread moves. Both are "" if none waits."""
+    the function and the line of its call. The token changes when the thread moves. Both are "" if no thread waits."""
     for thread in dict.fromkeys(threads):
         # Storing all frames in a local variable would be a reference cycle, which keeps all local variables alive.
         frame = sys._current_frames().get(thread or 0)
@@ -19,7 +19,7 @@ def outside_waits(*threads: int | None) -> tuple[str, str]:
 
 
 def _place(frame: Any) -> str:
-    """Return the function of torch.distributed that `frame` is in, and the line that called it; "" in other code."""
+    """Return the function of torch.distributed in which `frame` is, and the line that called it; "" in other code."""
     inside = os.path.dirname(dist.__file__)
     if frame is None or not frame.f_code.co_filename.startswith(inside):
         return ""

@@ -12,7 +12,7 @@
       done nothing of weft since                                   catch it               `ABANDONED_S`
     has exited                             that, and why         never                  immediately
 
-So an exception alone is not an error for other ranks. It appears in the error of a rank that waits for a collective
+An exception alone is therefore no error for other ranks. It appears in the error of a rank that waits for a collective
 that the failed rank never began. A rank that has caught an exception and waits again, or computes, is like any other.
 """
 
@@ -23,11 +23,11 @@ from typing import Any, Literal, NamedTuple
 from weft.errors import CollectiveMismatch
 
 CERTAIN_S = 1.0
-"""How long ranks must be stuck before that is an error."""
+"""The seconds that ranks must be stuck before that is an error."""
 ELSEWHERE_S = 5.0
-"""How long ranks must be stuck if one of them waits outside of weft, of which only the place is known."""
+"""The seconds that ranks must be stuck if one of them waits outside of weft, where only its place is known."""
 ABANDONED_S = 60.0
-"""How long ranks must be stuck if an exception ended a pass of one of them, which has done nothing since."""
+"""The seconds that ranks must be stuck if an exception ended a pass of one of them, which has done nothing since."""
 
 
 def mismatch(what: str, said: Mapping[int, str], rule: str) -> CollectiveMismatch:
@@ -38,14 +38,14 @@ def mismatch(what: str, said: Mapping[int, str], rule: str) -> CollectiveMismatc
 
 class Issued(dict[str, int]):
     """The number of collectives of each key that this rank has issued. `off`: key and number of collectives that are
-    queued after others. If the rank waits for another one, they have not begun."""
+    queued after others. While the rank waits for another collective, these have not begun."""
 
     def __init__(self) -> None:
         super().__init__()
         self.off: set[tuple[str, int]] = set()
 
     def begun(self, awaited: Any = None) -> dict[str, int]:
-        """Return the numbers of collectives that have begun. `awaited`: the call that this rank waits for."""
+        """Return the numbers of collectives that have begun. `awaited`: the call for which this rank waits."""
         found = dict(self)
         for key, _ in list(self.off):
             found[key] -= 1
@@ -55,13 +55,13 @@ class Issued(dict[str, int]):
 
 
 Join = Callable[[Mapping[str, int]], bool]
-"""Joins a collective that others wait for; takes their issued numbers, and returns whether it could join."""
+"""Joins a collective for which others wait. Takes their issued numbers, and returns whether it could join."""
 Doing = Literal["waits", "elsewhere", "failed", "ended"]
 
 
 class State(NamedTuple):
     """The published state of a rank: what it is `doing`, and how many collectives of each key it has issued. `name`: a
-    description for errors. `key`, `number`, `ranks`: the collective that it waits for. `token`: different for each
+    description for errors. `key`, `number`, `ranks`: the collective for which it waits. `token`: different for each
     wait. `heard`: the number of the last request for states that it has read. `failed`: the exception that ended its
     last pass."""
 
@@ -76,23 +76,23 @@ class State(NamedTuple):
     failed: str = ""
 
     def lacks(self, wanted: "State") -> bool:
-        """Return whether this rank has not begun the collective that state `wanted` waits for."""
+        """Return whether this rank has not begun the collective for which state `wanted` waits."""
         return self.issued.get(wanted.key, 0) < wanted.number
 
 
 class Picture:
-    """The states that the ranks of the `world` have published, None without one; a rank that waits reads each once."""
+    """The states that the ranks of the `world` have published, or None. A rank that waits reads each state once."""
 
     def __init__(self, read: Callable[[int], State | None], world: Iterable[int]) -> None:
         self.of = cache(read)
         self.world = world
 
     def lacking(self, state: State) -> list[int]:
-        """Return the ranks that have published a state and have not begun the collective that `state` waits for."""
+        """Return the ranks that have published a state and have not begun the collective for which `state` waits."""
         return [rank for rank in state.ranks if (other := self.of(rank)) is not None and other.lacks(state)]
 
     def stuck_with(self, rank: int) -> dict[int, State]:
-        """Return the states of the stuck ranks for which `rank` waits, directly or indirectly, itself included. Empty
+        """Return the states of the stuck ranks for which `rank` waits, directly or indirectly, and its own, or nothing
         if `rank` is not stuck."""
         found: dict[int, State] = {}
         waits_for: dict[int, list[int]] = {}
@@ -121,13 +121,13 @@ class Picture:
 
 
 def patience(stuck: Iterable[State]) -> float:
-    """Return how many seconds the states of stuck ranks must be unchanged before that is an error."""
+    """Return for how many seconds the states of stuck ranks must be unchanged before that is an error."""
     doing = {state.doing for state in stuck}
     return ABANDONED_S if "failed" in doing else ELSEWHERE_S if "elsewhere" in doing else CERTAIN_S
 
 
 def sayings(stuck: Mapping[int, State], picture: Picture) -> dict[int, str]:
-    """Return for each stuck rank what it waits for, and which ranks never began it, as text for the error."""
+    """Return for each stuck rank a text for the error: for what it waits, and which ranks never began that."""
     said = {rank: state.name for rank, state in stuck.items()}
     for rank, state in stuck.items():
         if state.doing == "waits":

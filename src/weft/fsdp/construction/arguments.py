@@ -1,4 +1,4 @@
-"""Checks the arguments of `fully_shard`, as far as that is possible without looking at parameters.
+"""Checks the arguments of `fully_shard` that can be checked without its parameters.
 
 mesh                         dp_mesh_dims                              fully_shard uses
 ---------------------------  ----------------------------------------  ---------------------------
@@ -31,7 +31,7 @@ DEFAULT_STRATEGY = "optim_grads_params"
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """The names of the mesh axes to shard over and to replicate over; several are flattened to one axis.
+    """The names of the mesh axes to shard over and to replicate over. Several axes are flattened to one.
 
     Raises ValueError if neither is given.
     """
@@ -86,8 +86,8 @@ class Request:
         return placements_of(*self._strategies, mesh.ndim)
 
     def choice_of(self, parameter: nn.Parameter) -> tuple[Any, DeviceMesh, tuple[str, ...]]:
-        """Return the placement that `shard_placement_fn` chooses for `parameter`, its mesh and the names of its
-        data-parallel axes: its own, if torch's `ShardPlacementResult` gives it a mesh."""
+        """Return the placement that `shard_placement_fn` chooses for `parameter`, its mesh, and the names of its
+        data-parallel axes. The mesh is the unit's unless torch's `ShardPlacementResult` gives another."""
         choice: Any = self.choose(parameter) if self.choose is not None else None
         if choice is None or not (hasattr(choice, "mesh_info") and hasattr(choice, "placement")):
             return choice, self.mesh, self.replicas
@@ -143,7 +143,7 @@ def _checked_modules(module: Any) -> list[nn.Module]:
 
 
 def _checked_reshard(choice: Any, placements: Placements, shards: int) -> bool | int | None:
-    """Return `choice` of `reshard_after_forward`, as a bool if it is 1 or `shards`, the ranks of the shard axis."""
+    """Return `choice` of `reshard_after_forward`; as a bool if it is 1 or `shards`, the size of the shard axis."""
     if choice is None or isinstance(choice, bool):
         return choice
     if not isinstance(choice, int):
@@ -180,7 +180,7 @@ def _checked_ignored(parameters: Any) -> set[int]:
 
 
 def _default_mesh(modules: list[nn.Module]) -> DeviceMesh:
-    """Return a mesh of all ranks, on the parameters' device; for CPU and meta ones on "cuda" if ranks can use it."""
+    """Return a mesh of all ranks, on the parameters' device. For "cpu" and "meta": on "cuda" if ranks can use it."""
     if not dist.is_initialized():
         raise ValueError(
             "fully_shard needs a process group: call torch.distributed.init_process_group, or use torchrun"

@@ -1,20 +1,20 @@
 """Allocates and initialises modules that were built on the meta device, one unit at a time: a block's full weights
 exist while it is sharded, then only its shard.
 
-Each module with parameters or buffers on the meta device gets memory, and fills it by `reset_parameters()`. Children
-precede parents, as in constructors. So units that are sharded in the order of the model's construction draw the same
-random numbers as on a real device. All ranks take rank 0's values, for any state of their random generators.
+Each module with parameters or buffers on the meta device gets memory, and `reset_parameters()` fills it. Children
+precede parents, as in constructors. Units that are sharded in the order of the model's construction therefore draw the
+same random numbers as on a real device. All ranks take rank 0's values, whatever their random generators hold.
 
 Tensors on a real device, such as weights that were loaded with `assign=True`, keep their values: `reset_parameters()`
-sees copies of them. Memory that it does not fill raises an error: new memory holds a recognisable pattern
-(`weft.memory.blank`).
+sees copies of them. New memory holds a recognisable pattern (`weft.memory.blank`), so memory that is left unfilled
+raises an error.
 
 Parameters of modules without `reset_parameters()` are sharded unfilled, and their buffers stay on the meta device. The
 model's `init_weights()` or a state dict fills the shards later; `model.to_empty(device=...)` gives memory to buffers
-alone. The first pass raises an error if any is still unfilled.
+alone. The first pass raises an error if a parameter or buffer is still unfilled.
 
-A tied parameter is filled once, by the first module that can. A tensor-parallel parameter is filled as a whole, as in a
-single process, and each rank keeps its slice. A module that can fill slices, such as experts, sets
+A tied parameter is filled once, by the first module that can fill it. A tensor-parallel parameter is filled as a whole,
+as in a single process, and each rank keeps its slice. A module that can fill slices, such as experts, sets
 `fills_slices = True`; its `reset_parameters` then sees the DTensors.
 """
 
@@ -40,10 +40,10 @@ def materialize(
     device: torch.device,
     groups: Iterable[dist.ProcessGroup],
 ) -> dict[nn.Parameter, Any]:
-    """Allocate parameters and buffers of `modules` that are on the meta device, on `device`, with rank 0's values.
-    `modules`: with the prefix of their parameters' names. `slots`: the parameters to fill, each with its owners.
-    `groups`: the process groups of the mesh axes. Returns a dictionary from the parameters on the meta device to those
-    that replace them, without parameters that no owner can fill. Raises ValueError if a module leaves some unfilled."""
+    """Replace parameters and buffers of `modules` that are on the meta device by filled ones on `device`. All ranks
+    take rank 0's values. `modules`: with the prefix of their parameters' names. `slots`: the parameters to fill, with
+    their owners. `groups`: the process groups of the mesh axes. Returns the new parameter of each parameter on the meta
+    device that an owner can fill. Raises ValueError if a module leaves some unfilled."""
     order = _children_first(modules)
     places: list[tuple[nn.Module, dict[str, Any], str, torch.Tensor]] = [
         *(_filled_in(parameter, slot, order) for parameter, slot in slots.items() if parameter.is_meta),
@@ -94,7 +94,7 @@ def materialize(
 
 
 def bring_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Move CPU buffers to `device`, on which the modules compute; shared buffers stay shared."""
+    """Move CPU buffers of `modules` to `device`, the compute device. Shared buffers stay shared."""
     if device.type == "cpu":
         return
     moved: dict[torch.Tensor, torch.Tensor] = {}
@@ -114,7 +114,7 @@ def _filler(module: nn.Module) -> Callable[[], Any] | None:
 
 
 def _filled_in(parameter: nn.Parameter, slot: Slot, order: dict[nn.Module, int]) -> tuple[nn.Module, dict, str, Any]:
-    """Return the place in which a parameter is filled: in the first owner that can fill it, if any can."""
+    """Return the place in which a parameter is filled: in the first owner that can fill it, if there is one."""
     owners = [(module, name) for owner, name in slot.owners if (module := owner()) is not None]
     module, name = min(owners, key=lambda place: (_filler(place[0]) is None, order[place[0]]))
     return module, cast(dict, module._parameters), name, parameter
@@ -146,7 +146,7 @@ def _memory_for(tensor: torch.Tensor, module: nn.Module, device: torch.device) -
 
 @contextmanager
 def _shielded(modules: Iterable[nn.Module], kept: set[int]) -> Iterator[None]:
-    """Register copies of the tensors `kept`, by id, in `modules` in this context; shared tensors have one copy."""
+    """In this context, register copies in place of the tensors with the ids `kept`; a shared tensor has one copy."""
     copies: dict[int, torch.Tensor] = {}
     places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     for module in modules:

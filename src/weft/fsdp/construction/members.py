@@ -1,7 +1,7 @@
 """The parameters that one `fully_shard` call shards: all in its modules that belong to no nested unit.
 
-Those with equal mesh, dtypes and `requires_grad` are members of one group. A parameter of another unit is tied: it
-remains that unit's, and is registered here as well.
+Parameters with equal mesh, dtypes and `requires_grad` form one group. A tied parameter that belongs to another unit
+stays in that unit, and is registered in these modules as well.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ from weft.mesh import ranks_over
 
 
 class Members:
-    """The modules in `request.modules` outside of nested units (`owners`, with names), and their parameters."""
+    """The modules of `request.modules` outside of nested units (`owners`, with their names), and their parameters."""
 
     def __init__(self, request: Request) -> None:
         """Collect and check the parameters; dequantize those that are quantized."""
@@ -61,7 +61,7 @@ class Members:
         return Unsharded(parameter, parameter, slot, mesh, parallel, recipe, cutting)
 
     def _check_tied(self) -> None:
-        """Raise ValueError for a parameter of a unit around this one, or that gathers it in another dtype or format."""
+        """Raise ValueError for a tied parameter of an enclosing unit, or one gathered in another dtype or format."""
         modules, policy, kind = self._request.modules, self._request.policy, kind_of(self._request.modules[0])
         for parameter, slot, tied in self._tied:
             if any(one in other.modules() for other in alive(tied.unit.modules) for one in modules):
@@ -86,7 +86,7 @@ class Members:
             )
 
     def groups(self) -> list[ParameterGroup]:
-        """Materialize parameters on the meta device, and return the parameter groups, those with tensor-parallel slices
+        """Materialize parameters on the meta device. Return the parameter groups, those with tensor-parallel slices
         first."""
         request, device = self._request, self._request.device
         for mesh in dict.fromkeys([request.mesh, *(each.mesh for each in self._own)]):
@@ -170,9 +170,9 @@ def _refuse_sparse(owners: dict[nn.Module, str], found: dict[nn.Parameter, Slot]
 
 
 def _copy_assigned(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict, *given: Any) -> None:
-    """Let `load_state_dict(assign=True)` copy plain tensors and DTensors into sharded parameters, each rank its part,
-    before `module` assigns the rest, such as buffers. For a DTensor of any placements it is collective. Raises
-    ValueError for values of another dtype: a flat buffer keeps its dtype, which an assignment would change."""
+    """Let `load_state_dict(assign=True)` copy plain tensors and DTensors into sharded parameters: each rank copies its
+    part before `module` assigns the rest, such as buffers. Collective for DTensors. Raises ValueError for values of
+    another dtype, because a flat buffer keeps its dtype."""
     if not local_metadata.get("assign_to_params_buffers"):
         return
     for name, parameter in module._parameters.items():

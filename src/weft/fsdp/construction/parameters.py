@@ -1,8 +1,8 @@
 """How one parameter is sharded: whether it can be, where it is cut, and whether it is quantized.
 
-Plain parameters can be sharded, and so can those of subclasses that define no operators. So can DTensors of a
-tensor-parallel plan: this rank's slice is then cut further. `shard_placement_fn` chooses the cuts. With
-`param_quantization`, parameters of a class with a method `dequantize` are dequantized first: plain ones replace them.
+Plain parameters, and parameters of subclasses that define no operators, can be sharded. Of a DTensor with a
+tensor-parallel placement, this rank's slice is cut further. `shard_placement_fn` chooses the cuts. With
+`param_quantization`, plain parameters first replace those whose class has a method `dequantize`.
 """
 
 import math
@@ -31,8 +31,8 @@ _ANNOTATION = "_local_type"  # the attribute in which spmd_types stores the type
 def checked_parameter(
     parameter: nn.Parameter, mesh: DeviceMesh, device: torch.device, where: str, replicas: Collection[str] = ()
 ) -> TensorParallel | None:
-    """Return the tensor-parallel placement of a parameter, named `where` in errors; None for a plain one. Raises
-    ValueError if it cannot be sharded. `replicas`: the data-parallel axes, for DTensors over a whole mesh."""
+    """Return the tensor-parallel placement of a parameter, which errors call `where`; None for a plain parameter.
+    Raises ValueError if it cannot be sharded. `replicas`: the data-parallel axes, for DTensors over a whole mesh."""
     if isinstance(parameter, (UnevenDTensor, Original)):
         raise ValueError(f"{where} is already sharded, by a unit that no longer exists: build the module again")
     if is_lazy(parameter):
@@ -82,7 +82,7 @@ class TensorAtomic:
 
 @dataclass(frozen=True)
 class BlockAtomic:
-    """The tensor is cut only between blocks of `rows` rows (dim 0). For block formats, such as MXFP8 with 32."""
+    """The tensor is cut only between blocks of `rows` rows (dim 0). For block formats, such as MXFP8 (32 rows)."""
 
     rows: int
 
@@ -92,9 +92,9 @@ class BlockAtomic:
 
 
 def cutting_of(parameter: nn.Parameter, name: str, choice: Any, recipe: Quantization | None) -> tuple[int, int]:
-    """Return how many elements of `parameter`, or of this rank's tensor-parallel slice, cuts keep together, and the
-    dimension that is cut. No cut divides a block of `recipe`. Raises ValueError for a `choice` that is not supported,
-    or does not fit."""
+    """Return the cuts of `parameter`, or of this rank's tensor-parallel slice: the number of elements that no cut
+    divides, and the dimension that is cut. No cut divides a block of `recipe`. Raises ValueError for a `choice` that is
+    not supported or does not fit."""
     shape = tuple(local_of(parameter).shape)
     step, dim = _granularity(shape, name, choice)
     if recipe is not None and dim and not (recipe.kind == "tensorwise" and len(shape) == 2):
@@ -194,7 +194,7 @@ def _multiplies(module: nn.Module | None, attribute: str) -> bool:
 
 
 def _refuse_divided_blocks(recipe: Quantization, shape: tuple[int, ...], parallel: TensorParallel, name: str) -> None:
-    """Raise ValueError if a border between tensor-parallel slices, `shape` each, divides a block."""
+    """Raise ValueError if a border between tensor-parallel slices of the shape `shape` divides a block."""
     for placement in parallel.beyond:
         if not isinstance(placement, Shard) or recipe.kind == "tensorwise":
             continue

@@ -1,15 +1,15 @@
 """Gradients that modules write directly into the buffer that is reduced, or sum over tensor-parallel ranks first.
 
-A custom backward that can write its product to a given tensor (`torch.addmm(out=)`, a fused kernel) avoids a copy of
-the gradient and, with a wider `reduce_dtype`, rounding it to the compute dtype. It calls `weight_gradient` with the
-weight that its forward kept as an attribute of `ctx`, because a saved one is a copy under an activation checkpoint, and
-returns None for its gradient.
+A custom backward may write its product to a given tensor (`torch.addmm(out=)`, a fused kernel). This avoids a copy of
+the gradient and, with a wider `reduce_dtype`, rounding to the compute dtype. The backward calls `weight_gradient`, and
+returns None as the weight's gradient. Its forward keeps the weight as an attribute of `ctx`, because a saved weight is
+a copy under an activation checkpoint.
 
 Megatron's convention works too: a module sets `weight.grad_added_to_main_grad = False` on its parameter before
 `fully_shard`. In backward it adds to `weight.main_grad` and sets `weight.grad_added_to_main_grad = True`. The gradient
-that it returns to autograd for that weight is then ignored, unless `weight.zero_out_wgrad` is True, for zeros.
+that it returns to autograd is then ignored, except if it declares zeros with `weight.zero_out_wgrad = True`.
 
-`whole` enters weights that are replicated over tensor-parallel ranks, each of which computes a partial gradient:
+`whole` is for weights that are replicated over tensor-parallel ranks, each of which computes a partial gradient:
 
     forward     the parameter, Replicate()   ->  a plain tensor in the same memory
     backward    this rank's part             ->  the sum over the ranks, Replicate()
@@ -38,7 +38,7 @@ PART_CLASS = "_weft_part_class"  # the attribute of a DTensor with the class of 
 
 @dataclass
 class Substitutes:
-    """What replaces functions while a graph captures: `answer` replaces `weight_gradient`, `enter` replaces `whole`."""
+    """Functions that a capture replaces: `answer` is called for `weight_gradient`, and `enter` for `whole`."""
 
     answer: Callable[[nn.Parameter], tuple[torch.Tensor, bool]] | None = None
     enter: Callable[[Any, DeviceMesh], torch.Tensor] | None = None
@@ -62,9 +62,9 @@ def substituting(**functions: Callable[..., Any]) -> Iterator[None]:
 def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
     """Return the buffer for the gradient of `parameter` in this backward, and whether to add to it.
 
-    The buffer has the parameter's shape, and the dtype in which gradients are reduced, or accumulated over
-    microbatches. If the second value is False, overwrite the whole buffer, which is uninitialised; otherwise add to it.
-    Call this once before each write, and return None for this gradient to autograd. Gradients from other uses of the
+    The buffer has the parameter's shape, and the dtype in which gradients are reduced or, over several microbatches,
+    accumulated. If the second value is False, overwrite the whole buffer, which is uninitialised; otherwise add to it.
+    Call this once before each write, and return None to autograd for the parameter. Gradients from other uses of the
     parameter are added. It may be called in backward, or later until the unit's `reduce()`.
 
     `parameter`: the full parameter in forward, or the registered sharded one. For a parameter that is not sharded, the
@@ -86,7 +86,7 @@ def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor, whose parameter `parameter_of` finds, or a plain parameter itself."""
+    """Return a DTensor's local tensor, for which `parameter_of` finds the parameter, or a plain parameter itself."""
     if not isinstance(parameter, DTensor):
         return parameter
     part = parameter.to_local()
@@ -109,7 +109,7 @@ def says_it_wrote(parameter: nn.Parameter) -> bool:
 
 
 def whole(parameter: Any, mesh: DeviceMesh) -> torch.Tensor:
-    """Return a plain tensor of a `parameter` replicated over the 1-D `mesh`; backward sums its gradient over ranks."""
+    """Return a plain tensor of `parameter`, which is replicated over the 1-D `mesh`; backward sums its gradient."""
     if not isinstance(parameter, DTensor):
         return parameter
     return (substitutes.enter or _Whole.apply)(parameter, mesh)

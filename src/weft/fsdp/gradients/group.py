@@ -53,7 +53,7 @@ TRANSITIONS = {  # caused by: what happens
     (Where.ON_THE_WAY, "wait"): Where.SUMMED,  # the same, if the outer axis waits for the last microbatch
     (Where.REDUCED, "publish"): Where.NOWHERE,  # the end of a backward: `main` becomes `.grad`, and the user's
 }
-"""All transitions but `discard`, after an exception, which leads from any state to `NOWHERE`."""
+"""All transitions except `discard`: after an exception, it leads from any state to `NOWHERE`."""
 
 
 class GroupGradients:
@@ -134,8 +134,8 @@ class GroupGradients:
     # --- packing ------------------------------------------------------------------------------------------------------
 
     def pack(self, pool: Pool, *, defer: bool) -> None:
-        """Move autograd's gradients of the full parameters into a flat buffer, adding to packed ones. `defer`: another
-        backward adds more before the reduction, so accumulate in the main gradients' dtype."""
+        """Move autograd's gradients of the full parameters into a flat buffer, or add them to packed ones. `defer`:
+        another backward adds more before the reduction, so accumulate in the main gradients' dtype."""
         self._open(pool, defer=defer)
         if not all(map(_is_filled, self._parameters)) and (padding := self._stages[0].padding):
             torch._foreach_zero_(padding)
@@ -188,9 +188,9 @@ class GroupGradients:
     # --- reducing -----------------------------------------------------------------------------------------------------
 
     def reduce(self, channels: Channels, scale: float, *, channel: int, finishes: bool) -> Ticket:
-        """Start the reductions of packed gradients, one stage after another, into the main gradients. `channel`: the
-        channel number of the messages. `finishes`: whether to reduce over all axes; False: only over the shard axis,
-        because more microbatches follow. Returns the ticket of the last stage."""
+        """Start the reductions of packed gradients into the main gradients, one stage after another. `channel`: the
+        channel number of the messages. `finishes`: False if more microbatches follow, to reduce over the shard axis
+        only. Returns the ticket of the last stage."""
         self.where = TRANSITIONS.get((self.where, "reduce")) or self._refuse("reduce")
         self._finishes = finishes or len(self._stages) == 1
         ticket: Ticket | None = None
@@ -233,11 +233,11 @@ class GroupGradients:
 
     @property
     def bucket_kind(self) -> Any:
-        """The key that gradients in one message must share: process group and dtype. None: these are never bundled."""
+        """The process group and dtype, which gradients in one message must share. None: these are never bundled."""
         return self._bucket_kind if self.hook is None and not self.sums_only else None
 
     def open_reduction(self) -> tuple[torch.Tensor, torch.Tensor, bool]:
-        """Enter a reduction in a shared message; return main and packed gradients, and whether to add to the former."""
+        """Enter a reduction in a shared message; return main and packed gradients, and whether to add to the main."""
         self.where = TRANSITIONS.get((self.where, "reduce")) or self._refuse("reduce")
         self._finishes = True
         output, adds = self.main.claim()

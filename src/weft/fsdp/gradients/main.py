@@ -1,9 +1,9 @@
-"""The main gradients of one parameter group: reduced ones, which are `.grad` of its sharded parameters.
+"""The main gradients of one parameter group: the reduced gradients, which are `.grad` of its sharded parameters.
 
-After `publish` they belong to the user: the engine reads them, and only adds the gradients of a further backward, as
-torch does to a `.grad` that is set. During reductions they belong to the engine, and `.grad` is None. If other code
-sets `.grad` during that time, for example to the gradient of a penalty, `publish` adds it. Published memory is only
-reused if no other code refers to it.
+After `publish` main gradients belong to the user. The engine reads them, and adds the gradients of a further backward,
+as torch adds to a `.grad` that is set. During reductions they belong to the engine, and `.grad` is None. If other code
+sets `.grad` during that time, for example to the gradient of a penalty, `publish` adds it. Published memory is reused
+only if no other code refers to it.
 """
 
 import sys
@@ -19,7 +19,7 @@ from weft.memory.offload import GradientDownload
 
 
 class MainGradients:
-    """A buffer under the optimizer's placements, allocated at the first reduction."""
+    """The main gradients' buffer under the optimizer's placements, allocated at the first reduction."""
 
     def __init__(self, plan: GroupPlan, parameters: Sequence[ShardedParameter]) -> None:
         self.buffer: FlatBuffer | None = None
@@ -32,7 +32,7 @@ class MainGradients:
         self._is_claimed = False  # whether the gradients belong to the engine
 
     def claim(self) -> tuple[FlatBuffer, bool]:
-        """Take the gradients until `publish`; return the buffer, and whether reductions add to it."""
+        """Take the gradients from the user until `publish`. Return the buffer, and whether reductions add to it."""
         if self.download is not None:
             self.download.finish()
         if self._is_claimed:
@@ -56,8 +56,8 @@ class MainGradients:
 
     def _exclusive(self, kept: Sequence[ShardedParameter], *, renewed: bool) -> FlatBuffer:
         """Return the buffer, in new memory if other code holds published tensors that are no longer `.grad`. If any
-        parameters are `kept`, their values stay, and those of the others become zeros. `renewed`: another backward will
-        overwrite the buffer, so that views of all gradients must keep the old memory too."""
+        parameters are `kept`, their values stay, and the values of the others become zeros. `renewed`: another backward
+        will overwrite the buffer, so views of all gradients must keep the old memory too."""
         old = self.buffer
         stays = set(kept)  # usually all or none
         dropped = [each for each in self._parameters if each not in stays] if kept else self._parameters
@@ -106,7 +106,7 @@ class MainGradients:
         return main
 
     def window(self, start: int, stop: int) -> torch.Tensor:
-        """Return this rank's gradients among the layout's elements `[start, stop)`, the same tensor each time."""
+        """Return this rank's gradients among the layout's elements `[start, stop)`: the same tensor each time."""
         assert self.buffer is not None, "there are no gradients yet"
         if (start, stop) not in self._windows:
             self._windows[start, stop] = self.buffer.within(start, stop)

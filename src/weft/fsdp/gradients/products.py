@@ -1,4 +1,4 @@
-"""Products with parameters whose weight gradients are written into the buffers that are reduced.
+"""Matrix products whose weight gradients are written directly into the buffers that are reduced.
 
 product          operands                                                `beside`        weight
 ---------------  ------------------------------------------------------  --------------  -------------------------------
@@ -7,8 +7,8 @@ product          operands                                                `beside
 `ScaledLinear`   as `Linear`                                             a bias          quantized (`Scaled`)
 `ScaledGrouped`  as `Grouped`                                            ends of groups  quantized
 
-Weight gradients of all four are products of operands that are not quantized. With `compute="scaled"` modules see
-quantized full weights: float8 parameters, views of the codes in `full` of a group, with one byte per element:
+The weight gradients of all four are computed from operands that are not quantized. With `compute="scaled"` modules see
+quantized full weights: float8 parameters. They are views of the codes in `full` of a group, one byte per element:
 
     | e4m3 codes of all weights, in the order of the layout | scales |
 
@@ -35,7 +35,7 @@ from weft.quantize import Quantization, scaled_product
 
 
 class Linear:
-    """`x @ weight.T + bias` on the last dimension. `fits`: whether operands have dimensions that are supported."""
+    """`x @ weight.T + bias` on the last dimension. `fits`: whether the operands have supported dimensions."""
 
     arguments = ("input", "weight", "bias")
 
@@ -57,7 +57,7 @@ class Linear:
 
 
 class Grouped:
-    """`x[group] @ weight[group]`, the groups of rows ending at `offs`."""
+    """`x[group] @ weight[group]` for each group of rows; `offs` are the ends of the groups."""
 
     arguments = ("self", "mat2", "offs", "bias", "out_dtype")
 
@@ -110,8 +110,8 @@ SCALED: dict[Any, Any] = {Linear: ScaledLinear, Grouped: ScaledGrouped}
 
 
 class Product(torch.autograd.Function):
-    """A product of one of the `KINDS`. `queue`: a list to which backward appends the computation of the weight's
-    gradient; None: it computes immediately."""
+    """A product of one of the `KINDS`. `queue`: a list to which backward appends the computation of the weight
+    gradient. None: backward computes it immediately."""
 
     @staticmethod
     def forward(
@@ -150,8 +150,8 @@ def _compute(parameter: Any, kind: Any, gradient: Tensor, x: Tensor, beside: Ten
 
 
 def _operand(weight: Tensor, *, backward: bool) -> tuple[Tensor, Any, Quantization]:
-    """Return payload, scales and recipe of a full weight, of the copy for forward or for `backward`. Gathers this copy
-    if the other one is in memory, for example when a module is recomputed inside its unit's backward. Raises
+    """Return payload, scales and recipe of a full weight, in its copy for forward or for `backward`. If the other copy
+    is in memory, gathers this one, for example when a module is recomputed inside its unit's backward. Raises
     WeightsGone if the memory of the weight was freed."""
     codes = weight.detach()
     record = record_of(parameter_of(weight))
@@ -201,7 +201,7 @@ class ScaledParameter(Scaled, nn.Parameter):
 
 
 def mark_scaled(parameters: Sequence[nn.Parameter], recipe: Recipe) -> None:
-    """Set the class and `grad_dtype` of a group's full parameters, if products multiply them quantized."""
+    """Set the class and `grad_dtype` of a group's full parameters if products use them in quantized form."""
     if recipe.quantization is None or not recipe.quantization.is_scaled:
         return
     for parameter in parameters:
@@ -213,5 +213,5 @@ def mark_scaled(parameters: Sequence[nn.Parameter], recipe: Recipe) -> None:
 
 
 def is_scaled(weight: Any) -> bool:
-    """Return whether products multiply the payload of `weight`."""
+    """Return whether products use the payload of `weight`."""
     return issubclass(type(weight), Scaled)

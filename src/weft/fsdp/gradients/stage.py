@@ -4,7 +4,7 @@
     2-D    packed    --shard axis-->    summed    --outer axis-->    main gradients
 
 A stage that waits for more microbatches accumulates in the main gradients' dtype. Messages have the reduce dtype. If
-that has less range (float16), gradients are scaled before they are cast to it: the average may be representable where
+that has less range (float16), gradients are scaled before the cast, because the average may be representable even if
 the terms are not.
 """
 
@@ -25,7 +25,7 @@ from weft.memory.pool import Pool, Transient
 
 
 class GradientStage:
-    """A buffer of gradients that are partial over the mesh axis `axis`, and those before it."""
+    """A buffer of gradients that are partial over the mesh axis `axis` and over the axes before it."""
 
     def __init__(self, plan: GroupPlan, axis: int) -> None:
         optimizer = plan.placements.optimizer
@@ -79,10 +79,10 @@ class GradientStage:
         hook: Callable[[torch.Tensor], None] | None,
         **options: Any,
     ) -> Ticket:
-        """Start to reduce the buffer over the ranks of the stage's axis; write the sum times `scale` to `output`, or
-        add it. Call `close` after the returned ticket. `sum_only`: do not let the backend average. `hook`: called with
-        the reduced tensor, in the reduce dtype, which it may modify before `output` takes it. `options`: those of the
-        collective and the lane."""
+        """Start to reduce the buffer over the ranks of the stage's axis: write the sum times `scale` to `output`, or
+        add it. Call `close` after the returned ticket. `sum_only`: the backend must not average. `hook`: called with
+        the reduced tensor, in the reduce dtype, before `output` takes it; it may modify the tensor. `options`: those of
+        the collective and the lane."""
         assert self.buffer is not None, "open first"
         prepare, wide = None, self.buffer.local
         if wide.dtype != self._plan.recipe.reduce:

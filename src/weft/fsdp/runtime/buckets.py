@@ -1,19 +1,19 @@
 """Buckets: adjacent small units whose weights are gathered in one message.
 
-    unit            0     1     2     3     4        a large unit has its own message, as have units with other ranks or
-    bytes          small small small large small     dtypes; a bucket has at most `bucket_bytes`
+    unit            0     1     2     3     4        large units, and units with other ranks or dtypes, have their own
+    bytes          small small small large small     messages; a bucket has at most `bucket_bytes`
     bucket         |---- A ----|           -
 
     use of                      gathers
     --------------------------  -----------------------------------------------------------------------------------
     the first unit of A         A, once per pass; units that are gathered already, or have no room, are sent, not kept
-    another unit of A           nothing: it is gathered, until its own forward or backward, or the pass, has ended
+    another unit of A           nothing: the unit stays gathered until its forward or backward, or the pass, has ended
     a unit of A again           that unit alone: its memory was freed after the first use
     A, requested by other rank  A, sent and not kept: this rank may be in another pass
 
-The buckets depend only on the model, so they are the same on all ranks, whichever units these run: ranks that need
-different units of a bucket send the same message. Schedules, and users who name the units to prefetch, gather unit by
-unit.
+The buckets depend only on the model. They are the same on all ranks, even if the ranks run different units: ranks that
+need different units of a bucket send the same message. Schedules, and users who name the units to prefetch, gather
+unit by unit.
 """
 
 from collections.abc import Sequence
@@ -49,12 +49,12 @@ class Bucket:
 
     @property
     def channels(self) -> list[int]:
-        """The channels of the gathers: of forward, and of backward if some weights have another copy there."""
+        """The channels of the gathers: of forward, and of backward if some weights have another copy for it."""
         return self._turning.channels if self._turning is not None else [self._lead.channel]
 
     @torch.no_grad()
     def gather(self, backward: bool) -> None:
-        """Start to gather the units that are at rest and have room. `backward`: the copies that backward needs, for
+        """Start to gather the units that are at rest and have room. `backward`: gather the copies for backward, of
         weights with two copies."""
         copy = int(backward and self._turning is not None)
         sources = self._sources(copy)
@@ -73,8 +73,8 @@ class Bucket:
             unit.gather_started(ticket)
 
     def serve(self, copy: int) -> Ticket:
-        """Take part in a gather of a copy that other ranks need, and discard the result. This includes units that are
-        gathered here: the other ranks may be in another pass."""
+        """Take part in a gather of a copy that other ranks need, and discard the result. Units that are gathered on
+        this rank are sent too, because the other ranks may be in another pass."""
         with torch.no_grad():
             sources = self._sources(copy)
         return self._start([None] * len(sources), sources, copy)
@@ -103,10 +103,10 @@ class Bucket:
 
 
 def bundle_bytes(units: Sequence[Unit]) -> int:
-    """Return the default size of a bucket in bytes, by the transports of `units` and the bytes of the model.
+    """Return the default size of a bucket in bytes, from the transports of `units` and the bytes of the model.
 
-    A message of `latency * bandwidth` bytes spends half of its time on latency, one of four times the size a fifth.
-    No computation overlaps with the first message of a pass, so a larger message has at most an eighth of the model.
+    A message of `latency * bandwidth` bytes spends half of its time on latency, one of four times that size a fifth. No
+    computation overlaps with the first message of a pass: messages above that size have at most an eighth of the model.
     """
     transports = [transport_of(group.groups[-1], group.device) for unit in units for group in unit.groups]
     least = min((each.capabilities.bundle_bytes for each in transports), default=0)

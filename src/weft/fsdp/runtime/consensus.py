@@ -1,4 +1,4 @@
-"""The agreement of the ranks of one model on the groups that they reduce, the parameters with gradients, and the order.
+"""The ranks of one model agree on the groups that they reduce, the parameters with gradients, and the order.
 
     when                 a rank sends                                    result on all ranks
     -------------------  ----------------------------------------------  -----------------------------------------------
@@ -67,15 +67,15 @@ class Consensus:
         return trains
 
     def take(self, trains: Sequence[bool] | None) -> None:
-        """Reduce the groups that `ask` has returned. Without an exchange, reduce those that train here."""
+        """Reduce the groups that `ask` has returned. Without an exchange, reduce those that this rank trains."""
         if self.is_alone or not self._agreement.checks:
             self._reduce([group.trainable for group in self._groups])
         elif trains is not None:
             self._reduce(trains)
 
     def pack_unheard(self) -> list[Unit]:
-        """Pack the gradients of groups that this rank has unfrozen, but that the ranks have not yet agreed to reduce.
-        Return their units."""
+        """Pack the gradients of groups that this rank has unfrozen, but whose reduction the ranks have not agreed on
+        yet. Return their units."""
         late = []
         for unit in filter(_others, self._units):
             if any(group.trainable for group in unit.others):
@@ -122,7 +122,7 @@ class Consensus:
             reductions.agreed = tuple(reductions.arrived)
 
     def _keeps(self, unit: Unit, group: ParameterGroup) -> bool:
-        """Return whether gradients of the group, which is frozen here, may wait for their reduction on some rank."""
+        """Return whether gradients of `group`, which is frozen here, may wait for their reduction on another rank."""
         if not group.agreed:
             return group.trainable
         return not (unit.requires_all_reduce and self._reductions.is_last) or self._reductions.defers(unit)

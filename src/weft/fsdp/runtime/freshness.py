@@ -4,10 +4,10 @@
     -------------------------------------------------------  ---------------------------------------------------------
     no update yet, or the last backward of a step            in the next pass: an optimizer step is expected
     main weights were written, on any rank                   in the next pass: ranks compare version counters and agree
-    none                                                     no: the passes of a step share the first one's update
+    none                                                     no: the passes of a step share the update of the first
 
-For frozen weights of which only the payload is kept (`weft.fsdp.payload_only`), no optimizer step is expected. The
-ranks agree in each pass whether any of them has written to these weights or has unfrozen them.
+For frozen weights of which only the payload is kept (`weft.fsdp.payload_only`), no optimizer step is expected. In each
+pass the ranks agree whether any rank has written to these weights or has unfrozen them.
 
 Weights that are gathered for each use need no update: they are gathered from the current main weights.
 """
@@ -25,7 +25,7 @@ from weft.fsdp.unit import State, Unit
 
 
 class Freshness:
-    """`ahead`: the units whose model weights are still to be updated in this pass, in one order on all ranks."""
+    """Updates model weights in a pass. `ahead`: the units that are still to be updated, in one order on all ranks."""
 
     def __init__(self, channels: Channels, agreement: Agreement) -> None:
         self._channels = channels
@@ -57,11 +57,11 @@ class Freshness:
         self.ahead.update(dict.fromkeys(inside))
 
     def is_due(self, unit: Unit) -> bool:
-        """Return whether the weights of `unit` are still to be updated: in this pass, or in one of another rank."""
+        """Return whether the weights of `unit` are still to be updated, in this rank's pass or in another rank's."""
         return unit in self.ahead or any(group.is_outdated for group in unit.groups)
 
     def reach(self, unit: Unit) -> None:
-        """Update all units up to `unit`, and the next one, whose transfer then overlaps with computation. A unit that
+        """Update all units up to `unit` and the next unit, whose transfer then overlaps with computation. A unit that
         only another rank's pass uses is updated alone."""
         if unit in self.ahead:
             while self._next() is not unit:
@@ -83,7 +83,7 @@ class Freshness:
                     group.rest()
 
     def forget(self) -> None:
-        """Expect a change of all weights after an abandoned pass: ranks may have updated different units."""
+        """After an abandoned pass, expect that all weights have changed: the ranks may have updated different units."""
         self.ahead.clear()
         self._made.clear()
         self.certain = True

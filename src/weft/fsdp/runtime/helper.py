@@ -1,6 +1,6 @@
-"""Lets a rank join gathers that other ranks wait for although it does not need the weights.
+"""Lets a rank join gathers that other ranks wait for, although this rank does not need the weights.
 
-The hang detector, which watches all waits from the first pass on, calls the joins.
+The hang detector watches all waits from the first pass on. It calls the joins.
 """
 
 import functools
@@ -21,17 +21,17 @@ from weft.fsdp.weak import weakly
 
 
 class Steps:
-    """Counts the optimizer steps of this rank's main weights: the last backwards after which these were written.
+    """Counts the optimizer steps of this rank: last backwards after which the main weights were written.
 
-        rank 0   ... the last backward ends | step | forward: waits for a part of rank 1
-        rank 1   ... the last backward ends, and waits for others in it, or clips
+        rank 0   ... the last backward ends | step | forward: waits for the shard of rank 1
+        rank 1   ... the last backward still waits for other ranks, or rank 1 clips
 
-    Rank 1 may join the gather of rank 0 only after its optimizer has stepped. Otherwise rank 0 would compute with
+    Rank 1 may join the gather of rank 0 only after its own optimizer has stepped. Otherwise rank 0 would compute with
     weights from before the step.
     """
 
     def __init__(self, groups: Sequence[ParameterGroup], channel: int) -> None:
-        """`channel`: the model's channel number, by which its counts are published."""
+        """`channel`: the model's channel number, under which its counts are published."""
         self._groups = groups
         self._key = f"weft/steps/{channel}"
         self._ended = self._here = self._said = 0
@@ -44,7 +44,7 @@ class Steps:
         self._versions = self._now()
 
     def begin_pass(self, watch: HangDetector) -> None:
-        """Publish, at the beginning of a pass, the number of steps of the current main weights."""
+        """At the beginning of a pass, publish the number of steps of the current main weights."""
         if self._here < self._ended:
             if self._counts and self._now() != self._versions:
                 self._said = self._ended
@@ -52,14 +52,14 @@ class Steps:
         watch.note(self._key, self._said)
 
     def reached(self, issued: Mapping[str, int]) -> bool:
-        """Return whether this rank's weights have as many steps as those of the rank that published `issued`."""
+        """Return whether this rank's weights have as many steps as the weights of the rank that published `issued`."""
         here = self._here
         if here < self._ended and self._now() != self._versions:
             here = self._ended
         return not self._counts or issued.get(self._key, 0) <= here
 
     def forget(self) -> None:
-        """Stop counting after an abandoned pass: the counts of ranks may differ."""
+        """Stop counting after an abandoned pass, because the counts of the ranks may differ."""
         self._counts = False
         self._said = 0
 
@@ -79,7 +79,7 @@ class GatherHelper:
         self._tickets: list[Ticket] = []
 
     def begin_pass(self) -> bool:
-        """Watch the waits of the pass that begins; return whether it is the first watched pass."""
+        """Watch the waits of the pass that begins. Return whether it is the first watched pass."""
         watch = start_hang_detector()
         watch.begin_pass()
         self._steps.begin_pass(watch)
@@ -87,8 +87,8 @@ class GatherHelper:
         return is_first
 
     def offer(self, units: Sequence[Unit]) -> None:
-        """Register joins for the gathers of `units` with the hang detector, if the transport supports them, and if it
-        watches passes already."""
+        """Register joins for the gathers of `units` with the hang detector. Do nothing if the transport supports no
+        joins, or if the detector does not watch passes yet."""
         if self._watched_by is None:
             return
         join = weakly(self._join)
@@ -97,8 +97,8 @@ class GatherHelper:
                 self._watched_by.can_join(self, lane.key(ranks, channel), functools.partial(join, *part))
 
     def _parts(self, units: Sequence[Unit]) -> Iterator[tuple[Lane, dist.ProcessGroup, int, Unit | None, Any, int]]:
-        """Yield each gather that this rank can join: its lane, process group and channel number, and the arguments of
-        `serve`; or None and those of `serve_bucket`."""
+        """Yield each gather that this rank can join: its lane, process group and channel number, then the arguments of
+        `serve`; for a bucket, None and the arguments of `serve_bucket`."""
         lanes = self._channels
         for unit in units:
             for number, group in enumerate(unit.groups):
@@ -115,7 +115,7 @@ class GatherHelper:
                 yield lanes.gathers, bucket.group, channel, None, number, copy
 
     def failed(self, what: str, error: BaseException) -> None:
-        """Publish that `what`, such as the forward of a unit, raised `error`, for ranks that wait for this one."""
+        """Publish to ranks that wait for this one that `what`, such as the forward of a unit, raised `error`."""
         if self._watched_by is not None:
             self._watched_by.fail(f"left {what} by {type(error).__name__}: {error}")
 

@@ -1,13 +1,13 @@
-"""Finds trainable parameters that no unit has: no rank would reduce their gradients.
+"""Finds trainable parameters that belong to no unit: no rank would reduce their gradients.
 
-Parameters under a root are checked at the beginning of each pass (`Inventory`). One in place of a unit's parameter
-raises when that unit registers its own. The first check walks through all modules. Each pass compares identities with
-those of the last walk, without a Python call per module, and walks again only if they differ.
+Parameters under a root are checked at the beginning of each pass (`Inventory`). A parameter that has replaced a unit's
+parameter raises when the unit registers its own. The first check walks through all modules. Each pass compares object
+identities with those of the last walk, without a Python call per module, and walks again only if they differ.
 
-Parameters around a root are those of a forgotten `fully_shard` of the root: weft does not see modules around sharded
-ones. Therefore the first backward of each root inspects its graph once (`look_around`). It raises, before the backward
-begins, for a parameter of a module around the root, unless the user handles its gradient, by hooks or `ignored_params`,
-or DDP or FSDP does.
+A parameter is around a root if the call of `fully_shard` on the root was forgotten. weft does not see modules around
+sharded ones. Therefore the first backward of each root inspects its graph once (`look_around`). Before the backward
+begins, it raises for parameters of modules around the root. Parameters whose gradient the user handles, with hooks,
+`ignored_params`, DDP or FSDP, are allowed.
 """
 
 import gc
@@ -34,7 +34,7 @@ _trains = attrgetter("requires_grad")
 
 
 class Inventory:
-    """The modules and parameters under `roots`, the modules of the root unit, by weak references."""
+    """The modules and parameters under `roots`, the modules of the root unit, as weak references."""
 
     def __init__(self, roots: Iterable[nn.Module], units: Sequence[Unit]) -> None:
         """`units`: all units of the model, the root first. Raises RuntimeError as `check` does."""
@@ -62,7 +62,7 @@ class Inventory:
     def _walk(self) -> None:
         roots = alive(self._roots)
         modules = [*dict.fromkeys(chain.from_iterable(root.modules() for root in roots))]
-        # A parameter in place of a unit's raises when the unit registers its parameter.
+        # If a parameter has replaced a unit's parameter, the unit raises when it registers its own.
         places = {(owner(), name) for slot in self._slots for owner, name in slot.owners}
         outside = [
             (f"{path}.{name}" if path else name, parameter)
@@ -109,7 +109,7 @@ _LOOKS = 3  # the number of backwards in which a root is looked for, because a m
 
 def look_around(roots: "Sequence[Root]", outputs: Iterable[torch.Tensor | GradientEdge]) -> "list[Root]":
     """Raise RuntimeError if a backward of `outputs` reaches a parameter in no unit, of a module around one of `roots`.
-    `roots`: root units. Returns those that the backward does not reach, to check in the next one."""
+    `roots`: root units. Returns the roots that the backward does not reach. The next backward checks these."""
     leaves = set(_leaves(outputs))
     if suspects := set(filter(_is_suspect, leaves)):
         _refuse(suspects, alive(ref for ref, _ in roots))
@@ -172,7 +172,7 @@ def _parents() -> dict[nn.Module, list[nn.Module]]:
 
 
 def _above(modules: Sequence[nn.Module], parents: dict[nn.Module, list[nn.Module]]) -> Iterator[nn.Module]:
-    """Yield the modules that contain these, from inside to outside."""
+    """Yield the modules that contain `modules`, from the innermost to the outermost."""
     ahead, seen = list(modules), set(modules)
     for module in ahead:
         for parent in parents.get(module, ()):
@@ -183,7 +183,7 @@ def _above(modules: Sequence[nn.Module], parents: dict[nn.Module, list[nn.Module
 
 
 def _is_managed(parameter: nn.Parameter, around: nn.Module, parents: dict[nn.Module, list[nn.Module]]) -> bool:
-    """Return whether a data-parallel wrapper or `replicate` of torch reduces the parameter's gradient."""
+    """Return whether a data-parallel wrapper or `replicate` of torch reduces the gradient of `parameter`."""
     owners = [m for m in around.modules() if any(each is parameter for each in m._parameters.values())]
     for module in (*owners, *_above(owners, parents)):
         registered = vars(module).get(REGISTRY_KEY, {})

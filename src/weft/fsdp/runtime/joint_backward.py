@@ -1,7 +1,7 @@
 """Coordinates the models of a process in a backward, which may go through several models.
 
-A callback of autograd ends the models in one order on all ranks. Autograd drops it, without a call, if the backward
-fails. Counters tell whether a wait could depend on another model, which has begun a pass since its last backward.
+A callback of autograd ends the models in the same order on all ranks. If the backward fails, autograd drops the
+callback without a call. Counters show whether a wait could depend on another model.
 """
 
 import itertools
@@ -19,7 +19,7 @@ _moments = itertools.count()
 
 
 class JointBackward:
-    """One model in joint backwards. `finish`: reduces gradients that no hook noticed."""
+    """A model that may share a backward with others. `finish`: reduces gradients that no hook noticed."""
 
     def __init__(self, units: Sequence[Unit], finish: Callable[[], None]) -> None:
         self.place = units[0].place
@@ -37,16 +37,16 @@ class JointBackward:
         self._settled = next(_moments)
 
     def may_share_backward(self) -> bool:
-        """Return whether the backward that runs now may also be that of another model: one that has begun a pass after
-        this one's last backward, and has calls without a backward."""
-        # Not compared with the other model's last backward: if that never came, the model would always count.
+        """Return whether the running backward may include another model: a model that has begun a pass after this
+        model's last backward, and has calls without a backward."""
+        # Do not compare with the other model's last backward: a model that never runs one would always count.
         others = [other for other in _models if other is not self and other._began > self._settled]
         return bool(others) and any(unit.calls for other in others for unit in other._units)
 
 
 def finish_backwards() -> None:
-    """Reduce gradients that a backward has left in models without triggering any of their hooks: it can enter a model
-    by tensors that no forward returned, and need no gathered weights."""
+    """Reduce gradients that a backward has left in models without running any of their hooks. Such a backward enters a
+    model by tensors that no forward returned, and needs no gathered weights."""
     if not in_backward():
         waiting = [model for model in list(_models) if model._began > model._settled]  # a pass, since their backward
         for model in sorted(waiting, key=lambda model: model.place):  # in the same order on all ranks
@@ -76,7 +76,7 @@ _endings: "weakref.WeakValueDictionary[int, _Ending]" = weakref.WeakValueDiction
 
 
 def end_with_backward(place: int, ended: Callable[[], None], failed: Callable[[], None]) -> None:
-    """Call `ended` at the end of the backward that runs now, in the order of `place`, or `failed` if it raises."""
+    """Call `ended` when the running backward ends, in the order of `place`, or `failed` if the backward raises."""
     task = torch._C._current_graph_task_id()
     ending = _endings.get(task)
     if ending is None:

@@ -13,7 +13,7 @@ BUCKET_BYTES: int | None = None  # the default of `RuntimeOptions.bucket_bytes`
 
 class CaptureTable(Protocol):
     """The captures of one model. `failed`: for each part, whether a capture failed on this rank since the last
-    agreement. `agree`: end the pass; its argument says, for each part, whether a capture failed on any rank."""
+    agreement. `agree`: ends the pass; its argument tells for each part whether a capture failed on any rank."""
 
     @property
     def failed(self) -> list[bool]: ...
@@ -22,8 +22,8 @@ class CaptureTable(Protocol):
 
 @runtime_checkable
 class Captures(Protocol):
-    """A choice of parts to capture; `weft.graphs` implements it. `table`: return the captures of the model `root`.
-    `unit_of`: the unit of each sharded module. `owns`: whether a parameter is sharded."""
+    """The chosen parts to capture; `weft.graphs` implements it. `table`: returns the captures of the model `root`.
+    `unit_of`: returns the unit of a sharded module. `owns`: returns whether a parameter is sharded."""
 
     def table(
         self, root: nn.Module, engine: Any, unit_of: Callable, owns: Callable, device: torch.device
@@ -32,22 +32,21 @@ class Captures(Protocol):
 
 @dataclass(frozen=True)
 class RuntimeOptions:
-    """The options of a model's runtime; the root's options apply to all its units.
+    """The options of a model's runtime. The root's options apply to all its units.
 
-    `separate_all_gather_group`: use separate communicators for gathers, so that they overlap with reductions. True:
-    copies of the mesh's process groups. Or a list of process groups, for example with NCCL options, with the same ranks
-    as the mesh axes.
-    `allocator`: "trace" plans one slab for transient buffers from the first step, "caching" allocates each buffer.
-    `prefetch_bytes`: the number of bytes of weights that may be gathered ahead (None: the next unit).
-    `bucket_bytes`: adjacent units of at most this total size share a message. None: the size whose transfer takes as
-    long as the latency of a message, by the transport's capabilities; in a large model up to four times that size, but
-    at most an eighth of the model. 0: a message for each unit.
-    `max_live_reduce_buffers`: the number of units whose partial gradients may be live at once, including the unit whose
-    backward runs. With 2, one unit is reduced while the next computes; with 1, reductions do not overlap.
-    `check_collectives`: compare collectives and agree on which parameters have gradients after each backward. False:
-    hosts never wait for each other. Then every rank must run the same units, writes to weights between the passes of a
-    step must be done on all ranks, and a parameter that no rank used has a gradient of zeros, not None.
-    `graphs`: a `weft.Graphs` that chooses the parts of the model to capture in graphs. None: none.
+    - `separate_all_gather_group`: use separate communicators for gathers, so that gathers overlap with reductions:
+      copies of the mesh's process groups (True), or the process groups of a list, with the ranks of the mesh axes.
+    - `allocator`: "trace" plans one slab for transient buffers from the first step. "caching" allocates each buffer.
+    - `prefetch_bytes`: the number of bytes of weights that may be gathered ahead. None: the next unit.
+    - `bucket_bytes`: adjacent units of at most this total size share a message (0: none do). None: the size whose
+      transfer takes as long as a message's latency; in a large model up to four times that, but at most an eighth of
+      the model.
+    - `max_live_reduce_buffers`: the number of units whose partial gradients may be live at once, including the unit
+      whose backward runs. With 2, one unit is reduced while the next computes. With 1, reductions do not overlap.
+    - `check_collectives`: compare collectives, and agree on which parameters have gradients, after each backward.
+      False: hosts never wait for each other. Then every rank must run the same units and do the same writes to weights
+      between the passes of a step, and a parameter that no rank used has a gradient of zeros, not None.
+    - `graphs`: a `weft.Graphs` that chooses the parts of the model to capture in graphs. None: no part.
     """
 
     separate_all_gather_group: bool | Sequence[ProcessGroup] = False
@@ -89,7 +88,7 @@ class RuntimeOptions:
             )
 
     def joined(self, given: "RuntimeOptions", now: "RuntimeOptions") -> "RuntimeOptions":
-        """Return these options of a new root, with the changes that methods of an inner model made to its options, from
+        """Return these options of a new root with the changes that methods of an inner model made to its options: from
         `given` to `now`. Of the numbers of buffers, the larger one applies."""
         buffers, separate = self.max_live_reduce_buffers, self.separate_all_gather_group
         if now.max_live_reduce_buffers != given.max_live_reduce_buffers:

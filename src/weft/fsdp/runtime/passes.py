@@ -23,22 +23,21 @@ class Pass(enum.Enum):
 
 TRANSITIONS = {  # caused by
     (Pass.IDLE, "begin forward"): Pass.FORWARD,  # the outermost forward with gradients
-    (Pass.IDLE, "begin evaluation"): Pass.EVALUATION,  # the outermost forward without
+    (Pass.IDLE, "begin evaluation"): Pass.EVALUATION,  # the outermost forward without gradients
     (Pass.IDLE, "begin schedule"): Pass.SCHEDULE,  # `weft.overlap.forward_backward`
     (Pass.IDLE, "begin backward"): Pass.BACKWARD,  # the first unit that a backward reaches
-    (Pass.FORWARD, "begin backward"): Pass.BACKWARD,  # a gradient that is taken inside of a forward
+    (Pass.FORWARD, "begin backward"): Pass.BACKWARD,  # a gradient that is computed inside a forward
     (Pass.EVALUATION, "begin backward"): Pass.BACKWARD,
     (Pass.FORWARD, "end"): Pass.IDLE,
     (Pass.EVALUATION, "end"): Pass.IDLE,
     (Pass.SCHEDULE, "end"): Pass.IDLE,
     (Pass.FAILED, "recover"): Pass.IDLE,  # the next call: a forward, a backward, `unshard()`, a state dict, ...
 }
-"""In addition, every pass fails with an exception that leaves it, and the end of a backward leads back to the state
-before it."""
+"""In addition, an exception that leaves a pass fails it, and the end of a backward restores the state before it."""
 
 
 class Passes:
-    """The state of one model. `current`: the running pass. `model`: its name in errors."""
+    """The state of one model. `current`: the running pass. `model`: the model's name in errors."""
 
     def __init__(self, model: str) -> None:
         self.current = Pass.IDLE
@@ -73,7 +72,7 @@ class Passes:
 
 
 class BackwardCalls:
-    """The calls whose backward autograd has entered and not left. `append` adds one when its backward begins."""
+    """The calls whose backward autograd has entered and not left. `append` adds a call when its backward begins."""
 
     def __init__(self) -> None:
         self._calls: list[Any] = []
@@ -81,7 +80,7 @@ class BackwardCalls:
         self.makes_graph = False  # whether the backward runs with `create_graph=True`
 
     def end(self) -> None:
-        """End the calls that are still open when autograd's backward is over, because no hook has ended them."""
+        """End the calls that no hook has ended when autograd's backward is over."""
         unended = [call.unit for call in self._calls if call.begun]
         if self.makes_graph and unended:
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Plans a model's next step with `weft.layout.walk` from its last passes, and arranges memory according to the plan."""
+"""Plans a model's next step from its last passes with `weft.layout.walk`, and arranges memory according to the plan."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,22 +26,22 @@ class Planner:
     options: RuntimeOptions
 
     def plan(self) -> Plan:
-        """Return the plan of the next step, if each of its passes is like the last one of its kind."""
+        """Return the plan of a step whose passes repeat the last pass of each kind."""
         return self._compiled(self.gathers.traces, self.gathers.depth, self.gathers.off_plan)
 
     def foresee(self, trace: Trace, depth: int) -> None:
-        """Assign memory to all weights of a schedule that begins with these events, before the first is gathered."""
+        """Assign memory to all weights of a schedule that begins with `trace`, before the first of them is gathered."""
         plan = self._compiled({"schedule": trace}, depth)
         self.channels.weights.foresee(map(self._memory_of, plan.alive))
 
     def end_pass(self) -> None:
-        """Plan memory again after a pass that differed from the plan; no weights are gathered then."""
+        """Plan memory again after a pass that differed from the plan. Call it when no weights are gathered."""
         weights = self.channels.weights
         weights.end_step(self._foreseen() if weights.outdated else ())
         self.channels.gradients.end_step()
 
     def _foreseen(self) -> Iterator[list[Transient]]:
-        """Yield the memory of units that may be live together in the next step: by the plan, or one in another."""
+        """Yield the memory of units that may be live together in the next step, by the plan or by another one."""
         nested = (
             (around.number, unit.number)
             for around in self.units

@@ -1,7 +1,7 @@
 """The reductions of one model's gradients: when they are due, and how they are started.
 
-`weft.layout.turns` decides in which order they start, which share a message and how many are alive. This file applies
-its decisions to groups, lanes and tickets.
+`weft.layout.turns` decides in which order reductions start, which of them share a message, and how many are alive. This
+file applies its decisions to groups, lanes and tickets.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ _kind_and_bytes = attrgetter("gradients.bucket_kind", "gradients.sent")
 
 
 class Reductions(ReductionOrder):
-    """Packs gradients and starts their reductions in turn. A turn is one unit, or several units in one message.
+    """Packs gradients and starts their reductions in turn. A turn is one unit, or several units that share a message.
     `units`: by number. `most_alive`: the number of turns whose buffers may exist at once. `bucket_bytes`: the largest
     size of a turn of several units. `agreement`: logs each reduction that did not wait for its turn. `gathers`: records
     the events of the pass."""
@@ -84,7 +84,7 @@ class Reductions(ReductionOrder):
         self.take_turns(self._planned[1])
 
     def reduce(self, unit: Unit) -> None:
-        """Pack the gradients of `unit`; start their reduction if they are due and it is the unit's turn."""
+        """Pack the gradients of `unit`. Start their reduction if it is due and it is the unit's turn."""
         if not unit.trainable_groups:
             return
         if torch.is_grad_enabled():  # in a schedule; a backward has disabled it
@@ -101,7 +101,7 @@ class Reductions(ReductionOrder):
                 self._agreement.note(unit.number, "reduction", group.gradients.sent)
 
     def left_over(self, unit: Unit) -> bool:
-        """Return whether `unit` has gradients that are due, of any backward, and that no call has reduced."""
+        """Return whether `unit` has gradients of any backward that are due, and that no call has reduced."""
         for group in unit.trainable_groups:
             gradients = group.gradients
             if gradients.arrived:
@@ -118,7 +118,7 @@ class Reductions(ReductionOrder):
             ticket.abandon()
 
     def gradient_to_write(self, parameter: ShardedParameter) -> tuple[torch.Tensor, bool]:
-        """Return the tensor to which a module writes the gradient of `parameter` itself, and whether to add to it."""
+        """Return the tensor into which a module writes the gradient of `parameter`, and whether to add to it."""
         unit, group = parameter.unit, parameter.group
         defer = self.defers(unit)
         if not group.gradients.is_open:
@@ -129,7 +129,7 @@ class Reductions(ReductionOrder):
         return group.gradients.place_of(parameter, self._channels.gradients, defer=defer)
 
     def offer(self, unit: Unit) -> None:
-        """Set `main_grad` for the modules of `unit` that have declared to use it."""
+        """Set `main_grad` for the modules of `unit` that have declared that they use it."""
         for group in unit.groups if unit.writes_gradients else ():
             if group.trainable and group.gradients.declared:
                 defer = self.defers(unit)
@@ -162,7 +162,7 @@ class Reductions(ReductionOrder):
             return group.gradients.reduce(self._channels, scale, channel=group.channel, finishes=finishes)
 
     def reduce_turn(self, turn: Sequence[int]) -> Ticket:
-        """Start the reductions of the units of one turn, in one message."""
+        """Start the reductions of the units of one turn in one message."""
         units = [self._units[number] for number in turn]
         groups = [group for unit in units for group in unit.trainable_groups]
         scales = [unit.scale_of(group) for unit in units for group in unit.trainable_groups]

@@ -6,8 +6,8 @@
                                  pass, compare the ranks' units; end old holds; check whether main weights changed
     use, done, keep, ready       (calls of a driver for each unit: see `Shared`)
     end_forward                  free weights that were gathered ahead and not used
-    begin_backward               register a callback for the end of autograd's backward, which a failure drops
-    end_backward                 complete the calls whose end has no hook; agree with the other ranks; collect the
+    begin_backward               register a callback for the end of autograd's backward; a failure drops the callback
+    end_backward                 end the calls that no hook has ended; agree with the other ranks; collect the
                                  reductions; free the units' memory; plan memory; set `.grad`
     fail, recover                drop holders and gradients immediately, everything else at the next call
 
@@ -101,7 +101,7 @@ class Runtime(Shared):
 
     @property
     def _recomputes(self) -> bool:
-        """Whether a forward is a recomputation in backward. An evaluation inside of another model's backward is not."""
+        """Whether a forward is a recomputation in backward. An evaluation inside another model's backward is not."""
         return in_backward() and (torch.is_grad_enabled() or self.passes.current is Pass.BACKWARD)
 
     def end_forward(self, error: BaseException | None = None) -> None:
@@ -130,7 +130,7 @@ class Runtime(Shared):
     # --- the user's unshard and reshard -------------------------------------------------------------------------------
 
     def unshard(self, unit: Unit) -> None:
-        """Start to gather `unit` for the user, from the current main weights."""
+        """Start to gather `unit` for the user from the current main weights."""
         self._enter()
         if self.passes.current is Pass.IDLE:
             self._freshness.begin_pass(self.units, [unit, *unit.tied], self.process_groups)
@@ -150,7 +150,7 @@ class Runtime(Shared):
         self._finish_uploads()
 
     def reshard(self, unit: Unit) -> None:
-        """Free the weights of `unit`, also if they were kept for a backward."""
+        """Free the weights of `unit`, even if they were kept for a backward."""
         self.recover()
         unit.forget()
         for group in unit.groups if USER in unit.holders else ():
@@ -169,8 +169,8 @@ class Runtime(Shared):
 
     @contextmanager
     def scheduled(self, trace: Trace, depth: int, *, backward: bool = True) -> Iterator[None]:
-        """A context for a schedule that drives the units itself, with the events of `trace`, and gathers `depth` units
-        ahead. Hooks do nothing in it, and its end acts as the end of a backward, unless it is an evaluation."""
+        """A context for a schedule that drives the units, with the events of `trace`, and gathers `depth` units ahead.
+        Hooks do nothing in it. Its end acts as the end of a backward, unless the schedule is an evaluation."""
         if self._depth or in_backward():
             raise RuntimeError("a schedule cannot run inside a forward or backward of the same model: call it outside")
         self._evaluates = not backward
@@ -199,7 +199,7 @@ class Runtime(Shared):
     # --- backward ---------------------------------------------------------------------------------------------------
 
     def begin_backward(self, call: Any) -> None:
-        """Note that the backward of `call` begins. The first one begins a pass."""
+        """Note that the backward of `call` begins. The first such call begins a pass."""
         if self.passes.current is Pass.FAILED:
             self._recover()
         self._calls.append(call)
@@ -219,7 +219,7 @@ class Runtime(Shared):
         self.reductions.begin()
 
     def end_backward(self) -> None:
-        """End the pass when autograd's backward has ended."""
+        """End the pass: autograd's backward has ended."""
         try:
             self._calls.end()
             self._end_backward()
@@ -257,13 +257,13 @@ class Runtime(Shared):
         self.planner.end_pass()
 
     def finish_unnoticed(self) -> None:
-        """Finish this model's backward if autograd's backward left gradients in it without running any of its hooks."""
+        """Finish this model's backward if autograd's backward left gradients in the model without running its hooks."""
         if self.passes.current is Pass.IDLE and any(unit.awaits_reduction for unit in self.units):
             self._open_backward()
             self.end_backward()
 
     def finish_deferred(self) -> None:
-        """Reduce the gradients that earlier backwards have deferred, and set `.grad`, without another backward."""
+        """Reduce the gradients that earlier backwards have deferred, and set `.grad`. No further backward is needed."""
         self._enter()
         self.passes.begin(Pass.BACKWARD)
         self.reductions.take_turns(None)
@@ -279,7 +279,7 @@ class Runtime(Shared):
     # --- failure ------------------------------------------------------------------------------------------------------
 
     def note_failure(self, what: str, error: BaseException) -> None:
-        """Note that `what` raised `error`. The caller may catch it, so it is only reported if the pass ends with it."""
+        """Note that `what` raised `error`. It is reported only if the pass ends with it: the caller may catch it."""
         if self._failure is None or self._failure[0] is not error:
             self._failure = (error, what)
 
@@ -303,7 +303,7 @@ class Runtime(Shared):
             unit.drop_holders()
 
     def recover(self) -> bool:
-        """Clean up after a failed pass, in a call from outside of passes. Return whether a schedule drives units."""
+        """Clean up after a failed pass, in a call outside of passes. Return whether a schedule drives the units."""
         if self.passes.current is not Pass.FAILED:
             return self.passes.current is Pass.SCHEDULE
         if self._depth:
@@ -315,12 +315,12 @@ class Runtime(Shared):
         return False
 
     def reset(self) -> None:
-        """Fail and recover at once."""
+        """Fail the pass and recover from it."""
         self.fail()
         self._recover()
 
     def _recover(self) -> None:
-        """Discard the state of the failed pass, and return all units to rest that the user does not hold."""
+        """Discard the state of the failed pass. Return all units to rest, except those that the user holds."""
         self.reductions.abandon()
         self._helper.collect()
         self._freshness.forget()

@@ -1,10 +1,10 @@
 """The objects that the units of a model share, and operations on all units.
 
-`gathers` has the rules for gathers, `reductions` those for reductions: drivers call both. `channels` has lanes and
-pools, and `planner` addresses. Ranks compare their actions (`_consensus`, `_steps`), join gathers that only others
+Drivers call `gathers` and `reductions`, which have the rules for gathers and for reductions. `channels` has the lanes
+and pools, `planner` the addresses. Ranks compare their actions (`_consensus`, `_steps`), join gathers that only others
 need (`_helper`), and update model weights after the main weights have changed (`_freshness`).
 
-A unit whose module was replaced remains, because ranks may collect the module at different times, and all ranks must
+A unit whose module was replaced stays in the list. Ranks may collect the module at different times, but all ranks must
 send the same messages.
 """
 
@@ -31,7 +31,7 @@ from weft.layout.gathers import GatherOrder
 
 
 class Shared:
-    """The units under one root, in order of their numbers, the root first, and the objects that they share."""
+    """The units under one root, ordered by number with the root first, and the objects that they share."""
 
     def __init__(self, units: Sequence[Unit], drivers: Sequence[Any], options: RuntimeOptions) -> None:
         for number, unit in enumerate(units):
@@ -96,7 +96,7 @@ class Shared:
         self.reductions.reduce(unit)
 
     def expect_more(self, more: bool) -> None:
-        """Set whether a schedule has more microbatches to reduce."""
+        """Set whether a schedule has more microbatches whose gradients are added."""
         self.reductions.more_to_come = more
 
     def _before_gather(self, unit: Unit) -> None:
@@ -123,7 +123,7 @@ class Shared:
             unit.begin_pass()
 
     def _renew_units(self) -> None:
-        """Gather held weights again that are older than the main weights, at the beginning of a pass."""
+        """Gather held weights again if they are older than the main weights, at the beginning of a pass."""
         for unit in self.units:
             if unit.holders and unit.is_stale:
                 unit.renew()
@@ -140,7 +140,7 @@ class Shared:
             unit.forget()
 
     def _come_to_rest(self, stays: Callable[[Unit], bool] | None, *, complete: bool) -> None:
-        """Free the weights of all units but those that `stays` names. `complete`: no call is running; then raises
+        """Free the weights of all units except those for which `stays` is true. `complete`: no call is running; raise
         RuntimeError if a computation still holds weights."""
         if self._offloaded:
             self._finish_uploads()
@@ -153,7 +153,7 @@ class Shared:
                 unit.free()
 
     def _finish_uploads(self) -> None:
-        """Wait on the host for uploads that read weights in CPU memory, because the caller may write them next."""
+        """Make the host wait for uploads that read weights in CPU memory, because the caller may write them next."""
         for group in self._offloaded:
             group.finish_upload()
 
@@ -171,12 +171,12 @@ class Shared:
             group.gradients.drop()
 
     def _abandon_forwards(self) -> None:
-        """Abandon forwards of units with several modules, of which only some have run."""
+        """Abandon the forwards of units with several modules if only some of the modules have run."""
         for driver in alive(self._drivers):
             driver.abandon()
 
     def _reset_units(self, *, keeps_gradients: bool) -> None:
-        """Clean up after a failed pass. The user's holds stay, and gradients that wait, if `keeps_gradients`."""
+        """Clean up after a failed pass. The user's holds stay. With `keeps_gradients`, so do gradients that wait."""
         self._abandon_forwards()
         if not keeps_gradients:
             for group in self.groups:

@@ -1,8 +1,8 @@
 """Checks of initial values: every parameter must have values, and ranks with the same parameters the same values.
 
-Values are broadcast from the first replica when a unit is made, so that ranks may have different seeds, and those that
-were filled later at the first pass of the root. When the root's runtime is made, parameters that tensor parallelism
-does not slice are broadcast over its ranks.
+When a unit is made, values are broadcast from the first replica, so that ranks may have different seeds. Values that
+were filled later are broadcast at the first pass of the root. When the root's runtime is made, parameters that tensor
+parallelism does not slice are broadcast over the tensor-parallel ranks.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from weft.memory.blank import has_blank
 
 
 def equalize(group: ParameterGroup) -> None:
-    """Broadcast the values of the first replica to the others. Collective."""
+    """Broadcast the values of the first replica to the other replicas. Collective."""
     for axis, ranks in enumerate(group.groups):
         if axis not in group.main_weight.axes and ranks.size() > 1:
             collectives.broadcast(group.main_weight.local, ranks)
@@ -34,8 +34,8 @@ def rest(group: ParameterGroup) -> None:
 
 
 def equalize_slices(groups: Sequence[ParameterGroup]) -> None:
-    """Broadcast parameters that are not sliced over the tensor-parallel ranks, unless they are sharded over these.
-    Collective."""
+    """Broadcast parameters that are not sliced over the tensor-parallel ranks. Parameters that are sharded over these
+    ranks are left out. Collective."""
     for slices in dict.fromkeys(own for group in groups for own in group.slice_groups):
         ranks = set(dist.get_process_group_ranks(slices))
         for group in groups:
@@ -57,7 +57,7 @@ def _equalize_over(group: ParameterGroup, slices: dist.ProcessGroup) -> None:
 
 
 def check_filled(units: Sequence[Unit]) -> None:
-    """Raise ValueError, on every rank, for parameters and buffers without values. Collective if any was on meta."""
+    """Raise ValueError on every rank for parameters and buffers without values. Collective if any was on meta."""
     for unit in units:
         for group in unit.groups:
             if group.unfilled:

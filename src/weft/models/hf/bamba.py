@@ -1,4 +1,4 @@
-"""Bamba: each layer is Mamba-2, or attention that rotates half of each head, and then SwiGLU."""
+"""Bamba: each layer is Mamba-2, or attention that rotates half of each head, followed by SwiGLU."""
 
 import math
 from typing import Any
@@ -24,11 +24,11 @@ MAMBA_FIELDS = {
     "mamba_proj_bias": ("mamba_bias", False),
 }
 UNBOUNDED = {"__float__": "Infinity"}
-"""Infinity in a config.json."""
+"""Infinity in the JSON of a config.json."""
 
 
 def read_mamba(raw: Raw) -> Raw:
-    """Return the `HybridConfig` fields of the head width, computed if it is "auto", and of the time step limits."""
+    """Return the `HybridConfig` fields for the head width (computed if it is "auto") and the time step limits."""
     heads, width = raw.get("mamba_n_heads", 128), raw.get("mamba_d_head", "auto")
     inner = raw.get("mamba_expand", 2) * raw.get("hidden_size", 4096)
     if inner != (inner // heads if width == "auto" else width) * heads:

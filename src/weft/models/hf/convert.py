@@ -25,9 +25,10 @@ def convert(
 ) -> str:
     """Convert Hugging Face files to weft's own format, or back. Return a line that says what was written.
 
-    The format of `source` determines the direction. Weights stay bit-exact, and no tensor is in memory as a whole.
-    `model_type`: the family to write; default: the original one, or the first that can represent the model. `ignored`:
-    unknown fields of config.json to ignore. Raises `ConversionError` before anything is written.
+    The format of the directory `source` determines the direction. Weights stay bit-exact, and no tensor is in memory as
+    a whole. `target`: a new or empty directory. `model_type`: the family to write. Default: the original family, or the
+    first that can represent the model. `ignored`: unknown fields of config.json to ignore. Raises `ConversionError`
+    before anything is written.
     """
     source, target = Path(source), Path(target)
     refuse_used(target)

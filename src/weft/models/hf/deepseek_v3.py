@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (arXiv:2412.19437): latent attention, dense layers first, then routed experts and a shared one."""
+"""DeepSeek-V3 (arXiv:2412.19437): latent attention, dense layers first, then routed experts and a shared expert."""
 
 from weft.errors import ConversionError
 from weft.models.config import HybridConfig
@@ -58,7 +58,8 @@ def write(cfg: HybridConfig) -> Raw:
 
 
 def dense_first(cfg: HybridConfig, family: str) -> int:
-    """Return the number of layers that end in an MLP. Raises `ConversionError` unless they precede all others."""
+    """Return the number of layers that end in an MLP. Raises `ConversionError` if another layer precedes one of
+    them."""
     dense = flat(cfg).count("-")
     if "-" in flat(cfg)[2 * dense :]:
         raise ConversionError(f"{family} has its dense layers first, but pattern {cfg.pattern!r} does not")
@@ -66,7 +67,8 @@ def dense_first(cfg: HybridConfig, family: str) -> int:
 
 
 def _scale(width: int, scaling: Raw | None) -> float | None:
-    """Return the attention scale if YaRN has `mscale_all_dim`, which scales queries and keys each; None otherwise."""
+    """Return the attention scale if YaRN has `mscale_all_dim`, which scales both queries and keys. Otherwise return
+    None."""
     all_dim = (scaling or {}).get("mscale_all_dim")
     return width**-0.5 * yarn_scale(scaling["factor"], all_dim) ** 2 if scaling and all_dim else None
 

@@ -2,12 +2,13 @@
 
     family                 a layer of depth k has the prefix        its norms and projection
     ---------------------  ---------------------------------------  --------------------------------------------------
-    DeepSeek-V3, GLM-4.5   model.layers.{layers of the trunk + k}.  enorm, hnorm, eh_proj, shared_head.norm there, and
-                                                                    copies: embed_tokens, shared_head.head
+    DeepSeek-V3, GLM-4.5   model.layers.{main layers + k}.          with the same prefix: enorm, hnorm, eh_proj,
+                                                                    shared_head.norm; copies: embed_tokens,
+                                                                    shared_head.head
     Qwen3-Next, Qwen3.5    mtp.layers.{k}.                          mtp.{pre_fc_norm_embedding,pre_fc_norm_hidden,fc}
-                                                                    and mtp.norm: there is one depth at most
-    Nemotron-H             mtp.layers.{k * layers of a depth + i}.  enorm, hnorm, eh_proj in the first of them,
-                                                                    final_layernorm in the last
+                                                                    and mtp.norm: there is at most one depth
+    Nemotron-H             mtp.layers.{k * layers of a depth + i}.  enorm, hnorm, eh_proj in the first layer,
+                                                                    final_layernorm in the last layer
 
 A model has as many depths as the files have weights for. `config.json` may not mention them.
 """
@@ -23,11 +24,14 @@ NEXT = {"embedding_norm": "{first}enorm", "hidden_norm": "{first}hnorm", "projec
 class Depths:
     """The tensor names of a family's prediction depths.
 
-    `symbols(config_json)`: the layer symbols of one depth. `prefix(trunk, length, number, place)`: the prefix of names
-    of layer `place` in depth `number`; the main model has `trunk` layers, each depth `length`. `around`: maps weft's
-    modules of a depth outside its layers to names on disk; {first} and {last} stand for the prefixes of its first and
-    last layer. `copies`: modules of the main model that each depth stores again. `most`: the maximum number of depths.
-    `counted`: the field of config.json with the number of depths.
+    - `symbols(config_json)`: returns the layer symbols of one depth.
+    - `prefix(trunk, length, number, place)`: returns the prefix of the names of layer `place` in depth `number`. The
+      main model has `trunk` layers, and each depth has `length` layers.
+    - `around`: maps weft's modules of a depth outside its layers to names on disk. In these names {first} and {last}
+      stand for the prefixes of the depth's first and last layer.
+    - `copies`: modules of the main model that each depth stores again.
+    - `most`: the maximum number of depths.
+    - `counted`: the field of config.json with the number of depths.
     """
 
     symbols: Callable[[dict[str, Any]], str]
@@ -38,7 +42,7 @@ class Depths:
     counted: str = "num_nextn_predict_layers"
 
     def names(self, trunk: int, length: int, number: int) -> dict[str, str]:
-        """Return weft's modules around the layers of depth `number`, each with its name on disk."""
+        """Return the modules of depth `number` outside its layers, each with its name on disk."""
         first, last = (self.prefix(trunk, length, number, place) for place in (0, length - 1))
         return {ours: theirs.format(first=first, last=last) for ours, theirs in self.around.items()}
 
@@ -85,7 +89,8 @@ def single(symbols: str, counted: str = "num_nextn_predict_layers") -> Depths:
 
 
 def layer_by_layer(symbols: Callable[[dict[str, Any]], str]) -> Depths:
-    """Return depths whose layers are numbered consecutively; the first and last also hold the norms and projection."""
+    """Return depths whose layers are numbered consecutively. The first and the last layer also hold norms and
+    projection."""
     return Depths(
         symbols=symbols,
         prefix=lambda trunk, length, number, place: f"mtp.layers.{number * length + place}.",

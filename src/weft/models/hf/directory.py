@@ -37,11 +37,11 @@ DTYPES = {
 """The names of dtypes in safetensors files."""
 OF_NAMES = {name: dtype for dtype, name in DTYPES.items()}
 OF_WEIGHTS = ("F64", "F32", "F16", "BF16")
-"""The dtypes that weights may have. Others, such as float8, need a scale or are no weights."""
+"""The dtypes that weights may have. Tensors of other dtypes, such as float8, need a scale or are no weights."""
 
 
 class TensorFiles:
-    """A mapping from names to the tensors in a directory, which are read on access."""
+    """A mapping from names to the tensors in a directory. A tensor is read when it is accessed."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -79,7 +79,7 @@ class TensorFiles:
             ) from error
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor. Raises `ConversionError` unless it is one of `OF_WEIGHTS`."""
+        """Return the dtype of a tensor. Raises `ConversionError` if the dtype is not in `OF_WEIGHTS`."""
         kind = self[name].get_dtype()
         if kind not in OF_WEIGHTS:
             raise ConversionError(
@@ -98,7 +98,7 @@ def _open(path: Path) -> Any:
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory unless it exists. Raises `ConversionError` if that fails."""
+    """Create a directory if it does not exist. Raises `ConversionError` if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -106,7 +106,7 @@ def make_directory(path: Path) -> None:
 
 
 def names_in(directory: Path) -> frozenset[str]:
-    """Return the names of the tensors in a directory; empty if it only has a configuration."""
+    """Return the names of the tensors in a directory. They are empty if the directory has only a configuration."""
     there = any((directory / name).exists() for name in (INDEX, WEIGHTS))
     return frozenset(TensorFiles(directory)) if there else frozenset()
 
@@ -122,7 +122,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file, indented; equal content gives equal bytes."""
+    """Write an indented JSON file. Equal content gives equal bytes."""
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
@@ -138,9 +138,9 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 class TensorWriter:
-    """Writes tensors into files of limited size; the directory is complete when the `with` block ends.
+    """Writes tensors into files of limited size. The directory is complete when the `with` block ends.
 
-    It holds no tensor in memory: each is copied into a memory-mapped region of a file.
+    No tensor is held in memory: each is copied into a memory-mapped region of a file.
     """
 
     def __init__(self, directory: Path, file_bytes: int = FILE_BYTES) -> None:
@@ -187,9 +187,9 @@ class TensorWriter:
 
 
 class _File:
-    """A safetensors file that grows: 8 bytes with the length of a header in JSON, the header, the tensors' bytes.
+    """A safetensors file that grows: 8 bytes with the length of the header, the JSON header, the bytes of the tensors.
 
-    The header is written last, into reserved space of `HEADER_BYTES`, padded with blanks.
+    The header is written last, into a reserved space of `HEADER_BYTES`, padded with blanks.
     """
 
     HEADER_BYTES = 1 << 17
@@ -202,7 +202,7 @@ class _File:
         path.write_bytes(b"")
 
     def takes(self, size: int, dtype: torch.dtype, most: int) -> bool:
-        """Return whether a tensor of `size` bytes fits and would be aligned; safetensors allows no gaps."""
+        """Return whether a tensor of `size` bytes fits and would be aligned: safetensors allows no gaps."""
         aligned = self.end % dtype.itemsize == 0
         return aligned and self.end + size <= most and self._header_bytes < self.HEADER_BYTES - 2000
 

@@ -81,7 +81,7 @@ def write(cfg: HybridConfig) -> Raw:
 
 
 def solved(function: Callable[[float], float], result: float, about: float) -> float:
-    """Return the float among `about` and its neighbours for which `function` is exactly `result`, else `about`."""
+    """Return the float among `about` and its neighbours for which `function` is exactly `result`; if none, `about`."""
     near = (about, math.nextafter(about, math.inf), math.nextafter(about, 0.0))
     return next((each for each in near if function(each) == result), about)
 

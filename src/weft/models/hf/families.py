@@ -42,7 +42,7 @@ ALL = (LLAMA, MISTRAL, MIXTRAL, *QWEN, DEEPSEEK_V3, *GLM, *GRANITES, *OTHERS)
 FAMILIES = {family.model_type: family for family in ALL}
 """The families by the `model_type` of their config.json. A program may add its own."""
 _NEAREST = 3
-"""The number of families whose reasons are printed when no family can represent a model."""
+"""The number of families whose reasons are printed if no family can represent a model."""
 
 
 def raw_of(directory: Path) -> Raw:
@@ -57,7 +57,7 @@ def raw_of(directory: Path) -> Raw:
 
 
 def read_ours(directory: Path) -> Raw:
-    """Return the content of the directory's weft-model.json; "model" has the fields of a `HybridConfig`."""
+    """Return the content of the directory's weft-model.json. Its entry "model" has the fields of a `HybridConfig`."""
     saved = read_json(directory / OURS)
     try:
         HybridConfig(**saved["model"])
@@ -70,7 +70,7 @@ def read_ours(directory: Path) -> Raw:
 
 
 def family_of(raw: Raw) -> Family:
-    """Return the family that a config.json names."""
+    """Return the family that the config.json `raw` names. Raises `ConversionError` if weft does not know it."""
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConversionError(f"model_type={kind!r}: choose from {', '.join(FAMILIES)}")
@@ -78,7 +78,7 @@ def family_of(raw: Raw) -> Family:
 
 
 def config_of(directory: str | Path, *, ignored: Collection[str] = ()) -> HybridConfig:
-    """Return the configuration of the model in a directory of Hugging Face files or in weft's own format.
+    """Return the configuration of the model in a directory of Hugging Face files, or in weft's own format.
 
     `ignored`: unknown fields of config.json to ignore. Raises `ConversionError` for an unknown family, for quantized
     weights, and for a field that changes the result and has no counterpart in weft.
@@ -92,7 +92,7 @@ def config_of(directory: str | Path, *, ignored: Collection[str] = ()) -> Hybrid
 def described(
     directory: Path, raw: Raw, names: Collection[str], ignored: Collection[str] = ()
 ) -> tuple[Family, HybridConfig, Spelling]:
-    """Return the family and configuration of a config.json, and the spelling of `names`, the tensors on disk."""
+    """Return the family and the configuration of a config.json, and the spelling of `names`, the tensors on disk."""
     try:
         text = full_text_of(raw)
         family = family_of(text)
@@ -104,7 +104,7 @@ def described(
 
 
 def opened(directory: Path, cfg: HybridConfig) -> tuple[dict[str, Place], Any]:
-    """Return the `Place` of each of weft's tensors in a directory, and the directory's tensors by name.
+    """Return the `Place` in a directory of each of weft's tensors, and the directory's tensors by name.
 
     The pattern in the directory may group the symbols of `cfg` differently.
     """
@@ -119,9 +119,9 @@ def opened(directory: Path, cfg: HybridConfig) -> tuple[dict[str, Place], Any]:
 
 
 def family_for(cfg: HybridConfig, model_type: str | None = None) -> tuple[Family, Raw]:
-    """Return a family that can represent `cfg`, and its config.json. `model_type`: the only family to try.
+    """Return a family that can represent `cfg`, and its config.json. Raises `ConversionError` if there is none.
 
-    Without `model_type`, the first family that can is returned. Raises `ConversionError` if none can.
+    `model_type`: the only family to try. Default: the first family that can represent `cfg` is returned.
     """
     if model_type is not None and model_type not in FAMILIES:
         raise ConversionError(f"model_type={model_type!r}: choose from {', '.join(FAMILIES)}")
@@ -137,7 +137,7 @@ def family_for(cfg: HybridConfig, model_type: str | None = None) -> tuple[Family
 
 
 def _distance(reason: str) -> tuple[int, int]:
-    """Return a sort key for a family's error: differing fields come first, then layer order, then layer kinds."""
+    """Return a sort key for the error of a family. Differing fields come first, then layer order, then layer kinds."""
     kinds = ("cannot hold", "", "has no layer")
     far = next((far for far, words in enumerate(kinds) if words and words in reason), 1)
     return far, reason.count("(it has") if far == 0 else reason.partition(" (pattern")[0].count(",")

@@ -21,9 +21,9 @@ from weft.models.pattern import LAYER_KEYS, TERMINAL
 from weft.moe.kinds import GATED
 
 Bound = Callable[[str, HybridConfig], Place]
-"""A function that returns the place of a tensor in the layer whose names have this prefix."""
+"""A function that returns the place of a tensor in a layer. Its first argument is the prefix of the layer's names."""
 Table = Mapping[str, str | Bound]
-"""Weft's modules or parameters inside a layer to their names or places on disk."""
+"""Maps weft's modules or parameters inside a layer to their names or places on disk."""
 
 OUTER = {"embedding": "model.embed_tokens", "decoder.final_layernorm": "model.norm", "output_layer": "lm_head"}
 REQUIRED = {"attention_dropout": 0.0}
@@ -31,15 +31,18 @@ REQUIRED = {"attention_dropout": 0.0}
 
 @dataclass(frozen=True)
 class Family:
-    """The tables of a family.
+    """The tables of a family of published models.
 
-    `fields`: maps names in config.json to names in `HybridConfig`, each with the family's default. `required`: fields
-    of config.json for which weft supports only this value. `kept`: fields of config.json that do not affect the result.
-    `read` and `write` convert the fields that the table cannot express. `outer`: maps weft's modules outside of layers
-    to names on disk. `layer`: the prefix of names in layer {}, which holds `symbols_per_layer` symbols. `tensors`: a
-    table for each layer symbol. `depths`: the prediction depths, None if none are published. `memory`: maps parts of
-    names on disk to the parts that replace them in transformers' `state_dict()`, and thus in files of a saved
-    `state_dict()`.
+    - `fields`: maps names in config.json to names in `HybridConfig`, each with the family's default.
+    - `required`: fields of config.json for which weft supports only this value.
+    - `kept`: fields of config.json that do not affect the result.
+    - `read`, `write`: convert the fields that the table cannot express.
+    - `outer`: maps weft's modules outside of layers to names on disk.
+    - `layer`: the prefix of names in layer {}, which holds `symbols_per_layer` symbols.
+    - `tensors`: a table for each layer symbol.
+    - `depths`: the prediction depths. None if none are published.
+    - `memory`: maps parts of names on disk to the parts that replace them in transformers' `state_dict()`. Files of a
+      saved `state_dict()` have these names too.
     """
 
     model_type: str
@@ -147,14 +150,14 @@ class Family:
         return self._place(layer.symbols[place], inner, prefix, cfg)
 
     def projections(self, cfg: HybridConfig) -> set[str]:
-        """Return the names of the weights by which `Depths.count` counts the depths of a model of `cfg`."""
+        """Return the names of the weights from which `Depths.count` counts the depths of a model of `cfg`."""
         if self.depths is None:
             return set()
         trunk, length = self._layers(cfg), len(cfg.parsed.symbols[1]) // self.symbols_per_layer
         return {self.depths.names(trunk, length, each)["project"] + ".weight" for each in range(cfg.parsed.depths)}
 
     def _copies(self, module: str, trunk: int, length: int, cfg: HybridConfig) -> list[str]:
-        """Return the names of the depths' copies of `module`. A tied output layer is a copy of the embedding."""
+        """Return the names of the copies of `module` in the depths. A tied output layer is a copy of the embedding."""
         modules = [module, "output_layer"] if module == "embedding" and cfg.tie_word_embeddings else [module]
         if self.depths is None:
             return []
@@ -195,7 +198,7 @@ def tensor_names(cfg: HybridConfig) -> list[str]:
 
 
 def shapes_of(cfg: HybridConfig) -> dict[str, list[int]]:
-    """Return the shapes of the tensors of a model of `cfg` by name, without allocating them."""
+    """Return the shapes of the tensors of a model of `cfg`, by name. No tensor is allocated."""
     try:
         with torch.device("meta"):
             return {name: list(tensor.shape) for name, tensor in HybridModel(cfg).state_dict().items()}
@@ -212,12 +215,12 @@ def flat(cfg: HybridConfig) -> str:
 
 
 def relevant(cfg: HybridConfig) -> list[str]:
-    """Return the names of the fields that the result of a model of `cfg` depends on."""
+    """Return the names of the fields on which the result of a model of `cfg` depends."""
     return [field.name for field in fields_of("".join(cfg.parsed.symbols[:2])) if field.metadata["rule"].result]
 
 
 def check_layer_types(raw: Raw, layers: int, known: Collection[str], family: str) -> None:
-    """Raise `ConversionError` if `layer_types` is given and does not name a known type for each layer."""
+    """Raise `ConversionError` if `layer_types` is given but does not have a known type for each layer."""
     kinds = raw.get("layer_types")
     if not kinds:
         return
@@ -231,7 +234,7 @@ def check_layer_types(raw: Raw, layers: int, known: Collection[str], family: str
 def windows_of(raw: Raw, layers: int, family: str, default: Callable[[int], bool], window: int | None) -> Raw:
     """Return `sliding_window` and `windowed` of `HybridConfig` from `layer_types`.
 
-    `default`: returns whether the layer of a number has a window, where the list is absent.
+    `default(number)`: returns whether a layer has a window if config.json has no `layer_types`.
     """
     check_layer_types(raw, layers, (SLIDING, FULL), family)
     given = raw.get("layer_types")
@@ -252,13 +255,14 @@ def written_windows(cfg: HybridConfig) -> Raw:
 
 
 def experts(template: str) -> Bound:
-    """Return the `Place` of the matrices of all experts. `template`: their name on disk, with {} for the expert."""
+    """Return the `Place` of the matrices of all experts. `template`: their names on disk, with {} for the expert."""
     return lambda prefix, cfg: PerExpert(prefix + template, cfg.num_experts)
 
 
 def differences(cfg: HybridConfig, other: HybridConfig) -> list[str]:
-    """Describe the fields in which the models of `cfg` and `other` differ, even if all shapes fit. The grouping of
-    symbols is ignored.
+    """Describe the fields in which the models of `cfg` and `other` differ, even if all shapes fit.
+
+    How the pattern groups symbols is ignored.
     """
     if cfg.parsed.symbols != other.parsed.symbols:
         return [f"pattern={cfg.pattern!r}, there {other.pattern!r}"]

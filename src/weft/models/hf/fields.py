@@ -1,4 +1,4 @@
-"""The fields of a config.json: which do not affect the result, and which values each may have."""
+"""The fields of a config.json: the fields that do not affect the result, and the values that each field may have."""
 
 import functools
 import math
@@ -51,11 +51,11 @@ WITHOUT_EFFECT: Mapping[str, Any] = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window", "residual_in_fp32"), False),
     "pretraining_tp": 1,
 }
-"""Fields that a family may lack, and the value that switches them off. With this value they are accepted."""
+"""Fields that a family may not know, each with the value that switches it off. Fields with this value are accepted."""
 
 
 def lacking(raw: Raw, known: Collection[str]) -> set[str]:
-    """Return the fields of a config.json that are not `known` and could change the result. null counts as absent."""
+    """Return the fields of a config.json that are not `known` and could change the result. A null counts as absent."""
     unknown = {name for name in raw.keys() - set(known) if raw[name] is not None}
     return {name for name in unknown if name not in WITHOUT_EFFECT or raw[name] != WITHOUT_EFFECT[name]}
 
@@ -105,11 +105,11 @@ LISTS = frozenset(
 )
 TABLES = frozenset(("rope_parameters", "rope_scaling", "quantization_config", "text_config", "linear_attn_config"))
 TEXTS = frozenset(("hybrid_override_pattern", "mtp_hybrid_override_pattern", "position_embedding_type"))
-"""Field names by type of value, for fields that families read without a table. null is allowed for all of them."""
+"""Names of fields whose values are strings, for fields that families read without a table. null is allowed for all."""
 
 
 def check_values(raw: Raw, fields: Mapping[str, tuple[str, Any]]) -> None:
-    """Raise `ConversionError` for a value of the wrong type or out of range. `fields`: those of a `Family`."""
+    """Raise `ConversionError` for a value of the wrong type or out of range. `fields`: the fields of a `Family`."""
     for name, value in raw.items():
         if name in fields:
             kinds = _kinds_of(fields[name][0])

@@ -1,4 +1,4 @@
-"""Granite 4: Mamba-2 or attention, mostly without RoPE, then experts with a shared one, or the shared MLP alone."""
+"""Granite 4: Mamba-2 or attention, mostly without RoPE, then experts with a shared expert, or the shared MLP alone."""
 
 from weft.errors import ConversionError
 from weft.models.config import HybridConfig
@@ -13,7 +13,8 @@ NAMES = {"M": "linear_attention", "*": "full_attention"}
 
 
 def half(name: str, part: int, *, of_experts: bool = False) -> Bound:
-    """Return the `Place` of gate (`part` 0) or up (1) in a matrix that holds both. `of_experts`: one per expert."""
+    """Return the `Place` of gate (`part` 0) or up (1) in a matrix that holds both. `of_experts`: a matrix of each
+    expert."""
     return lambda prefix, cfg: Half(prefix + name, part, dim=1 if of_experts else 0, turned=of_experts)
 
 

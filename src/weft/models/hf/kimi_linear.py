@@ -19,18 +19,18 @@ NESTED = {
     "num_heads": "linear_num_heads",
     "short_conv_kernel_size": "linear_conv_kernel_dim",
 }
-"""Fields of linear_attn_config, and transformers' names of them outside of it."""
+"""Fields of linear_attn_config, each with transformers' name for it outside of linear_attn_config."""
 
 
 def in_proj(prefix: str, cfg: HybridConfig) -> Rows:
-    """Return the `Place` of weft's input projection, one matrix that stacks six on disk."""
+    """Return the `Place` of weft's input projection, one matrix that stacks six matrices on disk."""
     inner, width = cfg.kda_num_heads * cfg.kda_head_dim, cfg.kda_head_dim
     names = ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj")
     return _below_each_other(prefix, dict(zip(names, (inner, inner, inner, cfg.kda_num_heads, width, width))))
 
 
 def conv1d(prefix: str, cfg: HybridConfig) -> Rows:
-    """Return the `Place` of weft's convolution, which stacks three on disk."""
+    """Return the `Place` of weft's convolution, which stacks three tensors on disk."""
     inner = cfg.kda_num_heads * cfg.kda_head_dim
     return _below_each_other(prefix, {f"{each}_conv1d": inner for each in "qkv"})
 
@@ -88,8 +88,8 @@ def read(raw: Raw) -> Raw:
 
 
 def _mixers(raw: Raw, layers: int, given: Raw) -> list[str]:
-    """Return the type of each layer, as transformers does: from layer_types, from both lists of linear_attn_config, or
-    full attention in every fourth layer."""
+    """Return the type of each layer, as transformers does. The types come from layer_types or from both lists of
+    linear_attn_config. Otherwise every fourth layer has full attention."""
     if raw.get("layer_types") is not None:
         check_layer_types(raw, layers, MIXERS, "kimi_linear")
         return raw["layer_types"]
@@ -126,7 +126,7 @@ OTHER_NAMES = {
     "n_group": ("num_expert_group", 1),
     "norm_topk_prob": ("moe_renormalize", True),
 }
-"""DeepSeek-V3's names of fields to Kimi Linear's names and defaults."""
+"""Maps DeepSeek-V3's names of fields to Kimi Linear's names and defaults."""
 KIMI_LINEAR = Family(
     model_type="kimi_linear",
     architecture="KimiLinearForCausalLM",

@@ -1,4 +1,4 @@
-"""MiniMax-M2: attention with norms over all heads, which rotates half of each; sigmoid-scored experts in all layers."""
+"""MiniMax-M2: attention with norms over all heads that rotates half of each; sigmoid-scored experts in all layers."""
 
 from weft.errors import ConversionError
 from weft.models.config import HybridConfig

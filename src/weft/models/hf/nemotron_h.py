@@ -45,7 +45,7 @@ def read(raw: Raw) -> Raw:
 
 
 def of_a_depth(raw: Raw) -> str:
-    """Return the symbols of one prediction depth. Where the newer field has its default, the older field wins."""
+    """Return the symbols of one prediction depth. If the newer field has its default, the older field applies."""
     blocks = raw.get("mtp_layers_block_type") or ["full_attention", "moe"]
     symbols = "".join(SYMBOLS.get(name, name) for name in blocks)
     return raw.get("mtp_hybrid_override_pattern", symbols) if symbols == "*E" else symbols

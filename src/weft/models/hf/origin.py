@@ -1,4 +1,4 @@
-"""The files that a model was loaded with besides its weights. They stay with the model until it is saved.
+"""The files of a loaded model besides its weights. They stay with the model until it is saved.
 
 These are config.json, the tokenizer, the chat template, the generation settings, and the weights of other parts of a
 larger model. A run keeps them in its folder `origin`, which is a converted directory without weights.
@@ -37,8 +37,10 @@ BESIDE = "beside/"
 class Origin:
     """The files of a loaded model besides its weights.
 
-    `raw`: the config.json. `files`: the contents of the other files. `beside`: the names of tensors that the text model
-    does not use; they stay in `directory` until they are copied. `ignored`: the ignored fields of config.json.
+    - `raw`: the config.json.
+    - `files`: the contents of the other files.
+    - `beside`: the names of tensors that the text model does not use. They stay in `directory` until they are copied.
+    - `ignored`: the ignored fields of config.json.
     """
 
     family: str
@@ -52,7 +54,8 @@ class Origin:
     def config_json(self, family: Family, cfg: HybridConfig, described_here: Raw) -> Raw:
         """Return the config.json for `cfg` in `family`: the original if it describes `cfg`.
 
-        Otherwise it is `described_here` with the original's fields that have the same meaning in every family.
+        Otherwise return `described_here` with those of the original's fields that have the same meaning in every
+        family.
         """
         if family.model_type == self.family:
             again = family.config(full_text_of(self.raw), family.projections(cfg), self.ignored)
@@ -62,7 +65,7 @@ class Origin:
         return {**kept, **described_here}
 
     def write_files(self, target: Path) -> None:
-        """Write the files to a directory; existing files stay."""
+        """Write the files to a directory. Files that exist are not changed."""
         for name, content in self.files.items():
             if not (path := target / name).exists():
                 path.write_bytes(content)
@@ -70,7 +73,7 @@ class Origin:
     def copy_beside(self, writer: TensorWriter, *, ours: bool = False) -> None:
         """Write the weights that the text model does not use, under their original names.
 
-        `ours`: add the prefix that they have in weft's own directory.
+        `ours`: add the prefix of such weights in weft's own directory.
         """
         if not self.beside:
             return
@@ -85,7 +88,7 @@ class Origin:
         return {"family": self.family, "config": self.raw, "spelling": spelling, "ignored": list(self.ignored)}
 
     def keep(self, folder: Path, cfg: HybridConfig) -> None:
-        """Write everything into a new folder, from which `origin_of` reads it."""
+        """Write everything into a new folder. `origin_of` reads it."""
         if (folder / OURS).exists():
             return
         make_directory(folder)
@@ -97,8 +100,10 @@ class Origin:
 
 
 def origin_of(directory: Path, ignored: Collection[str] = ()) -> Origin | None:
-    """Return the origin of the model in a directory. None: the directory is in weft's own format, and its model did not
-    come from a config.json."""
+    """Return the origin of the model in a directory.
+
+    None: the directory has weft's own format, and its model did not come from a config.json.
+    """
     files = _files_of(directory)
     if (directory / OURS).exists():
         saved = read_ours(directory)

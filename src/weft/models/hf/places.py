@@ -3,12 +3,12 @@
     Same        one tensor, unchanged; the files may store copies of it
     PerExpert   [experts, in, out] from a matrix [out, in] of each expert
     Rows        the rows of several matrices, in another order
-    Half        one half of a tensor that holds two of weft's, concatenated or interleaved
-    Part        some rows of a tensor that holds several of weft's
+    Half        one half of a tensor that holds two of weft's tensors, concatenated or interleaved
+    Part        some rows of a tensor that holds several of weft's tensors
     Turned      [experts, in, out] from one tensor [experts, out, in]
     Flat        one dimension from a tensor whose other dimensions are 1
 
-All are read by rows, so a rank reads only its shard. Values are only moved, so a tensor is written as it was read.
+All are read by rows, so a rank reads only its shard. Values are only moved: a saved tensor equals the loaded one.
 """
 
 import math
@@ -48,8 +48,8 @@ class Place(Protocol):
 
 @dataclass(frozen=True)
 class Same:
-    """One tensor, unchanged. `copies`: other names under which files may store it again; these are written too.
-    `repeats`: such names that are not written, for example the output layer of a tied model."""
+    """One tensor, unchanged. `copies`: other names under which files may store it again. These are also written.
+    `repeats`: other such names, which are not written, for example the output layer of a tied model."""
 
     name: str
     copies: tuple[str, ...] = ()
@@ -99,7 +99,7 @@ class PerExpert:
         return [self.experts, inputs, outputs]
 
     def fused(self, gated: bool) -> "Turned | Half":
-        """Return the `Place` if one tensor holds all experts. `gated`: gate and up are also one tensor."""
+        """Return the `Place` if one tensor holds all experts. `gated`: whether gate and up are also in one tensor."""
         stem, name = self.template.removesuffix(".weight").split("{}.")
         part = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}.get(name)
         if part is None or not gated:
@@ -124,8 +124,8 @@ class PerExpert:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of several matrices. `sizes`: their names to their numbers of rows. `order`: for each row of weft's tensor,
-    its index in the stacked matrices."""
+    """Rows of several matrices. `sizes`: maps the matrices' names to their numbers of rows. `order`: for each row of
+    weft's tensor, its index in the stacked matrices."""
 
     sizes: Mapping[str, int]
     order: Tensor
@@ -160,7 +160,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Turned:
-    """One tensor [experts, out, in], which weft holds as [experts, in, out]."""
+    """One tensor [experts, out, in] on disk, which is [experts, in, out] in weft."""
 
     name: str
 
@@ -185,7 +185,7 @@ class Turned:
 
 @dataclass(frozen=True)
 class Flat:
-    """One tensor with the shape `there` on disk, which weft holds in one dimension."""
+    """One tensor of the shape `there` on disk, which has one dimension in weft."""
 
     name: str
     there: tuple[int, ...]
@@ -211,7 +211,7 @@ class Flat:
 
 @dataclass(frozen=True)
 class Half:
-    """Half `part` (0 or 1) of one tensor, split along dimension `dim`.
+    """Half number `part` (0 or 1) of one tensor that is split along dimension `dim`.
 
     `by_turns`: the halves are interleaved, not concatenated. `turned`: weft swaps the last two dimensions.
     """
@@ -291,7 +291,8 @@ class Rooms(Protocol):
 
 
 def write(places: Mapping[str, Place], tensors: Iterable[tuple[str, Tensor]], rooms: Rooms) -> None:
-    """Copy weft's tensors to their places on disk. A tensor that holds several of weft's is filled part by part."""
+    """Copy weft's tensors to their places on disk. A tensor that holds several of weft's tensors is filled part by
+    part."""
     waiting: dict[str, tuple[Tensor, int]] = {}  # unfinished tensors, with the number of elements to fill
     for ours, tensor in tensors:
         place = places[ours]
@@ -315,7 +316,7 @@ def write(places: Mapping[str, Place], tensors: Iterable[tuple[str, Tensor]], ro
 
 
 def read_into(room: Tensor, place: Place, files: Any) -> None:
-    """Fill `room` with weft's tensor, some rows at a time."""
+    """Fill `room` with weft's tensor, reading some rows at a time."""
     rows = max(1, BLOCK_BYTES * room.shape[0] // max(1, room.nbytes)) if room.dim() else 1
     for start in range(0, room.shape[0], rows):
         end = min(start + rows, room.shape[0])

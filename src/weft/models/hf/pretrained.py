@@ -19,10 +19,10 @@ def from_pretrained(
     dtype: torch.dtype | None = None,
     ignored: Collection[str] = (),
 ) -> HybridModel:
-    """Load the model in a directory, in evaluation mode. `meshes`: the meshes to shard it over.
+    """Load the model in a directory, in evaluation mode.
 
-    `dtype`: the dtype of the weights; default: fp32. `ignored`: unknown fields of config.json to ignore. Raises
-    `ConversionError`.
+    `meshes`: the meshes over which the model is sharded. Default: it is not sharded. `dtype`: the dtype of the weights.
+    Default: fp32. `ignored`: unknown fields of config.json to ignore. Raises `ConversionError`.
     """
     cfg = config_of(directory, ignored=ignored)
     with torch.device("cpu" if meshes is None else "meta"):
@@ -36,5 +36,5 @@ def from_pretrained(
 
 
 def save_pretrained(model: HybridModel, directory: str | Path) -> None:
-    """Write a model with its config.json and tokenizer into a new directory, like `hf.save`. All ranks call it."""
+    """Write a model with its config.json and tokenizer into a new directory, as `hf.save` does. Collective."""
     save(model, directory)

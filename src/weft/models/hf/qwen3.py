@@ -17,7 +17,7 @@ EXPERTS: Table = {
 
 
 def ends(raw: Raw, layers: int) -> list[str]:
-    """Return the last symbol of each layer: "E", or "-" in `mlp_only_layers` and between sparse steps."""
+    """Return the last symbol of each layer: "-" in `mlp_only_layers` and between sparse steps, otherwise "E"."""
     dense, step = raw.get("mlp_only_layers") or (), raw.get("decoder_sparse_step", 1)
     if type(step) is not int or step < 1:
         raise ConversionError(f"decoder_sparse_step={step!r}: must be at least 1; with 1 every layer ends in experts")

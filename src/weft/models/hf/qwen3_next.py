@@ -19,7 +19,7 @@ OF_IMAGES = ("mrope_section", "mrope_interleaved")
 def in_proj(prefix: str, cfg: HybridConfig) -> Rows:
     """Return the `Place` of weft's input projection, whose rows are q, k, v, z, b, a, each for all heads.
 
-    On disk two matrices hold these rows, grouped by key head.
+    Two matrices on disk hold these rows, grouped by key head.
     """
     heads, shared = cfg.linear_num_key_heads, cfg.linear_num_value_heads // cfg.linear_num_key_heads
     keys, values = cfg.linear_key_head_dim, cfg.linear_value_head_dim * shared

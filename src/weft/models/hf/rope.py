@@ -16,8 +16,8 @@ WITH_FIRST_CONTEXT = ("llama3", "yarn", "longrope", "dynamic")
 def read(raw: Raw, *, theta: float = 10000.0, partial: float | None = None, unused: Iterable[str] = ()) -> Raw:
     """Return the RoPE fields of `HybridConfig`. `theta`: the family's default base.
 
-    `partial`: the default fraction of a head that is rotated, None for families that rotate only whole heads. `unused`:
-    names in the table to ignore. If the file has both tables, the older one applies, as in transformers.
+    `partial`: the default fraction of a head that is rotated. None for families that rotate only whole heads. `unused`:
+    names in the table to ignore. If the file has both tables, the older table applies, as in transformers.
     """
     return of_table(raw.get("rope_scaling") or raw.get("rope_parameters") or {}, raw, theta, partial, unused)
 
@@ -68,7 +68,7 @@ def write(cfg: HybridConfig, *, partial: bool = False) -> Raw:
 def by_layer_type(raw: Raw, theta: float, local: float) -> Raw:
     """Return the RoPE fields of `HybridConfig` for a family whose windowed layers have another base and no scaling.
 
-    `theta`, `local`: the default bases of other and of windowed layers.
+    `theta`, `local`: the default bases of layers without and with a window.
     """
     given, older = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
     if "type" in older and "rope_type" not in older:

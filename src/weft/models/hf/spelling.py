@@ -5,7 +5,7 @@ difference         name in the tables                  name in the directory
 nested text model  model.layers.0...                   model.language_model.layers.0..., config.json has text_config
 of Gemma 3         model.layers.0..., lm_head          language_model.model.layers.0..., language_model.lm_head
 state_dict() file  block_sparse_moe., backbone.        mlp., model.: the names that transformers uses in memory
-fused experts      experts.0.gate_proj.weight, ...     experts.gate_up_proj, experts.down_proj: one tensor for all
+fused experts      experts.0.gate_proj.weight, ...     experts.gate_up_proj, experts.down_proj, for all experts
 other weights      none                                image and sound weights of a larger model: `beside`
 """
 
@@ -22,16 +22,17 @@ NESTED = "model.language_model."
 OF_TEXT = (NESTED, "lm_head.", "mtp.")
 OUTSIDE = "language_model."
 UNUSED = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
-"""The names of tensors that older releases store and weft computes."""
+"""The names of tensors that older releases store, and that weft computes."""
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """The differences that one directory has.
+    """The differences between the names in one directory and those in the tables.
 
-    `nested`: names begin with `model.language_model.`. `outside`: with `language_model.`. `fused`: one tensor holds the
-    matrices of all experts. `memory`: pairs of a part of a name in the tables and the part that replaces it in the
-    directory.
+    - `nested`: names begin with `model.language_model.`.
+    - `outside`: names begin with `language_model.`.
+    - `fused`: one tensor holds the matrices of all experts.
+    - `memory`: pairs of a part of a name in the tables and the part that replaces it in the directory.
     """
 
     nested: bool = False
@@ -40,7 +41,7 @@ class Spelling:
     outside: bool = False
 
     def theirs(self, name: str) -> str:
-        """Return the name in the directory, from a name in the tables."""
+        """Return the name in the directory of a name in the tables."""
         for disk, memory in self.memory:
             name = name.replace(disk, memory)
         if self.nested and name.startswith("model."):
@@ -48,7 +49,7 @@ class Spelling:
         return OUTSIDE + name if self.outside else name
 
     def canonical(self, name: str) -> str | None:
-        """Return the name in the tables, from a name in the directory; None if the text model has no such tensor."""
+        """Return the name in the tables of a name in the directory, or None if the text model has no such tensor."""
         if UNUSED.search(name) or (self.nested and not name.startswith(OF_TEXT)):
             return None
         if self.outside and not name.startswith(OUTSIDE):
@@ -71,7 +72,7 @@ def spelling_of(family: Family, names: Iterable[str]) -> Spelling:
 
 
 class Spelled:
-    """The tensors of a directory under the names of the tables, without those that the text model does not use."""
+    """The tensors of a directory that the text model uses, under the names of the tables."""
 
     def __init__(self, files: Any, spelling: Spelling) -> None:
         self.files, self.spelling = files, spelling
@@ -88,7 +89,7 @@ class Spelled:
         return self.files[self._names.get(name, name)]
 
     def dtype(self, name: str) -> Any:
-        """Return the dtype of a tensor. Raises `ConversionError` if it cannot be that of a weight."""
+        """Return the dtype of a tensor. Raises `ConversionError` if weights cannot have this dtype."""
         return self.files.dtype(self._names.get(name, name))
 
     @property
@@ -106,7 +107,7 @@ def text_of(raw: Raw) -> Raw:
 def full_text_of(raw: Raw) -> Raw:
     """Return `text_of(raw)` with the fields that the larger model sets for all parts.
 
-    Raises `ConversionError` if they conflict.
+    Raises `ConversionError` if the fields conflict.
     """
     text = text_of(raw)
     if text is raw:

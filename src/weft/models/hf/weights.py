@@ -27,10 +27,10 @@ from weft.models.model import HybridModel
 def load(model: HybridModel, directory: str | Path, *, ignored: Collection[str] = ()) -> None:
     """Fill the weights of `model`, sharded or not, from a directory. Each rank reads only its shard.
 
-    Weights keep the dtype that they have in `model`. The other files (config.json, tokenizer, generation settings)
-    are kept as `model.origin`. `ignored`: unknown fields of config.json to ignore. Raises `ConversionError`, before any
+    Weights keep the dtype that they have in `model`. The other files (config.json, tokenizer, generation settings) are
+    kept as `model.origin`. `ignored`: unknown fields of config.json to ignore. Raises `ConversionError`, before any
     weight is filled, if the directory holds a model of another configuration, or if a tensor is missing, unused, of
-    another shape or of a dtype that weights cannot have.
+    another shape, or of a dtype that weights cannot have.
     """
     directory = Path(directory)
     cfg = config_of(directory, ignored=ignored)
@@ -48,12 +48,12 @@ def load(model: HybridModel, directory: str | Path, *, ignored: Collection[str] 
 
 @torch.no_grad()
 def save(model: HybridModel, directory: str | Path, model_type: str | None = None) -> None:
-    """Write `model`, sharded or not, as a Hugging Face directory of the family `model_type`, or of one that fits.
+    """Write `model`, sharded or not, as a directory of Hugging Face files. Collective.
 
-    A loaded model keeps its family, its config.json except the dtype, and its tokenizer and generation files. All ranks
-    call it and gather one weight at a time; rank 0 writes. Raises `ConversionError` if no family can represent the
-    model, or if the directory cannot be created or already contains a model, whose files could be mistaken for the new
-    ones.
+    `model_type`: the family to write. Default: the family from which the model was loaded, or one that can represent
+    it. A loaded model keeps its config.json, except for the dtype, and its tokenizer and generation files. All ranks
+    gather one weight at a time, and rank 0 writes. Raises `ConversionError` if no family can represent the model, if
+    the directory cannot be created, or if it already contains a model: old files could be mistaken for new ones.
     """
     if model.cut is not None and model.cut.ranks > 1:
         raise ConversionError(
@@ -78,7 +78,7 @@ def save(model: HybridModel, directory: str | Path, model_type: str | None = Non
 
 
 def with_dtype(raw: Raw, dtype: torch.dtype) -> Raw:
-    """Return a copy of the config.json `raw` that names `dtype` as that of the weights."""
+    """Return a copy of the config.json `raw` with `dtype` as the dtype of the weights."""
     name = str(dtype).removeprefix("torch.")
     raw = {**raw, "torch_dtype" if "torch_dtype" in raw else "dtype": name}
     if text_of(raw) is not raw:
@@ -87,7 +87,7 @@ def with_dtype(raw: Raw, dtype: torch.dtype) -> Raw:
 
 
 def check_complete(places: Mapping[str, Place], files: Any) -> None:
-    """Raise `ConversionError` unless `files` has exactly the tensors of `places`."""
+    """Raise `ConversionError` if the tensors of `files` are not exactly those of `places`."""
     wanted = {name for place in places.values() for name in place.names}
     complaints = []
     if missing := wanted - set(files):
@@ -100,9 +100,9 @@ def check_complete(places: Mapping[str, Place], files: Any) -> None:
 
 
 def check_fits(shapes: Mapping[str, list[int]], places: Mapping[str, Place], files: Any) -> None:
-    """Raise `ConversionError` unless `files` has exactly the tensors of `places`, with these shapes and valid dtypes.
+    """Raise `ConversionError` if `files` lacks a tensor of `places`, or has another tensor, a wrong shape or dtype.
 
-    `shapes`: those of this rank's tensors, which with pipeline stages are a part of `places`.
+    `shapes`: the shapes of this rank's tensors. With pipeline stages, these are a part of `places`.
     """
     check_complete(places, files)
     for name, wanted in shapes.items():
@@ -136,7 +136,7 @@ class Renamed:
 def _prepare(directory: Path) -> None:
     """Create the directory, or raise `ConversionError` on all ranks.
 
-    Only rank 0 checks the directory: it may begin to write before others could check.
+    Only rank 0 checks the directory, because it may begin to write before other ranks have checked.
     """
     refusal: ConversionError | None = None
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -181,7 +181,7 @@ def _whole(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _parts(name: str, tensor: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """Yield this rank's pieces of `tensor`, each with its offsets in the whole tensor."""
+    """Yield this rank's pieces of `tensor`, each with its offset in the whole tensor."""
     if not isinstance(tensor, DTensor):
         yield (0,) * max(tensor.dim(), 1), tensor
         return

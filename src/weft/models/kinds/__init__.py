@@ -19,7 +19,7 @@ from weft.models.kinds.trunk import KINDS_OF, Trunk
 
 @dataclasses.dataclass(frozen=True)
 class Kinds(Experts, MLP, KimiDelta, DeltaNet, Parallel, Mamba2, LatentAttention, Attention):
-    """The fields of all kinds; those of the last base are first."""
+    """The fields of all kinds of layers. The fields of the last base come first."""
 
 
 KINDS = {KINDS_OF[each].symbol: KINDS_OF[each] for each in reversed(Kinds.__bases__)}
@@ -29,7 +29,7 @@ CLASSES: list[type[Trunk]] = [each for each in reversed(Kinds.__mro__) if issubc
 
 
 def classes_of(symbols: str) -> list[type[Trunk]]:
-    """Return the classes whose fields a pattern with these `symbols` uses, `Trunk` among them."""
+    """Return the classes whose fields a pattern with these `symbols` uses, including `Trunk`."""
     used = [each for each in CLASSES if each in KINDS_OF and KINDS_OF[each].symbol in symbols]
     return [each for each in CLASSES if each is Trunk or any(issubclass(kind, each) for kind in used)]
 

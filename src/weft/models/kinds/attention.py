@@ -104,7 +104,7 @@ class Attention(AnyAttention, kind=KIND):
         return int(self.attention_head_dim * self.partial_rotary_factor)
 
     def window_of(self, number: int) -> int | None:
-        """Return the window of layer `*` with that number, in positions; None: no window."""
+        """Return the window of layer `*` number `number`, in positions. None: it has no window."""
         return self.sliding_window if self.windowed is None or number in self.windowed else None
 
     def check(self) -> None:

@@ -35,7 +35,7 @@ def is_number(value: Any) -> bool:
 
 
 def any_value(default: Any) -> Any:
-    """Declare a field without a rule; the `check` of its class may have one."""
+    """Declare a field without a rule. The `check` of its class may have one."""
     return declared(default, lambda value: True, "")
 
 
@@ -97,7 +97,7 @@ def check_values(configuration: Any) -> None:
 
 
 def require(configuration: Any, name: str, fits: bool, rule: str) -> None:
-    """Raise `ValueError` with the value and rule of field `name` unless it `fits`."""
+    """Raise `ValueError` with the value and the rule of field `name`, if not `fits`."""
     if not fits:
         raise ValueError(f"{name}={getattr(configuration, name)!r}: {name} must be {rule}")
 

@@ -9,7 +9,7 @@ from weft.moe.kinds import ACTS, GATED, Clamp
 
 @dataclass(frozen=True)
 class AnyMLP(Trunk):
-    """The fields of all MLPs, experts included."""
+    """The fields of all MLPs, including experts."""
 
     hidden_act: str = choice("silu", ACTS)
     """Activation of all MLPs: "silu" (SwiGLU), "clamped_swiglu" (SwiGLU with clamped inputs), "gelu_tanh" (GEGLU, GELU

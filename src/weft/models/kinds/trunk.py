@@ -33,15 +33,16 @@ class Kind(NamedTuple):
 
 
 KINDS_OF: dict[type, Kind] = {}
-"""The kind of layer of each class that declares the fields of one."""
+"""The kind of layer of each class that declares the fields of a kind."""
 
 
 @dataclass(frozen=True)
 class Trunk:
     """The fields of the model outside of its layers.
 
-    A subclass declares the fields of one kind of layer (`class Mamba2(Trunk, kind=Kind("M", ...))`), or fields that
-    several kinds share, which are then its subclasses. Its `check` has the rules that involve several fields.
+    A subclass declares the fields of one kind of layer (`class Mamba2(Trunk, kind=Kind("M", ...))`). Fields that
+    several kinds share are declared in a common base of these kinds. The `check` of a class has the rules that involve
+    several fields.
     """
 
     pattern: str = any_value("M[*-]M[*E]")

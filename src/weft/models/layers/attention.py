@@ -31,7 +31,7 @@ Where = tuple[int, Borders | None]
 
 
 class Attention(Block):
-    """Grouped-query attention. Its state has the keys and values so far, [B, T, heads, C]."""
+    """Grouped-query attention. Its state has the keys and values of earlier positions, [B, T, heads, C]."""
 
     graph_scopes: ClassVar = {"forward": ("attn", None)}
 
@@ -58,12 +58,12 @@ class Attention(Block):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the initial sinks; the parts reset their own parameters."""
+        """Set the initial sinks. The parts reset their own parameters."""
         if self.sinks is not None:
             (self.source / "sinks").normal_(self.sinks, INITIAL_STD)
 
     def share(self, ranks: TensorRanks) -> None:
-        """Keep this rank's part of the heads, like `Block.share`."""
+        """Keep this rank's part of the heads, as `Block.share` does."""
         super().share(ranks)
         self.heads //= ranks.size
         self.key_value_heads = max(1, self.key_value_heads // ranks.size)
@@ -73,7 +73,7 @@ class Attention(Block):
                 norm.mean_over_ranks = partial(ranks.mean, first=0, count=ranks.size)
 
     def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
-        """Compute the attention of normalized input [B, S, D], as `Block.mix`."""
+        """Compute the attention of the normalized input [B, S, D]; see `Block.mix`."""
         how: dict[str, Any] = {"scale": self.scale, "window": self.window, "sinks": part(self, "sinks")}
         where = positions_of(documents, state["k"].shape[1] if state else 0, x_BSD)
         others = None
@@ -94,7 +94,7 @@ class Attention(Block):
     def _over(
         self, slices: Slices, parts: tuple[Tensor, Tensor], how: dict[str, Any]
     ) -> tuple[Gathered | Exchanged, Callable[..., Tensor]]:
-        """Start to gather or exchange keys and values; return the transfer, and the attention function for it."""
+        """Start to gather or exchange keys and values. Return the transfer, and the attention function for it."""
         if not self.exchanges:
             if self.window is None or not 1 < self.window <= slices.width:
                 return Gathered(slices.gathering, *parts), partial(attention_over, slices, **how)
@@ -131,7 +131,7 @@ class Attention(Block):
 
 
 def remembered(state: State | None, **new: Tensor) -> list[Tensor]:
-    """Append each of `new`, [B, S, ...], to the tensor of that name in `state`; return the results, [B, T, ...]."""
+    """Append each of `new`, [B, S, ...], to the tensor of its name in `state`. Return the results, [B, T, ...]."""
     if state is None:
         return list(new.values())
     for name, tensor in new.items():
@@ -151,8 +151,8 @@ def attention_over(
 ) -> Tensor:
     """Compute attention of the queries of this rank's slices to the keys and values of the whole rows.
 
-    `before`: keys and values are those of `Slices.haloing`, with so many positions before each slice. `how`: options of
-    `causal_attention`. Returns [B, S, H, C of v].
+    `before`: keys and values are those of `Slices.haloing`, with this number of positions before each slice. `how`:
+    options of `causal_attention`. Returns [B, S, H, C of v].
     """
     q_NHC, k_NHC, v_NHC = (each.flatten(0, 1) for each in (q_BSHC, k_BTHC, v_BTHC))
     found, places = [q_NHC.new_zeros(0, q_BSHC.shape[2], v_BTHC.shape[3])], []
@@ -173,8 +173,8 @@ def attention_over(
 def attention_within(documents: Documents | None, q_BSHC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor, **how: Any) -> Tensor:
     """Compute `causal_attention`, separately for each document if `documents` are given. `how`: its options.
 
-    Documents of one length are computed together. The cost is the sum of the squared lengths. At padding positions the
-    result is 0.
+    Documents of the same length are computed together. The cost is the sum of the squared lengths. At padding positions
+    the result is 0.
     """
     if documents is None:
         return causal_attention(q_BSHC, k_BTHC, v_BTHC, **how)
@@ -202,10 +202,10 @@ def causal_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute softmax attention of the last S of T positions, each to itself and to earlier ones.
+    """Compute softmax attention of the last S of T positions. Each position sees itself and earlier positions.
 
-    `scale`: None is C^-0.5. `window`: the number of positions that a query sees, including its own; None: all.
-    `sinks` [H]: a score per head that takes part in the softmax and has no value. Returns [B, S, H, C of v].
+    `scale`: default C^-0.5. `window`: the number of positions that a query sees, including its own. None: all. `sinks`
+    [H]: a score per head that takes part in the softmax and has no value. Returns [B, S, H, C of v].
     """
     queries, seen = q_BSHC.shape[1], k_BTHC.shape[1]
     if window is not None:
@@ -262,7 +262,7 @@ _bands: dict[tuple[int, int, int, torch.dtype, torch.device], Tensor] = {}
 
 
 def _band(window: int, size: int, first: int, like: Tensor) -> Tensor:
-    """Return the mask added to a block's scores, [size, first + size + window - 1]: 0 in the window, else -inf.
+    """Return the mask added to a block's scores, [size, first + size + window - 1]: 0 in the window, otherwise -inf.
 
     The `first` columns are 0 for all queries. All layers and steps share one mask, so autograd saves no copy per layer.
     """
@@ -290,7 +290,7 @@ def _attend(
     scale: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Compute attention with a mask of visible positions (bool) or of numbers added to scores; None: causal.
+    """Compute attention with a mask of visible positions (bool), or of numbers added to scores. None: causal.
 
     With sinks, the first column of the mask is that of the sinks.
     """
@@ -319,7 +319,7 @@ def _step(q_B1HC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor, scale: float | None) -
 
 
 CHANNELS = 8
-"""The channels added to a head for its sink. CUDA kernels copy heads whose width is not a multiple of this number."""
+"""The number of channels added to a head for its sink. CUDA kernels copy heads whose width is not a multiple of it."""
 
 
 def _with_sinks(

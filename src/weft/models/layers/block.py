@@ -19,13 +19,14 @@ from weft.moe.recompute import recomputed
 from weft.moe.source import INITIAL_STD, WeightSource
 
 State = dict[str, Tensor]
-"""What one block caches of earlier positions, such as keys and values, by name; empty before the first position."""
+"""The tensors that one block caches of earlier positions, by name, such as keys. Empty before the first position."""
 Cache = dict[nn.Module, State]
-"""The state of each block of a model; of the model itself the tokens so far, if the rotation depends on the length."""
+"""The state of each block of a model. If the rotation depends on the length, also the tokens so far, under the
+model."""
 
 
 class Beside(NamedTuple):
-    """Modules and numbers that a layer receives from its stack."""
+    """The modules and numbers that a layer receives from its stack."""
 
     rotary: RotaryEmbedding | None
     """The rotary embedding that all attention of the stack shares."""
@@ -42,8 +43,8 @@ UNNUMBERED = -1
 class Embedding(nn.Embedding):
     """One vector per token; [...] int64 -> [..., hidden].
 
-    `padding_idx`: a token whose vector receives no gradient from the embedding. With tensor parallelism (`ranks`), each
-    rank has the vectors of some tokens and returns the vectors of its positions: [B, S] -> [B, S / tp, hidden].
+    `padding_idx`: a token whose vector gets no gradient from the embedding. With tensor parallelism (`ranks`), each
+    rank has the vectors of some tokens, and returns the vectors of its positions: [B, S] -> [B, S / tp, hidden].
     """
 
     ranks: TensorRanks | None = None
@@ -71,10 +72,11 @@ class Embedding(nn.Embedding):
 
 
 class Block(nn.Module):
-    """A residual layer: `x + post_norm(mix(norm(x)))`, with the norms that `norm_order` names.
+    """A residual layer: `x + post_norm(mix(norm(x)))`. `norm_order` says which of the two norms it has.
 
     Each kind of layer implements `mix` and is constructed as `kind(cfg, source, beside)`. With tensor parallelism
-    (`ranks`), `forward` takes a part of the positions; `mix` takes all and returns a summand of the sum over the ranks.
+    (`ranks`), `forward` takes a part of the positions. `mix` takes all positions, and returns a summand of the sum over
+    the ranks.
     """
 
     graph_scopes: ClassVar[dict[str, tuple[str, Any]]] = {}
@@ -91,7 +93,7 @@ class Block(nn.Module):
     def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
         """Return the output [B, S, D], before the residual sum, for the normalised input `x_BSD`.
 
-        With a state, `x_BSD` are the positions after the cached ones, and are added to it. With `documents`, no
+        With a state, `x_BSD` are the positions after the cached ones, and are added to the state. With `documents`, no
         position depends on another document.
         """
         raise NotImplementedError
@@ -125,12 +127,12 @@ class Block(nn.Module):
 
 
 def scattered(ranks: TensorRanks | None, x_BSD: Tensor) -> Tensor:
-    """Sum `x_BSD` over the ranks and return this rank's positions; without `ranks` return `x_BSD`."""
+    """Sum `x_BSD` over the ranks and return this rank's positions. Without `ranks`, return `x_BSD`."""
     return x_BSD if ranks is None else ranks.scatter(x_BSD)
 
 
 def norms_of(cfg: HybridConfig) -> tuple[RMSNorm | None, RMSNorm | None]:
-    """Return the norms of a layer's input and of its output, None for those that `norm_order` leaves out."""
+    """Return the norms of a layer's input and of its output. A norm that `norm_order` leaves out is None."""
 
     def norm(orders: tuple[str, str]) -> RMSNorm | None:
         if cfg.norm_order not in orders:

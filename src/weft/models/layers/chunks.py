@@ -1,7 +1,7 @@
 """Divides sequences into chunks of equal length, for recurrences with a decay.
 
-Within a chunk a position reads earlier ones, weighted by the decay between them. A state carries the rest from chunk
-to chunk. At the border of a document the decay is 0, so that documents are independent.
+Within a chunk a position reads earlier positions, weighted by the decay between the two. A state carries earlier chunks
+to the next chunk. At the border of a document the decay is 0, so that documents are independent.
 """
 
 import math
@@ -31,9 +31,9 @@ def chunked_numbers(numbers_BS: Tensor, length: int) -> Tensor:
 
 
 def entering(numbers_BKL: Tensor, before_B: Tensor | None) -> Tensor:
-    """Return the document of the state before each chunk and after the last one, [B, K + 1].
+    """Return the document of the state before each chunk and after the last chunk, [B, K + 1].
 
-    `before_B`: the document of the position before the first; None: there is no such position.
+    `before_B`: the document of the position before the first. None: there is no such position.
     """
     ends_BK = numbers_BKL[..., -1]
     first_B1 = torch.full_like(ends_BK[:, :1], NOTHING) if before_B is None else before_B[:, None]
@@ -41,9 +41,9 @@ def entering(numbers_BKL: Tensor, before_B: Tensor | None) -> Tensor:
 
 
 def summed(log_decay: Tensor, numbers: Tensor | None = None) -> Tensor:
-    """Return cumulative sums along the last dimension, with the `numbers` of documents from the start of each document.
+    """Return cumulative sums along the last dimension. With `numbers`, sums restart at each document.
 
-    No number of another document enters a sum, so that its rounding does not either.
+    No number of another document enters a sum, not even by its rounding. `numbers`: the document of each position.
     """
     if numbers is None:
         return log_decay.cumsum(-1)
@@ -57,7 +57,7 @@ def summed(log_decay: Tensor, numbers: Tensor | None = None) -> Tensor:
 
 
 def between(log_decay: Tensor, numbers: Tensor | None = None) -> Tensor:
-    """Return the decay from position j to position i, [..., L (i), L (j)]; 0 for j > i and between documents.
+    """Return the decay from position j to position i, [..., L (i), L (j)]. It is 0 for j > i and between documents.
 
     `log_decay` [..., L]: the log of the decay since the start. `numbers`: the document of each position.
     """

@@ -15,7 +15,7 @@ from weft.moe.source import WeightSource
 
 
 class CausalConvolution(nn.Module):
-    """[B, S, channels] -> [B, S, channels]; its state is the last K - 1 inputs.
+    """Causal convolution; [B, S, channels] -> [B, S, channels]. Its state is the last K - 1 inputs.
 
     The weight is [channels, 1, K], as in torch.nn.Conv1d.
     """
@@ -28,7 +28,7 @@ class CausalConvolution(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise the weight uniformly, with the bounds of torch.nn.Conv1d, and the bias with zeros."""
+        """Initialise the weight uniformly, within the bounds of torch.nn.Conv1d, and the bias with zeros."""
         bound = self.weight.shape[-1] ** -0.5
         self.source.uniform_(self.weight, -bound, bound)
         if self.bias is not None:

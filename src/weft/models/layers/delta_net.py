@@ -4,10 +4,10 @@ S_t = exp(g_t) S_(t-1)                       the state [dk, dv] of each head, in
 S_t = S_t + beta_t k_t (v_t - S_t^T k_t)^T   the value stored under key k_t moves towards v_t
 o_t = S_t^T q_t
 
-`delta_stepwise` computes these three lines. `delta_chunked` computes the same in chunks of L positions: the updates in
-a chunk depend on each other by a triangular system (the UT transform, arXiv:2406.06484, section 3), which is solved
-for all chunks at once; only the states are computed chunk after chunk. With the numbers of documents, the decay into
-the first position of each is 0.
+`delta_stepwise` computes these three lines. `delta_chunked` computes the same in chunks of L positions. The updates in
+a chunk depend on each other by a triangular system (the UT transform, arXiv:2406.06484, section 3). This system is
+solved for all chunks at once. Only the states are computed chunk after chunk. With the numbers of documents, the decay
+into the first position of each document is 0.
 
 The decay g is one number per head, or one number per channel of a head's key (`kimi_delta`).
 
@@ -37,7 +37,7 @@ from weft.moe.source import WeightSource
 
 CHUNK = 64
 CHUNK_OF_CHANNELS = 16
-"""The chunk length if each channel has a decay: smaller, because the decay between two positions is then a vector."""
+"""The chunk length if each channel has a decay. It is smaller, because the decay between two positions is a vector."""
 TINY = 1e-6
 """Added to the squared length of a key or query before its root."""
 
@@ -46,8 +46,8 @@ class GatedDeltaNet(Block):
     """The gated delta net layer: projection, short convolution, delta rule, gated norm, projection.
 
     `in_proj` gives q, k, v, the output gate z, and per value head b and a: beta = sigmoid(b), g = -exp(A_log)
-    softplus(a + dt_bias). Keys are scaled to length 1, queries to length dk^-0.5. The state for decoding is
-    S [B, value heads, dk, dv] and that of the convolution.
+    softplus(a + dt_bias). Keys are scaled to length 1, queries to length dk^-0.5. The state for decoding has S [B,
+    value heads, dk, dv] and the state of the convolution.
     """
 
     graph_scopes: ClassVar = {"forward": ("mamba", None)}
@@ -147,7 +147,7 @@ def delta_chunked(
 ) -> tuple[Tensor, Tensor]:
     """Compute the result of `delta_stepwise` by matrix products over chunks.
 
-    `slices`: each row is one slice of a document; the state before it comes from earlier slices on other context ranks.
+    `slices`: each row is one slice of a document. The state before it comes from earlier slices on other context ranks.
     """
     before_B = None
     if slices is not None:
@@ -229,9 +229,9 @@ def _products(rows: Tensor, columns: Tensor, decay: Tensor) -> Tensor:
 def _prepared(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the arguments in at least fp32; keys are scaled to length 1, queries to length dk^-0.5.
+    """Return the arguments in at least fp32. Keys are scaled to length 1, queries to length dk^-0.5.
 
-    A missing state becomes zeros; `g` gets a last dimension if each head has one decay.
+    A missing state becomes zeros. If each head has one decay, `g` gets a last dimension.
     """
     dtype = torch.promote_types(g.dtype, torch.float32)
     q, k = (each * (each.square().sum(-1, keepdim=True) + TINY).rsqrt() for each in (q.to(dtype), k.to(dtype)))

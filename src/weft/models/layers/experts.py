@@ -1,4 +1,4 @@
-"""The mixture of experts as a layer: `x + post_norm(moe(norm(x)))`, with the norms that `norm_order` names."""
+"""The mixture of experts as a layer: `x + post_norm(moe(norm(x)))`. `norm_order` says which of the two norms it has."""
 
 from typing import ClassVar
 
@@ -20,8 +20,8 @@ from weft.overlap import Crossing
 class Experts(MoE):
     """The mixture of experts at the end of a logical layer.
 
-    With tensor parallelism, either `ranks` is set, and each rank computes a part of every expert for all positions, or
-    `positions` is set, and each rank computes whole experts for its own positions.
+    With tensor parallelism, either `ranks` or `positions` is set. With `ranks`, each rank computes a part of every
+    expert for all positions. With `positions`, each rank computes whole experts for its own positions.
     """
 
     ranks: TensorRanks | None = None
@@ -70,7 +70,7 @@ class Experts(MoE):
             self.router.share_positions(ranks.stacked)
 
     def recompute(self) -> None:
-        """Recompute activations in backward; inside the experts' graph if `weft.Graphs` can capture them."""
+        """Recompute activations in backward, inside the graph of the experts if `weft.Graphs` can capture them."""
         if self.experts.has_fixed_rows and self.ranks is None:
             self.experts.recomputes = True
         else:
@@ -100,13 +100,13 @@ class Experts(MoE):
         return [self.experts]
 
     def compute(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        """Run the experts on sorted rows, and gather the rows again in backward instead of saving them."""
+        """Run the experts on sorted rows. Backward gathers the rows again, so that they need not be saved."""
         with Rows(self.ranks, rows) as kept:
             output = super().compute(kept.whole, offsets)
         return kept.before(output)
 
     def join(self, rows: Tensor, kept: dict[str, Tensor], handle: Handle) -> Tensor:
-        """Weight the experts' output rows, sum them per token and add the residual stream; return [B, S, D]."""
+        """Weight the experts' output rows, sum them per token, and add the residual stream. Return [B, S, D]."""
         goes, residual, shared = handle.permutation, kept["residual"], kept.get("shared")
         if goes is None or isinstance(handle, Halves) or self.ranks is not None:
             return self._added(residual, self.receive(rows, kept.get("weights"), shared, handle))

@@ -1,12 +1,12 @@
 """Attention over context ranks: a block gathers keys and values of all positions, or exchanges positions for heads.
 
-    gathered    forward     gather keys and values     under it: queries               attention
-                backward    gather them again          under it: last projection       recompute attention, its backward
+    gathered    forward     gather keys and values     meanwhile: queries              attention
+                backward    gather them again          meanwhile: last projection      recompute attention, its backward
 
-    exchanged   forward     send keys and values       under it: queries, send them    attention, send its output back
+    exchanged   forward     send keys and values       meanwhile: queries, send them   attention, send its output back
 
-Gathered keys and values, masks and scores over whole rows are not saved for backward: a rank saves its own positions
-only. With exchanged heads, a rank saves its heads at all positions, which take as much memory.
+Gathered keys and values, masks and scores over whole rows are not saved for backward. A rank saves only its own
+positions. With exchanged heads, a rank saves its heads at all positions. Both take the same memory.
 """
 
 import math
@@ -21,7 +21,7 @@ from weft.models.layers.positions import Positions
 
 
 class Gathered:
-    """Keys and values of all context ranks: starts `gather(*parts)` of this rank's `parts` [B, S, ...].
+    """Keys and values of all context ranks. The constructor starts `gather(*parts)` of this rank's `parts` [B, S, ...].
 
     If hooks on saved tensors are active, such as those of a checkpoint around the block, they decide what is saved.
     """
@@ -46,7 +46,8 @@ class Gathered:
         return checkpoint(run, queries, *self._parts, use_reentrant=False, preserve_rng_state=False)
 
     def before(self, output: Tensor) -> Tensor:
-        """Return `output`, computed from the result of `attend`; backward starts the next gather at its gradient."""
+        """Return `output`, which is computed from the result of `attend`. Backward starts the next gather at its
+        gradient."""
         if self._parts and output.requires_grad:
             output.register_hook(self._send)
         return output
@@ -59,9 +60,11 @@ class Gathered:
 
 
 class Exchanged:
-    """Starts to send keys and values [B, 2 width, heads, C] of this rank's slices to the ranks of their heads.
+    """The heads of this rank at all positions. The constructor starts to send keys and values to the ranks of their
+    heads.
 
-    `heads`: the number of query heads. With fewer key heads than ranks, several ranks get the same head.
+    The keys and values are [B, 2 width, heads, C], at the positions of this rank's slices. `heads`: the number of query
+    heads. With fewer key heads than ranks, several ranks get the same head.
     """
 
     def __init__(self, slices: Slices, heads: int, *parts: Tensor) -> None:
@@ -84,7 +87,7 @@ class Exchanged:
         return self._slices.exchanging_back(attention(*coming(), *parts))()
 
     def before(self, output: Tensor) -> Tensor:
-        """Return `output`: backward needs no further communication here."""
+        """Return `output`. Backward needs no further communication here."""
         return output
 
 

@@ -99,7 +99,7 @@ def _refuse_slices(asked: str, place: tuple[str, str, str]) -> None:
 
 
 def _not_for_fla(q: Tensor) -> str:
-    """Return why fla does not accept such queries; empty if it does."""
+    """Return why fla does not accept such queries, or "" if it accepts them."""
     if q.dtype not in HALVES:
         return f"it computes in half precision, but the tensors are {str(q.dtype).removeprefix('torch.')}"
     if q.shape[-1] > WIDEST:
@@ -124,7 +124,7 @@ def _chosen(asked: str, place: tuple[str, str, str], x: Tensor, unfit: str = "")
 
 @cache
 def _found(place: tuple[str, str, str]) -> tuple[Callable[..., Any] | None, str]:
-    """Import a kernel; return it, or None and the reason why it is missing."""
+    """Import a kernel and return it, or None and the reason why it is missing."""
     name, module, function = place
     try:
         return getattr(importlib.import_module(module), function), ""

@@ -34,7 +34,7 @@ class KimiDelta(Block):
 
     `in_proj` gives q, k, v, per head b, and the latents of decay and gate: beta = sigmoid(b), g = -exp(A_log)
     softplus(f_proj(latent) + dt_bias) for each channel. Keys are scaled to length 1, queries to length C^-0.5. The
-    state for decoding is S [B, H, C, C] and that of the convolution.
+    state for decoding has S [B, H, C, C] and the state of the convolution.
     """
 
     graph_scopes: ClassVar = {"forward": ("mamba", None)}

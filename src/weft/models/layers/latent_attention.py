@@ -1,11 +1,11 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
-q         = W_qb norm(W_qa x)     per head: a part without rotation, and one that is rotated
+q         = W_qb norm(W_qa x)     per head: a part without rotation, and a rotated part
 c, k_rope = W_kva x               a latent, and one rotated key that all heads share
-k, v      = W_kvb norm(c)         per head: its own part of the key, and the value
+k, v      = W_kvb norm(c)         per head: the part of the key without rotation, and the value
 y         = W_o softmax(scale [q ; q_rope] [k ; k_rope]^T) v
 
-Decoding caches norm(c) and k_rope only, and expands neither: with W_kvb = [W_k; W_v] for each head,
+Decoding caches only norm(c) and k_rope, and does not expand them: with W_kvb = [W_k; W_v] for each head,
 q (W_k c) = (W_k^T q) c, and the output is W_v (softmax(...) c). A step costs T x rank for each head.
 """
 
@@ -26,11 +26,11 @@ from weft.moe.linear import Linear
 from weft.moe.source import WeightSource
 
 LATENT_NORM_EPS = 1e-6
-"""Epsilon of the norms of both latents. It is fixed, because all published models use it."""
+"""Epsilon of the norms of both latents. All published models use this value."""
 
 
 class LatentAttention(Block):
-    """Multi-head latent attention; caches the latents [B, T, rank] and the shared keys [B, T, 1, rotated].
+    """Multi-head latent attention. It caches the latents [B, T, rank] and the shared keys [B, T, 1, rotated].
 
     If `q_lora_rank` is None, one projection computes the queries.
     """
@@ -104,7 +104,7 @@ class LatentAttention(Block):
         return torch.cat((k_BTHC, k_rope_BT1C.expand(-1, -1, self.heads, -1)), dim=-1), v_BTHC
 
     def _step(self, q_B1HC: Tensor, latent_BTR: Tensor, k_rope_BT1C: Tensor) -> Tensor:
-        """Return the attention of the last position, computed without expanding the latents; [B, 1, H, C of v]."""
+        """Return the attention of the last position without expanding the latents, [B, 1, H, C of v]."""
         of_keys_HCR, of_values_HCR = self.kv_b_proj.weight.unflatten(0, (self.heads, -1)).split(self.up_widths, dim=1)
         q_BHC, q_rope_BHC = q_B1HC[:, 0].split(self.key_widths, dim=-1)
         q_BHR = torch.einsum("bhc,hcr->bhr", q_BHC, of_keys_HCR)

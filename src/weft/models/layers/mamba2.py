@@ -4,8 +4,8 @@ h_t = exp(dt_t A) h_(t-1) + dt_t x_t B_t^T      h [P, N] for each head, in fp32
 y_t = h_t C_t + D x_t
 
 Heads in a group share B and C. `ssd_stepwise` computes these two lines. `ssd_chunked` computes the same in chunks of
-L positions: within a chunk as attention with a decay, y = (C B^T * exp(sums of dt A)) (dt x), and between chunks by
-the state. With the numbers of documents, the decay into the first position of each is 0.
+L positions: within a chunk as attention with a decay, y = (C B^T * exp(sums of dt A)) (dt x), and between chunks with
+the state. With the numbers of documents, the decay into the first position of each document is 0.
 
 Shapes in names: H heads, P width of a head, G groups, N state, K chunks, L positions of a chunk, R heads of a group.
 """
@@ -36,13 +36,13 @@ from weft.moe.source import WeightSource
 class Mamba2(Block):
     """The Mamba-2 layer: projection, short convolution, state space, gated norm, projection.
 
-    dt = softplus(W x + dt_bias), clamped to `time_step_limit_*`. The state for decoding is h [B, H, P, N] and that of
-    the convolution.
+    dt = softplus(W x + dt_bias), clamped to `time_step_limit_*`. The state for decoding has h [B, H, P, N] and the
+    state of the convolution.
     """
 
     graph_scopes: ClassVar = {"forward": ("mamba", None)}
     multipliers: Sequence[float] | None = None
-    """Factors of the parts of the projection: gate, x, B, C and step; None: all 1."""
+    """Factors of the parts of the projection: gate, x, B, C and step. None: all are 1."""
 
     def __init__(self, cfg: HybridConfig, source: WeightSource, beside: Beside) -> None:
         super().__init__(cfg)
@@ -135,9 +135,9 @@ def ssd_stepwise(
     chunk_size: int | None = None,
     numbers_BS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the recurrence position after position; return y [B, S, H, P] fp32 without D x, and the last state.
+    """Compute the recurrence position after position. Return y [B, S, H, P] fp32 without D x, and the last state.
 
-    `numbers_BS`: the number of each position's document; the first position starts a document.
+    `numbers_BS`: the number of each position's document. The first position starts a document.
     """
     x, dt, A, B, C, h = _wide(x_BSHP, dt_BSH, A_H, B_BSGN, C_BSGN, state_BHPN)
     B, C = (each.repeat_interleave(x.shape[2] // each.shape[2], dim=2) for each in (B, C))
@@ -165,7 +165,7 @@ def ssd_chunked(
 ) -> tuple[Tensor, Tensor]:
     """Compute the result of `ssd_stepwise` by matrix products over chunks.
 
-    `slices`: each row is one slice of a document; the state before it comes from earlier slices on other context ranks.
+    `slices`: each row is one slice of a document. The state before it comes from earlier slices on other context ranks.
     """
     before_B = None
     if slices is not None:
@@ -224,7 +224,7 @@ def _carried(decay_BH: Tensor, state_BHPN: Tensor) -> Tensor:
 def _wide(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the arguments in at least fp32; a missing state becomes zeros."""
+    """Return the arguments in at least fp32. A missing state becomes zeros."""
     dtype = torch.promote_types(dt.dtype, torch.float32)
     batch, _, heads, width = x.shape
     if state is None:

@@ -1,4 +1,4 @@
-"""The dense MLP as a layer: `x + post_norm(mlp(norm(x)))`, with the norms that `norm_order` names."""
+"""The dense MLP as a layer: `x + post_norm(mlp(norm(x)))`. `norm_order` says which of the two norms it has."""
 
 from typing import ClassVar
 
@@ -16,13 +16,14 @@ from weft.overlap import Crossing
 
 
 class MLP(FeedForward):
-    """The dense MLP at the end of a logical layer; it is the layer's stage `experts`."""
+    """The dense MLP at the end of a logical layer. It runs in the layer's stage `experts`."""
 
     graph_scopes: ClassVar = {"forward": ("mlp", None), "join": ("finish", ("post_norm",))}
     dispatcher: Dispatcher | None = None
     ranks: TensorRanks | None = None
     recomputes = False
-    """Whether backward recomputes `run_experts`, or without `ranks` only `forward`, which graphs may capture."""
+    """Whether backward recomputes `run_experts`. Without `ranks` it recomputes only `forward`, which graphs may
+    capture."""
 
     def __init__(self, cfg: HybridConfig, source: WeightSource, beside: Beside) -> None:
         super().__init__(
@@ -52,7 +53,8 @@ class MLP(FeedForward):
         return recomputed(super().forward, x) if inside else super().forward(x)
 
     def run_experts(self, rows: Tensor, handle: None) -> Tensor:
-        """Run the MLP on normalised positions [B, S, D]; gather and scatter them over tensor-parallel ranks."""
+        """Run the MLP on normalised positions [B, S, D]. Over tensor-parallel ranks, gather the positions and scatter
+        the output."""
         around = self.recomputes and self.ranks is not None  # then backward gathers positions again too
         return recomputed(self._run, rows) if around else self._run(rows)
 
@@ -66,5 +68,5 @@ class MLP(FeedForward):
         return [module for name, module in self.named_children() if not name.endswith("norm")]
 
     def join(self, rows: Tensor, kept: dict[str, Tensor], handle: None) -> Tensor:
-        """Add the MLP's output `rows` to the residual stream; return [B, S, D]."""
+        """Add the MLP's output `rows` to the residual stream. Return [B, S, D]."""
         return added(kept["residual"], normed(self.post_norm, rows), self.multiplier)

@@ -10,13 +10,13 @@ from weft.moe.parts import part
 
 
 class RMSNorm(nn.Module):
-    """[..., width] -> [..., width], the mean taken over the last dimension.
+    """Root mean square norm over the last dimension; [..., width] -> [..., width].
 
     `zero_centered`: the factor is 1 + w, and w starts at 0.
     """
 
     mean_over_ranks: Callable[[Tensor], Tensor] | None = None
-    """Averages mean squares over the ranks that have parts of the width; None: this rank has all of it."""
+    """Averages mean squares over the ranks that have parts of the width. None: this rank has the whole width."""
 
     def __init__(self, width: int, eps: float, *, zero_centered: bool = False) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class RMSNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the initial weight, with which the norm only normalises."""
+        """Set the initial weight, whose factor is 1."""
         nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class GatedNorm(nn.Module):
     """
 
     mean_over_ranks: Callable[[Tensor], Tensor] | None = None
-    """Averages mean squares over the ranks that share a group; None: no group is shared."""
+    """Averages mean squares over the ranks that share a group. None: no group is shared."""
 
     def __init__(self, width: int, eps: float, *, groups: int = 1, gate_first: bool, sigmoid: bool = False) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ from weft.moe.source import WeightSource
 
 
 class Parallel(Block):
-    """Attention and Mamba-2 on the same input; the state for decoding is that of both."""
+    """Attention and Mamba-2 on the same input. The state for decoding has the states of both."""
 
     def __init__(self, cfg: HybridConfig, source: WeightSource, beside: Beside) -> None:
         super().__init__(cfg)

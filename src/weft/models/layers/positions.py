@@ -1,7 +1,7 @@
 """Gathers a block's input from tensor-parallel ranks, and gathers it again in backward instead of saving it.
 
 forward     gather the input, compute, scatter the output; save this rank's part of the input
-backward    start to gather the input again, run the backward of the block's inner part, compute gradients of weights
+backward    start to gather the input again, run the backward of the block's inner part, compute weight gradients
 
 Megatron-LM's linear layers do the same (Korthikanti et al. 2022, arXiv:2205.05198).
 """
@@ -20,13 +20,13 @@ from weft.models.tensor_parallel import LANE, TensorRanks
 class Positions:
     """A context in which autograd does not save the gathered input `whole` [B, S, D].
 
-    This rank has `part` [B, S / tp, D] of it. Autograd saves a reference, for which backward gathers `whole` again. If
-    other hooks on saved tensors are active, such as those of a checkpoint, they decide instead. Without `ranks`,
-    `whole` is `part`, and nothing is gathered.
+    This rank has `part` [B, S / tp, D] of it. Autograd saves a reference to `part`, and backward gathers `whole` again.
+    If other hooks on saved tensors are active, such as those of a checkpoint, they decide what is saved. Without
+    `ranks`, `whole` is `part`, and nothing is gathered.
     """
 
     knows_graphs = True
-    """Tells `weft.Graphs` that it may capture inside this context; graphs read a copy of `whole`."""
+    """Tells `weft.Graphs` that it may capture inside this context. Graphs read a copy of `whole`."""
     _dim = 1
 
     def __init__(self, ranks: TensorRanks | None, part: Tensor) -> None:
@@ -62,7 +62,7 @@ class Positions:
         return x if self._ranks is None else self._ranks.scatter(self.before(x))
 
     def before(self, x: Tensor) -> Tensor:
-        """Return `x`; backward starts to gather `whole` again when the gradient of `x` is computed."""
+        """Return `x`. Backward starts to gather `whole` again when the gradient of `x` is computed."""
         if self._kept and x.requires_grad:
             x.register_hook(self._send)
         return x
@@ -99,7 +99,7 @@ class Positions:
 
 
 class Rows(Positions):
-    """`Positions` for `whole` [rows, D], which every rank has already: each saves an equal part of the rows."""
+    """`Positions` for `whole` [rows, D] that every rank already has. Each rank saves an equal part of the rows."""
 
     _dim = 0
 

@@ -1,8 +1,8 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864).
 
 Pair i of a head's elements at position p is rotated by the angle p * f_i, f_i = theta^(-2i / width). A pair has the
-elements i and i + width / 2, or with `interleave` 2i and 2i + 1. `scaling` changes f for contexts longer than the one
-that the model was first trained on (`original_max_position_embeddings`):
+elements i and i + width / 2, or with `interleave` 2i and 2i + 1. `scaling` changes f for contexts longer than the first
+context, with which the model was first trained (`original_max_position_embeddings`):
 
     none      f
     linear    f / factor
@@ -30,12 +30,14 @@ BY_LENGTH = ("dynamic", "longrope")
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates the first `width` elements of each head, and leaves the others.
+    """Rotates the first `width` elements of each head, and leaves the others unchanged.
 
-    `scaling`: {"rope_type": a type of the table above, and its numbers}, like `HybridConfig.rope_scaling`; None: none.
+    - `scaling`: {"rope_type": a type of the table above, and its numbers}, like `HybridConfig.rope_scaling`. None: no
+      scaling.
+    - `local`: the rotation of layers with a window, if it differs.
+
     All layers of a stack share one instance. Its tables are buffers [positions, width] that are not in checkpoints.
-    They grow for longer sequences, and stay at least fp32 if the module is cast. `local`: the rotation of layers with a
-    window, if it differs.
+    They grow for longer sequences, and stay at least fp32 if the module is cast.
     """
 
     cos: Tensor
@@ -87,7 +89,8 @@ class RotaryEmbedding(nn.Module):
         return self.scaling is not None and self.scaling["rope_type"] in BY_LENGTH
 
     def _rows(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of positions `start` to `end`, the length of the sequence so far; [positions, width]."""
+        """Return cos and sin of positions `start` to `end`, [positions, width]. The sequence so far has the length
+        `end`."""
         if self.is_by_length and end > self.scaling["original_max_position_embeddings"]:  # type: ignore[index]
             return self._table(start, end, end)
         if end > self.cos.shape[0]:
@@ -97,7 +100,7 @@ class RotaryEmbedding(nn.Module):
     def _rows_of(self, documents: Borders, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin of each position, [B, S, width] in `dtype`. All positions in documents are below `end`.
 
-        They are computed once per batch: queries and keys of all layers share them, in forward and backward.
+        They are computed once per batch. Queries and keys of all layers share them, in forward and backward.
         """
         name = f"{self._spelled}, {self.cos.dtype} as {dtype}"  # everything that the tables depend on
         both = documents.kept(self.cos.device, name, lambda: torch.stack(self._turns(documents, end)).to(dtype))
@@ -118,9 +121,9 @@ class RotaryEmbedding(nn.Module):
         return cos, sin
 
     def forward(self, x_BSHC: Tensor, start: int = 0, documents: Borders | None = None) -> Tensor:
-        """Rotate the heads of positions start, start + 1, ...; [B, S, H, C] -> [B, S, H, C].
+        """Rotate the heads at positions start, start + 1, ...; [B, S, H, C] -> [B, S, H, C].
 
-        `documents`: positions restart with 0 in each; all positions are below `start` + S.
+        `documents`: positions restart with 0 in each document. All positions are below `start` + S.
         """
         end = start + x_BSHC.shape[1]
         tables = self._rows(start, end) if documents is None else self._rows_of(documents, end, x_BSHC.dtype)
@@ -140,14 +143,14 @@ class RotaryEmbedding(nn.Module):
 def changes_rotation(scaling: Mapping[str, Any], before: int, now: int) -> bool:
     """Return whether the first `before` positions are rotated differently in a sequence of `now` positions.
 
-    `scaling`: of a type in `BY_LENGTH`.
+    `scaling`: a scaling whose type is in `BY_LENGTH`.
     """
     first = scaling["original_max_position_embeddings"]
     return 0 < before < now and now > first and (scaling["rope_type"] == "dynamic" or before <= first)
 
 
 def rotary_of(cfg: HybridConfig, symbols: str) -> RotaryEmbedding | None:
-    """Return the rotation that the attention layers among `symbols` share; None without such layers or rotation."""
+    """Return the rotation that the attention layers among `symbols` share, or None if there is none."""
     used = classes_of(symbols)
     if not cfg.rope_theta or AnyAttention not in used:
         return None
@@ -159,7 +162,7 @@ def rotary_of(cfg: HybridConfig, symbols: str) -> RotaryEmbedding | None:
 
 
 def rotary_for(cfg: HybridConfig, rotary: RotaryEmbedding | None, attention: int) -> RotaryEmbedding | None:
-    """Return the rotation of attention layer number `attention` of a stack: `rotary`, its `local` one, or None."""
+    """Return the rotation of attention layer number `attention` of a stack: `rotary`, its `local` rotation, or None."""
     if rotary is None or attention in cfg.unrotated:
         return None
     return rotary.local if rotary.local is not None and cfg.window_of(attention) is not None else rotary

@@ -1,8 +1,8 @@
-"""`weft check`: one step of a small model on all ranks of a configuration, in one process, compared with one rank.
+"""`weft check`: compares one step of a small model on all ranks, in one process, with the same step on one rank.
 
-small       the configuration with the same kinds of layers, mesh and options, and small sizes
+small       the configuration with small sizes, and the same kinds of layers, mesh and options
 run         runs one step in fp64 on one rank, and on all ranks as threads of this process
-findings    explains differences between the two: the parameter, the axis and the rule
+findings    explains differences between the two steps: the parameter, the axis and the rule
 """
 
 from weft.train.check.apart import check_apart

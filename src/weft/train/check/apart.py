@@ -12,7 +12,7 @@ from weft.train.errors import ConfigError
 
 
 def check_apart(config: TrainConfig, rank: int, ranks: int) -> None:
-    """Run `weft check` in a separate process of the first rank; the other ranks wait for the result. Collective.
+    """Run `weft check` in a separate process of the first rank. The other ranks wait for the result. Collective.
 
     Raises ConfigError on every rank if the check has findings.
     """
@@ -24,7 +24,7 @@ def check_apart(config: TrainConfig, rank: int, ranks: int) -> None:
 
 
 def _said(config: TrainConfig, ranks: int) -> str:
-    """Return the faults in one line; empty without faults."""
+    """Return the faults in one line, or "" without faults."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.toml"
         path.write_text(to_toml(config), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Explains how a step on several ranks differs from the step on one: the parameter, the axis and the rule.
+"""Explains how a step on several ranks differs from the step on one rank: the parameter, the axis and the rule.
 
 what differs                what it means
 --------------------------  -------------------------------------------------------------------------------------
@@ -6,7 +6,7 @@ names, first weights        a stage has layers under wrong names, or a rank hold
 losses                      the forward pass is wrong
 gradients                   not reduced over an axis: the sum or mean over its ranks is right
                             counted too often: wrong by a factor, which is the size of an axis
-                            otherwise: the ranks on which they are wrong are named
+                            other errors: the ranks with wrong gradients are named
 the norm for clipping       a parameter is left out, or counted more than once
 clipped gradients           clipping leaves a parameter out
 """
@@ -28,7 +28,7 @@ _SHOWN = 6
 
 @dataclass(frozen=True)
 class Alone:
-    """The results of the step on one rank. `losses`: one for each microbatch. Tensors are by parameter name."""
+    """The results of the step on one rank. `losses`: one for each microbatch. Tensors are given by parameter name."""
 
     losses: list[float]
     weights: dict[str, Tensor]
@@ -38,12 +38,15 @@ class Alone:
 
 @dataclass(frozen=True)
 class Seen:
-    """The results of the step on one of several ranks. Tensors are unsharded and by parameter name.
+    """The results of the step on one of several ranks. Tensors are unsharded, and given by parameter name.
 
-    `at`: the rank's coordinate on each mesh axis. `losses`: by microbatch. `squares`: by parameter name, the squared
-    norm for clipping if only that parameter has a gradient, which is 1 everywhere. `factor`: the scale of clipping.
-    `marks`: text on how each parameter is sharded. `missing`: parameters without a gradient on this rank, though they
-    have one in the step on one rank.
+    - `at`: the rank's coordinate on each mesh axis.
+    - `losses`: by microbatch.
+    - `squares`: for each parameter, the squared norm for clipping if only this parameter has a gradient, which is 1
+      everywhere.
+    - `factor`: the factor of clipping.
+    - `marks`: for each parameter, text on how it is sharded.
+    - `missing`: parameters without a gradient on this rank that have a gradient in the step on one rank.
     """
 
     at: dict[str, int]
@@ -59,7 +62,7 @@ class Seen:
 
 
 def findings(alone: Alone, seen: Sequence[Seen]) -> list[str]:
-    """Return a line for each fault; empty if the steps are equal."""
+    """Return a line for each fault, or no line if the steps are equal."""
     found = _names(alone, seen) or _weights(alone, seen)
     if found:
         return found
@@ -141,7 +144,7 @@ def _explained(
 ) -> str:
     """Return why the gradient is wrong: the axis over which it is not reduced, a factor, or the ranks.
 
-    `here`: rank -> gradient. `without`: ranks that have no gradient.
+    `here`: rank -> gradient. `without`: ranks without a gradient.
     """
     if without:
         return f"it is missing on {_ranks(without, seen)}. A parameter that trains must get its gradient on every rank."
@@ -238,7 +241,7 @@ def _near(one: float, other: float, close: float = 1e-6) -> bool:
 
 
 def _factor(here: Tensor, expected: Tensor) -> float | None:
-    """Return the factor such that `here = factor * expected`; None if there is none."""
+    """Return the factor for which `here = factor * expected`, or None if there is none."""
     square = expected.square().sum()
     if not square:
         return None
@@ -254,7 +257,7 @@ def _rows(axis: str, ranks: list[int], seen: Sequence[Seen]) -> list[list[int]]:
 
 
 def _unlike_along(seen: Sequence[Seen], here: Mapping[int, object]) -> str:
-    """Return text that names the axes along which values differ; empty if none. `here`: rank -> value."""
+    """Return text that names the axes along which values differ, or "" if there are none. `here`: rank -> value."""
     unlike = []
     for axis in seen[0].at:
         rows = _rows(axis, list(here), seen)

@@ -41,16 +41,15 @@ class Checked:
     axes: dict[str, int]
     parameters: int
     unseen: tuple[str, ...]
-    """Parameters whose gradient on one rank is 0, so that faults in it are not visible."""
+    """Parameters whose gradient is 0 on one rank. Faults in such a gradient are not visible."""
     found: tuple[str, ...] = field(default=())
 
 
 def check(config: TrainConfig, ranks: int, *, sizes_are_small: bool = False) -> Checked:
-    """Compare one step on `ranks` ranks, the number of the training, with the step on one rank.
+    """Compare one step on `ranks` ranks, the number of ranks of the training, with the step on one rank.
 
-    `sizes_are_small`: run the configuration as it is, instead of a small copy.
-
-    Raises ConfigError for your own model (model.factory), or a configuration that cannot run on these ranks.
+    `sizes_are_small`: run the configuration with its own sizes, instead of a small copy. Raises ConfigError for your
+    own model (model.factory), or for a configuration that cannot run on these ranks.
     """
     if not isinstance(config.model, weft.models.HybridConfig):
         raise ConfigError(
@@ -85,7 +84,7 @@ def check(config: TrainConfig, ranks: int, *, sizes_are_small: bool = False) -> 
 
 
 def _microbatches(config: TrainConfig, ranks: int) -> int:
-    """Return the number of microbatches of a step, over all data-parallel ranks."""
+    """Return the number of microbatches of a step, on all data-parallel ranks together."""
     return config.train.global_batch_size // config.train.microbatch_size
 
 
@@ -103,7 +102,7 @@ def _microbatch(config: TrainConfig, number: int) -> dict[str, Any]:
 
 
 def _quiet(model: HybridModel) -> HybridModel:
-    """Select the loop backend of all experts. In fp64 they use it anyway, but with a warning per kind of layer."""
+    """Select the loop backend of all experts. In fp64 they use it anyway, but would warn for each kind of layer."""
     for module in model.modules():
         if isinstance(module, GroupedExperts):
             module.backend = "loop"
@@ -111,7 +110,7 @@ def _quiet(model: HybridModel) -> HybridModel:
 
 
 def _on_one_rank(config: TrainConfig, rows: list[dict[str, Any]]) -> Alone:
-    """Run the step on one rank, on the mean loss of all microbatches, with plain autograd."""
+    """Run the step on one rank with plain autograd. The loss is the mean over all microbatches."""
     torch.manual_seed(config.train.seed)
     model = _quiet(HybridModel(config.hybrid).double())
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -165,7 +164,7 @@ def _on_rank(config: TrainConfig, rank: int, ranks: int, rows: list[dict[str, An
 
 
 def _squares(model: nn.Module, names: Iterable[str]) -> dict[str, float]:
-    """Return, by parameter name, the squared norm for clipping if only that parameter's gradient is 1, all others 0."""
+    """Return, by parameter name, the squared norm for clipping if only this parameter's gradient is 1, others 0."""
     parameters = dict(model.named_parameters())
     for parameter in parameters.values():
         parameter.grad = torch.zeros_like(parameter)
@@ -192,7 +191,7 @@ def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _mark(parameter: Tensor) -> str:
-    """Return text that says for each axis of a parameter's mesh whether it is cut over the ranks or the same."""
+    """Return text that says, for each axis of a parameter's mesh, whether the parameter is cut over its ranks."""
     if not isinstance(parameter, DTensor):
         return "the same on all ranks"
     names = parameter.device_mesh.mesh_dim_names or tuple(f"axis {n}" for n in range(parameter.device_mesh.ndim))

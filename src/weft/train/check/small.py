@@ -1,10 +1,10 @@
 """Shrinks a configuration: the same kinds of layers, mesh axes and options with smaller sizes.
 
-a size that an axis cuts          as few units per rank as possible; the ratio of heads to groups stays
+a size that an axis cuts          as few units per rank as possible; the ratio of heads to groups does not change
 layers                            one of each kind in each segment
 more than `_FEW` ranks            at most 2 replicas, shards and expert-parallel ranks, if that fits
 precision                         fp64
-router losses                     none under context parallelism, where each is a mean over slices of a row
+router losses                     none under context parallelism, where each loss is a mean over slices of a row
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ _WIDTHS = {
     "num_experts_per_tok": (2,),  # with one, whose score is scaled to 1, a router has no gradient
     "vocab_size": (61, 97),
 }
-"""Sizes that need not be divisible by an axis -> the smaller values to try."""
+"""Sizes that no axis needs to divide, each with the smaller values to try."""
 _HEADS = {
     "num_attention_heads": "num_key_value_heads",
     "mamba_num_heads": "mamba_n_groups",
@@ -48,7 +48,7 @@ _INNER = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermedi
 
 
 def smaller(config: TrainConfig, ranks: int) -> tuple[TrainConfig, int]:
-    """Return the small configuration and its number of ranks."""
+    """Return the small configuration and the number of its ranks."""
     config = _with_plain_options(config)
     config, ranks = _on_fewer_ranks(config, ranks)
     model = _with_fewer_layers(config)
@@ -179,7 +179,8 @@ def _heads(model: HybridConfig, many: str, few: str, tp: int) -> Iterator[dict[s
 
 
 def _first(model: HybridConfig, sharding: ShardingConfig, candidates: object) -> HybridConfig:
-    """Return `model` with the first of `candidates` (field -> size) that the ranks can share, else unchanged."""
+    """Return `model` with the first of `candidates` (field -> size) that the ranks can share. If there is none,
+    `model`."""
     for changes in candidates:  # type: ignore[attr-defined]
         try:
             changed = dataclasses.replace(model, **changes)
@@ -196,7 +197,7 @@ def _first(model: HybridConfig, sharding: ShardingConfig, candidates: object) ->
 
 
 def _with_fewer_rows(config: TrainConfig, ranks: int) -> TrainConfig:
-    """Return `config` with short rows that all axes divide, and the fewest microbatches (at least 2) that fit."""
+    """Return `config` with short rows that all axes divide, and with the fewest microbatches (at least 2) that fit."""
     sharding, dp = config.sharding, data_ranks(config, ranks)
     unit = 2 * sharding.cp * sharding.tp
     length = unit * -(-24 // unit)

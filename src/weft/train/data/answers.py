@@ -1,6 +1,6 @@
-"""Sequences of conversations, in which only tokens that the assistant writes are labels.
+"""Sequences of conversations. Only tokens that the assistant writes are labels.
 
-In files, a token that is not a label is stored as the token plus the vocabulary's size; in rows it is -101 - token.
+In files, a token that is not a label is stored as the token plus the vocabulary's size. In rows it is -101 - token.
 """
 
 import numpy as np
@@ -12,12 +12,12 @@ _AT_ONCE = 4096
 
 
 def marked(tokens: np.ndarray, labelled: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Return tokens as files store them. Tokens that are not `labelled` are marked as non-labels."""
+    """Return tokens as files store them: tokens that are not `labelled` are marked as non-labels."""
     return np.where(labelled, tokens, tokens + vocab_size).astype(np.min_scalar_type(2 * vocab_size - 1))
 
 
 class Answered:
-    """The sequences that have at least one label; tokens are as `marked` returns them."""
+    """The sequences that have at least one label. Their tokens are in the form of `marked`."""
 
     def __init__(self, sequences: Sequences, vocab_size: int) -> None:
         self.sequences, self.vocab_size = sequences, vocab_size
@@ -31,16 +31,16 @@ class Answered:
         return len(self.numbers)
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
-        """Return rows as `Sequences.rows`; tokens that are not labels are below -100."""
+        """Return rows as `Sequences.rows` does. Tokens that are not labels are below -100."""
         found = self.sequences.rows(self.numbers[indices])
         return np.where(found >= self.vocab_size, WITHOUT - (found - self.vocab_size), found)
 
     def documents(self, indices: np.ndarray) -> np.ndarray:
-        """Return document numbers as `Sequences.documents`."""
+        """Return document numbers as `Sequences.documents` does."""
         return self.sequences.documents(self.numbers[indices])
 
     def labels(self, indices: np.ndarray) -> np.ndarray:
-        """Return numbers of labels as `Sequences.labels`."""
+        """Return numbers of labels as `Sequences.labels` does."""
         return self.counts[indices]
 
     def _count(self, indices: np.ndarray) -> np.ndarray:
@@ -52,6 +52,6 @@ class Answered:
 
 
 def split(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Split rows into tokens and labels, int64 [row, sequence]; -100 marks positions without a label."""
+    """Split rows into tokens and labels, int64 [row, sequence]. -100 marks positions without a label."""
     tokens = np.where(rows <= WITHOUT, WITHOUT - rows, np.maximum(rows, 0))
     return np.ascontiguousarray(tokens[:, :-1]), np.maximum(rows[:, 1:], WITHOUT + 1)

@@ -1,7 +1,7 @@
 """Cuts tokens into the microbatches of one rank.
 
-One global position counts the training sequences. For each microbatch every rank takes its `microbatch_size`
-positions, so a global batch has the same sequences for any number of ranks, and the state is one integer:
+One global position counts the training sequences. For each microbatch every rank takes the next `microbatch_size`
+positions. A global batch therefore has the same sequences for any number of ranks, and the state is one integer:
 
     position   0 1 2 3 | 4 5 6 7 | 8 ...     2 ranks, microbatches of 2
     rank       0 0 1 1 | 0 0 1 1 | 0 ...
@@ -26,12 +26,13 @@ def _whole(batch: Batch) -> Batch:
 class Batches:
     """An endless iterator of the training microbatches of one rank (see `Batch`).
 
-    Each epoch of a text has a new shuffled order, determined by `seed` alone. Every sequence occurs once per epoch, and
-    step k has the same `global_batch_size` sequences for any `dp_size`.
+    Each epoch of a text has a new shuffled order, determined by `seed` alone. Every sequence occurs once per epoch.
+    Step k has the same `global_batch_size` sequences for any `dp_size`.
 
-    tokens: 1-D token array, or several texts, mixed by `weights`. vocabulary: tokens must be below it; None: not
-    checked. held: the validation texts, which must be the same in a resumed run. cut: returns this context-parallel
-    rank's part of a microbatch.
+    - `tokens`: a 1-D token array, or several texts, which `weights` mixes.
+    - `vocabulary`: tokens must be below this number. None: not checked.
+    - `held`: the validation texts. They must be the same in a resumed run.
+    - `cut`: returns this context-parallel rank's part of a microbatch.
     """
 
     def __init__(
@@ -92,8 +93,8 @@ class Batches:
         return [next(self) for _ in range(count)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, which is the same on every rank, with the seed, the sequence length, and each text's
-        length and fingerprint."""
+        """Return the position, the seed, the sequence length, and each text's length and fingerprint. Equal on all
+        ranks."""
         return {
             "position": self.position,
             "texts": self._known,
@@ -134,7 +135,7 @@ class Batches:
 
 
 def _weights(labels: np.ndarray) -> np.ndarray:
-    """Return the weights [microbatch, rank], from numbers of labels [microbatch, rank, sequence]."""
+    """Return the weights [microbatch, rank] from numbers of labels [microbatch, rank, sequence]."""
     each = labels.sum(-1)
     return each / each.mean()
 
@@ -142,8 +143,9 @@ def _weights(labels: np.ndarray) -> np.ndarray:
 class Validation:
     """A fixed set of `batches` global batches, evenly spread over the validation tokens.
 
-    Iterating yields this rank's microbatches, the same number on every rank. The set does not depend on `dp_size`. It
-    is smaller if the tokens contain fewer global batches. Raises ConfigError if they contain less than one.
+    Iterating yields this rank's microbatches. All ranks have the same number of them. The set does not depend on
+    `dp_size`. It is smaller if the tokens contain fewer global batches. Raises ConfigError if they contain less than
+    one.
     """
 
     def __init__(
@@ -194,10 +196,11 @@ class Validation:
 
     @property
     def has_gaps(self) -> bool:
-        """Whether some positions may have no label, as in documents that are packed whole."""
+        """Whether some positions may have no label. This is the case if documents are packed whole."""
         return not all(isinstance(text, Windows) for text in self._mixture.texts)
 
     def pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens and labels of the whole set, over all ranks, [sequence, length] each. For the baseline."""
+        """Return the tokens and labels of the whole set, [sequence, length] each, of all ranks. The baseline uses
+        them."""
         rows = self._mixture.rows(self._texts, self._indices)
         return rows[:, :-1], rows[:, 1:]

@@ -7,18 +7,18 @@ import numpy as np
 
 _CHUNK = 1 << 22
 _DENSE = 1 << 24
-"""Tables up to this many pairs are counted densely; larger ones through sorting."""
+"""Tables with up to this number of pairs are counted densely, larger tables by sorting."""
 
 STRENGTHS = (0.1, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0)
-"""Weights of the unigram frequencies among which `Bigram.fit` chooses."""
+"""The weights of the unigram frequencies from which `Bigram.fit` chooses."""
 
 
 @dataclass(frozen=True)
 class Bigram:
     """P(next | token) = (count(token, next) + strength * P(next)) / (count(token) + strength).
 
-    P(next) is the frequency of `next` with one added to each count. For rare pairs, the table falls back smoothly on it
-    (a Dirichlet prior; MacKay and Peto 1995), which predicts better than adding a constant.
+    P(next) is the frequency of `next`, with one added to each count. For rare pairs, the table falls back smoothly to
+    P(next) (a Dirichlet prior; MacKay and Peto 1995). This predicts better than adding a constant.
     """
 
     codes: np.ndarray
@@ -34,8 +34,10 @@ class Bigram:
 
     @classmethod
     def fit(cls, tokens: np.ndarray, vocab_size: int, *, strengths: Sequence[float] = STRENGTHS) -> "Bigram":
-        """Fit a table to 1-D `tokens`. The strength is the one whose table of the other tokens best predicts the last
-        tenth. Raises ValueError for fewer than two tokens.
+        """Fit a table to 1-D `tokens`. Raises ValueError for fewer than two tokens.
+
+        The strength is chosen from `strengths`: a table with it, fitted to the other tokens, best predicts the last
+        tenth.
         """
         if len(tokens) < 2:
             raise ValueError(f"a bigram table needs at least 2 tokens, got {len(tokens)}")

@@ -4,7 +4,7 @@ KEY.tokens      training tokens, then validation tokens, in the smallest unsigne
 KEY.documents   offsets of the first token of each document, int64, counted from the start of its part
 KEY.json        the numbers of both, and their fingerprints; written last: without it the other files are ignored
 
-For token files that you made yourself, the cache holds only their fingerprints.
+For your own token files, the cache holds only their fingerprints.
 """
 
 import hashlib
@@ -45,15 +45,15 @@ class Part:
     starts: np.ndarray
     """The offset of the first token of each document, int64, ascending."""
     fingerprint: str = ""
-    """A hash of tokens and starts, independent of file names. If empty, resumed runs do not compare it."""
+    """A hash of tokens and starts, independent of file names. If it is empty, resumed runs do not compare it."""
     conversations: int | None = None
-    """For conversations, the vocabulary's size: larger tokens are no labels (see `answers`). None for other texts."""
+    """For conversations, the vocabulary's size: larger tokens are not labels (see `answers`). None for other texts."""
     name: str = "data.paths"
-    """The setting that names the text, with its value, for messages."""
+    """The setting that names the text, with its value. For messages."""
 
 
 def cache_folder(name: str) -> Path:
-    """Return the folder of `data.cache_dir`; if that is empty, weft's folder in the user's cache directory."""
+    """Return the folder of `data.cache_dir`. If that is empty, return weft's folder in the user's cache directory."""
     if name:
         return Path(name)
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -63,9 +63,9 @@ def cache_folder(name: str) -> Path:
 def open_cache(
     folder: Path, key: str, progress: Callable[[float], None] = lambda done: None
 ) -> tuple[Part, Part, dict[str, Any]] | None:
-    """Return the training part, the validation part and the content of KEY.json; None if a file is missing or cut off.
+    """Return the training part, the validation part and the content of KEY.json. None if a file is missing or cut off.
 
-    Reads all tokens once and compares them with their fingerprints. `progress` is called every few seconds with the
+    Reads all tokens once and compares them with their fingerprints. Every few seconds, calls `progress` with the
     fraction that is read. Raises TokensDamaged if a fingerprint differs.
     """
     try:
@@ -108,8 +108,10 @@ def build(
     separator: str,
     progress: Callable[[float], None],
 ) -> None:
-    """Tokenise documents, write the files under temporary names and move them into place. Two processes that build at
-    once write the same bytes. `progress` is called every few seconds with the fraction that is tokenised.
+    """Tokenise documents, write the files under temporary names, and move them into place.
+
+    Two processes that build at the same time write the same bytes. Every few seconds, calls `progress` with the
+    fraction that is tokenised.
     """
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     between = tokenizer.encode(separator.encode()).astype(dtype, copy=False).tobytes() if separator else b""
@@ -148,9 +150,9 @@ def build(
 
 
 def fingerprints(folder: Path, key: str, arrays: Sequence[np.ndarray], progress: Callable[[float], None]) -> list[str]:
-    """Return the fingerprints of your own token files. Stores them in KEY.json if the folder is writable.
+    """Return the fingerprints of your own token files. If the folder is writable, store them in KEY.json.
 
-    `progress` is called every few seconds with the fraction that is read.
+    Every few seconds, calls `progress` with the fraction that is read.
     """
     with suppress(OSError, ValueError, KeyError, TypeError):
         return [str(each) for each in parse_json(read_bounded(folder / f"{key}.json", _LARGEST))["fingerprints"]]

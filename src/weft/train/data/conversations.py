@@ -17,7 +17,7 @@ FILES = ("chat_template.jinja", "tokenizer_config.json")
 class ConversationTokenizer:
     """A tokenizer.json with the chat template in its folder. Raises ConfigError if there is no template.
 
-    A token that the assistant does not write is marked (see `weft.train.data.answers`), so that it is not a label.
+    Tokens that the assistant does not write are marked (see `weft.train.data.answers`), so they are not labels.
     """
 
     def __init__(self, path: str) -> None:
@@ -42,11 +42,11 @@ class ConversationTokenizer:
         return marked(tokens, labelled, self.tokens)
 
     def prompt(self, text: str) -> np.ndarray:
-        """Return the tokens of a text to be continued, with the special tokens that precede a text."""
+        """Return the tokens of a text to be continued, after the special tokens that precede a text."""
         return self.tokenizer.prompt(text)
 
     def labelled(self, messages: Messages) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of a conversation, and a boolean array of those that the assistant writes."""
+        """Return the tokens of a conversation, and a boolean array: which of them the assistant writes."""
         text, spans = self.template.spans(messages)
         tokens, begins, ends = self.tokenizer.placed(text)
         written = np.zeros(len(tokens), dtype=bool)

@@ -31,9 +31,10 @@ class Corpus:
     vocab_size: int | None
     """The vocabulary size of the tokenizer; None for token files."""
     bytes_per_token: float | None
-    """The mean in the validation text: nats per token / bytes_per_token = nats per byte. None if unknown."""
+    """The mean number of bytes per token of the validation text: nats per token / this = nats per byte. None if
+    unknown."""
     description: str
-    """One line to print: the name of the text, and its numbers of tokens."""
+    """One line to print: the name of the text and its numbers of tokens."""
 
     @property
     def train(self) -> np.ndarray:
@@ -62,7 +63,7 @@ class Text:
 def load_corpora(
     data: DataConfig, *, dp_size: int = 1, say: Say = lambda line: None, runs: str | None = None
 ) -> list[Corpus]:
-    """Load one corpus for each of `data.paths` if `data.weights` mixes them, otherwise one for all."""
+    """Load one corpus for each of `data.paths` if `data.weights` mixes them. Otherwise load one for all."""
     if not data.weights:
         return [load_corpus(data, dp_size=dp_size, say=say, runs=runs)]
     return [load_corpus(data, dp_size=dp_size, say=say, runs=runs, paths=(path,)) for path in data.paths]
@@ -78,9 +79,9 @@ def load_corpus(
 ) -> Corpus:
     """Tokenise the text that `data` names, or map the cache files of an earlier call.
 
-    Several processes may call this at the same time with the same cache. The validation text is that of
-    `data.validation_paths`, or a part of the documents (for large files, of their lines), the same for every seed.
-    `runs`: the folder of all runs, which is left out of the text, as is the cache. `paths` replaces `data.paths`.
+    Several processes may call this function at the same time with the same cache. The validation text is that of
+    `data.validation_paths`, or a part of the documents (for large files, of their lines). It is the same for every
+    seed. `runs`: the folder of all runs. It is left out of the text, as is the cache. `paths` replaces `data.paths`.
 
     Raises ConfigError for paths that do not exist or are of another kind, an empty text, and a text with less than one
     sequence for each of `dp_size` ranks.
@@ -178,7 +179,7 @@ def _description(text: Text, train: Part, validation: Part) -> str:
 
 
 def _of_token_files(data: DataConfig, text: Text, apart: Text | None, say: Say) -> Corpus:
-    """Map token files. The end of each file is for validation, unless `apart` names validation files."""
+    """Map token files. The end of each file is validation text, unless `apart` names validation files."""
     cut = 1.0 if apart else 1 - data.validation_fraction
     maps = _mapped(data, text)
     train = [tokens[: int(len(tokens) * cut)] for tokens in maps]

@@ -1,7 +1,7 @@
 """Reads documents from files of several kinds.
 
 kind         files                                      a document
-"text"       any text                                   a file; two, where a part between them is held out
+"text"       any text                                   a file; two, if a part in the middle is held out
 "jsonl"      *.jsonl                                    `data.field` of the object on a line
 "messages"   *.jsonl                                    the conversation in `data.field`, as JSON
 "parquet"    *.parquet                                  `data.field` of a row
@@ -27,22 +27,22 @@ File = tuple[str, int, int]
 """(path, size in bytes, modification time in ns)."""
 
 PATTERNS = {"jsonl": ("*.jsonl",), "messages": ("*.jsonl",), "parquet": ("*.parquet",), "tokens": ("*.npy", "*.bin")}
-"""The patterns of files to take from folders, unless `data.include` is set."""
+"""The patterns of the files that are taken from folders, unless `data.include` is set."""
 _LARGEST_PIECE = 16 << 20
 _LONGEST_LINE = 1 << 16
 _NO_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
 class Document(NamedTuple):
-    """One document, or a piece of one."""
+    """One document, or a piece of a document."""
 
     text: bytes
     validates: bool
-    """Whether it is for validation."""
+    """Whether the document is for validation."""
     begins: bool
     ends: bool
     done: float
-    """The fraction of all text that has been read, this document included."""
+    """The fraction of all text that has been read, including this document."""
     place: str
     """The setting, the file and the number of the document, for messages."""
 
@@ -50,8 +50,8 @@ class Document(NamedTuple):
 def find_files(data: DataConfig, setting: str, paths: Sequence[str], written: Sequence[str | Path] = ()) -> list[File]:
     """Return every file below `paths` in a fixed order. Raises ConfigError for missing files, or files of another kind.
 
-    setting: the setting that names the paths, for errors. written: folders that runs write to. They are left out if
-    they are below one of `paths`; one of `paths` itself raises ConfigError.
+    `setting`: the setting that names the paths, for errors. `written`: folders to which runs write. They are left out
+    if they are below one of `paths`. If they are one of `paths`, ConfigError is raised.
     """
     try:
         stats = [(path, os.stat(path)) for path in dict.fromkeys(_paths(data, setting, paths, written))]
@@ -85,7 +85,8 @@ def _paths(data: DataConfig, setting: str, paths: Sequence[str], written: Sequen
 
 
 def documents(data: DataConfig, setting: str, files: Sequence[File], fraction: float) -> Iterator[Document]:
-    """Yield all documents of `files`, which `setting` names. A fixed `fraction` of them is for validation."""
+    """Yield all documents of `files`, which the setting `setting` names. A fixed `fraction` of them is for
+    validation."""
     if data.kind == "text":
         yield from _texts(setting, files, fraction)
         return
@@ -104,7 +105,7 @@ def documents(data: DataConfig, setting: str, files: Sequence[File], fraction: f
 
 
 def _told(setting: str, path: str, rows: Iterator[tuple[str, float]]) -> Iterator[tuple[bytes, float]]:
-    """Yield `rows` of the file `path`, encoded as UTF-8. Raises ConfigError that names an unreadable document."""
+    """Yield `rows` of the file `path`, encoded as UTF-8. Raises ConfigError with the name of an unreadable document."""
     done = 0
     try:
         for text, share in rows:
@@ -234,9 +235,10 @@ def _dataset_files(setting: str, path: str) -> list[str]:
 
 
 def _walk(root: str, include: tuple[str, ...], without: set[str], closed: set[str], *, binary: bool) -> Iterator[str]:
-    """Yield files below `root`, sorted, without hidden ones, byte-code folders and, unless `binary`, binary files.
+    """Yield files below `root`, sorted. Hidden files, byte-code folders and, unless `binary`, binary files are left
+    out.
 
-    without: names of folders to leave out. closed: real paths of folders to leave out.
+    `without`: names of folders to leave out. `closed`: real paths of folders to leave out.
     """
     for folder, folders, names in os.walk(root, onerror=_raise):
         folders[:] = sorted(
@@ -284,7 +286,7 @@ Piece = tuple[int, int, int]
 def _split(sizes: list[int], fraction: float) -> tuple[list[Piece], list[Piece]]:
     """Return training and validation pieces, each in file order.
 
-    A small file is one piece; a larger one is cut into pieces of at most a quarter of the validation text. Validation
+    A small file is one piece. A larger file is cut into pieces of at most a quarter of the validation text. Validation
     takes pieces in the order of a hash of their number, as long as they fit.
     """
     total = sum(sizes)
@@ -308,13 +310,14 @@ def _split(sizes: list[int], fraction: float) -> tuple[list[Piece], list[Piece]]
 
 
 def _read_lines(path: str, start: int, end: int) -> bytes:
-    """Return the lines of a file that begin in [start, end), so that adjacent pieces neither share nor lose lines."""
+    """Return the lines of a file that begin in [start, end). Adjacent pieces do not share lines, and lose none."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
         return text[_line_start(text, start) : _line_start(text, end)]
 
 
 def _line_start(text: mmap.mmap, offset: int) -> int:
-    """Return the first line start at or after `offset`; within a very long line, the start of the next character."""
+    """Return the first line start at or after `offset`. Within a very long line, return the start of the next
+    character."""
     if offset == 0 or offset >= len(text):
         return min(offset, len(text))
     newline = text.find(b"\n", offset - 1, offset + _LONGEST_LINE)

@@ -3,7 +3,7 @@
 "stream"    | a a a a b | b b c c c | c d d ...     documents follow each other and are cut anywhere
 "whole"     | a a a a . | b b b . . | c c c c . |   a sequence holds as many whole documents as fit
 
-Documents that are packed whole are separate: none attends to another or predicts the first token of the next.
+Documents that are packed whole are separate: no document attends to another or predicts the first token of the next.
 """
 
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ class Windows:
 
 
 class WholeDocuments:
-    """Documents packed whole. Documents longer than a sequence are cut, and the rest is packed with other documents.
+    """Documents packed whole. A document longer than a sequence is cut, and its rest is packed with other documents.
 
     `apart`: whether documents are separate, so that none predicts the first token of the next.
     """
@@ -79,7 +79,7 @@ class WholeDocuments:
         return found
 
     def documents(self, indices: np.ndarray) -> np.ndarray:
-        """Return the number of each place's document, like `Sequences.documents`."""
+        """Return the number of each place's document, as `Sequences.documents` does."""
         found = np.full((len(indices), self.length + 1), PADDING, dtype=np.int64)
         for row, (begin, end) in zip(found, self.borders[indices].tolist()):
             row[: end - begin] = np.searchsorted(self.starts, np.arange(begin, end), side="right")
@@ -94,7 +94,8 @@ class WholeDocuments:
 
 
 def _packed(part: Part, room: int) -> np.ndarray:
-    """Return the start and end of each sequence, [sequence, 2], at most `room` apart, without those of one token."""
+    """Return the start and end of each sequence, [sequence, 2], at most `room` apart. Sequences of one token are left
+    out."""
     found: list[tuple[int, int]] = []
     begin = reach = 0
     for end in [*part.starts[1:].tolist(), len(part.tokens)]:
@@ -154,13 +155,13 @@ class Mixture:
             self.turns[self.slots == text] = np.arange(self.shares[text])
 
     def place(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return, for each position, its text and the number of earlier sequences of that text."""
+        """Return, for each position, its text and the number of earlier sequences of this text."""
         rounds, slots = np.divmod(positions, len(self.slots))
         texts = self.slots[slots]
         return texts, rounds * np.asarray(self.shares)[texts] + self.turns[slots]
 
     def rows(self, texts: np.ndarray, indices: np.ndarray) -> np.ndarray:
-        """Return rows as `Sequences.rows`, for sequences of several texts."""
+        """Return rows as `Sequences.rows` does, for sequences of several texts."""
         found = np.empty((len(indices), self.length + 1), dtype=np.int64)
         for text in np.unique(texts):
             found[texts == text] = self.texts[text].rows(indices[texts == text])
@@ -173,7 +174,7 @@ class Mixture:
         return found
 
     def labels(self, texts: np.ndarray, indices: np.ndarray) -> np.ndarray:
-        """Return numbers of labels as `Sequences.labels`, for sequences of several texts."""
+        """Return numbers of labels as `Sequences.labels` does, for sequences of several texts."""
         found = np.empty(len(indices), dtype=np.int64)
         for text in np.unique(texts):
             found[texts == text] = self.texts[text].labels(indices[texts == text])

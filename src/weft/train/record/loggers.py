@@ -20,7 +20,7 @@ NO_TENSORBOARD = "no TensorBoard output: install weft[train] for it"
 
 
 class Logger(Protocol):
-    """The protocol of a logger, which gets the numbers of the first rank."""
+    """The protocol of a logger. It gets the numbers of the first rank."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Log numbers by name, such as "train/loss"."""
@@ -34,7 +34,7 @@ class Logger(Protocol):
 
 
 class TensorBoard:
-    """Writes event files. Entries that a resumed run will write again are removed."""
+    """Writes event files. Removes entries that a resumed run will write again."""
 
     def __init__(self, folder: Path, resumed_step: int, settings: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -64,7 +64,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Logs to Weights & Biases. Its environment variables choose project, mode and so on."""
+    """Logs to Weights & Biases. Environment variables of Weights & Biases choose the project, the mode and so on."""
 
     def __init__(self, folder: Path, resumed_step: int, settings: Mapping[str, Any]) -> None:
         import wandb
@@ -95,7 +95,7 @@ _KNOWN = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
 
 
 def check(names: Sequence[str]) -> None:
-    """Raise ConfigError for an unusable logger in `names`. A run continues without the package of TensorBoard."""
+    """Raise ConfigError for an unusable logger in `names`. Without the package of TensorBoard, a run continues."""
     for name in names:
         if ":" in name:
             found = imported("run.loggers", name)
@@ -114,7 +114,7 @@ def check(names: Sequence[str]) -> None:
 def open_loggers(
     names: Sequence[str], folder: Path, resumed_step: int, settings: Mapping[str, Any]
 ) -> tuple[list[Logger], str | None]:
-    """Return the loggers, and a line to print if TensorBoard is missing, else None."""
+    """Return the loggers, and a line to print if TensorBoard is missing, otherwise None."""
     found: list[Logger] = []
     note = None
     for name in names:

@@ -28,9 +28,10 @@ _LONGEST = 64 << 20
 class Metrics:
     """Appends a run's numbers to its file and its loggers. Each line is flushed to the system when `log` returns.
 
-    resumed_step: the step of the checkpoint from which the run resumes. Later lines, which the run will write again,
-    are removed; 0 removes all lines. `enabled=False` (ranks other than 0) writes nothing. loggers: those of
-    `run.loggers`, which get the run's `settings`.
+    - `resumed_step`: the step of the checkpoint from which the run resumes. Lines of later steps are removed, because
+      the run will write them again. 0 removes all lines.
+    - `enabled`: False writes nothing, for ranks other than 0.
+    - `loggers`: the loggers of `run.loggers`. They get the run's `settings`.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Metrics:
         self._file.flush()
 
     def close(self) -> None:
-        """Flush and close; `log` does nothing afterwards."""
+        """Flush and close. Afterwards `log` does nothing."""
         if self._file is not None:
             self._file.close()
         for logger in self._loggers:
@@ -127,8 +128,7 @@ def _readable(values: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def read_metrics(run_directory: str | Path) -> list[dict[str, Any]]:
-    """Return the records of a run in order. Skips lines that a crash left incomplete, and lines that no run
-    writes."""
+    """Return the records of a run in order. Skips lines that a crash left incomplete, and lines that no run writes."""
     records = []
     with suppress(FileNotFoundError), (Path(run_directory) / FILE).open("rb") as stream:
         # A line without a newline is incomplete, or longer than any that `Metrics` writes.

@@ -61,15 +61,16 @@ _KNOWN: dict[str, tuple[str, Callable[[float], str]]] = {
 
 
 class Progress:
-    """Shows a run of `total_steps` steps; use as a context manager.
+    """Shows a run of `total_steps` steps. Use it as a context manager.
 
         with Progress(1000) as progress:
             progress.update(1, loss=5.5, lr=1e-4)
             progress.note("checkpoint 1 saved")
 
-    On a terminal, one panel is redrawn in place. Elsewhere, a line is printed every `log_every` steps, for the last
-    step and for each validation. `enabled=False` (ranks other than 0) shows nothing. The time left is estimated from
-    the last steps since `first_step`, the step of a resume. units: by name, the unit that is printed after a value.
+    On a terminal, one panel is redrawn in place. Otherwise a line is printed every `log_every` steps, for the last step
+    and for each validation. `enabled=False` (ranks other than 0) shows nothing. The time left is estimated from the
+    last steps since `first_step`, the step from which the run resumed. `units`: by name, the unit that is printed after
+    a value.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Progress:
             self._live = None
 
     def update(self, step: int, **values: float) -> None:
-        """Show that `step` optimizer steps are done. On the panel, other values keep their last number."""
+        """Show that `step` optimizer steps are done. On the panel, values that are not given keep their last number."""
         if step != self._step:
             self._times.append((step, time.monotonic()))
         self._step = step
@@ -138,7 +139,7 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """The estimated time left, by the mean of the last steps; None before the first step."""
+        """The estimated time left, from the mean of the last steps, or None before the first step."""
         (first, then), (last, now) = self._times[0], self._times[-1]
         if last == first:
             return None
@@ -150,7 +151,7 @@ class Progress:
         self._console.file.flush()
 
     def _shown(self, values: dict[str, float]) -> list[tuple[str, str]]:
-        """Return (label, value) pairs, those of your own numbers first."""
+        """Return (label, value) pairs, first those of your own numbers."""
         rest = [(n, n.replace("_", " "), f"{v:.4g}") for n, v in values.items() if n not in _KNOWN]
         own = [each for each in rest if is_own(each[0].removeprefix("validation_"))]
         known = [(name, label, form(values[name])) for name, (label, form) in _KNOWN.items() if name in values]

@@ -30,7 +30,7 @@ from weft.train.task.task import Task
 
 
 class Account:
-    """The account of a run on one rank. The first rank writes. `say` is called with lines to print."""
+    """Prints and writes facts about a run, on one rank. The first rank writes. `say`: called with lines to print."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Account:
         *,
         own_task: bool,
     ) -> None:
-        """own_task: whether the task comes from a program, not from `config`."""
+        """`own_task`: whether the task comes from a program, not from `config`."""
         self._folder, self._config, self._task, self._device, self._say = folder, config, task, device, say
         self._has_own_task = own_task
         self._stages, self._writes = Stages(task.model), dist.get_rank() == 0
@@ -51,7 +51,7 @@ class Account:
         """The facts of the start, until they are written."""
 
     def begin(self, step: int) -> None:
-        """Print and collect facts at the start of a run, or at its resume from `step`.
+        """Print and collect facts at the start of a run, or when it resumes from `step`.
 
         A resumed run writes them only in `keep_start`.
         """
@@ -81,7 +81,7 @@ class Account:
             self._say(note)
 
     def keep_start(self) -> None:
-        """Write configuration and facts on the first rank. Called when the first checkpoint with them is committed."""
+        """Write configuration and facts on the first rank. Call it when the first checkpoint with them is committed."""
         if not self._facts:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ class Account:
     def end(self, position: Position, optimizer: torch.optim.Optimizer, passes: Passes) -> None:
         """Write the report of a complete run. Collective over the ranks of the first rank's pipeline.
 
-        If the report cannot be written, a line says why and nothing is raised.
+        If the report cannot be written, prints a line with the reason and raises nothing.
         """
         memory = weft.memory_report(self._task.model)
         memory["persistent"]["optimizer state"] = optimizer_bytes(optimizer)
@@ -126,7 +126,8 @@ class Account:
         memories: tuple[Any, ...],
         recorded: tuple[list[Interval], ...],
     ) -> None:
-        """Write the report. The tuples have an entry per pipeline rank: its units as text, memory and intervals."""
+        """Write the report. The tuples have one entry per pipeline rank: its units as text, its memory and its
+        intervals."""
         baseline = self._task.baseline()
         if baseline is not None and position.validation_loss is not None:
             self._say(

@@ -19,7 +19,7 @@ Loads = Mapping[str, Sequence[Sequence[int]]]
 
 
 def expert_load(steps: Sequence[int], loads: Loads) -> Draw:
-    """Draw each expert's share of the assignments over the steps, one panel per layer; 1 is a balanced share."""
+    """Draw each expert's share of the assignments over the steps, one panel per layer. A balanced share is 1."""
     names = list(loads)
     if len(names) > LAYERS_SHOWN:
         names = [names[round(place)] for place in np.linspace(0, len(names) - 1, LAYERS_SHOWN)]
@@ -57,7 +57,7 @@ def expert_load(steps: Sequence[int], loads: Loads) -> Draw:
 def lanes(intervals: Sequence[Interval], hidden: float) -> Draw:
     """Draw computation, idle time and exchange of one step on two rows, with the hidden and exposed exchange.
 
-    hidden: the fraction of the exchange that overlaps with computation.
+    `hidden`: the fraction of the exchange that overlaps with computation.
     """
     begin, end = min(each.start for each in intervals), max(each.end for each in intervals)
     computed = without(pieces(intervals, COMPUTE), pieces(intervals, "wait"))
@@ -112,7 +112,7 @@ def _shares(counts: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def _borders(steps: Sequence[int]) -> np.ndarray:
-    """Return the borders of the cells around steps, which need not be evenly spaced."""
+    """Return the borders of the cells around steps. The steps need not be evenly spaced."""
     middle = (np.asarray(steps[1:]) + np.asarray(steps[:-1])) / 2
     first = steps[0] - (middle[0] - steps[0] if len(steps) > 1 else 0.5)
     last = steps[-1] + (steps[-1] - middle[-1] if len(steps) > 1 else 0.5)

@@ -27,7 +27,7 @@ _LARGEST = 64 << 20
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """Read the facts; an empty dictionary if there are none, or if they cannot be read."""
+    """Read the facts. Return an empty dictionary if there are none, or if they cannot be read."""
     try:
         facts = parse_json(read_bounded(folder / FILE, _LARGEST))
     except (OSError, ValueError):
@@ -36,7 +36,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
 
 
 def keep_facts(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Add `facts` to the file, in place of older ones with the same names."""
+    """Add `facts` to the file. They replace older facts of the same names."""
     replace_text(folder / FILE, json.dumps({**read_facts(folder), **facts}, indent=1) + "\n")
 
 
@@ -46,7 +46,7 @@ def versions() -> str:
 
 
 def commit() -> str | None:
-    """Return the commit of the current git repository, with "-dirty" if files have changed; None if there is none."""
+    """Return the commit of the current git repository, with "-dirty" if files have changed, or None without one."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5)

@@ -1,7 +1,7 @@
 """Pictures of a run, each drawn for light and for dark pages.
 
-Each function returns a `Draw`, which draws with the colours of a `Theme`; `render` turns it into SVG or PNG. The same
-numbers give the same bytes. Sizes suit a phone: text of 10 points in a picture as wide as its screen.
+Each function returns a `Draw`, which draws with the colours of a `Theme`. `render` turns a `Draw` into SVG or PNG. The
+same numbers give the same bytes. Sizes suit a phone: text of 10 points in a picture as wide as the screen.
 """
 
 import io
@@ -22,7 +22,7 @@ from weft.train.report.numbers import median
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of a page."""
+    """The colours of a page."""
 
     paper: str
     ink: str
@@ -41,7 +41,7 @@ Draw = Callable[[Figure, Theme], None]
 Curve = Sequence[tuple[float, float]]
 """(step, value) in order of step."""
 POINTS = 1200
-"""The most points drawn of a curve; more would not be visible."""
+"""The maximum number of points drawn of a curve. More points would not be visible."""
 
 
 def render(draw: Draw, theme: Theme, size: tuple[float, float] = (5.2, 3.6), kind: str = "svg") -> bytes:
@@ -132,7 +132,7 @@ def loss(
 
 
 def throughput(speed: Curve, unit: str, resumed: Sequence[int] = ()) -> Draw:
-    """Draw tokens, or another `unit`, per second over the steps, with the median."""
+    """Draw tokens per second, or another `unit` per second, over the steps, with the median."""
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes = _step_axes(figure.subplots(), "Throughput", f"{unit} per second")
@@ -232,7 +232,7 @@ def _mark_resumes(axes: Any, resumed: Sequence[int], theme: Theme, named: bool =
 
 
 def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return at most about `POINTS` points of a curve: the lowest and the highest of each part."""
+    """Return at most about `POINTS` points of a curve: the lowest and the highest point of each part."""
     size = -(-2 * len(values) // POINTS)
     if size < 2:
         return steps, values

@@ -16,7 +16,7 @@ _LAST_S = 60.0
 
 
 class LiveReport:
-    """The live report of a run. every: seconds between two pages; 0: no pages. `say` prints the first failure."""
+    """The live report of a run. `every`: seconds between two pages; 0: no pages. `say` prints the first failure."""
 
     def __init__(self, folder: Path, every: float, say: Callable[[str], None], *, enabled: bool = True) -> None:
         self._folder, self._every, self._say, self._enabled = folder, every, say, enabled and every > 0
@@ -44,7 +44,7 @@ class LiveReport:
                 self._note(f"its process cannot be started: {error.strerror}")
 
     def close(self) -> None:
-        """Wait for a page that is being written, so that it does not replace the final one."""
+        """Wait for a page that is being written, so that it cannot replace the final page."""
         if self._writer is None:
             return
         try:

@@ -11,7 +11,7 @@ Curve = list[tuple[float, float]]
 
 
 def memory_groups(memory: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) -> dict[str, dict[str, float]]:
-    """Return group -> role -> bytes without empty roles. A list of reports is that of a pipeline's ranks."""
+    """Return group -> role -> bytes without empty roles. A list of reports comes from the ranks of a pipeline."""
     if not memory:
         return {}
     if not isinstance(memory, Mapping):
@@ -32,7 +32,7 @@ def curve(records: list[dict[str, Any]], kind: str, name: str) -> Curve:
 
 
 def median(points: Sequence[tuple[float, float]]) -> float:
-    """Return the median of the values that are not NaN; NaN without any."""
+    """Return the median of the values that are not NaN, or NaN without any."""
     known = [value for _, value in points if value == value]
     return statistics.median(known) if known else math.nan
 
@@ -50,13 +50,13 @@ def loss_unit(records: list[dict[str, Any]]) -> str:
 
 
 def own_names(records: list[dict[str, Any]]) -> list[str]:
-    """Return the names of the numbers that your loss returned, in order of appearance."""
+    """Return the names of the numbers that your loss function returned, in order of appearance."""
     found = [name for each in records if each["kind"] in ("train", "validation") for name in each if is_own(name)]
     return list(dict.fromkeys(found))
 
 
 def units_of(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return the configured units (`run.units`) of numbers that your loss returned, by name."""
+    """Return the configured units (`run.units`) of the numbers that your loss function returned, by name."""
     units = facts.get("units")
     return {name: str(unit) for name, unit in units.items()} if isinstance(units, dict) else {}
 

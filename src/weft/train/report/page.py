@@ -20,16 +20,16 @@ from weft.train.run.runs import CONFIG
 
 BASELINE = "bigram table"
 _SAMPLES = 6
-"""The number of samples on a page: the first one, and the last ones."""
+"""The number of samples on a page: the first sample and the last ones."""
 NO_PICTURES = "no pictures: they need matplotlib; install weft[train] for them"
 
 
 def write_report(run_directory: str | Path, *, live_s: float = 0) -> Path:
-    """Write report.html and its pictures (`NAME.svg`, `NAME-dark.svg`) into a run's folder; return the page's path.
+    """Write report.html and its pictures (`NAME.svg`, `NAME-dark.svg`) into a run's folder. Return the page's path.
 
-    The content comes from the metrics, the configuration and the facts in the folder. Missing parts are left out, and
-    pictures if there is no matplotlib. The same files give the same bytes. live_s: for a running training, the seconds
-    after which the page reloads itself. Raises ConfigError if the report cannot be written.
+    The content comes from the metrics, the configuration and the facts in the folder. Missing parts are left out.
+    Pictures are left out without matplotlib. The same files give the same bytes. `live_s`: for a training that runs,
+    the seconds after which the page reloads itself. Raises ConfigError if the report cannot be written.
     """
     try:
         return _written(Path(run_directory), live_s)
@@ -77,9 +77,9 @@ def can_draw() -> bool:
 
 
 def _about(records: list[dict[str, Any]], facts: Mapping[str, Any], coming: int) -> list[tuple[str, str]]:
-    """Return (label, value) pairs: the title of the page first, then facts about the run.
+    """Return (label, value) pairs: first the title of the page, then facts about the run.
 
-    coming: the total number of steps of a running training; 0 for a run that has ended.
+    `coming`: the total number of steps of a training that runs. 0 for a run that has ended.
     """
     steps = max((record["step"] for record in records), default=0)
     what = f"A training run of weft, {steps:,} steps"
@@ -137,7 +137,7 @@ def _tiles(
 def _rows(
     records: list[dict[str, Any]], baselines: dict[str, float], units: Mapping[str, str]
 ) -> list[tuple[str, ...]]:
-    """Return the rows of the table of final numbers, its head first: name, loss, and bits per byte if known.
+    """Return the rows of the table of final numbers. The head is first: name, loss, and bits per byte if known.
 
     Other values are in the column of the loss.
     """

@@ -20,7 +20,7 @@ GAP = 0.45
 APART = 1.9
 """The distance between the middles of two lines, in widths of a symbol."""
 Line = tuple[str, list[tuple[LogicalLayer, bool]]]
-"""(label, layers), each layer with whether a pipeline segment starts there."""
+"""(label, layers). Each layer comes with whether a pipeline segment starts at it."""
 
 
 def pattern(text: str) -> Draw:
@@ -80,7 +80,7 @@ def _wrapped(layers: Sequence[tuple[LogicalLayer, bool]]) -> Iterator[list[tuple
 
 
 def _layer(axes: Any, layer: LogicalLayer, left: float, middle: float, theme: Theme, colors: dict[str, str]) -> float:
-    """Draw one logical layer that begins at x = `left`; return the x of its end."""
+    """Draw one logical layer that begins at x = `left`. Return the x of its end."""
     width = len(layer.symbols)
     if width > 1:
         frame = FancyBboxPatch((left, middle - 0.5), width, 1, boxstyle="round,pad=0.1,rounding_size=0.25")

@@ -17,8 +17,8 @@ Span = tuple[float, float]
 def measured(table: Table, recorded: Sequence[Sequence[Interval]]) -> Simulation:
     """Return `table` with the measured times of its entries in milliseconds. `recorded`: each rank's intervals.
 
-    An entry lasts from the start of its first computation to the end of its last. An entry of an empty stage takes
-    no time.
+    An entry lasts from the start of its first computation to the end of its last computation. An entry of an empty
+    stage takes no time.
     """
     spans = [_spans(table, rank, intervals) for rank, intervals in enumerate(recorded)]
     zero = min((start for rank in spans for start, _ in rank), default=0.0)
@@ -33,7 +33,7 @@ def write_stages(run_directory: str | Path, simulation: Simulation) -> None:
 
 
 def read_stages(run_directory: str | Path) -> Simulation | None:
-    """Read the file of `write_stages`; None without one."""
+    """Read the file of `write_stages`. None without such a file."""
     path = Path(run_directory) / FILE
     if not path.exists():
         return None

@@ -23,7 +23,7 @@ def write_timeline(run_directory: str | Path, intervals: Sequence[Interval]) -> 
 
 
 def read_timeline(run_directory: str | Path) -> list[Interval]:
-    """Read the file of `write_timeline`; `[]` if there is none."""
+    """Read the file of `write_timeline`. Return `[]` if there is none."""
     path = Path(run_directory) / FILE
     if not path.exists():
         return []
@@ -36,9 +36,9 @@ def computing(intervals: Sequence[Interval]) -> float:
 
 
 def slow_ranks(seconds: Sequence[float]) -> str:
-    """Return text that names the ranks that compute longer than `SLOW` times the mean; empty if there are none.
+    """Return text that names the ranks that compute longer than `SLOW` times the mean, or "" if there are none.
 
-    seconds: the computing time of each rank in one step.
+    `seconds`: the computing time of each rank in one step.
     """
     mean = sum(seconds) / len(seconds) if seconds else 0.0
     slow = {rank: each / mean for rank, each in enumerate(seconds) if each > SLOW * mean}
@@ -47,14 +47,14 @@ def slow_ranks(seconds: Sequence[float]) -> str:
 
 @dataclass(frozen=True)
 class HiddenExchange:
-    """The time of exchanging tokens between ranks in one step, and the fraction that overlaps with computation."""
+    """The time of the token exchange between ranks in one step, and the fraction that overlaps with computation."""
 
     seconds: float
     fraction: float
 
     @classmethod
     def of(cls, intervals: Sequence[Interval]) -> "HiddenExchange | None":
-        """Measure it in the intervals of a step; None if nothing was exchanged."""
+        """Measure the exchange in the intervals of a step. None if nothing was exchanged."""
         seconds = busy(intervals, EXCHANGE)
         return cls(seconds, hidden_fraction(intervals)) if seconds else None
 

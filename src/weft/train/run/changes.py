@@ -1,9 +1,9 @@
 """Compares the settings of a resumed run with those in its config.toml, and decides which may differ.
 
-    REFUSED   the setting determines the function or the data that the weights were trained with, or would have no
+    REFUSED   the setting determines the function or the data with which the weights were trained, or would have no
               effect any more. A pattern that groups the same layers differently is PRINTED with `run.renumber`
-    PRINTED   takes effect, and is printed before the first step
-    SILENT    changes how the run computes; results differ only by rounding
+    PRINTED   the setting takes effect, and is printed before the first step
+    SILENT    the setting changes how the run computes; results differ only by rounding
 
 docs/training.md has this table for users.
 """
@@ -71,14 +71,14 @@ _SETTINGS: dict[str, Treatment] = {
 
 
 def treatment(setting: str) -> Treatment:
-    """Return how a resume treats a changed setting, "section.name"."""
+    """Return how a resume treats a change of the setting "section.name"."""
     return _SETTINGS.get(setting, _SECTIONS[setting.partition(".")[0]])
 
 
 def changed(directory: Path, config: TrainConfig, step: int) -> list[str]:
     """Return the lines to print before the run in `directory` resumes from `step` with `config`.
 
-    Raises ConfigError that names changed settings that must not change.
+    Raises ConfigError with the names of changed settings that must not change.
     """
     path = directory / CONFIG
     if not path.is_file():

@@ -17,7 +17,7 @@ class Refused(RuntimeError):
 
 
 class Interrupted(Exception):
-    """Raised if a request to stop comes before training begins. is_saved: whether the run has a checkpoint."""
+    """Raised if a request to stop arrives before training begins. `is_saved`: whether the run has a checkpoint."""
 
     def __init__(self, message: str, *, is_saved: bool = False) -> None:
         super().__init__(message)
@@ -25,12 +25,12 @@ class Interrupted(Exception):
 
 
 def as_one_line(error: BaseException) -> str:
-    """Return `in_one_line(error)`; for an error that needs its traceback, its type and message."""
+    """Return `in_one_line(error)`. For an error that needs its traceback, return its type and message."""
     return in_one_line(error) or f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
 
 
 def in_one_line(error: BaseException) -> str | None:
-    """Return the line to print instead of the traceback of `error`; None if the traceback is needed."""
+    """Return the line to print instead of the traceback of `error`, or None if the traceback is needed."""
     if isinstance(error, CheckpointError | Refused):
         return str(error)
     if isinstance(error, StorageError) or (isinstance(error, OSError) and error.errno in _STORAGE):

@@ -45,7 +45,7 @@ any other error, which needs its traceback."""
 
 _POLL_S = 0.05
 _GRACE_S = 3.0
-"""Seconds that the other ranks have to report why they failed, after the first failure."""
+"""The seconds after the first failure in which the other ranks may report why they failed."""
 
 
 def launch(
@@ -58,16 +58,18 @@ def launch(
     restart_ranks: int | None = None,
     keeps_copies: bool = False,
 ) -> int:
-    """Run `python -m weft *arguments` as `ranks` local processes; return the exit code of the command.
+    """Run `python -m weft *arguments` as `ranks` local processes. Return the exit code of the command.
 
     0: all ranks succeeded. 2: the configuration is invalid. 3: the ranks were asked to stop, and the run has a
-    checkpoint. 4: they were asked to stop before there was one. 1: any other failure; stderr then names the rank that
-    failed or died first, and `resume_command` if there is a checkpoint to resume from. The directory of a new run is
-    removed if the run did not begin and one line explains the failure; otherwise it stays, for its logs.
+    checkpoint. 4: they were asked to stop before there was a checkpoint. 1: any other failure. stderr then names the
+    rank that failed or died first. If there is a checkpoint from which to resume, stderr also has `resume_command`. The
+    directory of a new run is removed if the run did not begin and one line explains the failure. Otherwise it stays,
+    for its logs.
 
-    restarts: how often to restart all ranks, `restart_ranks` of them, from the newest checkpoint after a failure (1).
-    If a restart fails with the same message at the same checkpoint as the start before, there is no further restart.
-    keeps_copies: whether ranks copy their state to memory. A restart resumes from the copy if that is newer.
+    `restarts`: how often all ranks are restarted from the newest checkpoint after a failure (exit code 1).
+    `restart_ranks`: the number of ranks after a restart. If a restart fails with the same message at the same
+    checkpoint as the start before it, there is no further restart. `keeps_copies`: whether ranks copy their state to
+    memory. A restart resumes from the copy if the copy is newer.
     """
     failed = ""
     requests = Requests()  # of all starts: a signal between two of them is obeyed by the next one
@@ -99,9 +101,9 @@ def launch(
 
 
 def report_failure(rank: int, kind: Kind, message: str, error: BaseException) -> None:
-    """Write the reason why this rank ends to a file, for the process that started it.
+    """Write the reason for which this rank ends to a file, for the process that started the rank.
 
-    The file is in the folder of the ranks' store, not in the run's directory, whose disk may be full.
+    The file is in the folder of the ranks' store. It is not in the run's directory, whose disk may be full.
     """
     content = {
         "time": time.monotonic(),  # one clock for all processes of a host, which is never set back
@@ -123,7 +125,7 @@ class _Rank:
     number: int
     process: subprocess.Popen
     control: int
-    """The file descriptor of the writing end of its control pipe."""
+    """The file descriptor of the writing end of the rank's control pipe."""
     stopped_by_us: bool = False
     reported: bool = False
 
@@ -256,7 +258,7 @@ class _Supervisor:
             rank.process.kill()
 
     def _explain(self) -> int:
-        """Print the first cause and return the exit code. Later reports only say that another rank was lost."""
+        """Print the first cause and return the exit code. Later reports say only that another rank was lost."""
         killed = [rank for rank in self.died if rank.process.returncode < 0]
         reasons = sorted(self._reasons(), key=lambda reason: reason["time"])
         wrong = [reason for reason in reasons if reason["kind"] != "failure"]

@@ -1,7 +1,8 @@
 """Rendezvous of the ranks of a run, with messages about missing ranks.
 
-A store whose process is stopped accepts connections but never answers, and its calls have no timeout. So each call runs
-in a separate thread, while the main thread counts the time, prints which ranks are missing and obeys requests to stop.
+A store whose process is stopped accepts connections but never answers, and its calls have no timeout. Therefore each
+call runs in a separate thread. Meanwhile the main thread counts the time, prints which ranks are missing and obeys
+requests to stop.
 """
 
 import os
@@ -25,7 +26,7 @@ _POLL_S = 0.1
 _ANSWER_S = 1.0
 """Seconds within which a running store answers. A request to stop is obeyed after at most this time."""
 COUNT = "count"
-"""The key of the number of ranks that have arrived; the number is negative once a rank has left."""
+"""The key of the number of ranks that have arrived. The number is negative after a rank has withdrawn."""
 _AWAY = 1 << 32
 _STORE_TIMEOUT = timedelta(minutes=30)
 
@@ -44,9 +45,9 @@ def meet(
 ) -> dist.Store:
     """Return a store at which all ranks have arrived. `init_method`: file:///… or tcp://host:port.
 
-    Waits up to `patience` seconds, prints the missing ranks with `say`, and obeys `stop`. `begin` is then called with
-    the store and the same patience. Raises Refused, which names the missing ranks or the store that does not answer,
-    and Interrupted for a request to stop.
+    Waits up to `patience` seconds, prints the missing ranks with `say`, and obeys `stop`. Then calls `begin` with the
+    store and the same patience. Raises Refused, which names the missing ranks or the store that does not answer. Raises
+    Interrupted for a request to stop.
     """
     where = urlsplit(init_method)
     wait = _Wait(patience, stop, say, f"the store at {where.netloc or where.path}, which does not answer")
@@ -76,9 +77,9 @@ def meet(
 
 
 def _leave(store: dist.Store, ranks: int) -> bool:
-    """Withdraw this rank, unless all ranks have arrived: another rank may then have continued already.
+    """Withdraw this rank, unless all ranks have arrived: another rank may then already have continued.
 
-    Returns whether it is withdrawn.
+    Returns whether this rank is withdrawn.
     """
     if store.add(COUNT, -_AWAY) + _AWAY < ranks:
         return True
@@ -122,7 +123,7 @@ def _absent(store: dist.Store, keys: list[str]) -> str:
 
 
 class _Wait:
-    """A wait with a time limit, the patience. `silent`: text that names the store if it does not answer."""
+    """A wait with a time limit, `patience`. `silent`: text that names the store if the store does not answer."""
 
     def __init__(self, patience: float, stop: StopRequest, say: Callable[[str], None], silent: str) -> None:
         self.patience, self.stop, self.say, self.silent = patience, stop, say, silent
@@ -131,9 +132,8 @@ class _Wait:
         self.left: float | None = None
 
     def is_over_for_others(self) -> bool:
-        """Return whether another rank withdrew more than a second ago. Within a second, `_leave` may undo its
-        withdrawal.
-        """
+        """Return whether another rank withdrew more than a second ago. `_leave` may undo a withdrawal within a
+        second."""
         self.left = self.left or time.monotonic()
         return time.monotonic() - self.left > 1
 
@@ -160,7 +160,8 @@ class _Wait:
         return answers[0]
 
     def on(self, whom: Callable[[], str]) -> None:
-        """Wait 0.1 seconds more, and print what `whom` names at intervals. Raises Refused if patience has run out."""
+        """Wait for 0.1 more seconds, and print at intervals what `whom` names. Raises Refused if `patience` has run
+        out."""
         waited = time.monotonic() - self.started
         if waited > self.patience:
             raise Refused(f"waited {self.patience:g} s (run.patience) in vain for {whom()}")

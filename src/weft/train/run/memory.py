@@ -1,6 +1,6 @@
 """The folder in host memory that holds copies of a run's state.
 
-The process that starts the ranks creates the folder and removes it when it ends. So the folder survives every rank:
+The process that starts the ranks creates the folder, and removes it when it ends. The folder thus survives every rank:
 
     /dev/shm/weft-4711-x2f1a0b9/      4711: the id of the process that starts the ranks
         step-00000013/                a checkpoint as on disk, with a checksum for each block
@@ -26,7 +26,7 @@ _NAME = re.compile(r"weft-(\d+)-.+")
 def folder_in_memory() -> Iterator[Path]:
     """Create a folder in memory for a `with` block. Raises ConfigError if that fails.
 
-    First removes the folders of processes that were killed.
+    First, the folders of processes that were killed are removed.
     """
     _remove_stale()
     try:

@@ -17,9 +17,9 @@ from weft.train.run.stop import StopRequest
 
 
 def open_run_together(config: TrainConfig, resume: str | bool, command: str | None, **kind: bool) -> Run:
-    """Call `open_run` on the first rank; all ranks return its run or raise its ConfigError.
+    """Call `open_run` on the first rank. All ranks return its run, or raise its ConfigError.
 
-    kind: `or_start` and `own_task` of `open_run`.
+    `kind`: `or_start` and `own_task` of `open_run`.
     """
     answer: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -45,7 +45,7 @@ def beginning(run: Run) -> Iterator[None]:
 
 
 def agree_to_begin(stop: StopRequest, step: int, device: torch.device) -> None:
-    """Raise Interrupted on all ranks if a rank was asked to stop before the first step after `step`. Collective."""
+    """Raise Interrupted on all ranks if any rank was asked to stop before the first step after `step`. Collective."""
     asked = torch.tensor(float(stop.requested), device=device)
     reduce_now(asked, dist.ReduceOp.SUM, None, "whether anything asked to stop")
     if asked.item():

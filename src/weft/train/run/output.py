@@ -1,4 +1,4 @@
-"""Keeps a run alive if its output cannot be written: `weft train … | head`, a closed terminal, a full disk."""
+"""Lets a run continue if its output cannot be written: `weft train … | head`, a closed terminal, a full disk."""
 
 import io
 import os
@@ -29,8 +29,8 @@ def outlive_readers() -> None:
 
 
 def _keep_free() -> None:
-    """Open the descriptors of standard streams that are closed: a file of the run would get their numbers, and the
-    warnings that libraries print."""
+    """Open the descriptors of standard streams that are closed. Otherwise a file of the run would get one of their
+    numbers, and the warnings that libraries print."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)

@@ -1,7 +1,7 @@
 """Direct connections between ranks, over which they request each other's state.
 
-Each rank listens and answers in a thread, so neither rank 0 nor the job's store needs to be alive. The addresses are
-exchanged over the store once, at the start, in another thread, because a stopped store never answers.
+Each rank listens and answers in a thread, so rank 0 and the job's store need not be alive. At the start, the ranks
+exchange their addresses once over the store. This runs in another thread, because a stopped store never answers.
 """
 
 import json
@@ -26,7 +26,8 @@ _ANSWER_S = 5.0
 
 
 class Peers:
-    """The other ranks of a job. `state()` returns this rank's answer. `heard` is called with their messages."""
+    """The other ranks of a job. `state()` returns this rank's answer. `heard` is called with the messages of other
+    ranks."""
 
     def __init__(self, state: Callable[[], Mapping[str, Any]], heard: Callable[[dict[str, Any]], None]) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
@@ -49,7 +50,7 @@ class Peers:
 
     @property
     def store_is_silent(self) -> bool:
-        """Whether the store does not answer, so that some addresses are unknown."""
+        """Whether the store has not answered, so that some addresses are unknown."""
         return self._asked is not None and time.monotonic() - self._asked > _ANSWER_S
 
     def close(self) -> None:
@@ -61,11 +62,11 @@ class Peers:
             self._listening.close()
 
     def ask(self, patience: float) -> dict[int, dict[str, Any] | None]:
-        """Return the state of each other rank; None for a rank that does not answer within `patience` seconds."""
+        """Return the state of each other rank, or None for a rank that does not answer within `patience` seconds."""
         return self._each(lambda rank: self._send(rank, {"kind": _ASK}, patience))
 
     def tell(self, message: Mapping[str, Any], patience: float) -> None:
-        """Send `message` to the other ranks. Ranks that do not listen do not receive it."""
+        """Send `message` to the other ranks. Only ranks that listen receive it."""
         self._each(lambda rank: self._send(rank, {"kind": _TELL, "said": dict(message)}, patience))
 
     def _each(self, action: Callable[[int], Any]) -> dict[int, Any]:
@@ -137,7 +138,7 @@ def _line(connection: socket.socket) -> bytes:
 
 
 def _own_hosts() -> list[str]:
-    """Return addresses by which other ranks may reach this process, likely ones first."""
+    """Return addresses at which other ranks may reach this process, likely ones first."""
     master = os.environ.get("MASTER_ADDR")
     if not master:  # all ranks are on this host
         return [_LOOPBACK]

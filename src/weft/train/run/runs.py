@@ -1,4 +1,4 @@
-"""Run directories. A new run never overwrites an old one, and a run resumes only if you ask for it.
+"""Run directories. A new run never overwrites an old run, and a run resumes only on request.
 
 runs/stdlib/          the first run named "stdlib"
 runs/stdlib-2/        the second one
@@ -37,8 +37,8 @@ class Run:
 
     directory: Path
     step: int | None = None
-    """The step of the newest committed checkpoint when the directory was chosen; None for a new run. The run chooses
-    the checkpoint to resume from after it has locked the directory."""
+    """The step of the newest committed checkpoint when the directory was chosen. None for a new run. The run chooses
+    the checkpoint from which it resumes after it has locked the directory."""
     note: str = ""
     """A line to print about the choice of directory."""
 
@@ -50,12 +50,15 @@ class Run:
 def open_run(
     config: RunConfig, resume: str | bool, command: str | None, *, or_start: bool = False, own_task: bool = False
 ) -> Run:
-    """Choose the directory of a run; create it for a new run.
+    """Choose the directory of a run. For a new run, create the directory.
 
-    resume: False for a new run, unless `config.resume` is true; True for the newest run of that name with a committed
-    checkpoint; or the directory of a run, or its config.toml. or_start: start a new run if there is nothing to resume.
-    command: the command line without `--resume`, for messages; None in a script. own_task: whether a program passes
-    model and data. Raises ConfigError if there is nothing to resume, or if `own_task` differs from that of the run.
+    - `resume`: False for a new run, unless `config.resume` is true. True for the newest run of that name with a
+      committed checkpoint. Or the directory of a run, or its config.toml.
+    - `or_start`: start a new run if there is nothing to resume.
+    - `command`: the command line without `--resume`, for messages. None in a script.
+    - `own_task`: whether a program passes model and data.
+
+    Raises ConfigError if there is nothing to resume, or if `own_task` differs from that of the run.
     """
     asked = "run.resume = true" if not resume else f"resume={resume!r}" if command is None else "--resume"
     resume = resume or config.resume
@@ -82,7 +85,7 @@ def open_run(
 
 
 def run_directory(named: str | Path) -> Path:
-    """Return the directory of the run that a path names: the path itself, or the folder of a run's config.toml."""
+    """Return the directory of the run that a path names: the path, or the folder of a run's config.toml."""
     path = Path(named)
     return path.parent if path.name == CONFIG and path.is_file() and (path.parent / CHECKPOINTS).is_dir() else path
 
@@ -93,7 +96,7 @@ def read_tables(directory: Path) -> dict[str, Any]:
 
 
 def recorded_name(directory: Path) -> str | None:
-    """Return the `run.name` with which a run was started; None if its config.toml cannot be read."""
+    """Return the `run.name` with which a run was started, or None if its config.toml cannot be read."""
     try:
         return str(read_tables(directory)["run"]["name"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -103,7 +106,7 @@ def recorded_name(directory: Path) -> str | None:
 def refuse_other_directories(folder: Path, asked: str) -> None:
     """Raise ConfigError for a directory that is not a run, but contains runs or is inside a run.
 
-    asked: the option and path that named the directory, for the message.
+    `asked`: the option and path that named the directory, for the message.
     """
     if (folder / CONFIG).is_file() or not folder.is_dir() or committed_steps(folder / CHECKPOINTS):
         return
@@ -136,7 +139,7 @@ def refuse_no_run(folder: Path, asked: str) -> None:
 def refuse_own_task(directory: Path, *, goes_on: bool = False) -> None:
     """Raise ConfigError for a run whose model and data a program passed to `weft.train.Trainer`.
 
-    goes_on: for the message: whether the run would be resumed; otherwise only its weights would be read.
+    `goes_on`: for the message: True if the run was to be resumed, False if only its weights were to be read.
     """
     if _describes_task(directory) is False:
         checkpoints = str(directory / CHECKPOINTS)
@@ -162,7 +165,7 @@ def refuse_described_task(directory: Path) -> None:
 
 
 def _describes_task(directory: Path) -> bool | None:
-    """Return whether the configuration of a run describes its model and data; None if it cannot be read. Another
+    """Return whether the configuration of a run describes its model and data, or None if it cannot be read. Another
     function reports that."""
     try:
         tables = read_tables(directory)
@@ -172,7 +175,7 @@ def _describes_task(directory: Path) -> bool | None:
 
 
 def resuming(command: str | None, directory: Path) -> str:
-    """Return the command, or in a script the argument, that resumes a run. `command`: as in `open_run`."""
+    """Return the command or, in a script, the argument that resumes a run. `command`: as in `open_run`."""
     if command is None:
         return f"resume={str(directory)!r}"
     return f"{command} --resume {shlex.quote(str(directory))}"
@@ -211,8 +214,10 @@ def _new_run(config: RunConfig, command: str | None) -> Run:
 
 
 def _runs_of_name(config: RunConfig) -> list[Path]:
-    """Return the existing runs of that name, oldest first. Whether `exp-2` is the second run of `exp` or the first of
-    `exp-2` is recorded in its config.toml."""
+    """Return the existing runs of the name `config.name`, oldest first.
+
+    Their config.toml records whether `exp-2` is the second run of `exp` or the first run of `exp-2`.
+    """
     folder = Path(config.directory)
     if not folder.is_dir():
         return []
@@ -222,6 +227,6 @@ def _runs_of_name(config: RunConfig) -> list[Path]:
 
 
 def _number(path: Path, name: str) -> int:
-    """Return the number of a run from its path, from 1; 0 if `path` is not a run of that name."""
+    """Return the number of a run, from 1, from its path, or 0 if `path` is not a run of that name."""
     match = re.fullmatch(rf"{re.escape(name)}(?:-(\d+))?", path.name)
     return int(match[1] or 1) if match else 0

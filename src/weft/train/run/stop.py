@@ -15,14 +15,14 @@ TOGETHER_S = 0.5
 
 
 class Requests:
-    """Counts requests to stop. If a scheduler signals both a process and its group, that is one request."""
+    """Counts requests to stop. A scheduler may signal both a process and its group; this is one request."""
 
     def __init__(self) -> None:
         self.count = 0
         self._last = -math.inf
 
     def note_signal(self) -> bool:
-        """Note a signal. Return whether it is a new request, not a repetition of the last one."""
+        """Note a signal. Return whether it is a new request, and not a repetition of the last request."""
         now = time.monotonic()
         if now - self._last < TOGETHER_S:
             return False
@@ -32,7 +32,7 @@ class Requests:
 
 
 def on_stop_signals(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
-    """Install `handler` for SIGINT, SIGTERM and, unless it is ignored (nohup), SIGHUP.
+    """Install `handler` for SIGINT, SIGTERM and SIGHUP. An ignored SIGHUP (nohup) stays ignored.
 
     Returns the previous handlers by signal number.
     """
@@ -50,7 +50,7 @@ _NOT_BEGUN = "stopping before the first step, without a new checkpoint; Ctrl-C a
 class StopRequest:
     """A request to stop by SIGINT, SIGTERM or SIGHUP, or through the control pipe of the process that started this one.
 
-    One byte in the pipe asks to stop. If the pipe closes, the starting process has died, and this process exits
+    One byte in the pipe is a request to stop. If the pipe closes, the starting process has died, and this process exits
     immediately. A second request by signal also ends the process immediately.
     """
 
@@ -74,7 +74,7 @@ class StopRequest:
             threading.Thread(target=self._watch, args=(pipe,), daemon=True, name="weft-control").start()
 
     def release(self) -> None:
-        """Restore the handlers that `listen` replaced, except where other code has replaced it since."""
+        """Restore the handlers that `listen` replaced, except handlers that other code has replaced since."""
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._on_signal and handler is not None:
                 signal.signal(number, handler)

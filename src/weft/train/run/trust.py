@@ -36,8 +36,8 @@ def named_code(config: TrainConfig) -> dict[str, str]:
 def require_trust(directory: Path, config: TrainConfig, overrides: Sequence[str], *, trust: bool, asked: str) -> None:
     """Raise ConfigError if the configuration of a run directory names code, unless this user made the directory here.
 
-    config: the directory's configuration with `overrides` applied. Code that an override names is trusted. trust:
-    whether the user trusts all code. asked: the option that named the directory, for the message.
+    `config`: the configuration of the directory, with `overrides` applied. Code that an override names is trusted.
+    `trust`: whether the user trusts all code. `asked`: the option that named the directory, for the message.
     """
     given = {override.partition("=")[0].strip() for override in overrides}
     code = {name: value for name, value in named_code(config).items() if name not in given}

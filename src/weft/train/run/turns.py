@@ -14,9 +14,9 @@ _POLL_S = 0.05
 
 
 def first_rank_first(make: Callable[[], Result]) -> Result:
-    """Call `make()` on the first rank, then on all others, without a timeout. Return its result on each rank.
+    """Call `make()` on the first rank, and then on all others. Return its result on each rank. There is no timeout.
 
-    Collective. All ranks raise a ConfigError of the first.
+    Collective. All ranks raise a ConfigError of the first rank.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if ranks == 1:

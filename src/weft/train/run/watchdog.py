@@ -3,17 +3,17 @@
 Each rank records its progress, the stack of its main thread, and its current file operation. A file operation that
 takes longer than the limit counts as a hang. A rank without progress for longer than the limit asks all others:
 
-    a rank does not answer                       it is stopped, or its host is down
-    a rank makes progress                        the others wait for it, and so does this one
-    a rank is in a file operation                it hangs there, and the others wait for it
-    a rank is not in a collective                likewise
-    all are in collectives                       they wait for each other
+    a rank does not answer                       the rank is stopped, or its host is down
+    a rank makes progress                        all other ranks wait for it
+    a rank is in a file operation                the rank hangs there, and the others wait for it
+    a rank is not in a collective                the rank hangs there, and the others wait for it
+    all are in collectives                       the ranks wait for each other
 
-The hang detector of the engine (`weft.comm.watch`) is a separate thread, which tells this one what a rank waits for. It
-needs the job's store, because programs without a run have no other connection, and a request to a store whose host is
-stopped never returns. The watchdog must end the process in that case, so it is another thread that does not use the
-store. The first rank that knows the cause sends it to the others, so that the user reads one line. A rank that fails
-does the same.
+The hang detector of the engine (`weft.comm.watch`) is a separate thread. It tells the watchdog what a rank waits for.
+The detector needs the job's store, because programs without a run have no other connection. A request to a store whose
+host is stopped never returns. In that case the watchdog must end the process. Therefore the watchdog is another thread,
+which does not use the store. The first rank that knows the cause sends it to the others, so that the user reads one
+line. A rank that fails sends its cause too.
 """
 
 import os
@@ -33,11 +33,11 @@ from weft.comm.watch.hang_detector import hang_detector, start_hang_detector
 from weft.train.run.peers import Peers
 
 _MOMENT_S = 2.0
-"""Seconds within which a running rank answers, also on a busy machine."""
+"""The seconds within which a running rank answers, even on a busy machine."""
 _GRACE_S = 3.0
-"""Seconds that a rank has to end after another one has sent why it failed; then the watchdog ends it."""
+"""The seconds after which the watchdog ends a rank, once another rank has sent why it failed."""
 _COMPUTES = 0.01
-"""The fraction of a core above which a thread counts as computing. A thread that polls takes a tenth of that."""
+"""A thread computes if it uses more than this fraction of a core. A thread that polls uses a tenth of it."""
 _COLLECTIVE = (
     os.path.join("torch", "distributed"),
     os.path.join("weft", "comm"),
@@ -49,8 +49,8 @@ _COLLECTIVE = (
 class Watchdog:
     """Calls `bark` with one line if the run hangs for `limit` seconds (0: never), or if another rank reports a failure.
 
-    A context manager. Each `at` counts as progress. After `at(..., loosely=True)`, a changing stack or computation of
-    the main thread counts as progress too. After `rest`, only file operations are watched.
+    The watchdog is a context manager. Each call of `at` counts as progress. After `at(..., loosely=True)`, a changing
+    stack or computation of the main thread also counts as progress. After `rest`, only file operations are watched.
     """
 
     def __init__(self, limit: float, bark: Callable[[str], None]) -> None:
@@ -70,7 +70,7 @@ class Watchdog:
         return self.start()
 
     def start(self) -> "Watchdog":
-        """Start to watch, like `__enter__`. A second call does nothing."""
+        """Start to watch, as `__enter__` does. A second call does nothing."""
         if self.limit and self._peers is None:
             self._since = time.monotonic()
             self._thread.start()
@@ -97,16 +97,17 @@ class Watchdog:
         self._moves += 1
 
     def rest(self) -> None:
-        """Watch only file operations, while the program does work outside of the run."""
+        """Watch only file operations while the program does work outside of the run."""
         self.at("")
 
     def tell(self, line: str) -> None:
-        """Send the other ranks the reason why this one fails."""
+        """Send the other ranks the reason for which this rank fails."""
         if self._peers is not None:
             self._peers.tell({"rank": self.rank, "line": line, "failed": True}, 1.0)
 
     def why(self, patience: float = 1.0) -> str | None:
-        """Return the reason of another rank's failure, if it arrives within `patience` seconds, else None."""
+        """Return the reason of another rank's failure if it arrives within `patience` seconds. Otherwise return
+        None."""
         deadline = time.monotonic() + patience
         while self._peers is not None and self.said is None and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -164,7 +165,7 @@ class Watchdog:
         }
 
     def _who_hangs(self) -> str | None:
-        """Return which rank hangs, as a part of a sentence; None if the others wait for a rank that makes progress."""
+        """Return which rank hangs, as a part of a sentence, or None if the others wait for one that makes progress."""
         if self._peers is None:
             return None
         if self._peers.store_is_silent:
@@ -189,14 +190,14 @@ def _in_operation(operation: str, seconds: float) -> str:
 
 
 def _seconds_of(thread: int) -> float:
-    """Return the CPU seconds of a thread; 0 if it has ended, because its clock must not be read then."""
+    """Return the CPU seconds of a thread, or 0 if the thread has ended, because its clock must then not be read."""
     if thread not in sys._current_frames():
         return 0.0
     return time.clock_gettime(time.pthread_getcpuclockid(thread))
 
 
 def _frames(thread: int) -> list[tuple[str, int, str]]:
-    """Return file, line and function of a thread's frames, the outermost first."""
+    """Return file, line and function of each frame of a thread, the outermost first."""
     frame, found = sys._current_frames().get(thread), []
     while frame is not None:
         found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))

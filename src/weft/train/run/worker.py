@@ -37,9 +37,9 @@ from weft.train.run.world import Place
 def work(
     place: Place, path: str, overrides: list[str], resume: str | bool, command: str, *, or_start: bool = False
 ) -> NoReturn:
-    """Train as the rank at `place` and end the process with the exit code of the command.
+    """Train as the rank at `place`, and end the process with the exit code of the command.
 
-    command: the command line that starts the same run again, without `--resume`.
+    `command`: the command line that starts the same run again, without `--resume`.
     """
     stop = StopRequest()
     stop.listen(int(os.environ[CONTROL]) if CONTROL in os.environ else None)
@@ -71,14 +71,14 @@ def work(
 
 
 class _Rank:
-    """The output and the exit of one rank. supervised: whether `weft train` started it."""
+    """The output and the exit of one rank. `supervised`: whether `weft train` started it."""
 
     def __init__(self, number: int, *, supervised: bool) -> None:
         self.number, self.supervised = number, supervised
         self.watchdog: Watchdog | None = None
         """The watchdog; None before the ranks have met."""
         self.trains = False
-        """Whether the setup is complete, so that errors are no longer those of the configuration."""
+        """Whether the setup is complete. The configuration does not cause later errors."""
 
     def say(self, line: str) -> None:
         print(f"weft train: rank {self.number}: {line}", file=sys.stderr, flush=True)

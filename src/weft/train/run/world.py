@@ -1,4 +1,4 @@
-"""The rank of this process in the run, from the launcher's environment, and the default process group."""
+"""The rank of this process in the run, from the launcher's environment variables, and the default process group."""
 
 import atexit
 import re
@@ -31,9 +31,9 @@ class Place:
     """The address of the ranks' store: file:///… or tcp://host:port."""
 
     def device(self) -> "torch.device":
-        """Return the accelerator of this rank, or the CPU without one.
+        """Return the accelerator of this rank, or the CPU if there is no accelerator.
 
-        Raises ConfigError if ranks of this host would have to share an accelerator.
+        Raises ConfigError if several ranks of this host would have to share an accelerator.
         """
         import torch
 
@@ -48,7 +48,7 @@ class Place:
         return torch.device("cuda", self.local_rank)
 
     def join(self, device: "torch.device", *, patience: float, stop: StopRequest, say: Callable[[str], None]) -> None:
-        """Initialize the default process group; wait for the other ranks as `meet` does."""
+        """Initialize the default process group. Wait for the other ranks as `meet` does."""
         import torch
         import torch.distributed as dist
 
@@ -64,7 +64,7 @@ class Place:
 
 
 def begin_alone() -> None:
-    """Initialize a default process group of this process alone, which is destroyed at interpreter exit."""
+    """Initialize a default process group of this process alone. It is destroyed when the interpreter exits."""
     import torch.distributed as dist
 
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
@@ -72,9 +72,10 @@ def begin_alone() -> None:
 
 
 def end_with_interpreter() -> None:
-    """Destroy the current default process group at interpreter exit, unless it was destroyed before.
+    """Destroy the current default process group when the interpreter exits, unless it was destroyed before.
 
-    gloo's threads may abort an interpreter that exits before them."""
+    gloo's threads may abort an interpreter that exits before they do.
+    """
     import torch.distributed as dist
 
     from weft.mesh import forget_meshes
@@ -90,8 +91,9 @@ def end_with_interpreter() -> None:
 
 
 def place_from(environment: Mapping[str, str]) -> Place | None:
-    """Return the rank and the numbers of ranks that torchrun, SLURM or `weft train` gave this process; None without a
-    launcher.
+    """Return the rank and the numbers of ranks that torchrun, SLURM or `weft train` gave this process.
+
+    None without a launcher.
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
         rank, ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])

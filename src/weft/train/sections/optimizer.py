@@ -103,7 +103,7 @@ class ScheduleConfig:
         return min(100, steps // 10) if self.warmup_steps is None else self.warmup_steps
 
     def check(self, steps: int) -> None:
-        """Raise ConfigError for a warm-up that does not end within `steps` steps, or overlaps the decay."""
+        """Raise ConfigError for a warm-up that does not end within `steps` steps, or that overlaps the decay."""
         warmup, decay = self.warmup(steps), self.decay_fraction * steps
         require(
             "schedule.warmup_steps",

@@ -7,13 +7,14 @@ from weft.train.toml_values import show
 
 
 def require(name: str, value: Any, holds: bool, rule: str) -> None:
-    """Raise ConfigError, with the setting, its value and the rule, unless `holds`."""
+    """Raise ConfigError with the setting, its value and the rule, if not `holds`."""
     if not holds:
         raise ConfigError(f"{name} = {show(value)}: {rule}")
 
 
 def microbatches_per_step(global_batch_size: int, microbatch_size: int, ranks: int) -> int:
-    """Return the number of microbatches of each data-parallel rank in one step. Raises ConfigError for a fraction."""
+    """Return the number of microbatches of each data-parallel rank in one step. Raises ConfigError if it is not
+    whole."""
     unit = ranks * microbatch_size
     if global_batch_size % unit == 0:
         return global_batch_size // unit

@@ -57,7 +57,7 @@ def repeated_blocks(model: nn.Module) -> list[Place]:
 
 
 def outermost(places: Sequence[Place]) -> list[Place]:
-    """Return those of `places` whose blocks are not inside another one."""
+    """Return the elements of `places` whose blocks are not inside another block."""
     within = {id(inner) for row, at in places for inner in row[at].modules() if inner is not row[at]}
     return [(row, at) for row, at in places if id(row[at]) not in within]
 

@@ -76,7 +76,7 @@ class OwnTask:
         self._loss = loss
 
     def count(self, microbatches: Sequence[Any]) -> float:
-        """Return the number of samples: the first dimension of each microbatch's first tensor, summed.
+        """Return the number of samples: the sum over microbatches of the first dimension of the first tensor.
 
         A microbatch without a tensor counts as `train.microbatch_size` samples.
         """
@@ -107,7 +107,7 @@ class OwnTask:
 
 
 def _refuse_no_validation(given: Data | None, found: Iterable[Any], config: TrainConfig) -> None:
-    """Raise ConfigError for an empty validation set, and for settings that have no effect without a set."""
+    """Raise ConfigError for an empty validation set, and for settings that have no effect without a validation set."""
     if given is None:
         rule = "has no effect without a validation set; pass one, or leave it out"
         require("train.stop_after", config.train.stop_after, not config.train.stop_after, rule)
@@ -139,10 +139,10 @@ class Stream:
     """Microbatches of an iterable, repeated without end. The position is saved and restored exactly.
 
     An iterable with `state_dict` and `load_state_dict` restores itself. Any other iterable is iterated again up to its
-    position, with the random state from the start of the pass, so that a shuffling loader yields the same order. It
-    must be deterministic then; if it has `set_epoch`, for each epoch.
+    position, with the random state from the start of the pass. A shuffling loader then yields the same order. Such an
+    iterable must be deterministic. If it has `set_epoch`, it must be deterministic for each epoch.
 
-    On another number of `ranks`, the position is the total of all ranks divided by `ranks`. That is exact if the ranks
+    On another number of `ranks`, the position is the total of all ranks divided by `ranks`. This is exact if the ranks
     take the microbatches of a pass in turn.
     """
 
@@ -254,7 +254,8 @@ def own_model(
     meshes: weft.Meshes,
     device: torch.device,
 ) -> Any:
-    """Return your model, sharded as the configuration says. If it is a function, it is called on the meta device."""
+    """Return your model, sharded as the configuration says. If `model` is a function, it is called on the meta
+    device."""
     if shard is not None:
         check_callable("shard", shard, ["model"], "a function shard(model, **options)")
     torch.manual_seed(config.train.seed)  # the same initial weights on every rank
@@ -274,7 +275,7 @@ def own_model(
 
 
 def shard_repeated_blocks(model: nn.Module, **options: Any) -> nn.Module:
-    """Shard each block of `repeated_blocks` as a unit, and the rest of the model as another; return the model."""
+    """Shard each block of `repeated_blocks` as a unit, and the rest of the model as another unit. Return the model."""
     for block in [row[at] for row, at in repeated_blocks(model)]:  # listed before sharding changes classes
         weft.fully_shard(block, **options)
     return weft.fully_shard(model, **options)

@@ -29,7 +29,7 @@ def meshes_of(config: TrainConfig, device: torch.device) -> weft.Meshes:
 
 
 def options_of(config: TrainConfig, model: nn.Module) -> dict[str, Any]:
-    """Return the options of `weft.fully_shard` for all units of `model`, which is not sharded yet, except the mesh."""
+    """Return the options of `weft.fully_shard`, except the mesh, for all units of `model`, which is not sharded yet."""
     sharding = config.sharding
     policy = mixed_precision(config.train.precision, config.train.unquantized_ends)
     options: dict[str, Any] = {"strategy": sharding.strategy, "mp_policy": policy}
@@ -67,8 +67,8 @@ _RECIPES: dict[str, Callable[[], quantize.Quantization]] = {
 def mixed_precision(name: str, unquantized_ends: int = 0) -> weft.MixedPrecisionPolicy:
     """Return the policy of `train.precision`. All but "fp32" compute in bf16, and reduce and keep fp32.
 
-    "bf16" gathers weights in bf16, the other precisions quantize them. `unquantized_ends`: the number of layers at each
-    end that are not quantized.
+    "bf16" gathers weights in bf16. The other precisions quantize gathered weights. `unquantized_ends`: the number of
+    layers at each end that are not quantized.
     """
     if name == "fp32":
         return weft.MixedPrecisionPolicy()

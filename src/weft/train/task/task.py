@@ -12,13 +12,13 @@ Losses = tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]
 
 
 class Batches(Protocol):
-    """This rank's microbatches. The state is the position, which checkpoints hold."""
+    """This rank's microbatches. The state is the position. Checkpoints hold it."""
 
     microbatch_weights: list[float]
-    """The weight of each microbatch of the last step; 1.0 each for equal weights."""
+    """The weight of each microbatch of the last step. All are 1.0 for equal weights."""
 
     def next_step(self) -> list[Any]:
-        """Return the microbatches of the next optimizer step, the same number on every rank."""
+        """Return the microbatches of the next optimizer step. All ranks have the same number of them."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -38,7 +38,7 @@ class Task(Protocol):
     description: str
     """A line of text about the data."""
     at_once: int
-    """The number of validation microbatches to compute together; several keep all pipeline stages busy."""
+    """The number of validation microbatches to compute together. Several keep all pipeline stages busy."""
     adds_losses: bool
     """Whether the loss includes the losses of routers and prediction depths, which are logged separately."""
 
@@ -49,12 +49,12 @@ class Task(Protocol):
 
     @property
     def validation(self) -> Iterable[Any]:
-        """This rank's microbatches of the validation set, the same number on every rank; empty without a set."""
+        """This rank's microbatches of the validation set: the same number on every rank, none without a set."""
         ...
 
     @property
     def validation_weights(self) -> Iterable[float]:
-        """The weight of each validation microbatch; 1.0 each for equal weights."""
+        """The weight of each validation microbatch. All are 1.0 for equal weights."""
         ...
 
     def count(self, microbatches: Sequence[Any]) -> float:
@@ -66,13 +66,13 @@ class Task(Protocol):
         ...
 
     def validation_losses(self, microbatches: Sequence[Any]) -> list[Losses]:
-        """Return the losses of up to `at_once` microbatches on the device, computed without autograd."""
+        """Return the losses of up to `at_once` microbatches that are on the device, computed without autograd."""
         ...
 
     def validation_values(self, loss: float) -> dict[str, float]:
-        """Return the values to log for a validation with mean loss `loss`, by name, "loss" among them."""
+        """Return the values to log for a validation with mean loss `loss`, by name. One of the names is "loss"."""
         ...
 
     def baseline(self) -> float | None:
-        """Return the validation loss of a simple baseline in nats per byte; None without one."""
+        """Return the validation loss of a simple baseline in nats per byte, or None without a baseline."""
         ...

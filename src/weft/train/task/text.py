@@ -102,9 +102,9 @@ class TextTask:
         return {"loss": loss, "nats_per_byte": loss / size} if size else {"loss": loss}
 
     def baseline(self) -> float | None:
-        """Return the bigram table's loss on the same text in nats per byte.
+        """Return the loss of the bigram table on the same text, in nats per byte.
 
-        None for several texts, token files, and texts with positions without labels.
+        None for several texts, for token files, and for texts with positions without labels.
         """
         corpus, size = self.corpora[0], self._bytes_per_token
         if size is None or corpus.vocab_size is None or self.validation.has_gaps:
@@ -113,12 +113,12 @@ class TextTask:
 
     @property
     def _bytes_per_token(self) -> float | None:
-        """Bytes per token of the validation text; None if unknown, or if several texts differ."""
+        """The bytes per token of the validation text, or None if unknown, or if several texts differ."""
         return self.corpora[0].bytes_per_token if len(self.corpora) == 1 else None
 
 
 def _compare(names: Sequence[str], texts: list[Any]) -> None:
-    """Raise ConfigError on every rank if the texts of a rank differ from those of the first rank. Collective."""
+    """Raise ConfigError on every rank if the texts of any rank differ from those of the first rank. Collective."""
     everyone = exchange_objects(texts, what="the texts of the ranks")
     for rank, theirs in enumerate(everyone):
         for name, first, other in zip(names, everyone[0], theirs):
@@ -145,10 +145,10 @@ def _context_part(batch: Batch, meshes: weft.Meshes) -> Batch:
 
 
 def for_own_model(microbatch: Batch) -> Batch:
-    """Return a microbatch with documents as a dictionary for models of transformers, and any other microbatch
+    """Return a microbatch with documents as a dictionary for models of transformers. Return any other microbatch
     unchanged.
 
-    Its keys are "tokens", "labels", "position_ids" and "cu_seqlens".
+    The keys are "tokens", "labels", "position_ids" and "cu_seqlens".
     """
     if not isinstance(microbatch, dict):
         return microbatch
@@ -161,10 +161,9 @@ DOCUMENT_NAMES = ("position_ids", "cu_seqlens")
 
 
 def _require_documents(model: nn.Module, text: torch.Tensor) -> None:
-    """Raise ConfigError for a model whose forward does not accept document positions, or whose documents attend to each
-    other.
+    """Raise ConfigError for a model that does not take document positions, or whose documents attend to each other.
 
-    `text`: tokens of the shape of a microbatch, so that nothing is compiled for another shape.
+    `text`: tokens with the shape of a microbatch, so that nothing is compiled for another shape.
     """
     takes = inspect.signature(model.forward).parameters
     if not any(name in takes for name in DOCUMENT_NAMES):
@@ -185,8 +184,9 @@ def _require_documents(model: nn.Module, text: torch.Tensor) -> None:
 
 @torch.no_grad()
 def _seen_of_others(model: nn.Module, text: torch.Tensor) -> float:
-    """Return the largest change of a document's logits with the tokens of the previous document, as a fraction of the
-    largest logit; 0 for a change within rounding. `text`: tokens [batch, seq].
+    """Return the largest change of a document's logits that the tokens of the previous document cause.
+
+    The change is a fraction of the largest logit. It is 0 if it is within rounding. `text`: tokens [batch, seq].
     """
     half, found = text.shape[1] // 2, []
     documents = Documents.from_ids((torch.arange(text.shape[1]) >= half).long().expand(text.shape))
@@ -204,9 +204,9 @@ def _seen_of_others(model: nn.Module, text: torch.Tensor) -> float:
 
 
 def next_token_loss(model: nn.Module, microbatch: Batch) -> torch.Tensor:
-    """Return the mean cross-entropy of `model(tokens)`, [batch, sequence, vocabulary] or an object with `logits`.
+    """Return the mean cross-entropy of `model(tokens)`: [batch, sequence, vocabulary], or an object with `logits`.
 
-    With documents, the model also gets those of `position_ids` and `cu_seqlens` that its forward takes, and
+    With documents, the model also gets `position_ids` and `cu_seqlens`, if its forward takes them. It also gets
     `use_cache=False`, because models of transformers ignore restarting positions if they use a cache.
     """
     labels = microbatch["labels"] if isinstance(microbatch, dict) else microbatch[1]
@@ -225,7 +225,7 @@ def _scores(model: nn.Module, microbatch: Batch) -> torch.Tensor:
 
 
 def _vocabulary(config: TrainConfig) -> int | None:
-    """Return the exclusive upper bound of tokens in token files; None if it is checked elsewhere or unknown."""
+    """Return the exclusive upper bound of tokens in token files, or None if it is checked elsewhere, or unknown."""
     known = config.data.kind == "tokens" and isinstance(config.model, HybridConfig)
     return config.model.vocab_size if known else None  # type: ignore[union-attr]
 
@@ -237,7 +237,7 @@ def hybrid(
     device: torch.device,
     dtype: torch.dtype | None = None,
 ) -> HybridModel:
-    """Build and shard the model. The initial weights are cast to `dtype`, if one is given."""
+    """Build and shard the model. If `dtype` is given, the initial weights are cast to it."""
     model = _build(config, sizes, meshes, device)
     if dtype is not None:
         model = model.to(dtype)

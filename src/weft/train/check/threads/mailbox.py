@@ -50,7 +50,7 @@ class Mailbox:
         return number in self._messages[key]
 
     def leave(self, rank: int, said: str) -> None:
-        """Note that a rank has ended, which may leave the others in a deadlock."""
+        """Note that a rank has ended. This may leave the other ranks in a deadlock."""
         self._alive -= 1
         self.ended[rank] = said
         self._look()
@@ -71,4 +71,4 @@ class Mailbox:
 
 
 class Ended(BaseException):
-    """Raised in a waiting thread if another rank has failed or all are in a deadlock."""
+    """Raised in a waiting thread if another rank has failed, or if all ranks are in a deadlock."""

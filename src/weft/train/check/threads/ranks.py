@@ -5,11 +5,11 @@
         send(tensors, 1, tag)              ----- mailbox ---->
         recv(tensors, 0, tag).wait()                          takes the message, or lets another thread run
 
-One thread runs at a time, from one wait for a message to the next. So two threads never change global state of Python
-modules at the same time, and runs are deterministic. A deadlock is detected immediately, because all threads are
-waiting. A message is copied when it is sent, and `send` never waits.
+One thread runs at a time, from one wait for a message to the next. Therefore two threads never change global state of
+Python modules at the same time, and runs are deterministic. In a deadlock all threads wait, so a deadlock is detected
+immediately. A message is copied when it is sent, and `send` never waits.
 
-This is slow, and meant for the small models of `weft.train.check`.
+Threads are slow, and meant only for the small models of `weft.train.check`.
 """
 
 import sys
@@ -93,7 +93,7 @@ _current = threading.local()
 
 
 class InProcess(dist.ProcessGroup):
-    """A process group whose ranks are threads. It presents itself to weft as gloo, and so uses the same transport."""
+    """A process group whose ranks are threads. weft sees it as gloo, and uses the transport of gloo."""
 
     def __init__(self, store: Any, rank: int, size: int, members: Sequence[int]) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -110,7 +110,7 @@ class InProcess(dist.ProcessGroup):
         return self
 
     def name(self) -> str:
-        """Return the backend that weft sees, gloo."""
+        """Return the backend that weft sees: gloo."""
         return HOSTS
 
     @property
@@ -230,7 +230,7 @@ def _shown(tensors: Sequence[Tensor]) -> str:
 
 
 def _module_of_caller() -> str:
-    """Return the innermost waiting function outside of `weft.comm`, with the module if it is a module's method."""
+    """Return the innermost waiting function outside of `weft.comm`. For a module's method, also return the module."""
     frame: Any = sys._getframe(1)
     place = ""
     while frame is not None:
@@ -253,7 +253,7 @@ def name_modules(model: nn.Module) -> None:
 
 
 class _Worlds:
-    """A replacement of torch's process group state that forwards to the state of the current thread's rank."""
+    """A replacement of torch's process group state. It forwards to the state of the rank of the current thread."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_current.world, name)
@@ -273,7 +273,7 @@ def _create(options: Any, _: Any = None) -> InProcess:
 
 
 class _NoHangs:
-    """A replacement of the hang detector, which would be a thread. It records what each rank waits for."""
+    """A replacement of the hang detector, which would be a thread. It records for what each rank waits."""
 
     subject, verdict, joins = "", "", 0
 
@@ -321,7 +321,7 @@ def _instead(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def _threads_for_ranks() -> Iterator[None]:
-    """Make torch and weft use a separate world per thread. Raises RuntimeError in a process that is a rank already."""
+    """Make torch and weft use a separate world per thread. Raises RuntimeError in a process that is already a rank."""
     if dist.is_initialized():
         raise RuntimeError("this process is already a rank: ranks as threads need a process without process groups")
     if IN_PROCESS not in dist.Backend.backend_list:
@@ -341,7 +341,7 @@ def _threads_for_ranks() -> Iterator[None]:
 
 
 def run_ranks(ranks: int, work: Callable[[int], Any]) -> list[Any]:
-    """Run `work(rank)` on `ranks` threads, each a rank of one world. Return the results in rank order.
+    """Run `work(rank)` on `ranks` threads, each of which is a rank of one world. Return the results in rank order.
 
     Raises the exception of the lowest rank that failed, and CollectiveMismatch in a deadlock.
     """
