@@ -1,6 +1,5 @@
 """`fully_shard`: make a module, or a list of modules, one sharded unit."""
 
-import functools
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -23,23 +22,8 @@ from weft.fsdp.runtime.passes import Pass
 from weft.fsdp.unit import Unit
 
 Sharded = TypeVar("Sharded", bound=nn.Module | list[nn.Module])
-_Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
-def _outside_inference_mode(shard: _Call) -> _Call:
-    """Leave inference mode for the call: tensors that are made in it have no version counters."""
-
-    @functools.wraps(shard)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_inference_mode_enabled():
-            return shard(*args, **kwargs)
-        with torch.inference_mode(False), torch.no_grad():
-            return shard(*args, **kwargs)
-
-    return called  # type: ignore[return-value]
-
-
-@_outside_inference_mode
 def fully_shard(
     module: Sharded,
     *,
@@ -90,6 +74,9 @@ def fully_shard(
         TypeError: an argument of the wrong type.
     """
     given = SimpleNamespace(**locals())  # all arguments: the function has no other local variables yet
+    if torch.is_inference_mode_enabled():  # tensors that are made in it have no version counters
+        with torch.inference_mode(False), torch.no_grad():
+            return fully_shard(**vars(given))
     patches.apply()
     request = Request(given)
     modules, below = request.modules, drivers_under(request.modules)
