@@ -104,25 +104,12 @@ def fully_shard(
     return module
 
 
-class _ShardedState:
-    """The part of a module's state that torch.distributed.pipelining uses to reduce the gradients of a stage."""
-
-    def __init__(self, module: FSDPModule) -> None:
-        self._module = module
-        self._state_ctx = SimpleNamespace(all_states=[self])
-
-    @property
-    def _fsdp_param_groups(self) -> list[Any]:
-        groups = [group for unit in runtime_of(self._module).units for group in unit.groups]
-        return [SimpleNamespace(post_backward=lambda: None, group=group) for group in groups]
-
-    def _root_post_backward_final_callback(self) -> None:
-        runtime_of(self._module).finish_deferred()
-
-
-def _state_of(module: nn.Module) -> _ShardedState | None:
-    """Return the state of a sharded module, as torch's `fully_shard.state` does; None for another module."""
-    return _ShardedState(module) if isinstance(module, FSDPModule) else None
+def _state_of(module: nn.Module) -> SimpleNamespace | None:
+    """Return what torch.distributed.pipelining reads of a sharded module's state; None for another module."""
+    if not isinstance(module, FSDPModule):
+        return None
+    finish = lambda: runtime_of(module).finish_deferred()  # noqa: E731
+    return SimpleNamespace(_state_ctx=SimpleNamespace(all_states=[]), _root_post_backward_final_callback=finish)
 
 
 fully_shard.state = _state_of  # type: ignore[attr-defined]
