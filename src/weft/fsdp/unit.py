@@ -270,10 +270,9 @@ class Unit:
         self.forget()
         if self.state is not State.AT_REST:
             self.free()  # waits for a gather before the model weights change that it reads
-        for group in self._coming:
-            group.await_refresh()
         held = USER in self.holders
         for group in self.groups:
+            group.await_refresh()
             group.rest()
             if held:
                 group.take_requires_grad()
