@@ -326,12 +326,6 @@ class ParameterGroup:
             group = neighbours(self.groups[-1], size)
             self.post_forward = PostForwardShard(self.plan, group)
 
-    def keep_post_forward(self, channels: Channels) -> None:
-        """Keep the post-forward shard of the gathered weights; the next gather starts from it."""
-        if self.post_forward is not None:
-            with torch.no_grad():
-                self.post_forward.keep(self.full.local, channels.weights)
-
     def arrived(self) -> None:
         """Finish a gather that has ended: free its temporary memory, and let autograd read the full weights."""
         if self.post_forward is not None:

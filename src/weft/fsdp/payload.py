@@ -72,7 +72,9 @@ class PostForwardShard:
         self.held = False
         self._group = group
 
+    @torch.no_grad()
     def keep(self, full: torch.Tensor, pool: Pool) -> None:
+        """Keep the shard of the gathered weights; the next gather starts from it."""
         if not self.held:
             self.held = True
             pool.take(self.transient).copy_(full.view(self._group.size(), -1)[self._group.rank()])

@@ -244,8 +244,8 @@ class Unit:
             self.state = TRANSITIONS.get((self.state, "free")) or self._refuse("free")
             self.resident = False
             for group in self._coming:
-                if self.keeps_post_forward:
-                    group.keep_post_forward(self.channels)
+                if self.keeps_post_forward and group.post_forward is not None:
+                    group.post_forward.keep(group.full.local, self.channels.weights)
                 group.free()
 
     def reshard_after(self, forward: bool | int | None) -> None:
