@@ -86,8 +86,6 @@ class Unit:
         self.policy = policy
         self.name = ""
         self.number = 0
-        self.writes_gradients = any(group.gradients.declared for group in self.groups)
-        """Whether modules have declared that they add to `main_grad` themselves."""
         self.channels: Channels = None  # type: ignore[assignment]
         """Set at the first pass of the root."""
         self.place = next(_places)

@@ -103,11 +103,6 @@ def parameter_of(weight: torch.Tensor) -> nn.Parameter | None:
     return whole if isinstance(whole, nn.Parameter) else None
 
 
-def says_it_wrote(parameter: nn.Parameter) -> bool:
-    """Return whether the module added to `main_grad` in this backward."""
-    return getattr(parameter, "grad_added_to_main_grad", False)
-
-
 def whole(parameter: Any, mesh: DeviceMesh) -> torch.Tensor:
     """Return a plain tensor of a `parameter` replicated over the 1-D `mesh`; backward sums its gradient over ranks."""
     if not isinstance(parameter, DTensor):

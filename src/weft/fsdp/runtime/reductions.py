@@ -130,7 +130,7 @@ class Reductions(ReductionOrder):
 
     def offer(self, unit: Unit) -> None:
         """Set `main_grad` for the modules of `unit` that have declared to use it."""
-        for group in unit.groups if unit.writes_gradients else ():
+        for group in unit.groups:
             if group.trainable and group.gradients.declared:
                 defer = self.defers(unit)
                 self._gathers.current.events.append(("offer", unit.number, int(defer)))
@@ -146,7 +146,7 @@ class Reductions(ReductionOrder):
 
     def has_buffer(self, unit: int, group: ParameterGroup) -> bool:
         """Return whether the group's gradients are packed, or modules have declared to write them."""
-        return group.gradients.where is Where.PACKED or group.gradients.declared
+        return group.gradients.where is Where.PACKED or bool(group.gradients.declared)
 
     def pack_group(self, unit: int, group: ParameterGroup, *, defer: bool) -> None:
         """Copy autograd's gradients into the packed buffer."""
