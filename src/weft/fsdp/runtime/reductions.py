@@ -103,12 +103,8 @@ class Reductions(ReductionOrder):
     def left_over(self, unit: Unit) -> bool:
         """Return whether `unit` has gradients that are due, of any backward, and that no call has reduced."""
         for group in unit.trainable_groups:
-            gradients = group.gradients
-            if gradients.arrived:
-                return True
-            waits = gradients.where in (Where.PACKED, Where.SUMMED)
-            due = waits and not self.defers(unit) and unit.number not in self.waiting
-            if due and gradients.accumulates(self._finishes(unit)):
+            due = group.gradients.accumulates(self._finishes(unit)) and not self.defers(unit)
+            if group.gradients.arrived or (due and unit.number not in self.waiting):
                 return True
         return False
 
