@@ -104,9 +104,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a rank that needs no unit of a bucket does not join its gather",
-        "GatherHelper._parts",
-        "enumerate(self._buckets)",
-        "()",
+        "GatherHelper.offer",
+        "for bucket in self._buckets: ...",
+        "for bucket in (): ...",
         BUCKETS + "test_a_rank_that_needs_no_unit_of_a_bucket_takes_part_for_those_that_do[2]",
     ),
     Mutation(
