@@ -200,8 +200,8 @@ MUTATIONS = [
     Mutation(
         "the host continues while a backward's uploads read frozen weights",
         "Shared._come_to_rest",
-        "if self._offloaded: ...",
-        "if False: ...",
+        "self._finish_uploads()",
+        "",
         STREAMS + "test_frozen_weights_in_memory_of_the_host_may_be_written_after_a_backward[2]",
     ),
     # --- weights ------------------------------------------------------------------------------------------------------
