@@ -12,7 +12,6 @@ if TYPE_CHECKING:
         BlockAtomic,
         CPUOffloadPolicy,
         DataParallelMeshDims,
-        DropIn,
         FSDPModule,
         MixedPrecisionPolicy,
         OffloadPolicy,
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
         UnshardHandle,
         check_views,
         describe,
-        drop_in,
         find_nonfinite,
         fully_shard,
         keep_dtype,
@@ -35,6 +33,7 @@ if TYPE_CHECKING:
     from weft.graphs import Graphs, drop_graphs, graph_report
     from weft.mesh import Meshes, forget_meshes, init_meshes
     from weft.optim import parameter_norms
+    from weft.replacement import DropIn, drop_in
 
 __all__ = [
     "BlockAtomic",
@@ -95,6 +94,7 @@ _ROOMS = [
 ]
 _HOMES = {"weft.mesh": ["Meshes", "forget_meshes", "init_meshes"], "weft.optim": ["parameter_norms"]}
 _HOMES["weft.graphs"] = ["Graphs", "drop_graphs", "graph_report"]
+_HOMES["weft.replacement"] = ["DropIn", "drop_in"]
 _HOMES["weft.fsdp"] = [name for name in __all__ if not any(name in each for each in (_ROOMS, *_HOMES.values()))]
 
 __getattr__ = exports("weft", _HOMES, _ROOMS)

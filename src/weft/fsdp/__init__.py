@@ -42,7 +42,6 @@ from weft.fsdp.gradients.direct import weight_gradient
 from weft.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from weft.fsdp.placement import Placements
 from weft.fsdp.precision import MixedPrecisionPolicy, keep_dtype
-from weft.fsdp.replacement import DropIn, drop_in
 from weft.fsdp.runtime.options import RuntimeOptions
 from weft.layout.layout import padding_of
 from weft.memory.offload import CPUOffloadPolicy, OffloadPolicy
@@ -51,7 +50,6 @@ __all__ = [
     "BlockAtomic",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
-    "DropIn",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "Nonfinite",
@@ -63,7 +61,6 @@ __all__ = [
     "UnshardHandle",
     "check_views",
     "describe",
-    "drop_in",
     "find_nonfinite",
     "fully_shard",
     "keep_dtype",
