@@ -28,16 +28,7 @@ Three files have a table of states: `unit.py` of a unit's weights, `gradients/gr
 from weft.dtensor.uneven import UnevenDTensor
 from weft.fsdp.construction.arguments import DataParallelMeshDims
 from weft.fsdp.construction.parameters import BlockAtomic, TensorAtomic
-from weft.fsdp.diagnostics import (
-    Nonfinite,
-    check_views,
-    describe,
-    find_nonfinite,
-    memory_report,
-    plan_of,
-    quantization_shares,
-)
-from weft.fsdp.fully_shard import fully_shard
+from weft.fsdp.fully_shard import fully_shard, plan_of
 from weft.fsdp.gradients.direct import weight_gradient
 from weft.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from weft.fsdp.placement import Placements
@@ -52,22 +43,16 @@ __all__ = [
     "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",
-    "Nonfinite",
     "OffloadPolicy",
     "Placements",
     "RuntimeOptions",
     "TensorAtomic",
     "UnevenDTensor",
     "UnshardHandle",
-    "check_views",
-    "describe",
-    "find_nonfinite",
     "fully_shard",
     "keep_dtype",
-    "memory_report",
     "padding_of",
     "plan_of",
-    "quantization_shares",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "weight_gradient",

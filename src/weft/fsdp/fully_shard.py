@@ -13,13 +13,14 @@ from weft.fsdp import patches
 from weft.fsdp.construction.arguments import DEFAULT_STRATEGY, DataParallelMeshDims, Request
 from weft.fsdp.construction.members import Members
 from weft.fsdp.gradients.group import Where
-from weft.fsdp.module import FSDPModule, attach, runtime_of
+from weft.fsdp.module import FSDPModule, attach, runtime_of, units_of
 from weft.fsdp.placement import Placements
 from weft.fsdp.precision import MixedPrecisionPolicy
 from weft.fsdp.roots import UnitDriver, drivers_under
 from weft.fsdp.runtime.options import RuntimeOptions
 from weft.fsdp.runtime.passes import Pass
 from weft.fsdp.unit import Unit
+from weft.layout.plan import Plan
 
 Sharded = TypeVar("Sharded", bound=nn.Module | list[nn.Module])
 
@@ -129,3 +130,19 @@ def _refuse_in_use(driver: UnitDriver) -> None:
             f"fully_shard around {driver.unit}, which is in use by {what}: call it before the first pass, or after "
             f"{what} has ended and after reshard()"
         )
+
+
+def plan_of(model: nn.Module) -> Plan | None:
+    """Return the plan of the model's next step, if its passes are those of the last one; None before the first pass.
+
+    `model`: a root, or any sharded module under it. `print(plan.table())` shows the actions at each event, and
+    `plan.peak_bytes` are the bytes that `memory_report` measures. Raises TypeError and ValueError as `memory_report`
+    does.
+    """
+    if not isinstance(model, FSDPModule):
+        units_of(model)
+        raise ValueError(
+            f"{type(model).__name__} is not sharded itself: pass the module on which fully_shard was last called"
+        )
+    runtime = model._weft_driver.runtime
+    return runtime.planner.plan() if runtime is not None and runtime.gathers.traces else None

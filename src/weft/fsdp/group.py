@@ -159,11 +159,6 @@ class ParameterGroup:
         """The process groups of the mesh axes, the shard axis last."""
         return [group_of(self.mesh, axis) for axis in range(self.mesh.ndim)]
 
-    def persistent_weights(self) -> dict[int, int]:
-        """Return the bytes of the weights that are always kept on this rank, by address of the memory."""
-        storages = [buffer.storage for buffer in (self.main_weight, *self.copies)]
-        return {storage.data_ptr(): storage.nbytes() for storage in storages}
-
     @property
     def version(self) -> int:
         """The version counter of the main weights, which every write increments."""
