@@ -15,12 +15,12 @@ from weft.comm.groups import exchange_objects, group_of
 from weft.dtensor.uneven import local_of
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.module import units_of
-from weft.fsdp.narrow import Narrow, agree_on_maxima
 from weft.fsdp.parameter import ShardedParameter, record_of
 from weft.fsdp.roots import drivers_under
 from weft.fsdp.unit import Unit
 from weft.memory.pool import Pool
 from weft.mesh import parts_of
+from weft.quantize.payload import Narrow, agree_on_maxima
 from weft.quantize.shares import Shares
 
 

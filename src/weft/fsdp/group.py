@@ -35,20 +35,20 @@ from weft.fsdp.autograd import FullParameters, behind_classes
 from weft.fsdp.channels import Channels
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.gradients.products import mark_scaled
-from weft.fsdp.narrow import Narrow
 from weft.fsdp.parameter import FULL, IN_BACKWARD, Unsharded, never_runs, parameters_of
 from weft.fsdp.payload import Plain, PostForwardShard
-from weft.fsdp.payload_only import payload_only_of
 from weft.fsdp.plan import GroupPlan
 from weft.fsdp.weak import weakly
 from weft.memory.buffer import FlatBuffer
 from weft.memory.pool import Transient
+from weft.quantize.payload import Narrow
+from weft.quantize.payload_only import payload_only_of
 
 _trains = attrgetter("sharded.requires_grad")
 _full_trains = attrgetter("full.requires_grad")
 
 
-def payload_of(plan: GroupPlan) -> Plain:
+def payload_of(plan: GroupPlan) -> Plain | Narrow:
     """Return the format in which a group's weights are gathered."""
     return Plain(plan) if plan.recipe.quantization is None else Narrow(plan)
 

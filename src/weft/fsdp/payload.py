@@ -1,7 +1,7 @@
 """The formats in which weights are gathered: main weights are converted to a payload, and payloads to full weights.
 
-`Plain` payloads are elements of the compute dtype, those of `weft.fsdp.narrow` a byte or half of one. All other code
-only moves bytes. A group gathers weights for use (`ParameterGroup.gather`), updates model weights after a step
+`Plain` payloads are elements of the compute dtype, those of `weft.quantize.payload` a byte or half of one. All other
+code only moves bytes. A group gathers weights for use (`ParameterGroup.gather`), updates model weights after a step
 (`refresh`), takes part in gathers whose result it does not need (`serve`), and shares messages with other groups
 (`Bucket`). In all four cases the group's payload converts weights before sending (`write`) and after receiving
 (`open`).
@@ -21,7 +21,7 @@ from weft.memory.pool import Pool, Transient
 
 
 class Plain:
-    """Weights are gathered in the compute dtype, in which they are used. Base class of the other formats."""
+    """Weights are gathered in the compute dtype, in which they are used."""
 
     refreshes = False  # whether the payload is computed once per step and stored beside the main weights
     tail = 0  # the number of elements of full weights after those of the layout

@@ -25,11 +25,9 @@ import torch.distributed as dist
 
 from weft.comm.collectives import reduce_now
 from weft.comm.transport import Pending
-from weft.fsdp.payload import Plain
-from weft.fsdp.plan import GroupPlan
 from weft.layout.layout import Layout
 from weft.memory.buffer import sharded_axes
-from weft.memory.pool import Pool
+from weft.memory.pool import Pool, Transient
 from weft.mesh import position_on
 from weft.quantize import Quantization, count_losses, dequantize, largest_of, quantize, wide_scales
 from weft.quantize.decode import packed_e2m1, unpacked_e2m1
@@ -49,12 +47,14 @@ class _Piece(NamedTuple):
     scales_at: int
 
 
-class Narrow(Plain):
+class Narrow:
     """The payload of quantized weights, which is kept besides the main weights, and is made from them once per step."""
 
     refreshes = True
+    staging: Transient | None = None
 
-    def __init__(self, plan: GroupPlan) -> None:
+    def __init__(self, plan: Any) -> None:
+        """`plan`: a `weft.fsdp.plan.GroupPlan`."""
         self._plan = plan
         recipe, compute = plan.recipe.quantization, plan.recipe.compute
         assert recipe is not None
