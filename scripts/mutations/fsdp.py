@@ -122,8 +122,8 @@ MUTATIONS = [
     Mutation(
         "computation does not wait for the update of model weights",
         "ParameterGroup.await_refresh",
-        "with torch.no_grad(): ...\nself.payload.open(self.full.local)",
-        "self.payload.open(self.full.local)",
+        "with torch.no_grad(): ...\nself.payload.open(self.full.local, self.copy)",
+        "self.payload.open(self.full.local, self.copy)",
         STREAMS + "test_weights_that_come_for_a_unit_that_does_not_run_are_awaited[2]",
     ),
     Mutation(

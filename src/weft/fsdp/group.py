@@ -192,7 +192,7 @@ class ParameterGroup:
             if self.post_forward is not None and self.post_forward.held:
                 return self.post_forward.gather_into(full, channels.gather, self.channel)
             source = self.copies[self.copy].local
-            landing = self.payload.land(full, source, channels.weights, self.copy)
+            landing = self.payload.land(full, source, channels.weights)
             if landing is source:
                 return refreshing
             own = landing.view(group.size(), -1)[group.rank()]
@@ -233,7 +233,7 @@ class ParameterGroup:
         if not self.refreshes:
             self._gathered_from = self.version
         full = channels.weights.take(self.transient)
-        return self.payload.land(full, self.copies[self.copy].local, channels.weights, self.copy)
+        return self.payload.land(full, self.copies[self.copy].local, channels.weights)
 
     def serve(self, channels: Channels, copy: int) -> Ticket:
         """Take part in a gather of a copy that other ranks need, and discard the result."""
@@ -277,7 +277,7 @@ class ParameterGroup:
         if ticket is not None:
             with torch.no_grad():
                 ticket.wait()
-            self.payload.open(self.full.local)
+            self.payload.open(self.full.local, self.copy)
 
     def rest(self, *, quantize: bool = False) -> None:
         """Free the main weights if only the payload is kept and is up to date. `quantize`: make the payload first."""
@@ -326,7 +326,7 @@ class ParameterGroup:
         if self.post_forward is not None:
             self.post_forward.drop()
         if self.transient is not None or self.refreshes:
-            self.payload.open(self.full.local)
+            self.payload.open(self.full.local, self.copy)
         self.fulls.come(self.version)
 
     def gather_other(self, copy: int, channels: Channels) -> None:

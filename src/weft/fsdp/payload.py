@@ -44,12 +44,12 @@ class Plain:
         staging = pool.take(self.staging) if self.staging is not None and source.dtype != own.dtype else None
         return functools.partial(collectives.move, own, source, staging)
 
-    def land(self, full: torch.Tensor, source: torch.Tensor, pool: Pool, copy: int = 0) -> torch.Tensor:
+    def land(self, full: torch.Tensor, source: torch.Tensor, pool: Pool) -> torch.Tensor:
         """Return the tensor into which all ranks' `source` are gathered, to become the full weights `full`: these, or
         `source` itself if each rank has all weights."""
         return full
 
-    def open(self, full: torch.Tensor) -> None:
+    def open(self, full: torch.Tensor, copy: int) -> None:
         """Convert the gathered payload to the full weights `full` that modules use, and give staging memory back."""
         if self.staging is not None:
             self.staging.give()
