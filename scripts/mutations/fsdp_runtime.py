@@ -6,7 +6,6 @@ from mutations.tests import (
     BUCKETS,
     COPIES,
     MEMBERSHIP,
-    NARROW,
     NARROW_BYTES,
     ORDER,
     REDUCED_BESIDE,
@@ -241,13 +240,6 @@ MUTATIONS = [
         "fsdp/test_conditional.py::test_a_rank_that_takes_part_in_a_gather_sends_the_weights_of_now[4]",
     ),
     # --- narrow weights -----------------------------------------------------------------------------------------------
-    Mutation(
-        "a rank quantizes with the maxima of its own shard",
-        "agree_on_maxima",
-        "part.copy_(whole)",
-        "(part, whole)",
-        NARROW + "test_bytes_are_those_of_the_whole_weight[2]",
-    ),
     Mutation(
         "a plan counts gathers of quantized weights at full width",
         "fsdp:_facts",
