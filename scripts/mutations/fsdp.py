@@ -1,9 +1,18 @@
 """Mutations of src/weft/fsdp but for fsdp/runtime."""
 
 from mutation import Mutation
-from mutations.tests import BETWEEN, COPIES, MEMBERSHIP, NARROW, NARROW_BYTES, ORDER, SEAMS, STREAMS, TENSOR, WAYS_IN
-
-SCALED = "fsdp/test_scaled.py::"
+from mutations.tests import (
+    BETWEEN,
+    COPIES,
+    MEMBERSHIP,
+    NARROW,
+    ORDER,
+    SCALED,
+    SEAMS,
+    STREAMS,
+    TENSOR,
+    WAYS_IN,
+)
 
 MUTATIONS = [
     # --- tensor parallelism -------------------------------------------------------------------------------------------
@@ -122,8 +131,8 @@ MUTATIONS = [
     Mutation(
         "computation does not wait for the update of model weights",
         "ParameterGroup.await_refresh",
-        "with torch.no_grad(): ...\nself.payload.open(self.full.local)",
-        "self.payload.open(self.full.local)",
+        "with torch.no_grad(): ...\nself.payload.open(self.full.local, self.copy)",
+        "self.payload.open(self.full.local, self.copy)",
         STREAMS + "test_weights_that_come_for_a_unit_that_does_not_run_are_awaited[2]",
     ),
     Mutation(
@@ -194,27 +203,6 @@ MUTATIONS = [
         SEAMS + "test_users.py::test_parameters_that_are_frozen_between_forward_and_backward[2-optim]",
     ),
     Mutation(
-        "frozen quantized weights also keep their main weights",
-        "payload_only_of",
-        "group.trainable or group.offload is not None or not group.layout.data_numel",
-        "True or group.offload is not None or not group.layout.data_numel",
-        "fsdp/test_payload_only.py::test_adapters_train_on_a_base_whose_payload_alone_is_kept[2]",
-    ),
-    Mutation(
-        "weights with two copies are kept as payload only",
-        "payload_only_of",
-        "stays or not isinstance(group.payload, Narrow) or group.payload.copies > 1",
-        "stays or not isinstance(group.payload, Narrow)",
-        "fsdp/test_payload_only.py::test_two_copies_and_main_weights_in_cpu_memory_keep_exact_values[2]",
-    ),
-    Mutation(
-        "memory shared with NumPy is not replaced",
-        "PayloadOnly.let_go",
-        "not self.storage.resizable()",
-        "False",
-        "fsdp/test_payload_only.py::test_main_weights_stay_while_other_code_has_their_memory[2]",
-    ),
-    Mutation(
         "a second backward reads the old address of moved weights",
         "ForwardCall.begin",
         "unit.moves != self._moves",
@@ -245,25 +233,11 @@ MUTATIONS = [
     ),
     # --- narrow weights -----------------------------------------------------------------------------------------------
     Mutation(
-        "main weights are quantized without the cast to the compute dtype",
-        "Narrow.__init__",
-        "dataclasses.replace(recipe, via=compute) if casts else recipe",
-        "recipe",
-        NARROW + "test_bytes_are_those_of_the_whole_weight[2]",
-    ),
-    Mutation(
         "cuts divide blocks",
         "cutting_of",
         "math.lcm(step, recipe.cut_between(shape))",
         "step",
         NARROW + "test_bytes_are_those_of_the_whole_weight[2]",
-    ),
-    Mutation(
-        "the memory of gathered quantized bytes is not freed",
-        "Narrow.open",
-        "self.staging.give()",
-        "",
-        NARROW_BYTES,
     ),
     Mutation(
         "small quantized units are not bundled",
@@ -280,13 +254,6 @@ MUTATIONS = [
         "fsdp/test_mixed_bundles.py::test_a_rank_whose_pass_is_one_without_some_quantized_units_sends_those_of_after_its_last_step[2-262144]",
     ),
     Mutation(
-        "a quantized weight uses the scales of another weight",
-        "Narrow.operand",
-        "self._scales_at[number]",
-        "self._scales_at[0]",
-        SCALED + "test_a_step_of_scaled_products_equals_one_process[2]",
-    ),
-    Mutation(
         "backward multiplies forward's copy",
         "_operand",
         "len(group.copies) > 1 and group.copy != backward",
@@ -299,13 +266,6 @@ MUTATIONS = [
         "self.copies[copy]",
         "self.copies[0]",
         COPIES + "test_a_rank_sends_the_copy_that_others_ask_for[2-0]",
-    ),
-    Mutation(
-        "transposed codes are not read",
-        "Narrow.operand",
-        "recipe.keep_transpose and (codes.dim() == 3) != backward",
-        "False",
-        SCALED + "test_transposed_codes_are_kept_beside_the_others_and_change_nothing_else[2]",
     ),
     Mutation(
         "operators read quantized codes without scales",

@@ -1,6 +1,7 @@
 """Mutations of src/weft/quantize."""
 
 from mutation import Mutation
+from mutations.tests import NARROW, NARROW_BYTES, SCALED
 
 MUTATIONS = [
     Mutation(
@@ -23,5 +24,62 @@ MUTATIONS = [
         "(values != 0) & (found == 0)",
         "(values == 0) & (found != 0)",
         "quantize/test_formats.py::test_saturated_and_underflowed_elements_are_counted",
+    ),
+    # --- payloads -----------------------------------------------------------------------------------------------------
+    Mutation(
+        "frozen quantized weights also keep their main weights",
+        "payload_only_of",
+        "group.trainable or group.offload is not None or not group.layout.data_numel",
+        "True or group.offload is not None or not group.layout.data_numel",
+        "fsdp/test_payload_only.py::test_adapters_train_on_a_base_whose_payload_alone_is_kept[2]",
+    ),
+    Mutation(
+        "weights with two copies are kept as payload only",
+        "payload_only_of",
+        "stays or not isinstance(group.payload, Narrow) or group.payload.copies > 1",
+        "stays or not isinstance(group.payload, Narrow)",
+        "fsdp/test_payload_only.py::test_two_copies_and_main_weights_in_cpu_memory_keep_exact_values[2]",
+    ),
+    Mutation(
+        "memory shared with NumPy is not replaced",
+        "PayloadOnly.let_go",
+        "not self.storage.resizable()",
+        "False",
+        "fsdp/test_payload_only.py::test_main_weights_stay_while_other_code_has_their_memory[2]",
+    ),
+    Mutation(
+        "main weights are quantized without the cast to the compute dtype",
+        "Narrow.__init__",
+        "dataclasses.replace(recipe, via=compute) if casts else recipe",
+        "recipe",
+        NARROW + "test_bytes_are_those_of_the_whole_weight[2]",
+    ),
+    Mutation(
+        "the memory of gathered quantized bytes is not freed",
+        "Narrow.open",
+        "self.staging.give()",
+        "",
+        NARROW_BYTES,
+    ),
+    Mutation(
+        "a quantized weight uses the scales of another weight",
+        "Narrow.operand",
+        "self._scales_at[number]",
+        "self._scales_at[0]",
+        SCALED + "test_a_step_of_scaled_products_equals_one_process[2]",
+    ),
+    Mutation(
+        "transposed codes are not read",
+        "Narrow.operand",
+        "recipe.keep_transpose and (codes.dim() == 3) != backward",
+        "False",
+        SCALED + "test_transposed_codes_are_kept_beside_the_others_and_change_nothing_else[2]",
+    ),
+    Mutation(
+        "a rank quantizes with the maxima of its own shard",
+        "agree_on_maxima",
+        "part.copy_(whole)",
+        "(part, whole)",
+        NARROW + "test_bytes_are_those_of_the_whole_weight[2]",
     ),
 ]

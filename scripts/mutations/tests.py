@@ -12,6 +12,7 @@ ROWS = "test_the_sizes_of_an_exchange_come_while_the_other_microbatch_computes_b
 REDUCED_BESIDE = ORDER + "test_a_unit_is_reduced_while_the_next_one_s_backward_computes_unless_one_may_be_alive"
 NARROW = "fsdp/test_narrow.py::"
 NARROW_BYTES = NARROW + ("test_a_gather_brings_the_bytes_of_the_format_and_maxima_are_exchanged_once_in_a_step[2]")
+SCALED = "fsdp/test_scaled.py::"
 COPIES = "fsdp/test_two_copies.py::"
 TENSOR = "models/test_tensor_parallel.py::"
 OF_KINDS = TENSOR + "test_every_kind_of_layer_equals_one_process"

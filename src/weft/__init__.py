@@ -8,11 +8,11 @@ __version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from weft import debug, models, optim, overlap, pipeline, quantize
+    from weft.diagnostics import check_views, describe, find_nonfinite, memory_report, quantization_shares
     from weft.fsdp import (
         BlockAtomic,
         CPUOffloadPolicy,
         DataParallelMeshDims,
-        DropIn,
         FSDPModule,
         MixedPrecisionPolicy,
         OffloadPolicy,
@@ -20,21 +20,16 @@ if TYPE_CHECKING:
         RuntimeOptions,
         TensorAtomic,
         UnshardHandle,
-        check_views,
-        describe,
-        drop_in,
-        find_nonfinite,
         fully_shard,
         keep_dtype,
-        memory_report,
         padding_of,
-        quantization_shares,
         register_fsdp_forward_method,
         share_comm_ctx,
     )
     from weft.graphs import Graphs, drop_graphs, graph_report
     from weft.mesh import Meshes, forget_meshes, init_meshes
     from weft.optim import parameter_norms
+    from weft.replacement import DropIn, drop_in
 
 __all__ = [
     "BlockAtomic",
@@ -78,6 +73,7 @@ _ROOMS = [
     "checkpoint",
     "comm",
     "debug",
+    "diagnostics",
     "dtensor",
     "errors",
     "fsdp",
@@ -95,6 +91,8 @@ _ROOMS = [
 ]
 _HOMES = {"weft.mesh": ["Meshes", "forget_meshes", "init_meshes"], "weft.optim": ["parameter_norms"]}
 _HOMES["weft.graphs"] = ["Graphs", "drop_graphs", "graph_report"]
+_HOMES["weft.diagnostics"] = ["check_views", "describe", "find_nonfinite", "memory_report", "quantization_shares"]
+_HOMES["weft.replacement"] = ["DropIn", "drop_in"]
 _HOMES["weft.fsdp"] = [name for name in __all__ if not any(name in each for each in (_ROOMS, *_HOMES.values()))]
 
 __getattr__ = exports("weft", _HOMES, _ROOMS)

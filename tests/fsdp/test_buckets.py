@@ -248,16 +248,17 @@ def test_a_rank_that_needs_no_unit_of_a_bucket_takes_part_for_those_that_do():
 @pytest.mark.slow
 @distributed(2)
 def test_a_rank_takes_part_for_a_forward_that_it_is_past_and_for_a_backward_too():
-    times, serve = Counter(), GatherHelper.serve_bucket
+    times, serve = Counter(), GatherHelper.serve
 
-    def late(joins, number, copy):
-        if dist.get_rank() and net._weft_driver.runtime.passes.current is not Pass.BACKWARD:
-            return False  # as if this rank had had no time to look
-        times[number] += 1
-        return serve(joins, number, copy)
+    def late(joins, unit, part):
+        if unit is None:  # for a bucket
+            if dist.get_rank() and net._weft_driver.runtime.passes.current is not Pass.BACKWARD:
+                return False  # as if this rank had had no time to look
+            times[joins._buckets.index(part.func.__self__)] += 1
+        return serve(joins, unit, part)
 
     net = model(2 * bytes_of_a_layer())
-    with mock.patch.object(GatherHelper, "serve_bucket", late):
+    with mock.patch.object(GatherHelper, "serve", late):
         together = train(net, steps=2, skip=lambda step: (0, 1) if dist.get_rank() else ())
     assert times[0] == (4 if dist.get_rank() else 0)  # in each step for the other's forward and its backward
     assert equal_bit_by_bit(together, train(model(EACH), steps=2, skip=lambda step: (0, 1) if dist.get_rank() else ()))
@@ -272,7 +273,7 @@ def test_a_rank_that_takes_part_for_others_may_change_its_weights_meanwhile():
         before = [parameter.full_tensor() for parameter in net.parameters()]
         (bucket,) = runtime._helper._buckets
         if dist.get_rank():
-            runtime._helper.serve_bucket(0)
+            runtime._helper.serve(None, lambda: bucket.serve(0))
             for group in (group for unit in runtime.units for group in unit.groups):
                 group.main_weight.local.fill_(7.0)
         dist.barrier()

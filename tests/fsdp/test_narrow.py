@@ -19,12 +19,12 @@ from tests.pool import distributed
 from weft.comm import collectives
 from weft.comm.lanes import Lane
 from weft.errors import WeightsWritten
-from weft.fsdp.narrow import Narrow
 from weft.fsdp.placement import Placements
 from weft.fsdp.plan import GroupPlan
 from weft.fsdp.precision import Recipe
 from weft.layout.layout import plan_layout
 from weft.quantize import blockwise, count_losses, dequantize, mx, nvfp4, quantize, rowwise, tensorwise
+from weft.quantize.payload import Narrow
 
 FP32, BF16 = torch.float32, torch.bfloat16
 RECIPES = [tensorwise(), rowwise(), blockwise(128, 128), blockwise(8, 16), mx(32), nvfp4()]
@@ -277,7 +277,7 @@ def spy_on_messages(monkeypatch) -> tuple[list, list]:
         return reduce_now(tensor, op, group, what)
 
     monkeypatch.setattr(Lane, "run", gather)
-    monkeypatch.setattr("weft.fsdp.narrow.reduce_now", reduce)
+    monkeypatch.setattr("weft.quantize.payload.reduce_now", reduce)
     return gathers, maxima
 
 

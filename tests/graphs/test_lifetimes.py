@@ -154,7 +154,7 @@ def test_memory_that_moved_is_no_address_of_a_tape():
 def test_transforms_and_recomputations_are_reasons_to_be_eager():
     net, seen = nn.Sequential(nn.Linear(4, 4)), []
     settings = weft.Graphs(modules=["0"], backend="tape")
-    table = GraphTable(settings, net, None, lambda module: None, lambda parameter: False, torch.device("cpu"))
+    table = GraphTable(settings, net, None, torch.device("cpu"))
     assert table.eager_because() is None
 
     def note(gradient):

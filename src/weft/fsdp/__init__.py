@@ -28,21 +28,11 @@ Three files have a table of states: `unit.py` of a unit's weights, `gradients/gr
 from weft.dtensor.uneven import UnevenDTensor
 from weft.fsdp.construction.arguments import DataParallelMeshDims
 from weft.fsdp.construction.parameters import BlockAtomic, TensorAtomic
-from weft.fsdp.diagnostics import (
-    Nonfinite,
-    check_views,
-    describe,
-    find_nonfinite,
-    memory_report,
-    plan_of,
-    quantization_shares,
-)
-from weft.fsdp.fully_shard import fully_shard
+from weft.fsdp.fully_shard import fully_shard, plan_of
 from weft.fsdp.gradients.direct import weight_gradient
 from weft.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from weft.fsdp.placement import Placements
 from weft.fsdp.precision import MixedPrecisionPolicy, keep_dtype
-from weft.fsdp.replacement import DropIn, drop_in
 from weft.fsdp.runtime.options import RuntimeOptions
 from weft.layout.layout import padding_of
 from weft.memory.offload import CPUOffloadPolicy, OffloadPolicy
@@ -51,26 +41,18 @@ __all__ = [
     "BlockAtomic",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
-    "DropIn",
     "FSDPModule",
     "MixedPrecisionPolicy",
-    "Nonfinite",
     "OffloadPolicy",
     "Placements",
     "RuntimeOptions",
     "TensorAtomic",
     "UnevenDTensor",
     "UnshardHandle",
-    "check_views",
-    "describe",
-    "drop_in",
-    "find_nonfinite",
     "fully_shard",
     "keep_dtype",
-    "memory_report",
     "padding_of",
     "plan_of",
-    "quantization_shares",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "weight_gradient",

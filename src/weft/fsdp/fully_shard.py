@@ -1,6 +1,5 @@
 """`fully_shard`: make a module, or a list of modules, one sharded unit."""
 
-import functools
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -14,32 +13,18 @@ from weft.fsdp import patches
 from weft.fsdp.construction.arguments import DEFAULT_STRATEGY, DataParallelMeshDims, Request
 from weft.fsdp.construction.members import Members
 from weft.fsdp.gradients.group import Where
-from weft.fsdp.module import FSDPModule, attach, runtime_of
+from weft.fsdp.module import FSDPModule, attach, runtime_of, units_of
 from weft.fsdp.placement import Placements
 from weft.fsdp.precision import MixedPrecisionPolicy
 from weft.fsdp.roots import UnitDriver, drivers_under
 from weft.fsdp.runtime.options import RuntimeOptions
 from weft.fsdp.runtime.passes import Pass
 from weft.fsdp.unit import Unit
+from weft.layout.plan import Plan
 
 Sharded = TypeVar("Sharded", bound=nn.Module | list[nn.Module])
-_Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
-def _outside_inference_mode(shard: _Call) -> _Call:
-    """Leave inference mode for the call: tensors made in inference mode have no version counters."""
-
-    @functools.wraps(shard)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_inference_mode_enabled():
-            return shard(*args, **kwargs)
-        with torch.inference_mode(False), torch.no_grad():
-            return shard(*args, **kwargs)
-
-    return called  # type: ignore[return-value]
-
-
-@_outside_inference_mode
 def fully_shard(
     module: Sharded,
     *,
@@ -90,6 +75,9 @@ def fully_shard(
         TypeError: an argument of the wrong type.
     """
     given = SimpleNamespace(**locals())  # all arguments: the function has no other local variables yet
+    if torch.is_inference_mode_enabled():  # tensors that are made in it have no version counters
+        with torch.inference_mode(False), torch.no_grad():
+            return fully_shard(**vars(given))
     patches.apply()
     request = Request(given)
     modules, below = request.modules, drivers_under(request.modules)
@@ -117,25 +105,12 @@ def fully_shard(
     return module
 
 
-class _ShardedState:
-    """The part of a module's state that torch.distributed.pipelining uses to reduce the gradients of a stage."""
-
-    def __init__(self, module: FSDPModule) -> None:
-        self._module = module
-        self._state_ctx = SimpleNamespace(all_states=[self])
-
-    @property
-    def _fsdp_param_groups(self) -> list[Any]:
-        groups = [group for unit in runtime_of(self._module).units for group in unit.groups]
-        return [SimpleNamespace(post_backward=lambda: None, group=group) for group in groups]
-
-    def _root_post_backward_final_callback(self) -> None:
-        runtime_of(self._module).finish_deferred()
-
-
-def _state_of(module: nn.Module) -> _ShardedState | None:
-    """Return the state of a sharded module, as torch's `fully_shard.state` does; None for another module."""
-    return _ShardedState(module) if isinstance(module, FSDPModule) else None
+def _state_of(module: nn.Module) -> SimpleNamespace | None:
+    """Return what torch.distributed.pipelining reads of a sharded module's state; None for another module."""
+    if not isinstance(module, FSDPModule):
+        return None
+    finish = lambda: runtime_of(module).finish_deferred()  # noqa: E731
+    return SimpleNamespace(_state_ctx=SimpleNamespace(all_states=[]), _root_post_backward_final_callback=finish)
 
 
 fully_shard.state = _state_of  # type: ignore[attr-defined]
@@ -155,3 +130,19 @@ def _refuse_in_use(driver: UnitDriver) -> None:
             f"fully_shard around {driver.unit}, which is in use by {what}: call it before the first pass, or after "
             f"{what} has ended and after reshard()"
         )
+
+
+def plan_of(model: nn.Module) -> Plan | None:
+    """Return the plan of a step that repeats the model's last one, or None before the first pass.
+
+    `model`: the root, or any sharded module inside it. `print(plan.table())` shows the actions at each event.
+    `plan.peak_bytes` equals the peaks that `memory_report` measures. Raises TypeError if `model` is not a module,
+    ValueError if it is not sharded itself.
+    """
+    if not isinstance(model, FSDPModule):
+        units_of(model)
+        raise ValueError(
+            f"{type(model).__name__} is not sharded itself: pass the module on which fully_shard was last called"
+        )
+    runtime = model._weft_driver.runtime
+    return runtime.planner.plan() if runtime is not None and runtime.gathers.traces else None

@@ -35,20 +35,20 @@ from weft.fsdp.autograd import FullParameters, behind_classes
 from weft.fsdp.channels import Channels
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.gradients.products import mark_scaled
-from weft.fsdp.narrow import Narrow
 from weft.fsdp.parameter import FULL, IN_BACKWARD, Unsharded, never_runs, parameters_of
 from weft.fsdp.payload import Plain, PostForwardShard
-from weft.fsdp.payload_only import payload_only_of
 from weft.fsdp.plan import GroupPlan
 from weft.fsdp.weak import weakly
 from weft.memory.buffer import FlatBuffer
 from weft.memory.pool import Transient
+from weft.quantize.payload import Narrow
+from weft.quantize.payload_only import payload_only_of
 
 _trains = attrgetter("sharded.requires_grad")
 _full_trains = attrgetter("full.requires_grad")
 
 
-def payload_of(plan: GroupPlan) -> Plain:
+def payload_of(plan: GroupPlan) -> Plain | Narrow:
     """Return the format in which a group's weights are gathered."""
     return Plain(plan) if plan.recipe.quantization is None else Narrow(plan)
 
@@ -159,11 +159,6 @@ class ParameterGroup:
         """The process groups of the mesh axes, the shard axis last."""
         return [group_of(self.mesh, axis) for axis in range(self.mesh.ndim)]
 
-    def persistent_weights(self) -> dict[int, int]:
-        """Return the bytes of the weights that this rank always keeps, by address of the memory."""
-        storages = [buffer.storage for buffer in (self.main_weight, *self.copies)]
-        return {storage.data_ptr(): storage.nbytes() for storage in storages}
-
     @property
     def version(self) -> int:
         """The version counter of the main weights, which every write increments."""
@@ -197,7 +192,7 @@ class ParameterGroup:
             if self.post_forward is not None and self.post_forward.held:
                 return self.post_forward.gather_into(full, channels.gather, self.channel)
             source = self.copies[self.copy].local
-            landing = self.payload.land(full, source, channels.weights, self.copy)
+            landing = self.payload.land(full, source, channels.weights)
             if landing is source:
                 return refreshing
             own = landing.view(group.size(), -1)[group.rank()]
@@ -238,7 +233,7 @@ class ParameterGroup:
         if not self.refreshes:
             self._gathered_from = self.version
         full = channels.weights.take(self.transient)
-        return self.payload.land(full, self.copies[self.copy].local, channels.weights, self.copy)
+        return self.payload.land(full, self.copies[self.copy].local, channels.weights)
 
     def serve(self, channels: Channels, copy: int) -> Ticket:
         """Take part in a gather of a copy that other ranks need, and discard the result."""
@@ -282,7 +277,7 @@ class ParameterGroup:
         if ticket is not None:
             with torch.no_grad():
                 ticket.wait()
-            self.payload.open(self.full.local)
+            self.payload.open(self.full.local, self.copy)
 
     def rest(self, *, quantize: bool = False) -> None:
         """Free the main weights if only the payload is kept and is up to date. `quantize`: make the payload first."""
@@ -326,18 +321,12 @@ class ParameterGroup:
             group = neighbours(self.groups[-1], size)
             self.post_forward = PostForwardShard(self.plan, group)
 
-    def keep_post_forward(self, channels: Channels) -> None:
-        """Keep the post-forward shard of the gathered weights. The next gather starts from it."""
-        if self.post_forward is not None:
-            with torch.no_grad():
-                self.post_forward.keep(self.full.local, channels.weights)
-
     def arrived(self) -> None:
         """Complete a gather that has ended: free its temporary memory, and let autograd read the full weights."""
         if self.post_forward is not None:
             self.post_forward.drop()
         if self.transient is not None or self.refreshes:
-            self.payload.open(self.full.local)
+            self.payload.open(self.full.local, self.copy)
         self.fulls.come(self.version)
 
     def gather_other(self, copy: int, channels: Channels) -> None:

@@ -1,7 +1,7 @@
 """The formats in which weights are gathered: main weights are converted to a payload, and payloads to full weights.
 
-`Plain` payloads have elements of the compute dtype. Payloads of `weft.fsdp.narrow` have one byte or half a byte per
-element. All other code only moves bytes. A group gathers weights for use (`ParameterGroup.gather`), updates model
+`Plain` payloads have elements of the compute dtype. Payloads of `weft.quantize.payload` have one byte or half a byte
+per element. All other code only moves bytes. A group gathers weights for use (`ParameterGroup.gather`), updates model
 weights after a step (`refresh`), takes part in gathers whose result it does not need (`serve`), and shares messages
 with other groups (`Bucket`). In all four cases the payload converts weights before sending (`write`) and after
 receiving (`open`).
@@ -21,7 +21,7 @@ from weft.memory.pool import Pool, Transient
 
 
 class Plain:
-    """Weights are gathered in the compute dtype, in which they are used. The base class of the other formats."""
+    """Weights are gathered in the compute dtype, in which they are used."""
 
     refreshes = False  # whether the payload is computed once per step and stored beside the main weights
     tail = 0  # the number of elements of full weights after those of the layout
@@ -44,12 +44,12 @@ class Plain:
         staging = pool.take(self.staging) if self.staging is not None and source.dtype != own.dtype else None
         return functools.partial(collectives.move, own, source, staging)
 
-    def land(self, full: torch.Tensor, source: torch.Tensor, pool: Pool, copy: int = 0) -> torch.Tensor:
+    def land(self, full: torch.Tensor, source: torch.Tensor, pool: Pool) -> torch.Tensor:
         """Return the tensor into which all ranks' `source` are gathered to become the full weights `full`. It is
         `full`, or `source` if each rank has all weights."""
         return full
 
-    def open(self, full: torch.Tensor) -> None:
+    def open(self, full: torch.Tensor, copy: int) -> None:
         """Convert the gathered payload to the full weights `full` that modules use, and free staging memory."""
         if self.staging is not None:
             self.staging.give()
@@ -72,7 +72,9 @@ class PostForwardShard:
         self.held = False
         self._group = group
 
+    @torch.no_grad()
     def keep(self, full: torch.Tensor, pool: Pool) -> None:
+        """Keep the shard of the gathered weights; the next gather starts from it."""
         if not self.held:
             self.held = True
             pool.take(self.transient).copy_(full.view(self._group.size(), -1)[self._group.rank()])

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from torch import nn
 
 from weft.fsdp.hooks import HookDriver
-from weft.fsdp.parameter import record_of
 from weft.fsdp.runtime.inventory import Inventory
 from weft.fsdp.runtime.options import RuntimeOptions
 from weft.fsdp.runtime.runtime import Runtime
@@ -84,17 +83,11 @@ class UnitDriver(HookDriver):
                 )
         runtime = Runtime(units, drivers, inventory, self.options)
         if self.options.graphs is not None:
-            owns = lambda parameter: record_of(parameter) is not None  # noqa: E731
-            runtime.graphs = self.options.graphs.table(modules[0], runtime, _unit_of, owns, self.unit.device)
+            runtime.graphs = self.options.graphs.table(modules[0], runtime, self.unit.device)
         self._own = runtime
         for driver in drivers:
             driver._known = weakref.ref(runtime)
         return runtime
-
-
-def _unit_of(module: nn.Module) -> Unit | None:
-    driver = vars(module).get("_weft_driver")
-    return None if driver is None else driver.unit
 
 
 def drivers_under(modules: Iterable[nn.Module]) -> list[UnitDriver]:

@@ -86,8 +86,6 @@ class Unit:
         self.policy = policy
         self.name = ""
         self.number = 0
-        self.writes_gradients = any(group.gradients.declared for group in self.groups)
-        """Whether modules have declared that they add to `main_grad` themselves."""
         self.channels: Channels = None  # type: ignore[assignment]
         """Set at the first pass of the root."""
         self.place = next(_places)
@@ -161,8 +159,7 @@ class Unit:
             unit.acquire(TiedHold(self, holder))
         if self.state is State.AT_REST:
             self.prefetch()
-        if self.state is State.ON_THE_WAY:
-            self._arrive()
+        self._arrive()
         self.keeps_post_forward = False
         if holder.computes:
             for each in self.gathered:
@@ -238,14 +235,13 @@ class Unit:
 
     def free(self) -> None:
         """Free the memory of weights that have no holder."""
-        if self.state is State.ON_THE_WAY:
-            self._arrive()
+        self._arrive()
         if self.state is State.HERE:
             self.state = TRANSITIONS.get((self.state, "free")) or self._refuse("free")
             self.resident = False
             for group in self._coming:
-                if self.keeps_post_forward:
-                    group.keep_post_forward(self.channels)
+                if self.keeps_post_forward and group.post_forward is not None:
+                    group.post_forward.keep(group.full.local, self.channels.weights)
                 group.free()
 
     def reshard_after(self, forward: bool | int | None) -> None:
@@ -270,10 +266,9 @@ class Unit:
         self.forget()
         if self.state is not State.AT_REST:
             self.free()  # waits for a gather before the model weights change that it reads
-        for group in self._coming:
-            group.await_refresh()
         held = USER in self.holders
         for group in self.groups:
+            group.await_refresh()
             group.rest()
             if held:
                 group.take_requires_grad()

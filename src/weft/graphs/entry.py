@@ -1,8 +1,6 @@
 """`weft.Graphs`: the user's options, from which the engine of a model creates its table."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,13 +22,6 @@ class Graphs(Settings):
       right but saves no time.
     """
 
-    def table(
-        self,
-        root: nn.Module,
-        engine: Engine,
-        unit_of: Callable[[nn.Module], Any],
-        owns: Callable[[nn.Parameter], bool],
-        device: torch.device,
-    ) -> GraphTable:
+    def table(self, root: nn.Module, engine: Engine, device: torch.device) -> GraphTable:
         """See `weft.fsdp.runtime.options.Captures`."""
-        return GraphTable(self, root, engine, unit_of, owns, device)
+        return GraphTable(self, root, engine, device)

@@ -1,7 +1,7 @@
 """All graphed calls of one model: the methods that they replace, and their common counts."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -12,6 +12,8 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from weft.debug import guard
+from weft.fsdp.module import FSDPModule
+from weft.fsdp.parameter import record_of
 from weft.graphs.call import GraphedCall
 from weft.graphs.capture import Backend, delaying
 from weft.graphs.places import has_hooks
@@ -36,23 +38,13 @@ class Engine(Protocol):
 
 
 class GraphTable:
-    """The captures of one model. `root`: the model. `unit_of`: returns the unit of a sharded module. `owns`: returns
-    whether a parameter is sharded. Raises ValueError for modules that cannot be captured."""
+    """The captures of one model. `root`: the model. Raises ValueError for modules that cannot be captured."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        root: nn.Module,
-        engine: Engine,
-        unit_of: Callable[[nn.Module], Any],
-        owns: Callable[[nn.Parameter], bool],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, settings: Settings, root: nn.Module, engine: Engine, device: torch.device) -> None:
         self.settings = settings
         self.backend: Backend = _backend(settings.backend, device)
         self.dropped = False
         self._engine = engine
-        self._unit_of = unit_of
         self.calls: list[GraphedCall] = []
         named: list[nn.Module] = []
         for name, module in self._chosen(root):
@@ -60,17 +52,17 @@ class GraphTable:
             if any(module in other.modules() for other in named):
                 raise ValueError(f"graphs: {name!r} lies inside another chosen module; {WAY_OUT}")
             named.append(module)
-            self.calls.append(GraphedCall(self, module, "forward", name, partial(_inside, unit_of), owns))
+            self.calls.append(GraphedCall(self, module, "forward", name, _inside, _is_sharded))
         covered = {inner for module in named for inner in module.modules()}
         for module in root.modules():
             scopes = getattr(module, "graph_scopes", {})
             for method, (scope, parts) in scopes.items() if module not in covered else ():
                 if scope not in settings.scopes:
                     continue
-                inside = partial(_inside, unit_of) if parts is None else partial(_of_parts, parts)
+                inside = _inside if parts is None else partial(_of_parts, parts)
                 if parts is None:
                     covered.update(inside(module))
-                self.calls.append(GraphedCall(self, module, method, scope, inside, owns))
+                self.calls.append(GraphedCall(self, module, method, scope, inside, _is_sharded))
                 if (because := getattr(module, "graph_refused", lambda scope: None)(scope)) is not None:
                     self.calls[-1].refuse(because)
         if not self.calls:
@@ -152,7 +144,7 @@ class GraphTable:
     def _check(self, name: str, module: nn.Module) -> None:
         for inner_name, inner in module.named_modules():
             whole = f"{name}.{inner_name}" if inner_name else name
-            if inner is not module and self._unit_of(inner) is not None:
+            if inner is not module and isinstance(inner, FSDPModule):
                 raise ValueError(
                     f"graphs: {name or 'the root'!r} contains {whole!r}, which is a separate unit: its weights are "
                     f"gathered and released inside the graph; {WAY_OUT}"
@@ -165,13 +157,17 @@ class GraphTable:
                 )
 
 
-def _inside(unit_of: Callable[[nn.Module], Any], module: nn.Module) -> list[nn.Module]:
+def _is_sharded(parameter: nn.Parameter) -> bool:
+    return record_of(parameter) is not None
+
+
+def _inside(module: nn.Module) -> list[nn.Module]:
     """Return the modules inside `module` that belong to the same unit."""
     found, ahead = [], [module]
     while ahead:
         each = ahead.pop()
         found.append(each)
-        ahead += [child for child in each.children() if unit_of(child) is None]
+        ahead += [child for child in each.children() if not isinstance(child, FSDPModule)]
     return found
 
 

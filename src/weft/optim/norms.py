@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from weft.comm.collectives import all_gather_uneven, reduce_now
 from weft.comm.groups import group_of
+from weft.diagnostics import named_records
 from weft.dtensor.uneven import UnevenDTensor, local_of
-from weft.fsdp.diagnostics import named_records
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.module import unit_of, units_of
 from weft.fsdp.parameter import ShardedParameter

@@ -84,7 +84,9 @@ def materialize(
         called = slots[tensor].name if isinstance(tensor, nn.Parameter) and tensor in slots else modules[module] + name
         _check_filled(real[tensor], module, name, called)
     for tensor in to_slice:
-        real[tensor] = _placed(real[tensor], tensor)
+        full = real[tensor]
+        placed = distribute_tensor(full.detach(), tensor.device_mesh, tensor.placements, src_data_rank=None)
+        real[tensor] = nn.Parameter(placed, full.requires_grad) if isinstance(full, nn.Parameter) else placed
     for _, where, name, tensor in places:
         where[name] = real[tensor]
         if isinstance(tensor, nn.Parameter) and tensor in slots:
@@ -107,10 +109,8 @@ def bring_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
 
 
 def _filler(module: nn.Module) -> Callable[[], Any] | None:
-    for name in ("reset_parameters", "_reset_parameters"):  # the second is MultiheadAttention's
-        if callable(method := getattr(module, name, None)):
-            return method
-    return None
+    names = "reset_parameters", "_reset_parameters"  # the second is MultiheadAttention's
+    return next((method for name in names if callable(method := getattr(module, name, None))), None)
 
 
 def _filled_in(parameter: nn.Parameter, slot: Slot, order: dict[nn.Module, int]) -> tuple[nn.Module, dict, str, Any]:
@@ -192,9 +192,3 @@ def _check_filled(filled: torch.Tensor, module: nn.Module, name: str, called: st
             f"{type(module).__name__} left part of its {name!r} unwritten; fill all of it there, or load it, or build "
             f"it on a real device"
         )
-
-
-def _placed(full: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """Return `full`, which is the same on every rank, distributed with the placements of `like`."""
-    placed = distribute_tensor(full.detach(), like.device_mesh, like.placements, src_data_rank=None)
-    return nn.Parameter(placed, requires_grad=full.requires_grad) if isinstance(full, nn.Parameter) else placed

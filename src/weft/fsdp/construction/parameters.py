@@ -23,7 +23,7 @@ from weft.fsdp.autograd import Original
 from weft.fsdp.parameter import Slot, never_runs
 from weft.fsdp.precision import MixedPrecisionPolicy, Recipe, keeps_dtype
 from weft.quantize import Quantization
-from weft.quantize.products import missing_product
+from weft.quantize.checks import check_weight, suits
 
 _ANNOTATION = "_local_type"  # the attribute in which spmd_types stores the type of a plain tensor on each mesh axis
 
@@ -154,23 +154,11 @@ def recipe_of(
         )
     quantized = False
     if recipe is not None and not keep and parameter.dtype.is_floating_point:
-        if policy.quantize is not None:
-            quantized = bool(policy.quantize(name, parameter))
-        else:
-            quantized = parameter.ndim in (2, 3) and not any(isinstance(ref(), nn.Embedding) for ref, _ in owners)
-            quantized &= not recipe.is_scaled or all(_multiplies(ref(), attribute) for ref, attribute in owners)
-    if quantized and recipe is not None:
-        shape = tuple(local_of(parameter).shape)
-        recipe.check(shape, f"parameter {name!r}")
-        if parallel is not None and parallel.slices() > 1:
-            _refuse_divided_blocks(recipe, shape, parallel, name)
-        if recipe.is_scaled:
-            why = missing_product(recipe, shape, policy.param_dtype or parameter.dtype, device)
-            beyond = parallel.beyond if parallel is not None else ()
-            if parallel is not None and (len(shape) == 2 or any(isinstance(p, Shard) and p.dim for p in beyond)):
-                why = "products of tensor-parallel weights are computed by DTensor"
-            if why is not None:
-                raise ValueError(f'{recipe} for parameter {name!r} of shape {shape}: {why}, or compute="dequantize"')
+        choice = policy.quantize
+        quantized = bool(choice(name, parameter)) if choice is not None else suits(recipe, parameter, owners)
+        if quantized:
+            shape, compute = tuple(local_of(parameter).shape), policy.param_dtype or parameter.dtype
+            check_weight(recipe, shape, name, parallel, compute, device)
     return policy.resolve(parameter.dtype, keep=keep, quantized=quantized, frozen=not parameter.requires_grad)
 
 
@@ -186,27 +174,3 @@ def dequantize_parameters(slots: dict[nn.Parameter, Slot], policy: MixedPrecisio
             slot.put(parameter)
         found[parameter] = slot
     return found
-
-
-def _multiplies(module: nn.Module | None, attribute: str) -> bool:
-    """Return whether a module uses its parameter in products that support quantized weights."""
-    return (isinstance(module, nn.Linear) and attribute == "weight") or getattr(module, "multiplies_quantized", False)
-
-
-def _refuse_divided_blocks(recipe: Quantization, shape: tuple[int, ...], parallel: TensorParallel, name: str) -> None:
-    """Raise ValueError if a border between tensor-parallel slices of the shape `shape` divides a block."""
-    for placement in parallel.beyond:
-        if not isinstance(placement, Shard) or recipe.kind == "tensorwise":
-            continue
-        from_last = len(shape) - 1 - placement.dim % len(shape)
-        if from_last > 1:
-            continue
-        side = recipe.block[1 - from_last] if recipe.copies == 1 else max(recipe.block)
-        here = shape[placement.dim]
-        if not side or here % side:
-            fits = f"a multiple of {side * parallel.slices()}" if side else "whole on each rank"
-            raise ValueError(
-                f"{recipe} for parameter {name!r}: tensor parallelism gives each of {parallel.slices()} ranks {here} "
-                f"along dimension {placement.dim % len(shape)}, which divides blocks; that dimension must be {fits}, "
-                "or choose tensorwise()"
-            )

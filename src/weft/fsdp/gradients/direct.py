@@ -20,7 +20,6 @@ the plain one, and the caller of the graph calls `whole` outside of it.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,26 +35,20 @@ from weft.fsdp.parameter import known, record_of
 PART_CLASS = "_weft_part_class"  # the attribute of a DTensor with the class of its local part
 
 
-@dataclass
-class Substitutes:
-    """Functions that a capture replaces: `answer` is called for `weight_gradient`, and `enter` for `whole`."""
-
-    answer: Callable[[nn.Parameter], tuple[torch.Tensor, bool]] | None = None
-    enter: Callable[[Any, DeviceMesh], torch.Tensor] | None = None
-
-
-substitutes = Substitutes()
+substitutes: dict[str, Callable[..., Any]] = {}
+"""What replaces functions while a graph captures: `answer` replaces `weight_gradient`, `enter` replaces `whole`."""
 
 
 @contextmanager
 def substituting(**functions: Callable[..., Any]) -> Iterator[None]:
     """Set these `substitutes` in this context."""
-    before = {name: getattr(substitutes, name) for name in functions}
-    vars(substitutes).update(functions)
+    before = dict(substitutes)
+    substitutes.update(functions)
     try:
         yield
     finally:
-        vars(substitutes).update(before)
+        substitutes.clear()
+        substitutes.update(before)
 
 
 @torch.compiler.disable
@@ -72,8 +65,8 @@ def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
     """
     if not parameter.requires_grad:
         raise ValueError("weight_gradient of a frozen parameter: call it only if parameter.requires_grad")
-    if substitutes.answer is not None:
-        return substitutes.answer(parameter)
+    if (answer := substitutes.get("answer")) is not None:
+        return answer(parameter)
     if parameter in known:
         record = record_of(parameter)
         assert record is not None, "the parameter outlived its model"
@@ -103,16 +96,11 @@ def parameter_of(weight: torch.Tensor) -> nn.Parameter | None:
     return whole if isinstance(whole, nn.Parameter) else None
 
 
-def says_it_wrote(parameter: nn.Parameter) -> bool:
-    """Return whether the module added to `main_grad` in this backward."""
-    return getattr(parameter, "grad_added_to_main_grad", False)
-
-
 def whole(parameter: Any, mesh: DeviceMesh) -> torch.Tensor:
     """Return a plain tensor of `parameter`, which is replicated over the 1-D `mesh`; backward sums its gradient."""
     if not isinstance(parameter, DTensor):
         return parameter
-    return (substitutes.enter or _Whole.apply)(parameter, mesh)
+    return substitutes.get("enter", _Whole.apply)(parameter, mesh)
 
 
 class _Whole(torch.autograd.Function):

@@ -22,7 +22,6 @@ from weft.comm.groups import group_of
 from weft.comm.lanes import Ticket
 from weft.fsdp.autograd import behind_classes
 from weft.fsdp.channels import Channels
-from weft.fsdp.gradients.direct import says_it_wrote
 from weft.fsdp.gradients.main import MainGradients
 from weft.fsdp.gradients.stage import GradientStage
 from weft.fsdp.parameter import ShardedParameter
@@ -73,8 +72,8 @@ class GroupGradients:
         self._stages = [GradientStage(plan, axis) for axis in reversed(range(plan.mesh.ndim))]
         """The stages of reduction, one for each mesh axis, the shard axis first."""
         self._finishes = False  # whether the reductions in flight are the last of the step, of all stages
-        self._declared = [each for each in parameters if hasattr(each.full, "grad_added_to_main_grad")]
-        self.declared = bool(self._declared)  # whether modules have declared that they add to `main_grad`
+        self.declared = [each for each in parameters if hasattr(each.full, "grad_added_to_main_grad")]
+        """The parameters whose modules have declared that they add to `main_grad`."""
 
     def _refuse(self, event: str) -> Where:
         raise RuntimeError(f"the gradients of {self._plan.unit()}: '{event}' while they are {self.where.value}")
@@ -86,8 +85,8 @@ class GroupGradients:
             for each in self._parameters:
                 if each.full.grad is not None or each.gradient.written:
                     return True
-            for each in self._declared:
-                if says_it_wrote(each.full):
+            for each in self.declared:
+                if each.full.grad_added_to_main_grad:  # type: ignore[attr-defined]
                     return True
             return False
 
@@ -104,7 +103,7 @@ class GroupGradients:
 
     def offer(self, pool: Pool, *, defer: bool) -> None:
         """Set `main_grad` of the full parameters whose modules declared it: zeros, or the gradients so far."""
-        for each in self._declared:
+        for each in self.declared:
             if not each.full.requires_grad:
                 continue
             written = each.gradient.written
@@ -126,7 +125,7 @@ class GroupGradients:
             kind=self.bucket_kind,
             sent=self.sent,
             narrows=recipe.narrows,
-            declared=self.declared,
+            declared=bool(self.declared),
             stages=tuple(stage.facts() for stage in self._stages),
             download=main if self._plan.offload is not None else 0,
         )
@@ -143,8 +142,8 @@ class GroupGradients:
         more: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         with behind_classes():
             left = [*map(_grad_of, self._parameters)]
-        for each in self._declared:
-            if says_it_wrote(each.full):
+        for each in self.declared:
+            if each.full.grad_added_to_main_grad:  # type: ignore[attr-defined]
                 each.gradient.written = True
                 if not getattr(each.full, "zero_out_wgrad", False):  # autograd's gradient is not of zeros: ignore it
                     left[each.number] = None
@@ -181,7 +180,7 @@ class GroupGradients:
             for each in self._parameters:
                 each.full.grad = None
                 each.gradient.written = False
-        for each in self._declared:  # modules no longer write to the buffer
+        for each in self.declared:  # modules no longer write to the buffer
             vars(each.full).pop("main_grad", None)
             each.full.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 

@@ -160,7 +160,8 @@ def _operand(weight: Tensor, *, backward: bool) -> tuple[Tensor, Any, Quantizati
     with torch._C.DisableTorchFunctionSubclass():
         if len(group.copies) > 1 and group.copy != backward:
             record.unit.turn(backward)
-        return group.payload.operand(codes.view(torch.uint8), group.full.local, record.number, backward=backward)
+        codes, full = codes.view(torch.uint8), group.full.local
+        return group.payload.operand(codes, full, record.number, group.copy, backward=backward)
 
 
 _MATMUL = {torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__}

@@ -46,7 +46,6 @@ class Consensus:
         self._agreement = agreement
         self._names = [unit.name for unit in units]
         self.is_alone = all(group.size() == 1 for group in process_groups)
-        self._reduced: Sequence[bool] = [group.agreed for group in self._groups]
 
     def ask(self, helper: GatherHelper) -> list[bool] | None:
         """Begin a pass of `helper`. Before the first pass, check that all ranks have the same units, and return, per
@@ -129,8 +128,7 @@ class Consensus:
 
     def _reduce(self, trains: Sequence[bool]) -> None:
         """Set, per group, whether its gradients are reduced."""
-        if trains != self._reduced:
-            self._reduced = trains
+        if trains != [group.agreed for group in self._groups]:
             numbered = iter(trains)
             for unit in self._units:
                 unit.agree([next(numbered) for _ in unit.groups])

@@ -6,8 +6,8 @@
     main weights were written, on any rank                   in the next pass: ranks compare version counters and agree
     none                                                     no: the passes of a step share the update of the first
 
-For frozen weights of which only the payload is kept (`weft.fsdp.payload_only`), no optimizer step is expected. In each
-pass the ranks agree whether any rank has written to these weights or has unfrozen them.
+For frozen weights of which only the payload is kept (`weft.quantize.payload_only`), no optimizer step is expected. In
+each pass the ranks agree whether any rank has written to these weights or has unfrozen them.
 
 Weights that are gathered for each use need no update: they are gathered from the current main weights.
 """
@@ -19,9 +19,9 @@ import torch.distributed as dist
 from weft.comm.agreement import Agreement, agree
 from weft.fsdp.channels import Channels
 from weft.fsdp.group import ParameterGroup
-from weft.fsdp.narrow import agree_on_maxima
-from weft.fsdp.payload_only import PayloadOnly
 from weft.fsdp.unit import State, Unit
+from weft.quantize.payload import agree_on_maxima
+from weft.quantize.payload_only import PayloadOnly
 
 
 class Freshness:

@@ -4,8 +4,7 @@ The hang detector watches all waits from the first pass on. It calls the joins.
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch.distributed as dist
 
@@ -18,6 +17,9 @@ from weft.fsdp.runtime.buckets import Bucket
 from weft.fsdp.runtime.freshness import Freshness
 from weft.fsdp.unit import Unit
 from weft.fsdp.weak import weakly
+
+Part = Callable[[], Ticket]
+"""Takes part in a gather that other ranks need."""
 
 
 class Steps:
@@ -89,30 +91,27 @@ class GatherHelper:
     def offer(self, units: Sequence[Unit]) -> None:
         """Register joins for the gathers of `units` with the hang detector. Do nothing if the transport supports no
         joins, or if the detector does not watch passes yet."""
-        if self._watched_by is None:
+        watch, lanes, join = self._watched_by, self._channels, weakly(self._join)
+        if watch is None:
             return
-        join = weakly(self._join)
-        for lane, ranks, channel, *part in self._parts(units):
-            if transport_of(ranks, units[0].device).capabilities.helpers:
-                self._watched_by.can_join(self, lane.key(ranks, channel), functools.partial(join, *part))
 
-    def _parts(self, units: Sequence[Unit]) -> Iterator[tuple[Lane, dist.ProcessGroup, int, Unit | None, Any, int]]:
-        """Yield each gather that this rank can join: its lane, process group and channel number, then the arguments of
-        `serve`; for a bucket, None and the arguments of `serve_bucket`."""
-        lanes = self._channels
+        def add(lane: Lane, ranks: dist.ProcessGroup, channel: int, unit: Unit | None, part: Part | None) -> None:
+            if transport_of(ranks, units[0].device).capabilities.helpers:
+                watch.can_join(self, lane.key(ranks, channel), functools.partial(join, unit, part))
+
         for unit in units:
-            for number, group in enumerate(unit.groups):
+            for group in unit.groups:
                 ranks = [*map(lanes.of_gathers, group.groups)]
                 if group.plan.moves:
                     for copy, channel in enumerate(group.channels):
-                        yield lanes.gather, ranks[-1], channel, unit, number, copy
+                        add(lanes.gather, ranks[-1], channel, unit, functools.partial(group.serve, lanes, copy))
                 if group.refreshes and group.model_weight.axes:
                     for axis in set(group.main_weight.axes) - set(group.model_weight.axes):
                         for channel in group.channels:
-                            yield lanes.outer, ranks[axis], channel, unit, None, 0
-        for number, bucket in enumerate(self._buckets):
+                            add(lanes.outer, ranks[axis], channel, unit, None)
+        for bucket in self._buckets:
             for copy, channel in enumerate(bucket.channels):
-                yield lanes.gathers, bucket.group, channel, None, number, copy
+                add(lanes.gathers, bucket.group, channel, None, functools.partial(bucket.serve, copy))
 
     def failed(self, what: str, error: BaseException) -> None:
         """Publish to ranks that wait for this one that `what`, such as the forward of a unit, raised `error`."""
@@ -125,24 +124,19 @@ class GatherHelper:
         for ticket in tickets:
             ticket.wait()
 
-    def _join(self, unit: Unit | None, number: Any, copy: int, issued: Mapping[str, int]) -> bool:
-        if not self._steps.reached(issued):
-            return False
-        return self.serve_bucket(number, copy) if unit is None else self.serve(unit, number, copy)
+    def _join(self, unit: Unit | None, part: Part | None, issued: Mapping[str, int]) -> bool:
+        return self._steps.reached(issued) and self.serve(unit, part)
 
-    def serve(self, unit: Unit, number: int | None, copy: int = 0) -> bool:
-        """Join a gather of a copy of group `number` of `unit`; for None, update its model weights. Return whether there
-        was anything to do. The hang detector calls it while this rank waits for another message."""
-        if self._watched_by is not None:
-            self._watched_by.subject = unit.name or "the root"
-        was_due = self._freshness.is_due(unit)
-        self._freshness.reach(unit)
-        if number is None:
-            return was_due
-        self._tickets.append(unit.groups[number].serve(self._channels, copy))
-        return True
-
-    def serve_bucket(self, number: int, copy: int = 0) -> bool:
-        """Join a gather of a copy of bucket `number`, as `serve` does; return True."""
-        self._tickets.append(self._buckets[number].serve(copy))
-        return True
+    def serve(self, unit: Unit | None, part: Part | None) -> bool:
+        """Update the model weights of `unit`, and take `part` in a gather of it, or of a bucket if `unit` is None.
+        Return whether there was anything to do. The hang detector calls it while this rank waits for another message.
+        """
+        was_due = False
+        if unit is not None:
+            if self._watched_by is not None:
+                self._watched_by.subject = unit.name or "the root"
+            was_due = self._freshness.is_due(unit)
+            self._freshness.reach(unit)
+        if part is not None:
+            self._tickets.append(part())
+        return was_due or part is not None

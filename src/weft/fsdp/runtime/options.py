@@ -1,6 +1,6 @@
 """The user's options for the runtime of a model, and the interface of captured graphs, which are one of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -22,12 +22,9 @@ class CaptureTable(Protocol):
 
 @runtime_checkable
 class Captures(Protocol):
-    """The chosen parts to capture; `weft.graphs` implements it. `table`: returns the captures of the model `root`.
-    `unit_of`: returns the unit of a sharded module. `owns`: returns whether a parameter is sharded."""
+    """The chosen parts to capture; `weft.graphs` implements it. `table`: returns the captures of the model `root`."""
 
-    def table(
-        self, root: nn.Module, engine: Any, unit_of: Callable, owns: Callable, device: torch.device
-    ) -> CaptureTable: ...
+    def table(self, root: nn.Module, engine: Any, device: torch.device) -> CaptureTable: ...
 
 
 @dataclass(frozen=True)

@@ -103,12 +103,8 @@ class Reductions(ReductionOrder):
     def left_over(self, unit: Unit) -> bool:
         """Return whether `unit` has gradients of any backward that are due, and that no call has reduced."""
         for group in unit.trainable_groups:
-            gradients = group.gradients
-            if gradients.arrived:
-                return True
-            waits = gradients.where in (Where.PACKED, Where.SUMMED)
-            due = waits and not self.defers(unit) and unit.number not in self.waiting
-            if due and gradients.accumulates(self._finishes(unit)):
+            due = group.gradients.accumulates(self._finishes(unit)) and not self.defers(unit)
+            if group.gradients.arrived or (due and unit.number not in self.waiting):
                 return True
         return False
 
@@ -130,7 +126,7 @@ class Reductions(ReductionOrder):
 
     def offer(self, unit: Unit) -> None:
         """Set `main_grad` for the modules of `unit` that have declared that they use it."""
-        for group in unit.groups if unit.writes_gradients else ():
+        for group in unit.groups:
             if group.trainable and group.gradients.declared:
                 defer = self.defers(unit)
                 self._gathers.current.events.append(("offer", unit.number, int(defer)))
@@ -146,7 +142,7 @@ class Reductions(ReductionOrder):
 
     def has_buffer(self, unit: int, group: ParameterGroup) -> bool:
         """Return whether the group's gradients are packed, or modules have declared to write them."""
-        return group.gradients.where is Where.PACKED or group.gradients.declared
+        return group.gradients.where is Where.PACKED or bool(group.gradients.declared)
 
     def pack_group(self, unit: int, group: ParameterGroup, *, defer: bool) -> None:
         """Copy autograd's gradients into the packed buffer."""

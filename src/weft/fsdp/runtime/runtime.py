@@ -61,14 +61,9 @@ class Runtime(Shared):
 
     def begin_forward(self, outermost: Unit) -> None:
         """Enter a call of a module of `outermost`; the outermost call begins a pass."""
-        self._depth += 1
-        if self._depth > 1 or self._recomputes:
-            return
-        try:
+        if not self._depth and not self._recomputes:
             self._begin_pass(outermost, Pass.FORWARD if torch.is_grad_enabled() else Pass.EVALUATION)
-        except BaseException:
-            self._depth = 0
-            raise
+        self._depth += 1
 
     def _begin_pass(self, outermost: Unit, kind: Pass) -> None:
         self._inventory.check()  # before anything is sent: the other ranks may find nothing wrong
@@ -265,16 +260,12 @@ class Runtime(Shared):
     def finish_deferred(self) -> None:
         """Reduce the gradients that earlier backwards have deferred, and set `.grad`. No further backward is needed."""
         self._enter()
+        for unit in self.units:
+            if unit.reshard_after_backward:
+                unit.end_holds(UNTIL_NEXT_PASS)
         self.passes.begin(Pass.BACKWARD)
         self.reductions.take_turns(None)
-        try:
-            for unit in self.units:
-                if unit.reshard_after_backward:
-                    unit.end_holds(UNTIL_NEXT_PASS)
-            self._end_backward()
-        except BaseException:
-            self.reset()
-            raise
+        self.end_backward()
 
     # --- failure ------------------------------------------------------------------------------------------------------
 

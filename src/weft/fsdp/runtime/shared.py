@@ -142,8 +142,7 @@ class Shared:
     def _come_to_rest(self, stays: Callable[[Unit], bool] | None, *, complete: bool) -> None:
         """Free the weights of all units except those for which `stays` is true. `complete`: no call is running; raise
         RuntimeError if a computation still holds weights."""
-        if self._offloaded:
-            self._finish_uploads()
+        self._finish_uploads()
         for unit in self.units if complete else ():
             if unit.holders and unit.computes:
                 leaked = ", ".join(holder.name for holder in unit.holders if holder.computes)

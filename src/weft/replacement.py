@@ -15,14 +15,9 @@ import torch.distributed.fsdp as torch_fsdp
 from weft.fsdp.fully_shard import fully_shard
 from weft.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 
-_OURS: dict[str, Any] = {
-    "fully_shard": fully_shard,
-    "FSDPModule": FSDPModule,
-    "UnshardHandle": UnshardHandle,
-    "register_fsdp_forward_method": register_fsdp_forward_method,
-    "share_comm_ctx": share_comm_ctx,
-}
-_THEIRS = [(getattr(torch_fsdp, name), ours) for name, ours in _OURS.items()]
+_NAMES: tuple[Any, ...] = (fully_shard, FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx)
+_OURS = {id(getattr(torch_fsdp, ours.__name__)): ours for ours in _NAMES}
+"""By the id of what each replaces, which torch's private modules keep alive."""
 _DEFINING = "torch.distributed.fsdp._fully_shard."
 
 
@@ -63,14 +58,13 @@ def drop_in() -> DropIn:
     after libraries are imported, and before anything is sharded. `print` the result to see the replaced names. A second
     call also replaces names in modules that were imported since the first.
     """
-    ours = {id(theirs): mine for theirs, mine in _THEIRS}
     places = []
     for module in list(sys.modules.values()):
         if not isinstance(module, ModuleType) or module.__name__.startswith((_DEFINING, "weft.")):
             continue
         for attribute, value in list(vars(module).items()):
-            if id(value) in ours:
+            if id(value) in _OURS:
                 places.append((module, attribute, value))
     for module, attribute, value in places:
-        setattr(module, attribute, ours[id(value)])
+        setattr(module, attribute, _OURS[id(value)])
     return DropIn(places)

@@ -14,14 +14,13 @@ from weft.comm.collectives import reduce_now
 from weft.comm.groups import exchange_objects, group_of
 from weft.dtensor.uneven import local_of
 from weft.fsdp.group import ParameterGroup
-from weft.fsdp.module import FSDPModule, units_of
-from weft.fsdp.narrow import Narrow, agree_on_maxima
+from weft.fsdp.module import units_of
 from weft.fsdp.parameter import ShardedParameter, record_of
 from weft.fsdp.roots import drivers_under
 from weft.fsdp.unit import Unit
-from weft.layout.plan import Plan
 from weft.memory.pool import Pool
 from weft.mesh import parts_of
+from weft.quantize.payload import Narrow, agree_on_maxima
 from weft.quantize.shares import Shares
 
 
@@ -62,7 +61,7 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
     persistent, offloaded = {"weights": 0, "gradients": 0}, {"weights": 0, "gradients": 0}
     for unit in units:
         for group in unit.groups:
-            weights = sum(group.persistent_weights().values())
+            weights = sum(_persistent_weights(group).values())
             if group.offload is not None:
                 offloaded["weights"] += group.main_weight.local.nbytes
                 weights -= group.main_weight.local.nbytes
@@ -82,22 +81,6 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
             "partial gradients": _transient([each.gradients for each in channels]),
         },
     }
-
-
-def plan_of(model: nn.Module) -> Plan | None:
-    """Return the plan of a step that repeats the model's last one, or None before the first pass.
-
-    `model`: the root, or any sharded module inside it. `print(plan.table())` shows the actions at each event.
-    `plan.peak_bytes` equals the peaks that `memory_report` measures. Raises TypeError if `model` is not a module,
-    ValueError if it is not sharded itself.
-    """
-    if not isinstance(model, FSDPModule):
-        units_of(model)
-        raise ValueError(
-            f"{type(model).__name__} is not sharded itself: pass the module on which fully_shard was last called"
-        )
-    runtime = model._weft_driver.runtime
-    return runtime.planner.plan() if runtime is not None and runtime.gathers.traces else None
 
 
 class Nonfinite(NamedTuple):
@@ -261,8 +244,14 @@ def _transient(pools: list[Pool]) -> dict[str, int]:
     return {names.get(count, count): sum(getattr(pool, count) for pool in pools) for count in counts}
 
 
+def _persistent_weights(group: ParameterGroup) -> dict[int, int]:
+    """Return the bytes of the weights that are always kept on this rank, by address of the memory."""
+    storages = [buffer.storage for buffer in (group.main_weight, *group.copies)]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
 def _row(unit: Unit, group: ParameterGroup) -> tuple[str, ...]:
-    nbytes = sum(group.persistent_weights().values())
+    nbytes = sum(_persistent_weights(group).values())
     return (
         unit.name or "(root)",
         unit.kind if group.trainable else f"{unit.kind}, frozen",

@@ -25,11 +25,9 @@ import torch.distributed as dist
 
 from weft.comm.collectives import reduce_now
 from weft.comm.transport import Pending
-from weft.fsdp.payload import Plain
-from weft.fsdp.plan import GroupPlan
 from weft.layout.layout import Layout
 from weft.memory.buffer import sharded_axes
-from weft.memory.pool import Pool
+from weft.memory.pool import Pool, Transient
 from weft.mesh import position_on
 from weft.quantize import Quantization, count_losses, dequantize, largest_of, quantize, wide_scales
 from weft.quantize.decode import packed_e2m1, unpacked_e2m1
@@ -49,12 +47,14 @@ class _Piece(NamedTuple):
     scales_at: int
 
 
-class Narrow(Plain):
+class Narrow:
     """The payload of quantized weights. It is kept besides the main weights, and made from them once per step."""
 
     refreshes = True
+    staging: Transient | None = None
 
-    def __init__(self, plan: GroupPlan) -> None:
+    def __init__(self, plan: Any) -> None:
+        """`plan`: a `weft.fsdp.plan.GroupPlan`."""
         self._plan = plan
         recipe, compute = plan.recipe.quantization, plan.recipe.compute
         assert recipe is not None
@@ -89,7 +89,6 @@ class Narrow(Plain):
         if plan.moves:
             self.staging = plan.transient(self.layout.numel, self.dtype, "weights on their way")
         self._come: torch.Tensor | None = None  # the gathered bytes of all shards, which `open` reads
-        self._copy = 0  # the index of the copy that the full weights are
 
     def _recipe_of(self, number: int, copy: int) -> Quantization:
         """Return the recipe of a copy of tensor `number`. Stacks have [in, out] matrices: forward sums over rows."""
@@ -101,20 +100,19 @@ class Narrow(Plain):
         """Return a function that quantizes `source` to `own`; None if `source` is a payload."""
         return None if source.dtype == self.dtype else functools.partial(self.fill, own, source, copy)
 
-    def land(self, full: torch.Tensor, source: torch.Tensor, pool: Pool, copy: int = 0) -> torch.Tensor:
+    def land(self, full: torch.Tensor, source: torch.Tensor, pool: Pool) -> torch.Tensor:
         """Return the memory into which the payload is gathered."""
-        self._copy = copy
         self._come = pool.take(self.staging) if self.staging is not None else source
         return self._come
 
-    def open(self, full: torch.Tensor) -> None:
+    def open(self, full: torch.Tensor, copy: int) -> None:
         """Fill the full weights from the gathered bytes, and free the bytes."""
         come, self._come = self._come, None
         if come is None:
             return
         with torch.no_grad():
             if self._recipe.is_scaled:
-                self._assemble(come, full)
+                self._assemble(come, full, copy)
             else:
                 for place, codes, scales in self.unpacked(come):
                     self._widen(codes, scales, full, place)
@@ -219,13 +217,13 @@ class Narrow(Plain):
         numel = codes.numel() * self._recipe.values_per_byte
         dequantize(codes, scales, self._recipe, out=target[place : place + numel].view(*codes.shape[:-1], -1))
 
-    def _assemble(self, come: torch.Tensor, full: torch.Tensor) -> None:
+    def _assemble(self, come: torch.Tensor, full: torch.Tensor, copy: int) -> None:
         """Fill full weights that stay quantized from the bytes of all shards: first the codes, then the scales."""
         target, ends = full.view(torch.uint8), list(self._scales_at)
         for shard, sent in enumerate(come.view(self.layout.shards, -1)):
             for piece in self._pieces(shard):
                 begin = shard * self._plan.layout.shard_numel
-                codes, steps = self._bytes_of(sent, piece, piece.place - begin, self._copy)
+                codes, steps = self._bytes_of(sent, piece, piece.place - begin, copy)
                 codes = unpacked_e2m1(codes) if self._recipe.kind == "nvfp4" else codes
                 target[piece.place : piece.place + piece.numel].view(codes.shape).copy_(codes)
                 target[ends[piece.number] : ends[piece.number] + steps.numel()].copy_(steps)
@@ -243,17 +241,17 @@ class Narrow(Plain):
         return target[begin : begin + math.prod(shape)].view(*stack, width, height)
 
     def operand(
-        self, codes: torch.Tensor, full: torch.Tensor, number: int, *, backward: bool = False
+        self, codes: torch.Tensor, full: torch.Tensor, number: int, copy: int, *, backward: bool = False
     ) -> tuple[torch.Tensor, Any, Quantization]:
         """Return payload, scales and recipe of tensor `number` for a matrix product of forward or of `backward`.
         `codes`: the tensor's payload in full weights that stay quantized. Products that sum over rows get transposed
         codes, if these are kept."""
-        recipe, shape, begin = self._recipe_of(number, self._copy), tuple(codes.shape), self._scales_at[number]
+        recipe, shape, begin = self._recipe_of(number, copy), tuple(codes.shape), self._scales_at[number]
         if recipe.keep_transpose and (codes.dim() == 3) != backward:
             codes = self._transposed(full.view(torch.uint8), self._extents[number].offset, shape).mT
         if recipe.kind == "tensorwise":
             return codes, wide_scales(self.maxima_of(number), recipe).view(recipe.scale_shape(shape)), recipe
-        steps = full.view(torch.uint8)[begin : begin + self._scale_bytes(number, shape, self._copy)]
+        steps = full.view(torch.uint8)[begin : begin + self._scale_bytes(number, shape, copy)]
         typed = (steps.view(torch.float32) if recipe.scale_itemsize == 4 else steps).view(recipe.scale_shape(shape))
         if recipe.kind == "nvfp4":
             return packed_e2m1(codes), (typed, wide_scales(self.maxima_of(number)[0], recipe)), recipe

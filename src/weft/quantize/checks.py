@@ -1,0 +1,63 @@
+"""Which parameters are quantized by default, and whether a recipe fits a weight."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from weft.dtensor.tensor_parallel import TensorParallel
+from weft.quantize.products import missing_product
+from weft.quantize.recipe import Quantization
+
+
+def suits(recipe: Quantization, parameter: nn.Parameter, owners: Sequence[tuple[Any, str]]) -> bool:
+    """Return whether a parameter of the modules `owners`, weak references, is quantized if the user does not choose."""
+    suited = parameter.ndim in (2, 3) and not any(isinstance(ref(), nn.Embedding) for ref, _ in owners)
+    return suited and (not recipe.is_scaled or all(_multiplies(ref(), attribute) for ref, attribute in owners))
+
+
+def check_weight(
+    recipe: Quantization,
+    shape: tuple[int, ...],
+    name: str,
+    parallel: TensorParallel | None,
+    compute: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Raise ValueError if a parameter, or a tensor-parallel slice of it, of this shape cannot be quantized."""
+    recipe.check(shape, f"parameter {name!r}")
+    if parallel is not None and parallel.slices() > 1:
+        _refuse_divided_blocks(recipe, shape, parallel, name)
+    if recipe.is_scaled:
+        why = missing_product(recipe, shape, compute, device)
+        beyond = parallel.beyond if parallel is not None else ()
+        if parallel is not None and (len(shape) == 2 or any(isinstance(p, Shard) and p.dim for p in beyond)):
+            why = "products of tensor-parallel weights are computed by DTensor"
+        if why is not None:
+            raise ValueError(f'{recipe} for parameter {name!r} of shape {shape}: {why}, or compute="dequantize"')
+
+
+def _multiplies(module: nn.Module | None, attribute: str) -> bool:
+    """Return whether a module uses its parameter in products that support quantized weights."""
+    return (isinstance(module, nn.Linear) and attribute == "weight") or getattr(module, "multiplies_quantized", False)
+
+
+def _refuse_divided_blocks(recipe: Quantization, shape: tuple[int, ...], parallel: TensorParallel, name: str) -> None:
+    """Raise ValueError if a border between tensor-parallel slices, `shape` each, divides a block."""
+    for placement in parallel.beyond:
+        if not isinstance(placement, Shard) or recipe.kind == "tensorwise":
+            continue
+        from_last = len(shape) - 1 - placement.dim % len(shape)
+        if from_last > 1:
+            continue
+        side = recipe.block[1 - from_last] if recipe.copies == 1 else max(recipe.block)
+        here = shape[placement.dim]
+        if not side or here % side:
+            fits = f"a multiple of {side * parallel.slices()}" if side else "whole on each rank"
+            raise ValueError(
+                f"{recipe} for parameter {name!r}: tensor parallelism gives each of {parallel.slices()} ranks {here} "
+                f"along dimension {placement.dim % len(shape)}, which divides blocks; that dimension must be {fits}, "
+                "or choose tensorwise()"
+            )
