@@ -76,6 +76,25 @@ def test_an_operation_is_known_while_it_runs():
     assert running() == []
 
 
+def test_a_file_that_garbage_collection_closes_while_another_operation_begins_does_not_block_it():
+    class Garbage:
+        """A path at which the collector runs: it closes a file that a failed save has left open."""
+
+        def __str__(self):
+            with operation("write", "a failed save's file"):
+                return "a/b"
+
+    def begin():
+        with operation("read", Garbage()):
+            seen.extend(map(str, running()))
+
+    seen: list[str] = []
+    thread = threading.Thread(target=begin, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert seen == ["read of a/b"]
+
+
 def test_old_checkpoints_that_cannot_be_removed_stay_and_the_run_continues(tmp_path, monkeypatch):
     said = []
     with CheckpointManager(tmp_path, keep=1, progress=said.append) as manager:

@@ -42,7 +42,7 @@ class Operation:
 
 _running: dict[int, Operation] = {}
 _moves = 0
-_guard = threading.Lock()
+_guard = threading.RLock()  # garbage collection inside may close another file
 
 
 def running() -> list[Operation]:

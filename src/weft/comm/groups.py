@@ -112,7 +112,7 @@ def _made_within(
     return made
 
 
-_naming = threading.Lock()
+_naming = threading.RLock()
 
 
 @contextmanager

@@ -138,7 +138,7 @@ class _Crew:
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._idle = 0
         self._threads: list[threading.Thread] = []
 
@@ -175,7 +175,7 @@ in_background = _crew.start
 """`in_background(job)`: call `job()` on a thread of the crew."""
 _turns: dict[Hashable, threading.Event] = {}
 """For each key, an event that is set when the last delayed transfer of the key has started."""
-_turns_lock = threading.Lock()
+_turns_lock = threading.RLock()
 
 
 def begins_at_once(key: Hashable) -> bool:

@@ -101,7 +101,7 @@ class HangDetector:
         self._unchanged_since = 0.0
         self._question = 0
         self._lock = threading.RLock()
-        self._saying = threading.Lock()
+        self._saying = threading.RLock()
         self._process = os.getpid()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="weft-hang-detector", daemon=True)
