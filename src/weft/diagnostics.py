@@ -108,8 +108,8 @@ def find_nonfinite(model: nn.Module) -> list[Nonfinite]:
     """Find NaN and infinity in the weights and gradients of a model, including all pipeline stages.
 
     The result is the same on every rank, ordered by rank, then in the model's order. Collective. No tensor is gathered:
-    the hosts agree on one bit, and exchange their findings only if there are any. Raises ValueError for a model without
-    sharded modules.
+    the ranks first agree whether any of them has found something, and exchange their findings only then. Raises
+    ValueError for a model without sharded modules.
     """
     units, what = units_of(model), "search for values that are not finite"
     found, parts = _nonfinite_here(model), parts_of(model)

@@ -37,7 +37,7 @@ def all_gather_bundle(fulls: Wanted, sources: Several, group: ProcessGroup, tag:
 
 
 def alone(work: Callable[[], Any], tag: int) -> Pending:
-    """Call `work()`, which does not communicate, in the order of the collectives of a lane."""
+    """Call `work()`, which does not communicate. Passed to `Lane.run` in place of a collective, it takes its turn."""
     work()
     return Pending()
 

@@ -17,7 +17,7 @@ _gate: threading.Event | None = None
 
 
 def expect() -> None:
-    """Hold back the communication of units that is issued until `let_go`."""
+    """From now until `let_go`, hold back gathers and reductions of units that are issued."""
     global _gate
     if _gate is None:
         _gate = threading.Event()

@@ -86,8 +86,8 @@ class Transfer:
         return True
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Open the gate and wait for the end; raises the exception of a failed transfer. With a `timeout`, call
-        `abandon`: this is the interface of torch's work handles."""
+        """Open the gate and wait for the end; raises the exception of a failed transfer. With a `timeout`, the call is
+        `abandon(timeout)`, which discards the result. The signature is that of torch's work handles."""
         if timeout is not None:
             return self.abandon(timeout)
         if self._gate is not None:

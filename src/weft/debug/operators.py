@@ -1,6 +1,5 @@
 """Properties of operators: which tensors they read and write, and whether the host waits for their result."""
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -97,8 +96,8 @@ def asks_device(
 
 
 def inside_collective() -> bool:
-    """Return whether the caller's operator is part of a collective: it runs inside `torch.distributed` or `Pending`."""
+    """Return whether `torch.distributed` calls the caller's operator, which then is a part of a collective."""
     frame = sys._getframe(2)
     while "/torch/_compile" in frame.f_code.co_filename or "/torch/_dynamo/" in frame.f_code.co_filename:
         frame = frame.f_back  # type: ignore[assignment]
-    return frame.f_code.co_filename.endswith(("distributed_c10d.py", os.path.join("comm", "pending.py")))
+    return frame.f_code.co_filename.endswith("distributed_c10d.py")

@@ -270,7 +270,8 @@ class UnevenDTensor(RuledDTensor):
         raise ValueError(f"{index.fqn}: no part of this tensor at offset {index.offset} lies on this rank")
 
     def _boxes(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-        """Yield this rank's part as rectangles of the tensor: `(offsets, sizes, first element in the part)`."""
+        """Yield this rank's part as rectangles of the tensor: `(offsets, sizes, index)`. `index`: the index, in the
+        part, of the rectangle's first element."""
         if self.shape == self._cuts.shape:
             yield from self._cuts.boxes(self.part)
         elif self._local_tensor.numel():

@@ -48,7 +48,7 @@ class Channels:
         self.gathers, self.reductions = other.gathers, other.reductions
 
     def of_gathers(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """Return the communicator over the ranks of `group` that gathers use."""
+        """Return the communicator for all-gathers over the ranks of `group`: a separate one, or `group` itself."""
         return _twins[group] if self.separate else group
 
     def separate_gathers(self, groups: Sequence[dist.ProcessGroup], choice: bool | Sequence[dist.ProcessGroup]) -> None:

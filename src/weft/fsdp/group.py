@@ -236,7 +236,7 @@ class ParameterGroup:
         return self.payload.land(full, self.copies[self.copy].local, channels.weights)
 
     def serve(self, channels: Channels, copy: int) -> Ticket:
-        """Take part in a gather of a copy that other ranks need, and discard the result."""
+        """Take part in a gather of `copies[copy]` that only other ranks need, and discard the result."""
         with torch.no_grad():
             unused = self.plan.buffer(self.plan.whole, self.payload.dtype, self.payload.layout)
             own, source = unused.part(self.model_weight.placements).local, self.copies[copy].local

@@ -142,7 +142,7 @@ class Recipe:
 
     @property
     def smallest_itemsize(self) -> int:
-        """The number of bytes of the smallest element in any buffer of the group."""
+        """The smallest element size, in bytes, of the dtypes main, compute and reduce; 1 with quantization."""
         dtypes = self.main, self.compute, self.reduce
         return 1 if self.quantization is not None else min(dtype.itemsize for dtype in dtypes)
 

@@ -146,7 +146,7 @@ class Unit:
             self._gather()
 
     def gather_started(self, ticket: Ticket) -> None:
-        """Note that the weights, which were at rest, are being gathered in a message with those of other units."""
+        """Record that `ticket`, a message of several units, gathers the weights. They must be at rest."""
         self.state = TRANSITIONS.get((self.state, "gather")) or self._refuse("gather")
         self.resident = True
         self._tickets = [ticket]

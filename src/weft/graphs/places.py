@@ -64,8 +64,8 @@ def versions_set(tensors: Sequence[Tensor], versions: Sequence[int]) -> Iterator
 
 
 class Places:
-    """The parameters and buffers of `modules`. `is_owned`: whether the gradient of a parameter is copied as soon as its
-    backward has ended."""
+    """The parameters and buffers of `modules`. `is_owned`: whether weft copies the gradient of a parameter before the
+    next replay, so that the graph may reuse the gradient's memory."""
 
     def __init__(self, modules: Sequence[nn.Module], is_owned: Callable[[nn.Parameter], bool]) -> None:
         self.is_owned = is_owned

@@ -37,8 +37,8 @@ class Methods(TorchFunctionMode):
 
 
 class Watch(TorchDispatchMode):
-    """Refuses operators that a graph cannot contain. `known`: memory that they may read and that no capture
-    allocates."""
+    """Refuses operators that a graph cannot contain. `known`: the memory that they may read although
+    they did not allocate it, and whether they may write to it."""
 
     def __init__(self, known: Ranges) -> None:
         super().__init__()

@@ -96,7 +96,8 @@ class Cuts:
         return (numel // math.prod(rows), *rows)
 
     def boxes(self, part: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-        """Yield the part as rectangles of the full tensor: `(offsets, sizes, first element in the part)`."""
+        """Yield part number `part` as rectangles of the full tensor: `(offsets, sizes, index)`. `index`: the index, in
+        the part, of the rectangle's first element."""
         start, stop = self.borders[part], self.borders[part + 1]
         if part == 0 and not math.prod(self.shape):  # an empty tensor: one rank must record its shape
             yield (0,) * len(self.shape), self.shape, 0

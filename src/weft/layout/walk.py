@@ -337,8 +337,8 @@ class _Gradients(ReductionOrder):
 def compile_plan(
     traces: Mapping[str, Trace], units: Sequence[UnitFacts], limits: Limits, off_plan: Mapping[str, int] | None = None
 ) -> Plan:
-    """Return the plan of a step with the passes `traces`, by kind. `units`: the bytes of each unit. `limits`: the
-    limits on memory and buckets. `off_plan`: see `Plan`."""
+    """Return the plan of a step. `traces`: the trace of each pass, by the kind of the pass. `units`: the bytes of each
+    unit. `limits`: the limits on memory and buckets. `off_plan`: see `Plan`."""
     walk = Walk(traces, units, limits)
     walk.step()
     walk.step()  # this one is the plan: it starts with everything that stays from step to step

@@ -55,13 +55,15 @@ from weft.train.task.task import Task
 class Trainer:
     """One rank's part of a run. Needs the default process group.
 
-    The constructor checks the whole configuration, and raises ValueError. If the run resumes, the constructor loads its
-    checkpoint. `run` then trains.
+    The constructor checks the whole configuration, and raises ValueError if it is wrong. If the run resumes, the
+    constructor loads its checkpoint. `run` then trains.
 
     - `task`: model, data and loss. Default: the task of the configuration.
-    - `optimizer`: a function that builds an optimizer for the sharded model. Default: the optimizer of [optimizer].
+    - `optimizer`: a function that builds an optimizer for the sharded model. Default: that of the
+      configuration's table [optimizer].
     - `command`: as in `open_run`.
-    - `memory`: the folder of copies in memory, as in `Saves`.
+    - `memory`: a folder in host memory for the copies of the training state that `checkpoint.memory_every` makes. None:
+      no copies.
     """
 
     def __init__(

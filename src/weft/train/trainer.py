@@ -52,7 +52,8 @@ class Trainer(loop.Trainer):
         validation: like `data`, but finite, with the same number of microbatches on every rank.
         shard: a function `shard(model, **options)` that calls `weft.fully_shard(module, **options)` on each unit, the
             model last. Default: one unit for each block in a sequence of similar blocks.
-        optimizer: a function that builds an optimizer for the sharded model. Default: the optimizer of [optimizer].
+        optimizer: a function that builds an optimizer for the sharded model. Default: that of the
+            configuration's table [optimizer].
         callbacks: "start", "step", "validation", "save" or "end" -> a function (trainer, dictionary of numbers). It is
             called on all ranks.
         resume: as `weft train --resume`: True, the directory of a run, or "or-start".

@@ -157,7 +157,8 @@ class Gloo:
         return Pending(works)
 
     def inbox_numel(self, partial_numel: int, size: int, *, scatters: bool) -> int:
-        """Return the number of elements that the other ranks send to this rank."""
+        """Return the number of elements that this rank receives at once in a reduction of `partial_numel` elements over
+        `size` ranks. `scatters`: whether it is a reduce-scatter; otherwise it is an all-reduce."""
         return partial_numel if size == 2 and not scatters else -(-partial_numel // size) * (size - 1)
 
 

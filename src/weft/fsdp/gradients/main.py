@@ -113,7 +113,8 @@ class MainGradients:
         return self._windows[start, stop]
 
     def take_over(self) -> FlatBuffer | None:
-        """Return the buffer after copying `.grad` tensors that other code has set; None if no `.grad` is set."""
+        """Copy `.grad` tensors that other code has set into the buffer of the main gradients, and return the buffer.
+        Return None if no parameter has a `.grad`."""
         held = [each for each in self._parameters if each.sharded.grad is not None]
         if not held:
             return None

@@ -73,8 +73,8 @@ class Bucket:
             unit.gather_started(ticket)
 
     def serve(self, copy: int) -> Ticket:
-        """Take part in a gather of a copy that other ranks need, and discard the result. Units that are gathered on
-        this rank are sent too, because the other ranks may be in another pass."""
+        """Take part in a gather that only other ranks need, and discard the result. `copy`: the copy of the weights
+        that is gathered. Units that are gathered on this rank are sent too: other ranks may be in another pass."""
         with torch.no_grad():
             sources = self._sources(copy)
         return self._start([None] * len(sources), sources, copy)

@@ -25,7 +25,8 @@ from weft.quantize.payload_only import PayloadOnly
 
 
 class Freshness:
-    """Updates model weights in a pass. `ahead`: the units that are still to be updated, in one order on all ranks."""
+    """Updates model weights, the copies that gathers read, from the main weights during a pass. `ahead`: the units
+    whose copies are still to be updated, in the same order on all ranks."""
 
     def __init__(self, channels: Channels, agreement: Agreement) -> None:
         self._channels = channels

@@ -57,7 +57,8 @@ def _equalize_over(group: ParameterGroup, slices: dist.ProcessGroup) -> None:
 
 
 def check_filled(units: Sequence[Unit]) -> None:
-    """Raise ValueError on every rank for parameters and buffers without values. Collective if any was on meta."""
+    """Raise ValueError for parameters without values, on every rank, and for buffers on the meta device. Collective
+    over each group with parameters that were on the meta device when they were sharded."""
     for unit in units:
         for group in unit.groups:
             if group.unfilled:

@@ -52,8 +52,8 @@ def open_run(
 ) -> Run:
     """Choose the directory of a run. For a new run, create the directory.
 
-    - `resume`: False for a new run, unless `config.resume` is true. True for the newest run of that name with a
-      committed checkpoint. Or the directory of a run, or its config.toml.
+    - `resume`: False for a new run, unless `config.resume` is true. True for the newest run named `config.name`
+      that has a committed checkpoint. A string: the directory of a run, or its config.toml.
     - `or_start`: start a new run if there is nothing to resume.
     - `command`: the command line without `--resume`, for messages. None in a script.
     - `own_task`: whether a program passes model and data.

@@ -37,9 +37,9 @@ from weft.train.run.world import Place
 def work(
     place: Place, path: str, overrides: list[str], resume: str | bool, command: str, *, or_start: bool = False
 ) -> NoReturn:
-    """Train as the rank at `place`, and end the process with the exit code of the command.
+    """Train as the rank at `place`, and end the process with the exit code of `weft train`.
 
-    `command`: the command line that starts the same run again, without `--resume`.
+    `command`: the command line of this run without `--resume`, for messages that say how to resume.
     """
     stop = StopRequest()
     stop.listen(int(os.environ[CONTROL]) if CONTROL in os.environ else None)
