@@ -61,7 +61,7 @@ class WeightsWritten(WeftError, RuntimeError):
 
 
 class UndeclaredTensor(WeftError, RuntimeError):
-    """A node used a tensor that is not among its inputs. The message names the node."""
+    """A node of `weft.overlap` used a tensor that is not among its inputs. The message names the node."""
 
 
 class StreamOrderError(WeftError, RuntimeError):
