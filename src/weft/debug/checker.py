@@ -80,8 +80,9 @@ class StreamChecker:
     """The streams and the findings of one check.
 
     - `waits`: the number of the host's waits, by cause and place.
-    - `unawaited`: the number of operations on a lane whose ticket was dropped without a wait, by operation and place.
-      Only the end of its ticket orders such an operation. The end may come after the first reader of the result.
+    - `unawaited`: the number of operations on a lane (`weft.comm.lanes`) whose ticket was dropped without a wait, by
+      operation and place. Later work waits for such an operation only once the ticket is freed, which may be after the
+      first read of the result.
     - `work`: the pieces of work that ran, if `record`.
     """
 
