@@ -20,7 +20,7 @@ from weft.optim.flat import FlatOptimizer
 class Stateful(Protocol):
     """The protocol of objects that can be in a checkpoint.
 
-    Tensors that `state_dict` returns are filled in place. Then `load_state_dict` is called with them.
+    A load fills the tensors that `state_dict` returns in place, and then calls `load_state_dict` with them.
 
     Two members are optional. `prepare_load(stored)` is called before the tensors are filled, with the metadata of the
     stored entries by key. `per_rank = True` marks state that differs between ranks and has no global meaning. An object

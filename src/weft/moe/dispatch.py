@@ -190,10 +190,10 @@ class AllToAll:
     `rows_per`: "rank" sends a token once to each rank that has any of its experts. "expert" sends it once to each of
     its experts; sums are then bit-equal to those of one process.
 
-    Collective: every rank of the group builds the dispatcher, in the same order. Rows use an exchange lane. Counts use
-    a second lane, so that they never queue behind rows. If a communicator runs one operation after another, counts also
-    use a second communicator. If ranks run different numbers of expert layers, the rank that waits for an exchange
-    raises CollectiveMismatch within seconds (on CPU, over gloo).
+    Collective: every rank of the group builds the dispatcher, in the same order. Rows use a lane (a queue of operations
+    beside the computation), and counts use a second lane, so that they never queue behind rows. If a communicator runs
+    one operation after another, counts also use a second communicator. If ranks run different numbers of expert layers,
+    the rank that waits for an exchange raises CollectiveMismatch within seconds (on CPU, over gloo).
     """
 
     def __init__(self, group: dist.ProcessGroup | DeviceMesh, num_experts: int, *, rows_per: str = "rank") -> None:
