@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 COMMENT = re.compile(r"[ \t]*<!-- evidence(:.*?|\n.*?)\s*-->", re.DOTALL)
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 MARK = re.compile(r"\x00(\d+)\x00")
-SENTENCE = re.compile(r"(?:(?<=[.!?:])|(?<=[.!?]\)))(?![^(]*\.\w)((?:\x00\d+\x00)*)\s+(?=[^\s\x00a-z])")
+SENTENCE = re.compile(r"(?:(?<=[.!?:])|(?<=[.!?]\)))((?:\x00\d+\x00)*)\s+(?=[^\s\x00a-z])")
 LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 
 
