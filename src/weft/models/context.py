@@ -329,8 +329,8 @@ def context_part(batch: Mapping[str, Any], meshes: Meshes) -> dict[str, Any]:
         part = context_part({"tokens": tokens, "labels": labels, "documents": documents}, meshes)
         loss = model(part.pop("tokens"), **part)
 
-    Rows are padded to a multiple of twice the context ranks. "labels" of padding and of the last positions of documents
-    are set to -100. "documents" of the result are a `Slices`.
+    Rows are padded at the end to a multiple of `cp * lcm(2, tp)`. "labels" of padding and of the last positions of
+    documents are set to -100. "documents" of the result are a `Slices`.
 
     Raises `ValueError` without `meshes.cp`, and for values that are not tensors or do not begin with the shape of
     "tokens". Raises `TypeError` for a batch without "tokens", and for documents of another type or documents that are

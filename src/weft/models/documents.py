@@ -189,8 +189,8 @@ class Documents:
         return len(self.starts) == self.batch and not self.padding
 
     def numbers(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the number of each position's document in the batch, [batch, seq] int64. Runs of padding are also
-        numbered."""
+        """Return the index of each position's document in the batch, [batch, seq] int64. Runs of padding also have
+        an index."""
 
         def make() -> Tensor:
             lengths = torch.tensor(self.lengths)

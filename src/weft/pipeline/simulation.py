@@ -27,7 +27,7 @@ class Costs:
 
     - `forward`, `inputs`, `weights`: the times of F, I and W. Each is a number, or has one number for each stage. A
       full backward (B) takes `inputs` + `weights`.
-    - `pair`: a pair takes `pair` times the sum of its actions.
+    - `pair`: a pair takes `pair` times the sum of the times of its actions.
     - `transfer`: the time from the end of an action to the arrival of its result on another rank.
     """
 

@@ -36,7 +36,7 @@ class Trainer(loop.Trainer):
             model=build,  # an nn.Module, or a function that builds one, which is called on the meta device
             loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1]),
             data=batches,  # an iterable of this rank's microbatches, or a function (rank, ranks) -> iterable
-            config="run.toml",  # a path, TOML text's tables as a dictionary, or a TrainConfig
+            config="run.toml",  # a path, the tables of TOML text as a dictionary, or a TrainConfig
         )
         trainer.run()
 
@@ -54,8 +54,8 @@ class Trainer(loop.Trainer):
             model last. Default: one unit for each block in a sequence of similar blocks.
         optimizer: a function that builds an optimizer for the sharded model. Default: that of the
             configuration's table [optimizer].
-        callbacks: "start", "step", "validation", "save" or "end" -> a function (trainer, dictionary of numbers). It is
-            called on all ranks.
+        callbacks: maps "start", "step", "validation", "save" or "end" to a function (trainer, dictionary of numbers).
+            It is called on all ranks at this event.
         resume: as `weft train --resume`: True, the directory of a run, or "or-start".
         say: called with lines of text. Default: print them on rank 0.
 
@@ -117,9 +117,9 @@ class Trainer(loop.Trainer):
             raise
 
     def run(self) -> bool:
-        """Train as `loop.Trainer.run` does, and then restore the handlers of SIGINT, SIGTERM and SIGHUP.
+        """Train to the last step, or to the step after which all ranks agreed to stop, and save it.
 
-        Returns whether the run is complete.
+        Afterwards the handlers of SIGINT, SIGTERM and SIGHUP are restored. Returns whether the run is complete.
         """
         try:
             return super().run()
