@@ -41,7 +41,7 @@ def describe(model: nn.Module) -> str:
 
 
 def memory_report(model: nn.Module) -> dict[str, Any]:
-    """Return the bytes of the model's storages on this rank, including replaced blocks that still exist.
+    """Return the bytes of the model's storages on this rank, including those of replaced modules that still exist.
 
     `persistent`: bytes that are always allocated on the device, by role; "quantized weights" are payloads and scales.
     `offloaded`: bytes in CPU memory, with `CPUOffloadPolicy`. `transient`: for gathered weights and partial gradients

@@ -48,7 +48,7 @@ def fully_shard(
     Args:
         module: a module, or a list of modules that are gathered and reduced together.
         mesh: a DeviceMesh of data-parallel ranks: 1-D, or 2-D (outer, shard). Default: all ranks, on the parameters'
-            device. For parameters in CPU memory, that is CUDA unless the process group is gloo.
+            device. Parameters on "cpu" or "meta" move to CUDA, if it is available and the process group is not gloo.
         strategy: "no_shard", "optim", "optim_grads", "optim_grads_params" (ZeRO-0 to 3) or `weft.Placements`.
         outer_strategy: over the outer axis of a 2-D mesh: "no_shard" (HSDP) or "optim" (HFSDP).
         reshard_after_forward: whether to free the full weights after forward and gather them again for backward. None:
@@ -58,8 +58,8 @@ def fully_shard(
         shard_placement_fn: called with each parameter. It may return `weft.TensorAtomic()` (never cut),
             `weft.BlockAtomic(rows)` (cut only between blocks of rows), None or `Shard(0)` (cut where the least padding
             is needed), or `Shard(dim)` (cut between slices along another dimension; shards may be unequal). It may
-            also return torch's `ShardPlacementResult`, whose `mesh_info` gives the parameter another mesh. Experts
-            need this.
+            also return torch's `ShardPlacementResult`, whose `mesh_info` gives the parameter another mesh, such as that
+            of experts.
         mp_policy: `weft.MixedPrecisionPolicy`, or torch's.
         offload_policy: `weft.OffloadPolicy`, `weft.CPUOffloadPolicy` (sharded weights, gradients and optimizer state
             stay in CPU memory), or torch's.

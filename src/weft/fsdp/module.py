@@ -85,8 +85,8 @@ class FSDPModule:
                         (gradient if gradient.grad_fn is None else gradient.detach_()).requires_grad_(False).zero_()
 
     def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
-        """Gather and register the full parameters until `reshard()` or a state dict. With `async_op=True`, return a
-        handle at once; its `wait()` registers the parameters."""
+        """Gather and register the full parameters, until `reshard()` or until a state dict is read or loaded. With
+        `async_op=True`, return a handle at once; its `wait()` registers the parameters."""
         runtime_of(self).unshard(unit_of(self))
         handle = UnshardHandle(self)
         if async_op:
@@ -236,12 +236,12 @@ class FSDPModule:
         raise NotImplementedError(f"set_custom_reduce_scatter({comm!r}): {_OWN_COLLECTIVES}")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Do nothing for False. True raises NotImplementedError: transient memory is a slab of torch's allocator."""
+        """Do nothing for False. True raises NotImplementedError: transient memory is one block of torch's allocator."""
         if _switch("set_allocate_memory_from_process_group_for_comm", enable):
             raise NotImplementedError(f"set_allocate_memory_from_process_group_for_comm(True): {_OWN_MEMORY}")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Raise NotImplementedError: transient memory is a slab of torch's allocator."""
+        """Raise NotImplementedError: transient memory is one block of torch's allocator."""
         raise NotImplementedError(f"set_symm_mem_for_comm({backend!r}): {_OWN_MEMORY}")
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
@@ -296,7 +296,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Queue the communication of several sharded models, such as pipeline stages, in one order.
+    """Issue the communication of several sharded models, such as pipeline stages, in one common order.
 
     Raises ValueError for a module that is not sharded.
     """

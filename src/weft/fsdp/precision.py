@@ -33,9 +33,11 @@ class MixedPrecisionPolicy:
     - `main_params_dtype`: dtype of the weights that the optimizer updates. None: the parameter's, or float32 for
       a quantized parameter that is not frozen.
     - `main_grads_dtype`: dtype of `.grad`, in which gradients accumulate. None: `main_params_dtype`.
-    - `param_quantization`: a recipe of `weft.quantize` for gathered weights. They are dequantized for use.
+    - `param_quantization`: a recipe of `weft.quantize` for gathered weights. They are dequantized for use, unless the
+      recipe has `compute="scaled"`.
     - `quantize(name, parameter)`: whether to quantize a parameter, by its name in the sharded module. None: quantize
-      parameters with two or three dimensions, except embeddings.
+      parameters with two or three dimensions, except embeddings. With `compute="scaled"`, only weights of linear layers
+      and experts.
 
     Raises ValueError for a dtype in which torch does not compute: choose float64, float32, bfloat16 or float16.
     """
@@ -101,7 +103,7 @@ class MixedPrecisionPolicy:
 
 
 def keep_dtype(parameter: torch.nn.Parameter) -> None:
-    """Compute with, gather and accumulate a parameter in its own dtype, under every policy of its unit.
+    """Gather a parameter, compute with it and accumulate its gradient in its own dtype, under every policy of its unit.
 
     Call it before `fully_shard`, for parameters that need the precision, such as the decays of a recurrence. Raises
     TypeError for anything but a parameter, ValueError for a sharded parameter.

@@ -27,8 +27,8 @@ MULTIPLE = 16
 def beside(recipe: Quantization, dim: int, *, by_row: bool = False) -> Quantization | None:
     """Return the recipe of the operand with which a weight is multiplied. The product sums over `dim` of the weight.
 
-    `by_row`: a row must not depend on other rows, so each row has its own scale. The result is None if the operand is
-    not quantized, because the weight's scales differ along `dim`.
+    `by_row`: whether each row of the operand needs a separate scale, so that it does not depend on other rows. The
+    result is None if the operand is not quantized, because the weight's scales differ along `dim`.
     """
     if recipe.kind == "tensorwise":
         return rowwise(pow2=recipe.pow2) if by_row else dataclasses.replace(recipe, via=None)
