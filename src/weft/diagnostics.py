@@ -41,14 +41,14 @@ def describe(model: nn.Module) -> str:
 
 
 def memory_report(model: nn.Module) -> dict[str, Any]:
-    """Return the bytes of the model's storages on this rank, including replaced blocks that still exist.
+    """Return the bytes of the model's storages on this rank, including those of replaced modules that still exist.
 
     `persistent`: bytes that are always allocated on the device, by role; "quantized weights" are payloads and scales.
     `offloaded`: bytes in CPU memory, with `CPUOffloadPolicy`. `transient`: for gathered weights and partial gradients
 
         live          bytes in use now
         peak          the maximum of live so far
-        slab          bytes of the memory plan
+        slab          bytes of the allocation that the memory plan divides
         lower bound   the most bytes in use at once in the planned steps: no plan can take less
         plans         number of plans made
         allocations   number of allocations: of a slab, or of one buffer outside of it
