@@ -146,8 +146,8 @@ class FSDPModule:
             unit.reshard_after(reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Set whether the full weights are freed after backward. With False, call `reshard` before the optimizer
-        step."""
+        """Set whether the full weights are freed after backward. With False they stay in memory; between passes
+        the sharded parameters are registered all the same."""
         reshard_after_backward = _switch("set_reshard_after_backward", reshard_after_backward)
         for unit in units_under(self, recurse):
             unit.reshard_after_backward = reshard_after_backward

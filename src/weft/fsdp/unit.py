@@ -108,7 +108,7 @@ class Unit:
         self.calls: set[weakref.ref[Any]] = set()
         """Forwards whose graph exists and whose backward has not ended: autograd has views of the weights."""
         self._divide_factor = divide_factor
-        self.replaced_factor: float | None = None  # the divisor of summed gradients; None: the number of ranks
+        self.replaced_factor: float | None = None  # the user's divisor of summed gradients, or None
         self._tickets: list[Ticket] = []
         self.keeps_post_forward = False
         """Whether post-forward shards are kept, if the user asked for them, when this forward frees the memory."""

@@ -104,7 +104,7 @@ class GatherOrder:
             self._follow(kind, turned, (1,) * len(turned))
 
     def foresee(self, trace: Trace, depth: int) -> bool:
-        """Begin a schedule with the events of `trace`, which gathers `depth` units ahead. Return if `trace` is new."""
+        """Begin a schedule with the events of `trace`, gathering `depth` units ahead. Return whether `trace` is new."""
         known = self.traces.get("schedule")
         new = known is None or (known.uses, known.backwards) != (trace.uses, trace.backwards)
         if new:
