@@ -48,7 +48,7 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
 
         live          bytes in use now
         peak          the maximum of live so far
-        slab          bytes of the memory plan
+        slab          bytes of the allocation that the memory plan divides
         lower bound   the most bytes in use at once in the planned steps: no plan can take less
         plans         number of plans made
         allocations   number of allocations: of a slab, or of one buffer outside of it

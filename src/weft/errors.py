@@ -14,10 +14,11 @@
     overlap, pipelines   `TableError`                               `UndeclaredTensor`
     checkpoints          `CheckpointMismatch`                       `CheckpointError`, `CheckpointGone`, `StorageError`
     models               `PatternError`, `ConversionError`          `KernelError`
-    trainer              `ConfigError`, `NotReadable`, `TokensDamaged`
+    trainer              `ConfigError`, `NotReadable`,
+                         `TokensDamaged`
     debugging                                                       `StreamOrderError`
 
-An argument that has a wrong value or type raises a plain ValueError or TypeError.
+Any other argument with a wrong value or type raises a plain ValueError or TypeError.
 """
 
 __all__ = [
@@ -61,7 +62,7 @@ class WeightsWritten(WeftError, RuntimeError):
 
 
 class UndeclaredTensor(WeftError, RuntimeError):
-    """A node of `weft.overlap` used a tensor that is not among its inputs. The message names the node."""
+    """A node of a schedule (`weft.overlap`) used a tensor that is not among its inputs. The message names the node."""
 
 
 class StreamOrderError(WeftError, RuntimeError):

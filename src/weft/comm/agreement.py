@@ -32,8 +32,8 @@ def agree(values: Sequence[int], groups: Sequence[dist.ProcessGroup], what: str,
     """All-reduce integers, and return the maximum of each.
 
     `groups`: the process groups of mesh axes. The result covers all ranks of the mesh. Integers are below 2**63 in
-    magnitude. In each of log2(n) rounds a rank sends one message, at twice the distance of the last round. `what`: the
-    purpose. `channel`: the model's. Messages with another purpose or channel never match these.
+    magnitude. In each of log2(n) rounds a rank sends one message, at twice the distance of the round before. `what`:
+    the purpose. `channel`: the model's. Messages with another purpose or channel never match these.
     """
     tag = tag_of(TAGS, what, channel)
     with streams.on_host():

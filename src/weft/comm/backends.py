@@ -82,7 +82,8 @@ def reaches_devices() -> bool:
 
 
 def is_pretended(group: dist.ProcessGroup) -> bool:
-    """Return whether `group` has torch's "fake" backend, whose other ranks do not exist: they count as equal."""
+    """Return whether `group` has torch's "fake" backend, whose other ranks do not exist. Their values are assumed
+    to equal this rank's."""
     return backend_of(group, torch.device("cpu")) == "fake"
 
 

@@ -1,4 +1,4 @@
-"""Transfers on the CPU that start when another transfer has ended, and the threads that start them.
+"""Transfers on the CPU that start when another transfer has ended, and the crew: the threads that start them.
 
     transfer                                     starts
     -------------------------------------------  ---------------------------------------------------------

@@ -2,9 +2,9 @@
 
 torch's Distributed State Dict distributes full tensors (`full_state_dict=True`, with or without
 `broadcast_from_rank0=True`) by even slices, which it computes from placements. There is no hook for a DTensor with
-other cuts. In both cases one function writes its results into a dictionary that starts as the current state. weft
-wraps these two functions and passes another dictionary. For an `UnevenDTensor`, this dictionary replaces a full tensor
-by this rank's part.
+other cuts. In each of the two cases, a function of torch writes its results into a dictionary that starts as the
+current state. weft wraps these two functions and passes another dictionary. For an `UnevenDTensor`, this dictionary
+replaces a full tensor by this rank's part.
 """
 
 import functools

@@ -48,7 +48,7 @@ class Hold:
 
 
 class TiedHold(NamedTuple):
-    """The hold of a unit by a `holder` of another unit (`unit`), whose modules share its parameters."""
+    """A hold of a unit on behalf of `holder` of another unit, `unit`, whose modules use parameters of the held unit."""
 
     unit: Any
     holder: Any

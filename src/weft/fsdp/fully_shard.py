@@ -42,19 +42,20 @@ def fully_shard(
 ) -> Sharded:
     """Shard the parameters of `module` that are in no unit yet, as one unit. Call it bottom-up, the root last.
 
-    The module is changed in place and returned. Its class becomes a subclass of its class and of `FSDPModule`. Its
-    parameters become sharded `DTensor`s, which any `torch.optim` optimizer accepts.
+    The module is changed in place and returned. Its class becomes a new subclass of its original class and
+    of `FSDPModule`. Its parameters become sharded `DTensor`s, which any `torch.optim` optimizer accepts.
 
     Args:
         module: a module, or a list of modules that are gathered and reduced together.
         mesh: a DeviceMesh of data-parallel ranks: 1-D, or 2-D (outer, shard). Default: all ranks, on the parameters'
-            device. Parameters on "cpu" or "meta" move to CUDA, if it is available and the process group is not gloo.
+            device; for parameters on "cpu" or "meta", on CUDA if it is available and the process group supports it.
         strategy: "no_shard", "optim", "optim_grads", "optim_grads_params" (ZeRO-0 to 3) or `weft.Placements`.
         outer_strategy: over the outer axis of a 2-D mesh: "no_shard" (HSDP) or "optim" (HFSDP).
         reshard_after_forward: whether to free the full weights after forward and gather them again for backward. None:
             True, except for the root, because its backward follows immediately. An int n that divides the size of the
-            shard axis: weights stay sharded over n adjacent ranks, and backward gathers them from these. This takes
-            more memory. If the n ranks are on one node, backward gathers nothing from other nodes.
+            shard axis: after forward, weights are sharded over n adjacent ranks only, and backward gathers them from
+            these. This takes more memory than True. If the n ranks are on one node, backward gathers nothing from
+            other nodes.
         shard_placement_fn: called with each parameter. It may return `weft.TensorAtomic()` (never cut),
             `weft.BlockAtomic(rows)` (cut only between blocks of rows), None or `Shard(0)` (cut where the least padding
             is needed), or `Shard(dim)` (cut between slices along another dimension; shards may be unequal). It may

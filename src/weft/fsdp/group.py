@@ -175,8 +175,8 @@ class ParameterGroup:
         return self.refreshes and self._gathered_from is None
 
     def outdate(self, *, agreed: bool = False) -> None:
-        """Make the next gather start from the main weights. If only the payload is kept, this needs a write to the main
-        weights: on this rank, or on another one, as the ranks have `agreed`."""
+        """Make the next gather start from the main weights. If only the payload is kept, do so only if the main weights
+        were written: on this rank or, as the ranks have `agreed`, on any rank."""
         if self.payload_only is None or agreed or self.is_stale:
             self._gathered_from = None
 

@@ -4,7 +4,8 @@
               after   release, or keep until backward; the outputs' gradients mark the beginning of this call's backward
     backward  begin   acquire
               end     release, reduce
-              over    (once per backward, by the runtime) end the calls that no hook has ended, collect, check, publish
+              over    (once per backward, by the runtime) end the calls that no hook has ended, compare the ranks'
+                      collectives, wait for reductions, publish gradients
 
 A backward with `create_graph=True` is like a forward: a second backward through it begins at the gradients of the
 call's inputs, and needs the weights until the end of the call.

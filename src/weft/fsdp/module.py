@@ -20,7 +20,7 @@ from weft.fsdp.unit import Unit
 
 
 class FSDPModule:
-    """The methods that `fully_shard` adds to a module. Methods of FSDP2's `FSDPModule` have the same meaning here."""
+    """The methods that `fully_shard` adds. Those of FSDP2 mean the same as there, or raise NotImplementedError."""
 
     _weft_unit: Unit
     _weft_driver: UnitDriver
@@ -85,8 +85,8 @@ class FSDPModule:
                         (gradient if gradient.grad_fn is None else gradient.detach_()).requires_grad_(False).zero_()
 
     def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
-        """Gather and register the full parameters, until `reshard()` or until a state dict is read or loaded. With
-        `async_op=True`, return a handle at once; its `wait()` registers the parameters."""
+        """Gather and register the full parameters, until `reshard()`, a state dict, or a forward or backward that
+        reshards. With `async_op=True`, return a handle at once; its `wait()` registers the parameters."""
         runtime_of(self).unshard(unit_of(self))
         handle = UnshardHandle(self)
         if async_op:
@@ -113,8 +113,8 @@ class FSDPModule:
                 unit.requires_gradient_sync = reduces
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether the next backward is the last one before the optimizer step. Strategies with partial gradients,
-        "no_shard" and "optim", reduce only in the last backward."""
+        """Set whether the next backward is the last before the optimizer step; this stays set until the next call.
+        Strategies with partial gradients, "no_shard" and "optim", reduce only in the last backward."""
         is_last_backward = _switch("set_is_last_backward", is_last_backward)
         runtime_of(self).reductions.last_backward = is_last_backward
 
@@ -146,8 +146,8 @@ class FSDPModule:
             unit.reshard_after(reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Set whether the full weights are freed after backward. With False, call `reshard` before the optimizer
-        step."""
+        """Set whether the full weights are freed after backward. With False they stay in memory; between passes
+        the sharded parameters are registered all the same."""
         reshard_after_backward = _switch("set_reshard_after_backward", reshard_after_backward)
         for unit in units_under(self, recurse):
             unit.reshard_after_backward = reshard_after_backward
@@ -155,7 +155,7 @@ class FSDPModule:
     def set_modules_to_forward_prefetch(self, modules: list["FSDPModule"]) -> None:
         """Prefetch `modules` when this module's forward begins, instead of the next units of the recorded order.
 
-        Raises TypeError if `modules` is not a list, ValueError if a module is not sharded or belongs to another model.
+        Raises TypeError if `modules` is no iterable, ValueError if a module is not sharded or is in another model.
         """
         self._weft_driver.forward_prefetch = _to_prefetch(self, "set_modules_to_forward_prefetch", modules)
 
@@ -164,8 +164,8 @@ class FSDPModule:
         self._weft_driver.backward_prefetch = _to_prefetch(self, "set_modules_to_backward_prefetch", modules)
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
-        """Divide summed gradients by `factor` instead of the number of ranks. None restores the number of ranks. Raises
-        TypeError if `factor` is not a number, ValueError if it is not positive and finite."""
+        """Divide summed gradients by `factor`. None: by the number of ranks, times `gradient_divide_factor` if it was
+        given. Raises TypeError if `factor` is not a number, ValueError if it is not positive and finite."""
         unit_of(self).replaced_factor = None if factor is None else checked_factor("gradient divide factor ", factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float | None) -> None:
@@ -250,7 +250,7 @@ class FSDPModule:
 
     def reset_iter_state(self) -> None:
         """Clean up all units after an exception in forward or backward. Without this call the next pass cleans up.
-        Gradients that wait for their reduction are dropped. After a failed backward, all gradients are None."""
+        The call also drops gradients that wait for their reduction. A failed backward sets all gradients to None."""
         runtime_of(self).reset()
 
 
@@ -336,7 +336,7 @@ def runtime_of(module: Any) -> Runtime:
 
 
 def checked_factor(what: str, factor: Any) -> float:
-    """Return `factor`, which errors call `what`. Raises TypeError or ValueError if it is not positive and finite."""
+    """Return `factor`. `what`: its name in errors. Raises TypeError or ValueError if it is not positive and finite."""
     if isinstance(factor, (bool, str)) or not hasattr(factor, "__float__"):
         raise TypeError(f"{what}{factor!r}: choose a positive number")
     if not 0 < float(factor) < math.inf:

@@ -1,6 +1,7 @@
 """The functions of torch that the first `fully_shard` replaces until the process ends: the table `PATCHES`.
 
-All exist in torch 2.11 to 2.13. In addition, a global hook raises for other libraries' wrappers around sharded modules.
+All exist in torch 2.11 to 2.13. In addition, a global hook raises for `DistributedDataParallel` and `DataParallel`
+around sharded modules.
 """
 
 import inspect

@@ -45,8 +45,8 @@ class Plain:
         return functools.partial(collectives.move, own, source, staging)
 
     def land(self, full: torch.Tensor, source: torch.Tensor, pool: Pool) -> torch.Tensor:
-        """Return the tensor into which all ranks' `source` are gathered to become the full weights `full`. It is
-        `full`, or `source` if each rank has all weights."""
+        """Return the tensor into which the ranks' parts are gathered, to become the full weights `full`: `full` itself
+        here. `source`: this rank's part. Payloads of which each rank has all return `source`: nothing is gathered."""
         return full
 
     def open(self, full: torch.Tensor, copy: int) -> None:

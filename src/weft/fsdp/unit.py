@@ -5,7 +5,8 @@ a forward or backward call, a step of a schedule, the user's `unshard()`, or a l
 may move a unit's weights to make room for another unit; only holders end holds. A unit does not know its drivers.
 
 Full parameters are registered while a computation or the user's `unshard()` holds the weights. Otherwise the sharded
-parameters are registered, for optimizers, freezing and writes. Autograd has views of weights that wait for a backward.
+parameters are registered, for optimizers, freezing and writes, also while weights wait for a backward: autograd has
+views of these.
 
 `weft.fsdp.gradients.group` describes the life of the gradients.
 """
@@ -107,7 +108,7 @@ class Unit:
         self.calls: set[weakref.ref[Any]] = set()
         """Forwards whose graph exists and whose backward has not ended: autograd has views of the weights."""
         self._divide_factor = divide_factor
-        self.replaced_factor: float | None = None  # the divisor of summed gradients; None: the number of ranks
+        self.replaced_factor: float | None = None  # the user's divisor of summed gradients, or None
         self._tickets: list[Ticket] = []
         self.keeps_post_forward = False
         """Whether post-forward shards are kept, if the user asked for them, when this forward frees the memory."""

@@ -29,9 +29,9 @@ from weft.layout.trace import Event, Trace
 class Gathered(Protocol):
     """A unit as `GatherOrder` sees it. `tied`: the units whose parameters it shares. `holders`: the holders of its
     weights. `resident`: the weights are gathered or being gathered. `turns`: backward uses another copy than forward.
-    `backward`: the current or next gather is of that copy. `turn`: select a copy; if the unit is held, gather it now.
-    `prefetch`: start the gather, unless resident. `has_room`: whether there is memory to gather it now. `acquire`,
-    `release`: add and remove a holder. `free`: free the memory, unless it has holders."""
+    `backward`: the current or next gather is of backward's copy. `turn`: select a copy; if the unit is held, gather it
+    now. `prefetch`: start the gather, unless resident. `has_room`: whether there is memory to gather the unit now.
+    `acquire`, `release`: add and remove a holder. `free`: free the memory, unless it has holders."""
 
     number: int
     gathered_bytes: int
@@ -104,7 +104,7 @@ class GatherOrder:
             self._follow(kind, turned, (1,) * len(turned))
 
     def foresee(self, trace: Trace, depth: int) -> bool:
-        """Begin a schedule with the events of `trace` that gathers `depth` units ahead. Return whether it is new."""
+        """Begin a schedule with the events of `trace`, gathering `depth` units ahead. Return whether `trace` is new."""
         known = self.traces.get("schedule")
         new = known is None or (known.uses, known.backwards) != (trace.uses, trace.backwards)
         if new:
@@ -162,9 +162,9 @@ class GatherOrder:
     # --- events -----------------------------------------------------------------------------------------------------
 
     def use(self, unit: Gathered, holder: Any, named: Iterable[Gathered] | None = None) -> None:
-        """Gather `unit`, which is used next, for `holder`. Ahead, gather the `named` units, or else those that the
-        trace predicts. All gathers start before the host waits for the gather that it needs, so that the lanes always
-        have work."""
+        """Gather `unit`, which is used next, for `holder`. Also gather units ahead: those `named`, or else those that
+        the trace predicts. All gathers start before the host waits for the gather that it needs, so that the lanes
+        always have work."""
         here, number, backward = self.current, unit.number, holder.backward
         position, expected = here.position, here.expected
         here.events.append(("use", number, int(backward and unit.turns)))
@@ -197,7 +197,8 @@ class GatherOrder:
         unit.acquire(holder)
 
     def keep(self, unit: Gathered, holder: Any) -> None:
-        """Hold `unit` for `holder` after its use: after a forward until its backward, after a backward permanently."""
+        """Hold `unit` for `holder` after its use: after a forward until its backward, after a backward until
+        it is resharded."""
         if holder not in unit.holders:
             self.current.events.append(("keep", unit.number, 0))
             unit.acquire(holder)

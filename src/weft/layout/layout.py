@@ -93,8 +93,8 @@ def plan_layout(
     dims: Sequence[int] | None = None,
 ) -> Layout:
     """Return a layout of tensors with these shapes, in this order, in `shards` equal shards. `itemsize`: bytes of an
-    element, the smallest of the dtypes that use the layout. `granularities`: per tensor, the number of elements that no
-    cut divides (1: cuts anywhere; the tensor's size: never cut). If it does not divide the size, the last piece is
+    element, the smallest of the dtypes that use the layout. `granularities`: per tensor, the number of elements between
+    possible cuts (1: cuts anywhere; the tensor's size: never cut). If it does not divide the size, the last piece is
     smaller. `dims`: per tensor, the dimension that is stored first and cut; default: 0. The shard size is the smallest
     that allows the coarsest cuts whose padding is at most `PREFERENCE` of the data or one alignment unit per shard.
     Only `granularities` may cause more padding. Raises ValueError for no shards or for a granularity below 1."""

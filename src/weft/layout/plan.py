@@ -110,7 +110,7 @@ class Plan:
     """The plan of one step of a model on one rank. `steps`: the events. `collectives`: in the order of their start.
     `peak_bytes`: the largest number of live bytes, by role. `slab`: offsets of the units' weights in memory. `alive`:
     the sets of units whose weights are gathered at the same time. `names`: the units' names, by number. `off_plan`: the
-    number of passes that differed from their record and were run on demand, by reason."""
+    number of passes that differed from their trace and were run on demand, by reason."""
 
     steps: tuple[Step, ...]
     collectives: tuple[Collective, ...]

@@ -11,7 +11,7 @@
     -----    -----------------------------------------------------------------------------------
     use      a module starts to compute with the full weights
     ahead    the user has asked to gather this unit together with the last used unit
-    keep     the full weights stay: after a forward until the backward, after a backward permanently
+    keep     the full weights stay: after a forward until the backward, after a backward until resharded
     done     the module has finished computing with them
     offer    modules of the unit may now write gradients of their parameters directly into buffers
     write    a module is about to write a gradient

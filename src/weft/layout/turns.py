@@ -149,7 +149,7 @@ class ReductionOrder(ABC):
     def make_room(self, unit: int, group: Any, *, defer: bool) -> None:
         """Wait until gradients may be packed: none of this group in flight, and not too many of other units. The
         gradients of the unit are one live buffer: autograd's, or the buffer into which they are packed. While they are
-        packed, they are two."""
+        being packed, they are two."""
         self._finish_own(unit, group)
         if not defer:
             own = 1 if self.has_buffer(unit, group) else 2

@@ -5,7 +5,7 @@ dtype                                  pattern                       unfilled, i
 floating but float8, complex           NaN, with every bit set       any element
 bool                                   neither False nor True        any element
 integers of 32 and 64 bits             an improbable number          any element
-few values: int8, int16, float8        the same bytes                all elements, if the tensor has 8 bytes or more
+integers of 8 and 16 bits, float8      the same bytes                all elements, if the tensor has 8 bytes or more
 """
 
 import torch

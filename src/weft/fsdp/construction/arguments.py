@@ -45,7 +45,8 @@ class DataParallelMeshDims:
 
 
 class Request:
-    """The checked arguments of one call of `fully_shard`. `ignored`: ids; `replicas`: names of data-parallel axes."""
+    """The checked arguments of one call of `fully_shard`. `ignored`: ids of parameters. `replicas`: the names of
+    the data-parallel axes of a larger mesh."""
 
     def __init__(self, given: Any) -> None:
         mesh, strategy, runtime, choose = given.mesh, given.strategy, given.runtime, given.shard_placement_fn

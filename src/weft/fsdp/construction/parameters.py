@@ -31,8 +31,8 @@ _ANNOTATION = "_local_type"  # the attribute in which spmd_types stores the type
 def checked_parameter(
     parameter: nn.Parameter, mesh: DeviceMesh, device: torch.device, where: str, replicas: Collection[str] = ()
 ) -> TensorParallel | None:
-    """Return the tensor-parallel placement of a parameter, which errors call `where`; None for a plain parameter.
-    Raises ValueError if it cannot be sharded. `replicas`: the data-parallel axes, for DTensors over a whole mesh."""
+    """Return the tensor-parallel placement of a parameter; None for a plain one. `where`: its name in errors. Raises
+    ValueError if it cannot be sharded. `replicas`: the data-parallel axes, for DTensors over a whole mesh."""
     if isinstance(parameter, (UnevenDTensor, Original)):
         raise ValueError(f"{where} is already sharded, by a unit that no longer exists: build the module again")
     if is_lazy(parameter):
@@ -92,9 +92,9 @@ class BlockAtomic:
 
 
 def cutting_of(parameter: nn.Parameter, name: str, choice: Any, recipe: Quantization | None) -> tuple[int, int]:
-    """Return the cuts of `parameter`, or of this rank's tensor-parallel slice: the number of elements that no cut
-    divides, and the dimension that is cut. No cut divides a block of `recipe`. Raises ValueError for a `choice` that is
-    not supported or does not fit."""
+    """Return how to cut `parameter`, or this rank's tensor-parallel slice of it: the number of elements between
+    possible cuts, and the dimension that is cut. No cut divides a block of `recipe`. Raises ValueError for a `choice`
+    that is not supported or does not fit."""
     shape = tuple(local_of(parameter).shape)
     step, dim = _granularity(shape, name, choice)
     if recipe is not None and dim and not (recipe.kind == "tensorwise" and len(shape) == 2):

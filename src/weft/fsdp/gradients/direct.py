@@ -7,7 +7,7 @@ a copy under an activation checkpoint.
 
 Megatron's convention works too: a module sets `weight.grad_added_to_main_grad = False` on its parameter before
 `fully_shard`. In backward it adds to `weight.main_grad` and sets `weight.grad_added_to_main_grad = True`. The gradient
-that it returns to autograd is then ignored, except if it declares zeros with `weight.zero_out_wgrad = True`.
+that it returns to autograd is then ignored or, if `weight.zero_out_wgrad = True` declares that it is zeros, added.
 
 `whole` is for weights that are replicated over tensor-parallel ranks, each of which computes a partial gradient:
 
@@ -58,7 +58,7 @@ def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
     The buffer has the parameter's shape, and the dtype in which gradients are reduced or, over several microbatches,
     accumulated. If the second value is False, overwrite the whole buffer, which is uninitialised; otherwise add to it.
     Call this once before each write, and return None to autograd for the parameter. Gradients from other uses of the
-    parameter are added. It may be called in backward, or later until the unit's `reduce()`.
+    parameter are added. It may be called in backward, or later until the reduction of the unit starts.
 
     `parameter`: the full parameter in forward, or the registered sharded one. For a parameter that is not sharded, the
     buffer is its `.grad`. Raises ValueError for a frozen parameter.

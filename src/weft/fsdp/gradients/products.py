@@ -2,7 +2,7 @@
 
 product          operands                                                `beside`        weight
 ---------------  ------------------------------------------------------  --------------  -------------------------------
-`Linear`         [..., in] by a parameter [out, in] a bias          in the compute dtype
+`Linear`         [..., in] by a parameter [out, in]                      a bias          in the compute dtype
 `Grouped`        [rows, in] by a parameter [groups, in, out]             ends of groups  in the compute dtype
 `ScaledLinear`   as `Linear`                                             a bias          quantized (`Scaled`)
 `ScaledGrouped`  as `Grouped`                                            ends of groups  quantized

@@ -106,7 +106,8 @@ def bundle_bytes(units: Sequence[Unit]) -> int:
     """Return the default size of a bucket in bytes, from the transports of `units` and the bytes of the model.
 
     A message of `latency * bandwidth` bytes spends half of its time on latency, one of four times that size a fifth. No
-    computation overlaps with the first message of a pass: messages above that size have at most an eighth of the model.
+    computation overlaps with the first message of a pass: larger messages than `latency *
+    bandwidth` have at most an eighth of the model.
     """
     transports = [transport_of(group.groups[-1], group.device) for unit in units for group in unit.groups]
     least = min((each.capabilities.bundle_bytes for each in transports), default=0)

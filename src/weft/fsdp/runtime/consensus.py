@@ -66,7 +66,8 @@ class Consensus:
         return trains
 
     def take(self, trains: Sequence[bool] | None) -> None:
-        """Reduce the groups that `ask` has returned. Without an exchange, reduce those that this rank trains."""
+        """Set which groups are reduced: those that `ask` has returned or, without an exchange, those that this rank
+        trains."""
         if self.is_alone or not self._agreement.checks:
             self._reduce([group.trainable for group in self._groups])
         elif trains is not None:

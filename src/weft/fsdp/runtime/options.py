@@ -31,8 +31,8 @@ class Captures(Protocol):
 class RuntimeOptions:
     """The options of a model's runtime. The root's options apply to all its units.
 
-    - `separate_all_gather_group`: use separate communicators for gathers, so that gathers overlap with reductions:
-      copies of the mesh's process groups (True), or the process groups of a list, with the ranks of the mesh axes.
+    - `separate_all_gather_group`: use separate communicators for gathers, so that gathers overlap with reductions.
+      True: copies of the mesh's process groups. A list: its process groups, which have the ranks of the mesh's.
     - `allocator`: "trace" plans one slab for transient buffers from the first step. "caching" allocates each buffer.
     - `prefetch_bytes`: the number of bytes of weights that may be gathered ahead. None: the next unit.
     - `bucket_bytes`: adjacent units of at most this total size share a message (0: none do). None: the size whose

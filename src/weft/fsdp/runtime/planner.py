@@ -30,7 +30,7 @@ class Planner:
         return self._compiled(self.gathers.traces, self.gathers.depth, self.gathers.off_plan)
 
     def foresee(self, trace: Trace, depth: int) -> None:
-        """Assign memory to all weights of a schedule that begins with `trace`, before the first of them is gathered."""
+        """Assign memory to all weights of a schedule with the events of `trace`, before the first is gathered."""
         plan = self._compiled({"schedule": trace}, depth)
         self.channels.weights.foresee(map(self._memory_of, plan.alive))
 

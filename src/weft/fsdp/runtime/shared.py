@@ -109,7 +109,7 @@ class Shared:
 
     @property
     def steady_passes(self) -> int:
-        """The number of passes since the plan of gathered weights changed; 0 in a pass that differs from its record."""
+        """The number of passes since the plan of gathered weights changed; 0 in a pass that differs from its trace."""
         return self.channels.weights.steady if self.gathers.current.on_plan else 0
 
     # --- all units --------------------------------------------------------------------------------------------------

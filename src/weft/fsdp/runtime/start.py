@@ -27,7 +27,7 @@ def equalize(group: ParameterGroup) -> None:
 
 def rest(group: ParameterGroup) -> None:
     """Quantize weights of which only the payload is kept, and free their main weights. The first pass does it instead
-    if they have no values yet, or if payloads are gathered once per step. Collective for one scale per matrix."""
+    if they have no values yet, or if payloads are gathered once per step. Collective if each matrix has one scale."""
     if group.payload_only is not None and not group.unfilled and not group.refreshed_bytes:
         agree_on_maxima([group])
         group.rest(quantize=True)
