@@ -55,7 +55,7 @@ def forward_backward(
             `overlap`, otherwise "1f1b".
         overlap: False runs the two microbatches of a pair one after the other, as a reference.
         delay_wgrad: compute the weight gradients of linear and expert layers separately, during an exchange.
-        early_release: free a layer's activations before the experts of its partner run: less memory, less overlap.
+        early_release: free a layer's activations before the experts of the partner run: less memory, less overlap.
         halves: if a forward or backward has no partner, exchange its rows in two halves. The experts then compute one
             half while the other is in flight. This needs one row per rank (`moe_rows_per="rank"`), and the gradients of
             experts are summed in another order.

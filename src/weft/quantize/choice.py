@@ -30,8 +30,8 @@ class ExceptEnds:
 def except_ends(first: int = 1, last: int = 1) -> ExceptEnds:
     """Return a choice for `MixedPrecisionPolicy(quantize=...)`: the first and last layers keep the compute dtype.
 
-    Use it with `weft.models.shard`. `first`, `last`: the numbers of physical layers at each end that are not quantized.
-    They are counted over the whole model, with all pipeline stages. Each member of a group counts, and prediction
-    depths are the last layers.
+    Use it with `weft.models.shard`. `first`, `last`: the numbers of layers at each end that are not quantized. They are
+    counted over the whole model, with all pipeline stages. Each member of a group in the model's pattern counts as one
+    layer, and prediction depths are the last layers.
     """
     return ExceptEnds(first, last)

@@ -36,8 +36,8 @@ class Quantization:
     - `via`: the dtype to which weights are cast before they are quantized. None: the compute dtype.
     - `compute`: with "dequantize", products use the weight in the compute dtype. With "scaled", linear layers and
       experts multiply quantized operands (`weft.quantize.products`).
-    - `keep_transpose`: whether gathered weights also store their transposed codes. They take one more byte per element,
-      and no product has to transpose codes.
+    - `keep_transpose`: whether gathered weights also store their quantized values in transposed order. The weights then
+      take one more byte per element, and no product has to transpose them.
 
     Raises ValueError for values that no format supports.
     """
@@ -186,7 +186,7 @@ def blockwise(
 def mx(
     block: int = 32, *, via: torch.dtype | None = None, compute: str = "dequantize", keep_transpose: bool = False
 ) -> Quantization:
-    """Return a recipe for MXFP8: e4m3 with a power of two per `block` elements of a row.
+    """Return a recipe for MXFP8: e4m3 with one power-of-two scale (e8m0) per `block` elements of a row.
 
     OCP Microscaling Formats (2023) is the definition. The options are described in `Quantization`.
     """
