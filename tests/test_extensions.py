@@ -198,7 +198,7 @@ class Negated(payload.Plain):
     def write(self, own, source, pool):
         return lambda: torch.neg(source, out=own)
 
-    def open(self, full):
+    def open(self, full, copy):
         Negated.opened += 1
         full.neg_()
 

@@ -120,7 +120,8 @@ class CheckpointManager:
         First waits for the previous save. With `asynchronous`, returns when the state is copied to the host. The copy
         is written while training continues. If a background save fails, the next `save`, `wait` or `close` raises its
         error. `committed` is called on the first rank when the checkpoint is complete; with `asynchronous`, from a
-        background thread. Raises CheckpointError if the step already exists, or if another run writes to the directory.
+        background thread. Raises CheckpointError if the step already exists (unless `load` found it damaged), or if
+        another run writes to the directory.
         """
         self.wait()
         self._prepare(step)
@@ -179,8 +180,8 @@ class CheckpointManager:
 
         Raises CheckpointError if there is no checkpoint, or none is intact. `state` may then be filled in part. Raises
         CheckpointMismatch before anything is changed; its message lists all missing and unexpected keys, and different
-        shapes and dtypes. An error of a `load_state_dict` is raised unchanged on its rank. On the other ranks it is
-        raised with the rank and the name.
+        shapes and dtypes. An error of a `load_state_dict` is raised unchanged on its rank. The other ranks raise it
+        too, or, if it is not an error of weft, a RuntimeError with the rank, the type and the message.
         """
         self.wait()
         steps = self.steps()

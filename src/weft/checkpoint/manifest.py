@@ -130,7 +130,7 @@ class Manifest:
 
 
 class CheckedFile(io.RawIOBase):
-    """`length` bytes from `offset` on of the file `name` of a checkpoint. Reading compares each block with its
+    """The `length` bytes from `offset` on in the file `name` of a checkpoint. Reading compares each block with its
     checksum.
 
     Reading raises CheckpointError, with the names of file and checkpoint, if a checksum differs.

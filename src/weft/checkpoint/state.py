@@ -20,7 +20,7 @@ from weft.optim.flat import FlatOptimizer
 class Stateful(Protocol):
     """The protocol of objects that can be in a checkpoint.
 
-    A load fills the tensors that `state_dict` returns in place, and then calls `load_state_dict` with them.
+    A load fills in place the tensors that `state_dict` returns. Then it calls `load_state_dict` with them.
 
     Two members are optional. `prepare_load(stored)` is called before the tensors are filled, with the metadata of the
     stored entries by key. `per_rank = True` marks state that differs between ranks and has no global meaning. An object
@@ -140,9 +140,9 @@ class OptimizerState:
 class RandomState:
     """The random generators of Python, numpy and torch (CPU and this rank's accelerator), one set for each rank.
 
-    If the number of ranks is that of the save, each rank restores its generators exactly. Otherwise every rank gets a
-    new seed from rank 0's saved generators, its rank and the number of ranks. The seeds are deterministic, and differ
-    between ranks.
+    If the number of ranks is that of the save, each rank restores its generators exactly. Otherwise each rank gets a
+    new seed, which is derived from rank 0's saved generators, the number of the rank and the number of ranks. The seeds
+    are deterministic, and differ between ranks.
     """
 
     per_rank = True

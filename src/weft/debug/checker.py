@@ -56,7 +56,8 @@ from weft.debug.operators import (
 class Ran:
     """A piece of work: its stream, its operator, and the names of weft's buffers that it reads and writes.
 
-    A wait of the host is also a piece of work. Its `clock` is the host's clock before the wait.
+    `actor`, `time`, `clock`: the position in the order of work (see `weft.debug.clocks`). A wait of the host is also a
+    piece of work. The `clock` of a wait is the host's clock before the wait.
     """
 
     stream: str
@@ -80,9 +81,9 @@ class StreamChecker:
     """The streams and the findings of one check.
 
     - `waits`: the number of the host's waits, by cause and place.
-    - `unawaited`: the number of operations on a lane (`weft.comm.lanes`) whose ticket was dropped without a wait, by
-      operation and place. Later work waits for such an operation only once the ticket is freed, which may be after the
-      first read of the result.
+    - `unawaited`: the number of communication operations whose handle (ticket) was dropped without a wait, by operation
+      and place. Only the drop orders later work after such an operation. Work before the drop may have read its result
+      too early.
     - `work`: the pieces of work that ran, if `record`.
     """
 
@@ -321,7 +322,7 @@ class _Calls(TorchFunctionMode):
 
 @contextmanager
 def check_streams(*, record: bool = False) -> Iterator[StreamChecker]:
-    """Run the code for CUDA on CPU tensors, and raise StreamOrderError if its order allows a wrong result.
+    """Run weft's code for CUDA on CPU tensors, and raise StreamOrderError if a missing wait allows a wrong result.
 
     Create, shard and run models inside the context. A gloo process group suffices. `record`: keep all work in
     `checker.work`.

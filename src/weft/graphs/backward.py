@@ -98,7 +98,7 @@ class Form:
         ]
 
     def handed(self, found: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients that the caller receives."""
+        """Return the gradients that the caller receives."""
         return [
             None if each is None else copied(each) if copies else each.detach()
             for each, copies in zip(found, self._copied)
@@ -118,9 +118,11 @@ class Form:
 
 
 class Backward:
-    """`capture`: records a function that may use additional memory. `saved`: the current values of the tensors that
-    autograd has saved. `trained`, `restored` and `count`: see `Recordings`. `delays`: the function mode that delays
-    weight gradients, if any. `kept`: the uses whose gradients the caller keeps.
+    """The backward of a captured function, with all its forms.
+
+    `capture`: records a function that may use additional memory. `saved`: the current values of the tensors that
+    autograd has saved. `trained`: the parameters that train. `restored` and `count`: see `Recordings`. `delays`: the
+    function mode that delays weight gradients, if any. `kept`: for each use, whether the caller keeps its gradient.
     """
 
     def __init__(
@@ -158,8 +160,8 @@ class Backward:
         return Form(statics, backward, weights, self._kept)
 
     def begin(self, samples: Samples, full: Sequence[Sample]) -> Ranges | None:
-        """Record the form of `samples`. Return the memory that any form reads. It is found with gradients of all
-        outputs.
+        """Record the form of `samples`. Return the memory that any form reads: the memory that the form with gradients
+        of all outputs reads.
 
         Returns None if the form with all gradients cannot be recorded. Raises CaptureRefused if the form of `samples`
         cannot.

@@ -78,8 +78,8 @@ class Signature:
 
 
 class GraphedCall:
-    """Replaces the method `name` of `module`. `scope`: the name under which its calls are counted. `inside`: the
-    modules that it uses."""
+    """Replaces the method `name` of `module`. `scope`: the name under which its calls are counted. `inside`: returns
+    the modules that it uses. `is_owned`: see `Places`."""
 
     def __init__(
         self,

@@ -228,7 +228,7 @@ class Captured:
         return statics + self._forward.nbytes + self._backward.nbytes
 
     def holder(self) -> Lease | None:
-        """The forward in flight."""
+        """Return the lease of the forward in flight, or None."""
         return None if self._holder is None else self._holder()
 
     def run(self, leaves: Sequence[Any], *, copies: bool, queue: Delays | None = None) -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 Ranges = list[tuple[int, int, bool]]
-"""The first byte, the last byte, and whether a captured function may write to the range."""
+"""Ranges of memory: the first address, the address after the last byte, and whether a captured function may write."""
 
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

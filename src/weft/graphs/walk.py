@@ -122,7 +122,7 @@ class Walk:
         self._got += getter(owner)
 
     def _names(self, name: str, values: Mapping[str, Any], skip: frozenset[str] = frozenset()) -> None:
-        """Return the named attributes of an object or module."""
+        """Record the named attributes of an object or module."""
         self._size(values)
         self._get(itemgetter, values, [key for key in values if key not in skip])
         for key, value in values.items():

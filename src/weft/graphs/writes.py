@@ -186,7 +186,7 @@ class Targets:
         return self._answers[self._next - 1]
 
     def end(self) -> None:
-        """End the writes. They may be repeated. Raises CaptureRefused if a buffer was left out."""
+        """End a run of the backward. Raises CaptureRefused if the run left out a buffer."""
         if self._next != len(self._asked):
             raise CaptureRefused(_OTHERS)
 

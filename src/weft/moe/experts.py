@@ -40,9 +40,9 @@ class GroupedExperts(nn.Module):
         clamp: the constants of "clamped_swiglu".
         bias: whether each projection has a bias for every expert.
         backend: "grouped_mm" multiplies the rows of all experts in one call. "loop", the reference, multiplies expert
-            by expert, and the host reads the offsets. In two cases "grouped_mm" runs the loop, with a warning in the
-            log: for sizes whose rows are not multiples of 16 bytes, and on GPUs where `grouped_mm` leaves the gradients
-            of experts without rows uninitialized.
+            by expert, and the host reads the offsets. In three cases "grouped_mm" runs the loop, with a warning in the
+            log: in dtypes wider than fp32, for sizes whose rows are not multiples of 16 bytes, and on GPUs where
+            `grouped_mm` leaves the gradients of experts without rows uninitialized.
         first_expert: the number of the first expert on this rank. With it, expert n gets the same initial weights on
             any rank.
         source: the source of the initial weights.

@@ -40,7 +40,8 @@ class MoE(nn.Module):
     """Mixture-of-experts layer: `top_k` of `num_experts` experts process each token.
 
     The experts are spread over the ranks of the dispatcher. `forward` is `send`, `exchange`, `run_experts`, `exchange`,
-    `receive`. A schedule calls these parts one by one.
+    `receive`. A schedule calls these parts separately, with the dispatcher's `dispatch` and `combine` in place of
+    `exchange`.
 
     Args:
         hidden_size: the width of tokens.

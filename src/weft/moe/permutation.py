@@ -103,8 +103,8 @@ def weigh(rows: Tensor, weights: Tensor, places: Permutation, *, exact: bool = T
     """Return the sum of weight * row over slots; [rows, hidden] and [tokens, k] -> [tokens, hidden], in the rows'
     dtype.
 
-    `exact`: sum with `sum_slots`. Otherwise sum with `sum_bags`, which rounds differently and is faster for empty
-    slots.
+    `exact`: sum with `sum_slots`. Otherwise sum with `sum_bags`, which rounds differently and is faster if slots are
+    empty.
     """
     return _Weigh.apply(rows, weights, places, sum_slots if exact else sum_bags)
 

@@ -55,7 +55,7 @@ class Router(nn.Module):
         scaling_factor: a factor of the weights.
         num_groups: divide the experts into this many groups, and choose experts only from the best groups. A group's
             score is the sum of the scores of its two best experts (DeepSeek-V3, section 2.1.2).
-        topk_groups: the number of groups to choose from.
+        topk_groups: the number of best groups from which experts are chosen.
         expert_bias: add a buffer `expert_bias` to the scores for the choice, but not for the weights. `update_bias`
             moves the buffer towards a balanced load (auxiliary-loss-free balancing, arXiv:2408.15664). It is always
             fp32.

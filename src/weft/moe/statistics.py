@@ -41,8 +41,8 @@ def exchanged_rows(model: nn.Module, reset: bool = True, group: Ranks = None) ->
     """Return the traffic of each expert layer to other ranks since the last reset, [2] int64 by name.
 
     The two numbers are assignments to experts on other ranks, and rows sent for them. With one row per expert they are
-    equal. Dropped assignments do not count. The arguments and the counted forwards are the same as in
-    `load_statistics`.
+    equal, unless `pad_to_capacity` adds rows. Dropped assignments do not count. The arguments and the counted forwards
+    are the same as in `load_statistics`.
     """
     return _read(model, "exchanged", reset, group)
 

@@ -10,8 +10,8 @@
 
 The bits of the weights and expert numbers are stored in the row's dtype, so that each row is one message. In backward
 the gradients of the weights take the place of the weights. An expert's weight is applied once, on the expert's rank.
-This rank sums the outputs of a row in the order in which the router ranked the experts. The token's rank sums over
-ranks in rank order. Both sums are in fp32 or wider, and the same in every run.
+The expert's rank sums the outputs of a row in the order in which the router ranked the experts. The token's rank sums
+over ranks in rank order. Both sums are in fp32 or wider, and the same in every run.
 """
 
 import threading

@@ -47,9 +47,9 @@ def flat(
     parameter name, with DTensors that Distributed Checkpoint saves and reshards.
 
     Gradients may have a narrower dtype than the weights (`main_grads_dtype`). If `optimizer` does not take such
-    gradients, they are widened, one unit at a time.
+    gradients, they are widened, one flat tensor at a time.
 
-    The `.grad` of its tensors is a DTensor over all ranks, so that `torch.amp.GradScaler` decides the same on all
+    The `.grad` of a flat tensor is a DTensor over all ranks, so that `torch.amp.GradScaler` decides the same on all
     ranks.
 
     Frozen parameters are included, and are updated once they have gradients. Frozen quantized parameters that keep only

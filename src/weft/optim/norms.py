@@ -34,11 +34,12 @@ from weft.mesh import parts_of, ranks_over
 
 
 def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
-    """Return the norm of all gradients of a sharded model, a 0-D fp32 tensor, the same on every rank. Collective.
+    """Return the norm of all gradients of a sharded model, a 0-D tensor, the same on every rank. Collective.
 
-    Every element counts once, even if it is replicated, belongs to an expert, or is in a tensor-parallel slice.
-    Unsharded parameters also count, and must have the same gradients on all ranks. Frozen parameters whose `.grad` is
-    set count too. Takes one kernel per parameter group and one small all-reduce per mesh axis.
+    The norm is fp32, or fp64 if gradients are fp64. Every element counts once, even if it is replicated, belongs to an
+    expert, or is in a tensor-parallel slice. Unsharded parameters also count, and must have the same gradients on all
+    ranks. Frozen parameters whose `.grad` is set count too. Takes one kernel per parameter group and one small
+    all-reduce per mesh axis.
 
     `norm_type`: the order of the norm, such as 2.0 or `math.inf`. Raises TypeError if `model` is not a module,
     ValueError if nothing in it is sharded or `norm_type` is not positive.
@@ -50,7 +51,7 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
-    """Scale all gradients of a sharded model to a norm of at most `max_norm`. Return the norm before. Collective.
+    """Scale all gradients of a sharded model to a norm of at most `max_norm`. Return their earlier norm. Collective.
 
     The norm is computed as in `grad_norm`. Raises what `grad_norm` raises, and ValueError for a `max_norm` that is not
     a number of at least 0. With `error_if_nonfinite`, the host waits for the norm, and RuntimeError is raised if the

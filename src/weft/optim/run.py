@@ -111,7 +111,7 @@ class FlatRun:
         self._in_step = True
 
     def take_gradient(self, wide: torch.Tensor | None) -> None:
-        """Make `gradient` this rank's plain tensor, or a copy in `wide`, memory in the dtype of the weights."""
+        """Make `gradient` a plain tensor with this rank's part: a view, or a copy in the memory `wide`, if given."""
         self._here = _something(self._window()) if any(self.present) else None
         if wide is not None and self._here is not None:
             self._here = wide[: self._here.numel()].copy_(self._here)

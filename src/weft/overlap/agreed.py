@@ -2,8 +2,8 @@
 
     ranks                         must have the same
     ---------------------------   -----------------------------------------------------------------------
-    the ranks of a pipeline       schedule, options, mode, number of microbatches, their tokens and labels
-    the ranks of a set of experts the same, except tokens and labels, which differ between the ranks
+    the ranks of a pipeline       schedule, options, mode, number of microbatches, all entries of the microbatches
+    the ranks of a set of experts the same, except the entries of microbatches, which differ between the ranks
 
 A difference raises an error on every rank that would have waited for another rank. Without the check, messages of
 different sizes would be mixed, or the tokens of one batch would be trained with the labels of another.

@@ -98,7 +98,7 @@ def _refuse_hooks(model: nn.Module, layers: Sequence[StagedLayer]) -> None:
 
 
 def require_taken(model: Any, layers: Sequence[StagedLayer], cut: Cut, microbatches: Sequence[Microbatch]) -> None:
-    """Raise ValueError if no part of the model, on any rank of the pipeline, takes an entry of a microbatch."""
+    """Raise ValueError if a microbatch has an entry that no part of the model takes, on any rank of the pipeline."""
     names = names_beside(microbatches)
     known = _taken.setdefault(model, set())
     if names <= known:

@@ -2,7 +2,7 @@
 
 both stages are     the next stage gets         gradients
 ------------------  --------------------------  -----------------------------------------------
-on this rank        the same `Value` objects    are in these objects after its backward
+on this rank        the same `Value` objects    are in these objects after the next stage's backward
 on two ranks        values with copied data     are sent back and stored in the values of this rank
 """
 

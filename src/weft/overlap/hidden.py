@@ -4,8 +4,9 @@
         forward_backward(model, microbatches)
     hidden_fraction(timeline.intervals())
 
-Besides the lanes, the timeline of a scheduled step has an interval "compute" for each compute step. It has an interval
-"wait" for each time that the computation waited for a ticket, inside a step or between steps.
+The timeline of a scheduled step has intervals on the lanes (queues of communication). It also has an interval "compute"
+for each compute step, and an interval "wait" for each time that the computation waited for communication, inside a step
+or between steps.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,7 +22,8 @@ def hidden_fraction(intervals: Iterable[Interval], lane: str = EXCHANGE) -> floa
     """Return the fraction (0 to 1) of the time of communication on `lane` that computation hid on this rank.
 
     Communication is hidden while the rank computes and does not wait. `intervals`: the intervals of a
-    `weft.comm.timeline.Timeline`. Raises ValueError if nothing ran on `lane`.
+    `weft.debug.timeline.Timeline`. `lane`: a queue of communication, such as "exchange" (rows of experts) or "stage"
+    (messages between pipeline stages). Raises ValueError if nothing ran on `lane`.
     """
     intervals = list(intervals)
     moving = busy(intervals, lane)

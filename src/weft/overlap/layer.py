@@ -22,7 +22,7 @@ from weft.moe.dispatch import Dispatcher, exchange
 
 COMPUTE_STAGES = ("attend", "experts", "finish")
 STAGES = (("attend",), COMPUTE_STAGES, ("attend", "dispatch", "experts", "combine", "finish"))
-"""The stages that a layer may have: `attend` alone; also a separate MLP; or also experts on other ranks."""
+"""The stages that a layer may have: `attend` alone, with a separate MLP, or with experts on other ranks."""
 
 
 @dataclass
@@ -45,8 +45,8 @@ class Crossing:
 class StagedLayer(Protocol):
     """The protocol of a layer, a `torch.nn.Module`, that a schedule can run in stages.
 
-    If the stages are ("attend",), `attend` is the whole layer, and its rows are the layer's output. A stage must not
-    modify its inputs in place.
+    If the stages are ("attend",), `attend` is the whole layer, and `Crossing.rows` is the layer's output. A stage must
+    not modify its inputs in place.
     """
 
     @property
@@ -80,10 +80,11 @@ class StagedLayer(Protocol):
 class StagedModel(Protocol):
     """The protocol of a model, a `torch.nn.Module`, that a schedule can run: `embed`, its layers in order, `loss`.
 
-    A model in pipeline stages has an attribute `cut`, a `weft.pipeline.Cut`. It has only the layers of its rank's
-    chunks, chunk by chunk. `embed` is called on the rank of the first stage, and `loss` on the rank of the last stage.
-    If `cut.shares_ends`, both of these ranks have the modules `shared_ends` with the same parameters. An optional
-    attribute `tied_ends` lists the modules that both `embed` and `loss` use.
+    A model in pipeline stages has an attribute `cut`, a `weft.pipeline.Cut`. Its `staged_layers` are only the layers of
+    its rank's chunks, chunk by chunk. `embed` is called on the rank of the first stage, and `loss` on the rank of the
+    last stage. If `cut.shares_ends`, the model has an attribute `shared_ends` on both of these ranks. It lists the
+    modules whose parameters the two stages share. An optional attribute `tied_ends` lists the modules that both `embed`
+    and `loss` use.
 
     A model with prediction depths is a `StagedPredictor` on the rank of the last stage.
     """
@@ -105,7 +106,7 @@ class StagedModel(Protocol):
 
 @runtime_checkable
 class StagedDepth(Protocol):
-    """The protocol of a prediction depth, a `torch.nn.Module`, that a schedule runs: `enter`, its layers, `leave`."""
+    """The protocol of a depth of multi-token prediction, a `torch.nn.Module`: `enter`, its layers, `leave`."""
 
     @property
     def staged_layers(self) -> Sequence[StagedLayer]:

@@ -19,11 +19,12 @@ in the right column are issued first and run on the exchange lane under the comp
     F.finish
     F.leave (of a depth)
 
-B.combine is the backward of combine: it sends gradients to the experts. A is the layer whose backward ran before the
-backward of B. The delayed weight gradients of A run under B.combine for two reasons. The last backward has no partner,
-and therefore no other work under B.combine. Meanwhile the ranks exchange the sizes of F.dispatch, which F.attend has
-sent. On a device with streams, the host queues B.experts before it waits for these sizes, so that the device has work
-during the wait. The exchange lane waits for F.attend only, so B.experts and F.dispatch run at the same time.
+B.combine is the backward of combine: it sends gradients to the experts. A is the layer whose backward ran just before
+that of B. The delayed weight gradients of A run under B.combine for two reasons. The last backward has no partner, and
+therefore no other work under B.combine. In a pair, they run while the ranks exchange the sizes of F.dispatch, which
+F.attend has sent. On a device with streams, the host queues B.experts before it waits for these sizes, so that the
+device has work during the wait. The exchange lane waits for F.attend only, so B.experts and F.dispatch run at the same
+time.
 
 The layers of prediction depths follow those of the last chunk. A depth has a step "enter" before its first layer and a
 step "leave" after its last. A chunk has one step before its layers and one step after them:
@@ -38,9 +39,9 @@ B.send is the backward of send: it receives gradients. Messages are sent as soon
 has separate entries for weight gradients, these compute the weight gradients of the head (head.weights) and the
 backward of embed.
 
-A pair may also consist of two forwards or of two backwards. F and S are then the first and the second microbatch. The
-second is half a layer behind, so that one computes while the rows of the other are in flight. A is the previous layer
-of F in the steps marked "of F", and otherwise the previous layer of S.
+A pair may also consist of two forwards or of two backwards. In such a pair, F and S are the first and the second
+microbatch. The second is half a layer behind, so that one computes while the rows of the other are in flight. A is the
+previous layer of F in the steps marked "of F", and otherwise the previous layer of S.
 
     two forwards                    two backwards
     compute lane    exchange lane   compute lane                      exchange lane
@@ -65,7 +66,7 @@ from typing import NamedTuple
 
 FORWARD, BACKWARD = "forward", "backward"
 BEFORE = "before"
-"""In a table of steps: the backward of the layer whose backward ran before."""
+"""In a table of steps: the backward of the layer whose backward ran just before."""
 COMPUTE, EXCHANGE, STAGE = "compute", "exchange", "stage"
 
 
@@ -166,7 +167,7 @@ BACKWARD_ALONE = tuple(entry for entry in COMBINED if entry[0] != FORWARD)
 
 FIRST, SECOND = "first", "second"
 ABOVE = "first, before"
-"""The layer of the first microbatch whose backward ran before."""
+"""The layer of the first microbatch whose backward ran just before."""
 LATE = "second, before"
 """The previous layer of the second microbatch, which ends with this step."""
 

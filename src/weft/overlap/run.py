@@ -35,7 +35,7 @@ _transports: "weakref.WeakKeyDictionary[nn.Module, Transport]" = weakref.WeakKey
 class ScheduledRun:
     """One call of a schedule. `layers`: the model's layers on this rank. `scales`: a loss scale for each microbatch.
 
-    `depths`: the layers of each prediction depth to run, after the last stage.
+    `depths`: the layers of each prediction depth to run. They follow the layers of the last stage.
     """
 
     def __init__(

@@ -39,22 +39,23 @@ def forward_backward(
     """Run forward and backward of all microbatches. Return the unscaled loss of each, a detached scalar.
 
     The gradients are those of `(loss_scale * model(tokens, labels)).backward()` for each microbatch. They are
-    accumulated, and reduced if the model is sharded. The token exchange of one microbatch runs while its neighbour
-    computes (`weft.overlap.order` has the order).
+    accumulated, and reduced if the model is sharded. Two microbatches run as a pair, such as the forward of
+    one and the backward of the one before. While one exchanges tokens, its partner computes (`weft.overlap.order` has
+    the order).
 
     A model in pipeline stages (`weft.init_meshes(pp=...)`) runs on all ranks of its pipeline. Each rank calls this
     function with the same arguments and gets all losses.
 
     Args:
         model: a `StagedModel`, such as `weft.models.HybridModel`. It is sharded as a whole or not at all.
-        microbatches: pairs (tokens, labels), [batch, seq] int64 each, or dicts. A dict has "tokens", "labels" and
+        microbatches: tuples (tokens, labels), [batch, seq] int64 each, or dicts. A dict has "tokens", "labels" and
             further entries that parts of the model take by name, such as "documents" (see `weft.overlap.microbatch`).
             Shapes may differ between microbatches. All ranks must pass the same number of microbatches.
         schedule: the order of microbatches on each stage, a name or a `weft.pipeline.Table`. Default: "combined" with
             `overlap`, otherwise "1f1b".
-        overlap: False runs the forward and the backward of a pair one after the other, as a reference.
+        overlap: False runs the two microbatches of a pair one after the other, as a reference.
         delay_wgrad: compute the weight gradients of linear and expert layers separately, during an exchange.
-        early_release: free a layer's activations before the experts of its partner run: less memory, less overlap.
+        early_release: free a layer's activations before the experts of the partner run: less memory, less overlap.
         halves: if a forward or backward has no partner, exchange its rows in two halves. The experts then compute one
             half while the other is in flight. This needs one row per rank (`moe_rows_per="rank"`), and the gradients of
             experts are summed in another order.
@@ -68,10 +69,12 @@ def forward_backward(
         TypeError: `model` or one of its layers is not a module or does not follow the protocol, a microbatch is neither
             a pair of tensors nor a dict with them, or a factor of `loss_scale` is not a number.
         ValueError: there are no microbatches, or one has an entry that no part of the model takes; layers are inside an
-            activation checkpoint; modules whose `forward` a schedule does not call have hooks; `overlap` has no
-            exchange to hide; `early_release` or `halves` without `overlap`; `halves` without one row per rank, or with
-            a table of only pairs; `loss_scale` has infinite factors, or their number is not that of the microbatches;
-            the table does not fit the model or the microbatches.
+            activation checkpoint; modules whose `forward` a schedule does not call have hooks; `overlap` without a
+            `schedule` has no exchange to hide; `early_release` or `halves` without `overlap`; `halves` without one row
+            per rank, or with a table in which no microbatch runs without a partner; `loss_scale` has factors that are
+            not finite, or their number is not that of the microbatches; the table does not fit the model or the
+            microbatches.
+        RuntimeError: gradients are disabled (`torch.no_grad` or `torch.inference_mode`).
         UndeclaredTensor: a layer passes a tensor between stages outside its `Crossing`.
         CollectiveMismatch: ranks of a pipeline, or of a set of experts, called different schedules, or ranks of a
             pipeline passed different tokens or labels.
@@ -152,10 +155,12 @@ def evaluate(
 
     `outputs`: with "last" or "all", return (losses, outputs). The outputs are the results of `model.logits` for all
     microbatches, concatenated along the batch. With "all" they are on every rank. With "last" they are on the rank of
-    the last stage, and None on the others. Microbatches then need no labels. Without labels, `losses` is empty.
+    the last stage, and None on the others. If you request outputs, microbatches need no labels. Without labels,
+    `losses` is empty.
 
-    Raises the errors of `forward_backward` about `model` and `microbatches`. Raises ValueError for outputs of
-    microbatches of different lengths, or of a model with prediction depths in training mode.
+    Raises the errors of `forward_backward` about `model` and `microbatches`. If you request outputs, also raises
+    TypeError for a model without `logits`, and ValueError for microbatches of different lengths, for labels in only
+    some microbatches, and for a model with prediction depths in training mode.
     """
     layers, depths = layers_of(model), depths_of(model)
     assert isinstance(model, nn.Module)  # layers_of has refused others

@@ -51,8 +51,8 @@ class DepthUnits:
 
 
 class Around(NamedTuple):
-    """A step with the units to acquire before it, and the units to release and reduce after it. Acquired units have
-    holders."""
+    """A step with the units to acquire before it, and the units to release and reduce after it. A `Hold` names the
+    holder of an acquired unit."""
 
     step: Step
     acquire: list[tuple[Unit, Hold]]
@@ -102,7 +102,7 @@ class ModelUnits:
     def program(self, steps: Iterable[Step], together: Iterable[set[tuple[int, int]]] = ()) -> list[Around]:
         """Return `steps`, each with the units to acquire, release and reduce.
 
-        `together`: for each pair of backwards, the two (microbatch, chunk). Each unit then reduces once for both.
+        `together`: for each pair of backwards, their two (microbatch, chunk). Each unit reduces once for both of them.
         """
         around = [Around(step, [], [], []) for step in steps]
         visits: dict[tuple, list[Around]] = {}

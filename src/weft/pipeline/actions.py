@@ -36,7 +36,8 @@ Entry = tuple[Action, ...]
 
 @dataclass(frozen=True)
 class Table:
-    """A schedule. `ranks`: the entries of each pipeline rank, in running order. `placement`: "loop" or "v"."""
+    """A schedule. `ranks`: the entries of each pipeline rank, in running order. `chunks`: the number of stages on each
+    rank. `placement`: "loop" or "v" (see `weft.pipeline.actions`)."""
 
     name: str
     ranks: tuple[tuple[Entry, ...], ...]

@@ -20,6 +20,7 @@ class Cut:
     """The pipeline stages of a model.
 
     - `segments`: the layers of each stage, numbered over the whole model.
+    - `ranks`: the number of pipeline ranks.
     - `placement`: "loop" or "v" (see `weft.pipeline.placement`).
     - `group`: the process group of the pipeline's ranks. None for a single rank.
     - `rank`: this rank in `group`.

@@ -45,7 +45,7 @@ def one_forward_one_backward(ranks: int, chunks: int, microbatches: int) -> Tabl
 def interleaved(ranks: int, chunks: int, microbatches: int) -> Table:
     """Return the table of 1F1B with several chunks on each rank.
 
-    The pipeline fills chunk by chunk, so its idle time is divided by the number of chunks.
+    The pipeline fills chunk by chunk, so its idle time is that of 1F1B divided by the number of chunks.
     """
     rows = _interleaved(ranks, chunks, microbatches, extra=0)
     return Table("interleaved", tuple(tuple(_apart(row)) for row in rows), chunks, microbatches)
@@ -63,7 +63,8 @@ def combined(ranks: int, chunks: int, microbatches: int) -> Table:
 def paired(ranks: int, chunks: int, microbatches: int) -> Table:
     """Return the table of `combined`, where single forwards at the start and backwards at the end also form pairs.
 
-    On one rank this needs a second forward at the start. A pair of two forwards keeps one more microbatch alive.
+    On one rank with one chunk, the table has a second forward at the start, for a pair of two forwards. Such a pair
+    keeps one more microbatch alive.
     """
     rows = _interleaved(ranks, chunks, microbatches, extra=2 if ranks == chunks == 1 else 1)
     return Table("paired", tuple(tuple(_alike(_paired(row))) for row in rows), chunks, microbatches)
@@ -87,7 +88,7 @@ def zbv(ranks: int, chunks: int, microbatches: int) -> Table:
 
 class Schedule(NamedTuple):
     """A function that returns tables, and its limits. `chunks`: the default. `any_chunks`: whether other numbers of
-    chunks are possible. `microbatches_per_rank`: the least number of microbatches for each rank."""
+    chunks are possible. `microbatches_per_rank`: the least number of microbatches, divided by the number of ranks."""
 
     generate: Callable[[int, int, int], Table]
     chunks: int
@@ -110,9 +111,10 @@ SCHEDULES = {
 def table(name: str, ranks: int | None = None, chunks: int | None = None, microbatches: int | None = None) -> Table:
     """Return the checked table of a published schedule, or of the file `name`.
 
-    `ranks`, `chunks`, `microbatches`: the number of pipeline ranks, of stages on each rank, and of microbatches.
-    Default of `chunks`: the schedule's. For a file, numbers that are given must equal the file's. Raises ValueError for
-    an unknown name, and for numbers that the schedule does not support.
+    `ranks`, `chunks`, `microbatches`: the number of pipeline ranks, of stages on each rank, and of microbatches. A
+    published schedule needs `ranks` and `microbatches`, and has a default for `chunks`. A file needs none of the three;
+    those that are given must equal the file's. Raises ValueError for an unknown name, and for numbers that the schedule
+    does not support.
     """
     sizes = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
     if name in SCHEDULES:

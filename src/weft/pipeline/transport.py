@@ -32,7 +32,7 @@ FORWARD, BACKWARD = "forward", "backward"
 ENDS = -1
 """The border between the last stage and the first, which exchanges gradients of shared parameters."""
 FAREWELL = timedelta(seconds=1)
-"""The time that messages get to end after an exception in a schedule."""
+"""The time in which messages may still arrive after an exception in a schedule."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MOST_TENSORS, _MOST_DIMS = 2, 6
@@ -47,7 +47,8 @@ class Channel:
     sending."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int, number: int, title: str, device: torch.device) -> None:
-        """`group`: has this rank and the other end, as rank `peer`. `number`: the channel's number in the group."""
+        """`group`: the group of this rank and the other end. `peer`: the other end's rank in `group`. `number`: the
+        channel's number in `group`."""
         self.group = group
         self._peer = peer
         self._number = number

@@ -47,9 +47,9 @@ def quantize(
 
     A `[S, R, C]` tensor has `S` of each.
 
-    `largest`: the result of `largest_of` for each whole matrix, if `tensor` is a part of a matrix and a scale belongs
-    to a whole matrix. `out`: the tensor for the payload. Raises ValueError for a shape that does not fit the recipe,
-    TypeError for a dtype that is not floating-point.
+    `largest`: if `tensor` is a part of a matrix and the recipe has one scale per matrix (tensorwise, nvfp4), the result
+    of `largest_of` for the whole matrix; for a stack, one result for each matrix. `out`: the tensor for the payload.
+    Raises ValueError for a shape that does not fit the recipe, TypeError for a dtype that is not floating-point.
     """
     recipe.check(tensor.shape)
     if out is None:
@@ -122,7 +122,7 @@ def largest_of(tensor: torch.Tensor, recipe: Quantization) -> torch.Tensor:
 
 
 def wide_scales(largest: torch.Tensor, recipe: Quantization) -> torch.Tensor:
-    """Return the fp32 scales for the magnitudes `largest`: of blocks or, for nvfp4, of matrices."""
+    """Return fp32 scales. `largest`: the largest magnitudes of the blocks or, for nvfp4, of the matrices."""
     scales = largest.clamp(min=SMALLEST) / (E4M3_MAX * E2M1_MAX if recipe.kind == "nvfp4" else E4M3_MAX)
     return _rounded_up(scales) if recipe.pow2 else scales
 

@@ -128,7 +128,8 @@ class PayloadOnly(FlatBuffer):
 
 
 def payload_only_of(group: Any) -> PayloadOnly | None:
-    """Return a replacement for main weights that need not be kept: frozen, on the device, with one payload."""
+    """Return a replacement for main weights that need not be kept: frozen, on the device, with one payload. None for
+    others."""
     stays = group.trainable or group.offload is not None or not group.layout.data_numel
     if stays or not isinstance(group.payload, Narrow) or group.payload.copies > 1:
         return None

@@ -25,10 +25,11 @@ MULTIPLE = 16
 
 
 def beside(recipe: Quantization, dim: int, *, by_row: bool = False) -> Quantization | None:
-    """Return the recipe of the operand with which a weight is multiplied. The product sums over `dim` of the weight.
+    """Return the recipe of the other operand in a product with a weight that is quantized with `recipe`.
 
-    `by_row`: whether each row of the operand needs a separate scale, so that it does not depend on other rows. The
-    result is None if the operand is not quantized, because the weight's scales differ along `dim`.
+    `dim`: the dimension of the weight over which the product sums. `by_row`: a row must not depend on other rows, so
+    each row has its own scale. The result is None if the operand is not quantized, because the weight's scales differ
+    along `dim`.
     """
     if recipe.kind == "tensorwise":
         return rowwise(pow2=recipe.pow2) if by_row else dataclasses.replace(recipe, via=None)
@@ -50,7 +51,7 @@ def scaled_product(
     """Return `x @ weight.T` for `dim` -1, or `x @ weight` for `dim` -2, in the dtype of `x`.
 
     `x`: `[rows, K]`. `payload`, `scales`: the payload and the scales of the weight, as `quantize` returns them.
-    `offsets`: for a stack of matrices, the end of the rows of each matrix.
+    `offsets`: for a stack of matrices, the index in `x` at which the rows of each matrix end.
     """
     other = beside(recipe, dim, by_row=offsets is not None)
     if x.is_cuda and other is not None:

@@ -186,7 +186,7 @@ def blockwise(
 def mx(
     block: int = 32, *, via: torch.dtype | None = None, compute: str = "dequantize", keep_transpose: bool = False
 ) -> Quantization:
-    """Return a recipe for MXFP8: e4m3 with a power of two as the scale of each `block` elements of a row.
+    """Return a recipe for MXFP8: e4m3 with one power-of-two scale (e8m0) per `block` elements of a row.
 
     OCP Microscaling Formats (2023) is the definition. The options are described in `Quantization`.
     """
