@@ -255,14 +255,17 @@ def written_windows(cfg: HybridConfig) -> Raw:
 
 
 def experts(template: str) -> Bound:
-    """Return the `Place` of the matrices of all experts. `template`: their names on disk, with {} for the expert."""
+    """Return a function that gives the `Place` of the matrices of all experts.
+
+    `template`: their names on disk, with {} for the expert.
+    """
     return lambda prefix, cfg: PerExpert(prefix + template, cfg.num_experts)
 
 
 def differences(cfg: HybridConfig, other: HybridConfig) -> list[str]:
-    """Describe the fields in which the models of `cfg` and `other` differ, even if all shapes fit.
+    """Return a line for each field by which the results of `cfg` and `other` differ, even if all shapes fit.
 
-    How the pattern groups symbols is ignored.
+    How the pattern groups symbols is ignored. Equivalent configurations give an empty list.
     """
     if cfg.parsed.symbols != other.parsed.symbols:
         return [f"pattern={cfg.pattern!r}, there {other.pattern!r}"]
