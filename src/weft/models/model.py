@@ -194,7 +194,7 @@ class HybridModel(nn.Module):
         return self.decoder.final_layernorm(hidden)
 
     def following(self, number: int, tokens: Tensor, documents: Borders | None = None) -> Tensor:
-        """Embed the tokens that depth `number` reads. At the end of a document it reads token 0."""
+        """Embed the tokens that depth `number` (from 0) reads. At the end of a document it reads token 0."""
         return self.embed(shifted(tokens, number + 1, 0, documents))
 
     def total_loss(

@@ -62,8 +62,8 @@ class Family:
     def config(self, raw: Raw, files: Container[str] = (), ignored: Collection[str] = ()) -> HybridConfig:
         """Return the configuration of the config.json `raw`, with the prediction depths whose tensors are in `files`.
 
-        `ignored`: unknown fields to ignore. Raises `ConversionError` for other unknown fields, and for a value that no
-        model can have.
+        `ignored`: unknown fields to ignore. Raises `ConversionError` for other unknown fields, for quantized weights,
+        and for values that are invalid or that weft does not support.
         """
         raw = {name: value for name, value in raw.items() if name not in ignored}
         check_values(raw, self.fields)
