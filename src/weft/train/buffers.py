@@ -63,7 +63,7 @@ class Buffers:
         return self.rule == "own" and bool(self._buffers)
 
     def after_step(self) -> None:
-        """Make the buffers equal on all ranks. Collective."""
+        """Make the buffers equal on all ranks, unless the rule is "own". Collective."""
         if self.rule == "own" or not self._buffers or dist.get_world_size() == 1:
             return
         groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)

@@ -38,7 +38,8 @@ class Family:
     - `kept`: fields of config.json that do not affect the result.
     - `read`, `write`: convert the fields that the table cannot express.
     - `outer`: maps weft's modules outside of layers to names on disk.
-    - `layer`: the prefix of names in layer {}, which holds `symbols_per_layer` symbols.
+    - `layer`: the prefix of the names in a layer, with {} for its number. A layer on disk has `symbols_per_layer` of
+      the pattern's symbols.
     - `tensors`: a table for each layer symbol.
     - `depths`: the prediction depths. None if none are published.
     - `memory`: maps parts of names on disk to the parts that replace them in transformers' `state_dict()`. Files of a
