@@ -1,6 +1,6 @@
 """The command line of weft.
 
-weft train | eval | report | config | sample | chat | convert | pattern | schedule | inspect | bench"""
+weft train | check | eval | report | config | sample | chat | convert | pattern | schedule | inspect | bench"""
 
 import shlex
 import sys
@@ -14,7 +14,8 @@ from weft.train.run.output import outlive_readers
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0: success. 1: failure at run time. 2: invalid command. 3: interrupted. 4: interrupted before anything was saved.
+    0: success. 1: failure at run time. 2: invalid command or configuration. 3: interrupted and saved. 4: interrupted
+    before anything was saved.
     """
     outlive_readers()
     arguments = list(sys.argv[1:] if arguments is None else arguments)

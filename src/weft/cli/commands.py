@@ -41,7 +41,7 @@ def config(options: argparse.Namespace) -> int:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Run one step of a small copy of a configuration on all its ranks, in this process.
+    """Run one step of a small copy of a configuration, with its ranks as threads of this process.
 
     Returns 1 if there are findings. Raises ValueError for an invalid number of ranks or invalid settings.
     """
@@ -183,7 +183,7 @@ def pattern(options: argparse.Namespace) -> int:
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Run a benchmark of the repository on local processes. Raises ValueError for an unknown name, and for no ranks."""
+    """Run a benchmark of the repository on local processes. Raises ValueError for an unknown name, or for 0 ranks."""
     if options.ranks < 1:
         raise ValueError(f"--ranks {options.ranks}: must be at least 1")
     folders = [Path(__file__).resolve().parents[3] / "benchmarks", Path.cwd() / "benchmarks"]

@@ -12,8 +12,8 @@ amount of work on each rank. With cp = 2:
             if the window is at most one slice: the end of the   constant
             slice before each slice
     +       latents and rotated keys                             grow with the row, but are fewer
-    M, G    the last inputs of the convolution, then each        constant
-            slice's factor of the state and its addition to it
+    M, G, K the last inputs of the convolution, then the factor  constant
+            and the summand with which a slice updates the state
 
 Gathers run on the lane "context". In backward, gradients are summed over the ranks.
 """
@@ -145,8 +145,8 @@ class Slices:
     def haloing(self, size: int, *parts: Tensor) -> Callable[[], list[Tensor]]:
         """Start to gather the last `size` positions of each slice of `parts` [batch, 2 width, ...].
 
-        The returned function waits and returns this rank's slices, [2 batch, size + width, ...]. The `size` positions
-        before each slice precede it; at the beginning of a row these are zeros.
+        The returned function waits and returns this rank's slices, [2 batch, size + width, ...]. Each begins with the
+        `size` positions that precede it in its row, or with zeros at the beginning of a row.
         """
         rows = [self.rows(part) for part in parts]
         finish = start_gathering(self.group, *(self._tails(each, size) for each in rows))
@@ -221,7 +221,7 @@ class Slices:
     def halo(self, x: Tensor, size: int) -> Tensor:
         """Return the `size` positions before each of this rank's slices of `x` [batch, 2 width, ...].
 
-        The result is [2 batch, size, ...]. Positions of another document than the first one in the slice are zeros.
+        The result is [2 batch, size, ...]. Positions outside of the document of the slice's first position are zeros.
         """
         if self.width < size:
             raise ValueError(
@@ -323,14 +323,15 @@ def require_borders(documents: Any, tokens: Tensor) -> None:
 def context_part(batch: Mapping[str, Any], meshes: Meshes) -> dict[str, Any]:
     """Return this rank's part of a batch that the ranks of `meshes.cp` share.
 
-    Each of these ranks calls the function with the same batch. `batch`: tensors [batch, seq, ...] by name. One of them
-    is "tokens". It may also have "documents", of the type `Documents`.
+    Each of these ranks calls the function with the same batch. `batch`: a dict of tensors [batch, seq, ...], with the
+    key "tokens". It may also have the key "documents", with a `Documents`.
 
         part = context_part({"tokens": tokens, "labels": labels, "documents": documents}, meshes)
         loss = model(part.pop("tokens"), **part)
 
-    Rows are padded at the end to a multiple of `cp * lcm(2, tp)`. "labels" of padding and of the last positions of
-    documents are set to -100. "documents" of the result are a `Slices`.
+    Rows are padded to a multiple of 2 x cp, or of cp x lcm(2, tp) with tensor-parallel ranks. "labels" of padding and
+    of the last positions of documents are set to -100. The result always has "documents": a `Slices`, which the model
+    takes in place of a `Documents`.
 
     Raises `ValueError` without `meshes.cp`, and for values that are not tensors or do not begin with the shape of
     "tokens". Raises `TypeError` for a batch without "tokens", and for documents of another type or documents that are

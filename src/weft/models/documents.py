@@ -27,7 +27,7 @@ PADDING = -1
 class AttentionLayout(NamedTuple):
     """The positions of all documents, grouped by the documents' length.
 
-    `order`: the indices of the positions in the flattened batch, or None if they are in this order already. `groups`:
+    `order`: the indices of the positions in the flattened batch, or None if the batch has this order already. `groups`:
     (number of documents, length of each).
     """
 
@@ -51,8 +51,8 @@ class Documents:
 
     - `starts`: the first position of each document and of each run of padding, in the flattened batch.
     - `padding`: the indices in `starts` of the runs of padding.
-    - `continues`: whether the last document of each row continues after the row. The label at its last position is then
-      used.
+    - `continues`: whether the last document of each row continues after the row. The label at the row's last position
+      is then used.
 
     Two values are equal if they describe the same documents. The constructor checks the starts on the host. It raises
     `ValueError` for starts that do not ascend, lack the beginning of a row or are outside of the batch.
@@ -93,7 +93,7 @@ class Documents:
     def from_position_ids(cls, position_ids: Tensor) -> "Documents":
         """Create documents from positions [batch, seq] that restart with 0 at each document, as in transformers.
 
-        Raises `ValueError` if a position is not 0 and not one more than the position before it.
+        Raises `ValueError` for a position that is neither 0 nor one more than the position before it.
         """
         positions = _integers("position_ids", position_ids, "[batch, seq]")
         begins = positions == 0

@@ -33,14 +33,14 @@ from weft.pipeline.actions import LOOP
 class HybridModel(nn.Module):
     """A language model: an embedding, the layers that `cfg.pattern` describes, and a head that scores the next token.
 
-    If the pattern has them, the model also has multi-token prediction depths. Initial weights depend only on the seed.
-    They depend neither on `meshes` nor, on the meta device, on the order in which modules are materialized (`to_empty`
-    and `reset_parameters`). With tied embeddings the head uses the weight of the embedding.
+    The pattern may also describe multi-token prediction depths. Initial weights depend only on the seed. They depend
+    neither on `meshes` nor, on the meta device, on the order in which modules are materialized (`to_empty` and
+    `reset_parameters`). With tied embeddings the head uses the weight of the embedding.
 
-    With a pipeline (`meshes.pp`) this rank has only `chunks` of the stages. The model is cut at the `|` of the pattern
-    or, without `|`, into segments of equal cost. `placement` ("loop" or "v", see `weft.pipeline.placement`) assigns the
-    stages to ranks. Names and initial weights are the same as in the whole model. Run the model with
-    `weft.overlap.forward_backward`.
+    With a pipeline (`meshes.pp`) this rank has only `chunks` of the stages (default: as many as the segments of the
+    pattern need, or 1). The model is cut at the `|` of the pattern or, without `|`, into segments of equal cost.
+    `placement` ("loop" or "v", see `weft.pipeline.placement`) assigns the stages to ranks. Names and initial weights
+    are the same as in the whole model. Run the model with `weft.overlap.forward_backward`.
 
     With `meshes.tp` the ranks of that axis share every layer (see `weft.models.tensor_parallel`). Each of them calls
     the model with the same tokens and gets the same loss. Parameters are DTensors.
@@ -194,7 +194,7 @@ class HybridModel(nn.Module):
         return self.decoder.final_layernorm(hidden)
 
     def following(self, number: int, tokens: Tensor, documents: Borders | None = None) -> Tensor:
-        """Embed the tokens that depth `number` reads. At the end of a document it reads token 0."""
+        """Embed the tokens that depth `number` (from 0) reads. At the end of a document it reads token 0."""
         return self.embed(shifted(tokens, number + 1, 0, documents))
 
     def total_loss(
@@ -271,15 +271,16 @@ class HybridModel(nn.Module):
                 `rope_scaling` is "dynamic" or "longrope", they return the logits of one call with the sequence so far:
                 if a call changes the rotation of earlier positions, it reads these positions again.
             documents: the documents and the padding in the rows. No information crosses documents. The label at a
-                document's last position is ignored.
+                document's last position is ignored (see `Documents.continues`).
             depths: return a list with the logits of each prediction depth, as `prediction_logits` does.
 
         Without labels, returns the logits [batch, seq, vocabulary]. With labels, returns a scalar: the mean
         cross-entropy over the labels that are not -100 (see `weft.models.loss.cross_entropy`). In training mode the
         losses of routers and prediction depths are added to it.
 
-        Raises `ValueError` for `documents` of another shape or together with a cache, and for `depths` together with
-        labels or a cache.
+        Raises `ValueError` for `documents` of another shape or together with a cache, for `depths` together with labels
+        or a cache, for a cache with tensor parallelism, and for a batch that is not from `context_part` with context
+        parallelism. Raises `RuntimeError` if the model is cut into pipeline stages on several ranks.
         """
         if self.cut is not None and self.cut.ranks > 1:
             raise RuntimeError(

@@ -20,10 +20,10 @@ _MARK = "is_quantized"
 
 
 def choose_weights(model: HybridModel, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """Return `policy` with a `quantize` function for the weights of `model`. If the user has passed one, return
-    `policy`.
+    """Return `policy` with a `quantize` function for the weights of `model`.
 
-    Raises ValueError if `except_ends` leaves no layer to quantize.
+    If `policy` does not quantize, or has a function of the user, it is returned unchanged. Raises
+    ValueError if `except_ends` leaves no layer to quantize.
     """
     if policy.param_quantization is None or not (policy.quantize is None or isinstance(policy.quantize, ExceptEnds)):
         return policy

@@ -15,14 +15,14 @@ def shard(model: HybridModel, meshes: Meshes, **options: Any) -> HybridModel:
 
     Each logical layer and each prediction depth becomes one unit over `meshes.dense`. Experts that are spread over
     ranks become separate units over `meshes.expert`. Their gradients are averaged over all data-parallel ranks, like
-    all other gradients. Their parameters are DTensors of all experts, also over `meshes.ep`. Parameters that the first
-    and the last stage of a pipeline share form one more unit. The root is the last unit. It has the embedding, the
-    final norm and the head.
+    all other gradients. Each of their parameters is a DTensor of all experts, sharded over `meshes.ep` too. Parameters
+    that the first and the last stage of a pipeline share form one more unit. The root is the last unit. It has the
+    embedding, the final norm and the head.
 
     `options` are passed to each `weft.fully_shard` call. There are two exceptions. `runtime` is passed to the root
     only. The `output_dtype` of `mp_policy` applies to the root only: activations between layers and rows of experts
-    stay in `param_dtype`. With `param_quantization` and without `quantize`, the projections of layers and the experts
-    are quantized; `weft.quantize.except_ends` excludes layers.
+    stay in `param_dtype`. If `mp_policy` has `param_quantization` but no `quantize`, the projections of layers and the
+    experts are quantized. With `quantize=weft.quantize.except_ends(...)`, those of the layers at the ends are not.
     """
     if not isinstance(model, HybridModel):
         raise TypeError(f"models.shard got a {type(model).__name__}: pass a HybridModel; fully_shard takes any module")

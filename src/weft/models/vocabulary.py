@@ -16,7 +16,7 @@ WHAT = "scores of tensor-parallel ranks"
 
 
 def require_tokens(name: str, tokens: Tensor, vocab_size: int) -> None:
-    """Raise RuntimeError for a number that is no token. On a device, later work raises when it is awaited.
+    """Raise RuntimeError for a number that is no token. On a device, the next synchronization raises the error.
 
     Without this check, no rank would have the token, and nothing would fail.
     """

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Activations(TorchDispatchMode):
-    """Measures the peak of memory that operations allocate inside the block and free before its end.
+    """Measures the peak of memory that operations allocate in the `with` block and free before its end.
 
     This memory holds activations, their gradients and temporary tensors. Gathered weights do not count, because their
     buffers already exist.

@@ -4,8 +4,8 @@
     "mean"        after each step all ranks take the mean; integer buffers are those of rank 0
     "own"         each rank keeps its own buffers, and a checkpoint holds those of every rank
 
-With the first two, buffers are equal on all ranks, so validation and checkpoints do not depend on the rank. They apply
-after every step, not only before a save, so that a resumed run equals an uninterrupted one.
+With the first two, buffers are equal on all ranks, so validation and checkpoints do not depend on the rank. Both rules
+apply after every step, not only before a save, so that a resumed run equals an uninterrupted one.
 """
 
 from collections import defaultdict
@@ -63,7 +63,7 @@ class Buffers:
         return self.rule == "own" and bool(self._buffers)
 
     def after_step(self) -> None:
-        """Make the buffers equal on all ranks. Collective."""
+        """Make the buffers equal on all ranks, unless the rule is "own". Collective."""
         if self.rule == "own" or not self._buffers or dist.get_world_size() == 1:
             return
         groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)

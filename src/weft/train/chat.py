@@ -20,7 +20,7 @@ from weft.train.errors import ConfigError
 Messages = Sequence[Mapping[str, Any]]
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 BEGIN, END = "\ud800", "\ud801"
-"""Halves of characters, which no valid text contains, mark the assistant's text in rendered templates until it is
+"""Unpaired surrogates, which no valid text contains. They mark the assistant's text in rendered templates until it is
 extracted."""
 
 

@@ -182,10 +182,10 @@ class Trainer:
             self.say(line)
 
     def run(self) -> bool:
-        """Train to the last step, or to the step after which all ranks agreed to stop.
+        """Train until the run is complete, or to the step after which all ranks agreed to stop.
 
-        Returns whether the run is complete. In both cases a committed checkpoint holds the last step. Raises
-        RuntimeError if the loss or the gradient norm is not finite.
+        Returns whether the run is complete: at the last step, or ended by `train.stop_after`. A committed checkpoint
+        holds the last step in both cases. Raises RuntimeError if the loss or the gradient norm is not finite.
         """
         try:
             return self._run()

@@ -10,15 +10,15 @@ _IN_A_ROW = 10
 
 
 class Spikes:
-    """Detects spikes: norms not finite, or above `times` (0: never) times the median of the last 100 normal norms.
+    """Detects spikes: norms not finite, or above `times` (0: never) times the median of the last 100 norms kept.
 
-    Detection starts after 20 norms.
+    The norms of skipped steps and norms that are not finite are not kept. Detection starts with 20 kept norms.
     """
 
     def __init__(self, times: float) -> None:
         self.times = times
         self.norms: list[float] = []
-        """The last norms that were no spikes."""
+        """The last kept norms, at most 100."""
         self.skipped = 0
         """The number of skipped steps of the whole run."""
         self.in_a_row = 0

@@ -36,7 +36,7 @@ class Trainer(loop.Trainer):
             model=build,  # an nn.Module, or a function that builds one, which is called on the meta device
             loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1]),
             data=batches,  # an iterable of this rank's microbatches, or a function (rank, ranks) -> iterable
-            config="run.toml",  # a path, the tables of TOML text as a dictionary, or a TrainConfig
+            config="run.toml",  # the path of a TOML file, its tables as a dictionary, or a TrainConfig
         )
         trainer.run()
 
@@ -48,18 +48,20 @@ class Trainer(loop.Trainer):
         loss: a function `loss(model, microbatch)`. It returns the mean over the microbatch, or a tuple of this mean and
             a dictionary of other scalars. These scalars are also logged.
         data: an iterable of this rank's microbatches, or a function (rank, ranks) -> iterable.
-        config: a path, the tables of TOML text as a dictionary, or a `TrainConfig`.
+        config: the path of a TOML file, its tables as a dictionary, or a `TrainConfig`.
         validation: like `data`, but finite, with the same number of microbatches on every rank.
         shard: a function `shard(model, **options)` that calls `weft.fully_shard(module, **options)` on each unit, the
             model last. Default: one unit for each block in a sequence of similar blocks.
         optimizer: a function that builds an optimizer for the sharded model. Default: that of the
             configuration's table [optimizer].
-        callbacks: maps "start", "step", "validation", "save" or "end" to a function (trainer, dictionary of numbers).
-            It is called on all ranks at this event.
-        resume: as `weft train --resume`: True, the directory of a run, or "or-start".
+        callbacks: a dictionary from an event ("start", "step", "validation", "save" or "end") to a function (trainer,
+            dictionary of numbers), which is called on all ranks.
+        resume: True (the newest run named `run.name`), the directory of a run, or "or-start" (the newest run of this
+            name, or a new run if none has a checkpoint). False: a new run, unless the configuration has `run.resume`.
         say: called with lines of text. Default: print them on rank 0.
 
-    Raises ConfigError for an invalid configuration or argument, CheckpointError, CheckpointMismatch.
+    Raises ConfigError for an invalid configuration or argument, and CheckpointError or CheckpointMismatch for a
+    checkpoint from which the run cannot resume.
     """
 
     def __init__(
@@ -117,9 +119,11 @@ class Trainer(loop.Trainer):
             raise
 
     def run(self) -> bool:
-        """Train to the last step, or to the step after which all ranks agreed to stop, and save it.
+        """Train until the run is complete or is asked to stop, and restore the handlers of SIGINT, SIGTERM and SIGHUP.
 
-        Afterwards the handlers of SIGINT, SIGTERM and SIGHUP are restored. Returns whether the run is complete.
+        Returns whether the run is complete: at the last step, or ended by `train.stop_after`. If a step has
+        run, a committed checkpoint holds the last step. Raises RuntimeError if the loss or the gradient norm is not
+        finite.
         """
         try:
             return super().run()

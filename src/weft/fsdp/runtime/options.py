@@ -33,7 +33,7 @@ class RuntimeOptions:
 
     - `separate_all_gather_group`: use separate communicators for gathers, so that gathers overlap with reductions.
       True: copies of the mesh's process groups. A list: its process groups, which have the ranks of the mesh's.
-    - `allocator`: "trace" plans one slab for transient buffers from the first step. "caching" allocates each buffer.
+    - `allocator`: "trace" plans two slabs (weights, gradients) from the first step. "caching" allocates each buffer.
     - `prefetch_bytes`: the number of bytes of weights that may be gathered ahead. None: the next unit.
     - `bucket_bytes`: adjacent units of at most this total size share a message (0: none do). None: the size whose
       transfer takes as long as a message's latency; in a large model up to four times that, but at most an eighth of

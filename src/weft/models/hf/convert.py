@@ -27,8 +27,8 @@ def convert(
 
     The format of the directory `source` determines the direction. Weights stay bit-exact, and no tensor is in memory as
     a whole. `target`: a new or empty directory. `model_type`: the family to write. Default: the original family, or the
-    first that can represent the model. `ignored`: unknown fields of config.json to ignore. Raises `ConversionError`
-    before anything is written.
+    first that can represent the model. `ignored`: unknown fields of config.json to ignore. Raises `ConversionError`,
+    before anything is written, if the conversion is not possible.
     """
     source, target = Path(source), Path(target)
     refuse_used(target)

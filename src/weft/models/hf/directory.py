@@ -106,7 +106,7 @@ def make_directory(path: Path) -> None:
 
 
 def names_in(directory: Path) -> frozenset[str]:
-    """Return the names of the tensors in a directory. They are empty if the directory has only a configuration."""
+    """Return the names of the tensors in a directory. The set is empty if the directory has only a configuration."""
     there = any((directory / name).exists() for name in (INDEX, WEIGHTS))
     return frozenset(TensorFiles(directory)) if there else frozenset()
 

@@ -119,9 +119,9 @@ def opened(directory: Path, cfg: HybridConfig) -> tuple[dict[str, Place], Any]:
 
 
 def family_for(cfg: HybridConfig, model_type: str | None = None) -> tuple[Family, Raw]:
-    """Return a family that can represent `cfg`, and its config.json. Raises `ConversionError` if there is none.
+    """Return a family that can represent `cfg`, and its config.json for `cfg`. Raises `ConversionError` if none can.
 
-    `model_type`: the only family to try. Default: the first family that can represent `cfg` is returned.
+    `model_type`: the only family to try. Default: all families are tried in order.
     """
     if model_type is not None and model_type not in FAMILIES:
         raise ConversionError(f"model_type={model_type!r}: choose from {', '.join(FAMILIES)}")

@@ -38,7 +38,8 @@ class Family:
     - `kept`: fields of config.json that do not affect the result.
     - `read`, `write`: convert the fields that the table cannot express.
     - `outer`: maps weft's modules outside of layers to names on disk.
-    - `layer`: the prefix of names in layer {}, which holds `symbols_per_layer` symbols.
+    - `layer`: the prefix of the names in a layer, with {} for its number. A layer on disk has `symbols_per_layer` of
+      the pattern's symbols.
     - `tensors`: a table for each layer symbol.
     - `depths`: the prediction depths. None if none are published.
     - `memory`: maps parts of names on disk to the parts that replace them in transformers' `state_dict()`. Files of a
@@ -62,8 +63,8 @@ class Family:
     def config(self, raw: Raw, files: Container[str] = (), ignored: Collection[str] = ()) -> HybridConfig:
         """Return the configuration of the config.json `raw`, with the prediction depths whose tensors are in `files`.
 
-        `ignored`: unknown fields to ignore. Raises `ConversionError` for other unknown fields, and for a value that no
-        model can have.
+        `ignored`: unknown fields to ignore. Raises `ConversionError` for other unknown fields, for quantized weights,
+        and for values that are invalid or that weft does not support.
         """
         raw = {name: value for name, value in raw.items() if name not in ignored}
         check_values(raw, self.fields)
@@ -255,14 +256,17 @@ def written_windows(cfg: HybridConfig) -> Raw:
 
 
 def experts(template: str) -> Bound:
-    """Return the `Place` of the matrices of all experts. `template`: their names on disk, with {} for the expert."""
+    """Return a function that gives the `Place` of the matrices of all experts.
+
+    `template`: their names on disk, with {} for the expert.
+    """
     return lambda prefix, cfg: PerExpert(prefix + template, cfg.num_experts)
 
 
 def differences(cfg: HybridConfig, other: HybridConfig) -> list[str]:
-    """Describe the fields in which the models of `cfg` and `other` differ, even if all shapes fit.
+    """Return a line for each field by which the results of `cfg` and `other` differ, even if all shapes fit.
 
-    How the pattern groups symbols is ignored.
+    How the pattern groups symbols is ignored. Equivalent configurations give an empty list.
     """
     if cfg.parsed.symbols != other.parsed.symbols:
         return [f"pattern={cfg.pattern!r}, there {other.pattern!r}"]

@@ -20,7 +20,10 @@ YARN = {
 
 
 def by_turns(name: str, part: int) -> Bound:
-    """Return the `Place` of gate (`part` 0) or up (1) in a tensor that interleaves both in its last dimension."""
+    """Return a function that gives the `Place` of gate (`part` 0) or up (1).
+
+    Both are in one tensor, interleaved in its last dimension.
+    """
     return lambda prefix, cfg: Half(prefix + name, part, dim=-1, by_turns=True)
 
 

@@ -13,8 +13,10 @@ NAMES = {"M": "linear_attention", "*": "full_attention"}
 
 
 def half(name: str, part: int, *, of_experts: bool = False) -> Bound:
-    """Return the `Place` of gate (`part` 0) or up (1) in a matrix that holds both. `of_experts`: a matrix of each
-    expert."""
+    """Return a function that gives the `Place` of gate (`part` 0) or up (1) in a matrix that holds both.
+
+    `of_experts`: a matrix of each expert.
+    """
     return lambda prefix, cfg: Half(prefix + name, part, dim=1 if of_experts else 0, turned=of_experts)
 
 

@@ -22,7 +22,8 @@ def from_pretrained(
     """Load the model in a directory, in evaluation mode.
 
     `meshes`: the meshes over which the model is sharded. Default: it is not sharded. `dtype`: the dtype of the weights.
-    Default: fp32. `ignored`: unknown fields of config.json to ignore. Raises `ConversionError`.
+    Default: fp32. `ignored`: unknown fields of config.json to ignore. Raises `ConversionError` as `config_of` and
+    `load` do.
     """
     cfg = config_of(directory, ignored=ignored)
     with torch.device("cpu" if meshes is None else "meta"):

@@ -17,7 +17,7 @@ def read(raw: Raw, *, theta: float = 10000.0, partial: float | None = None, unus
     """Return the RoPE fields of `HybridConfig`. `theta`: the family's default base.
 
     `partial`: the default fraction of a head that is rotated. None for families that rotate only whole heads. `unused`:
-    names in the table to ignore. If the file has both tables, the older table applies, as in transformers.
+    names in the table to ignore. If the file has both tables, `rope_scaling` applies, as in transformers.
     """
     return of_table(raw.get("rope_scaling") or raw.get("rope_parameters") or {}, raw, theta, partial, unused)
 

@@ -53,7 +53,8 @@ def save(model: HybridModel, directory: str | Path, model_type: str | None = Non
     `model_type`: the family to write. Default: the family from which the model was loaded, or one that can represent
     it. A loaded model keeps its config.json, except for the dtype, and its tokenizer and generation files. All ranks
     gather one weight at a time, and rank 0 writes. Raises `ConversionError` if no family can represent the model, if
-    the directory cannot be created, or if it already contains a model: old files could be mistaken for new ones.
+    it has pipeline stages on several ranks, if the directory cannot be created, or if the directory already contains a
+    model: old files could be mistaken for new ones.
     """
     if model.cut is not None and model.cut.ranks > 1:
         raise ConversionError(

@@ -35,7 +35,7 @@ class AnyAttention(Trunk):
     """Base of the rotary position embedding's wavelengths; 0: no rotation."""
     rope_interleave: bool = switch(False)
     """Whether the two elements of a rotated pair are adjacent. False: they are element i of the first and of the second
-    half of a head."""
+    half of the rotated elements."""
     rope_scaling: dict | None = declared(  # noqa: RUF009
         None, lambda table: table is None or isinstance(table, Mapping), "a table with a rope_type, or None"
     )
@@ -66,7 +66,7 @@ class Attention(AnyAttention, kind=KIND):
     """The number of key and value heads of `*`. It must divide the number of query heads, which share them in equal
     groups."""
     head_dim: int | None = optional_size()
-    """Width of one head of `*`. Its rotated part has an even width; None: hidden_size / num_attention_heads."""
+    """Width of one head of `*`; None: hidden_size / num_attention_heads. Its rotated part has an even width."""
     attention_output_gate: bool = switch(False)
     """Whether the output of each head of `*` is multiplied by a sigmoid gate, projected together with the queries."""
     qk_norm: str = choice("none", ("none", "head", "full"))

@@ -54,8 +54,8 @@ class Trunk:
     rms_norm_eps: float = positive(1e-5)
     """Epsilon of RMS norms, added to the mean square before its square root is taken."""
     zero_centered_norm: bool = switch(False)
-    """Whether norms multiply by 1 + weight instead of by the weight. Norms inside mixers, and of the latents of `+`,
-    never do."""
+    """Whether norms, also of queries and keys, multiply by 1 + weight instead of by the weight. Gated norms (of `M`,
+    `P`, `G`, `K`) and norms of the latents of `+` never do."""
     norm_order: str = choice("pre", ("pre", "post", "both"))
     """What is normalised in each layer: its input ("pre"), its output ("post"), or "both"."""
     pad_token_id: int | None = any_value(None)

@@ -21,8 +21,8 @@ from weft.moe.source import INITIAL_STD, WeightSource
 State = dict[str, Tensor]
 """The tensors that one block caches of earlier positions, by name, such as keys. Empty before the first position."""
 Cache = dict[nn.Module, State]
-"""The state of each block of a model. If the rotation depends on the length, also the tokens so far, under the
-model."""
+"""The state of each block of a model. If the rotation depends on the length, also the tokens so far, with the
+model as key."""
 
 
 class Beside(NamedTuple):

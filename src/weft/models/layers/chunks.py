@@ -59,7 +59,7 @@ def summed(log_decay: Tensor, numbers: Tensor | None = None) -> Tensor:
 def between(log_decay: Tensor, numbers: Tensor | None = None) -> Tensor:
     """Return the decay from position j to position i, [..., L (i), L (j)]. It is 0 for j > i and between documents.
 
-    `log_decay` [..., L]: the log of the decay since the start. `numbers`: the document of each position.
+    `log_decay` [..., L]: cumulative sums, as `summed` returns them. `numbers`: the document of each position.
     """
     length = log_decay.shape[-1]
     nothing = torch.ones(length, length, dtype=torch.bool, device=log_decay.device).triu(1)

@@ -6,7 +6,7 @@
     exchanged   forward     send keys and values       meanwhile: queries, send them   attention, send its output back
 
 Gathered keys and values, masks and scores over whole rows are not saved for backward. A rank saves only its own
-positions. With exchanged heads, a rank saves its heads at all positions. Both take the same memory.
+positions. With exchanged heads, a rank saves its heads at all positions. The two ways take the same memory.
 """
 
 import math
@@ -46,8 +46,8 @@ class Gathered:
         return checkpoint(run, queries, *self._parts, use_reentrant=False, preserve_rng_state=False)
 
     def before(self, output: Tensor) -> Tensor:
-        """Return `output`, which is computed from the result of `attend`. Backward starts the next gather at its
-        gradient."""
+        """Return `output`, which is computed from the result of `attend`. Backward starts the next gather when
+        the gradient of `output` is computed."""
         if self._parts and output.requires_grad:
             output.register_hook(self._send)
         return output

@@ -36,8 +36,8 @@ class Bigram:
     def fit(cls, tokens: np.ndarray, vocab_size: int, *, strengths: Sequence[float] = STRENGTHS) -> "Bigram":
         """Fit a table to 1-D `tokens`. Raises ValueError for fewer than two tokens.
 
-        The strength is chosen from `strengths`: a table with it, fitted to the other tokens, best predicts the last
-        tenth.
+        The strength is that of `strengths` with which a table of the first nine tenths best predicts the last tenth of
+        the tokens.
         """
         if len(tokens) < 2:
             raise ValueError(f"a bigram table needs at least 2 tokens, got {len(tokens)}")

@@ -1,7 +1,7 @@
 """Loggers, which receive the numbers that are written to metrics.jsonl.
 
 "tensorboard"             event files in tensorboard/ of the run's folder
-"wandb"                   Weights & Biases; a resumed run continues its run there
+"wandb"                   Weights & Biases; a resumed run continues the same run of Weights & Biases
 "package.module:Class"    Class(folder, resumed_step, settings), with the methods of `Logger`
 """
 

@@ -17,7 +17,7 @@ class LoopConfig:
     microbatch_size: int = 8
     """Sequences in one forward pass of a rank."""
     precision: Literal["fp32", "bf16", "fp8", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4"] = "fp32"
-    """Dtype of computation and communication, or bf16 with a format of quantized weights. Main weights are fp32."""
+    """Dtype of computation and gathered weights (fp8 to nvfp4 compute in bf16). Reductions and main weights: fp32."""
     unquantized_ends: int = 0
     """With a quantized `precision`: number of layers at each end of the model whose weights are gathered in bf16."""
     seed: int = 0
@@ -37,7 +37,7 @@ class LoopConfig:
     gradient_clip: float = 1.0
     """Largest norm of the whole gradient; 0: no clipping."""
     skip_spikes: float = 0.0
-    """Skip steps whose gradient norm is above this multiple of the median of the last hundred norms; 0: none."""
+    """Skip steps whose gradient norm exceeds this multiple of the median of the last 100 unskipped steps; 0: none."""
     log_every: int = 10
     """Steps between two lines of output if the output is not a terminal."""
     parameter_norms_every: int = 0
@@ -53,7 +53,7 @@ class LoopConfig:
     activation_checkpointing: bool = False
     """Recompute the activations of each layer in backward instead of saving them."""
     pipeline_schedule: str = ""
-    """Name or file; empty: "combined" with `overlap`, else "interleaved" or "1f1b". Without `sharding.pp`: "paired"."""
+    """Name or file; empty: "combined" (`overlap`), "interleaved" (chunks > 1) or "1f1b". With pp = 1: only "paired"."""
     recompute_every: int = 1
     """With `activation_checkpointing`: recompute every n-th layer."""
     keep_products: bool = False

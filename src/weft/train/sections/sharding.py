@@ -14,13 +14,13 @@ class ShardingConfig:
     strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = "optim_grads_params"
     """What to shard: "no_shard", "optim" (optimizer state), "optim_grads" (gradients too), "optim_grads_params"."""
     dp_shard: int = -1
-    """Number of ranks over which the strategy shards; -1: all data-parallel ranks divided by `dp_replicate`."""
+    """Number of ranks (times `cp`) over which the strategy shards; -1: all ranks / (pp x tp x cp x dp_replicate)."""
     dp_replicate: int = 1
-    """Number of groups of `dp_shard` ranks. Each group has a full copy of the state (HSDP)."""
+    """Number of groups of `dp_shard` x `cp` ranks. Each group has a full copy of the state (HSDP)."""
     outer_strategy: Literal["no_shard", "optim"] = "no_shard"
     """With `dp_replicate`: "optim" also shards the optimizer state over the groups (HFSDP)."""
     ep: int = 1
-    """Number of ranks that share one copy of the experts and exchange tokens; divides the data-parallel ranks."""
+    """Ranks that share one copy of the experts and exchange tokens; divides dp_replicate x dp_shard x cp x tp / etp."""
     cp: int = 1
     """Number of ranks that share every sequence (context parallelism). Each has two slices of it."""
     tp: int = 1
@@ -44,7 +44,7 @@ class ShardingConfig:
     separate_all_gather_group: bool = False
     """Use separate communicators for gathers, so that gathers run concurrently with reductions."""
     allocator: Literal["trace", "caching"] = "trace"
-    """ "trace" plans one slab of transient memory from the first step; "caching" uses torch's allocator."""
+    """ "trace" plans two slabs, for gathered weights and for gradients, in the first step; "caching" allocates each."""
     check_collectives: bool = True
     """After each backward, compare the collectives that the ranks issued."""
     graphs: tuple[str, ...] = ()

@@ -65,10 +65,10 @@ _RECIPES: dict[str, Callable[[], quantize.Quantization]] = {
 
 
 def mixed_precision(name: str, unquantized_ends: int = 0) -> weft.MixedPrecisionPolicy:
-    """Return the policy of `train.precision`. All but "fp32" compute in bf16, and reduce and keep fp32.
+    """Return the policy of `train.precision`. All but "fp32" compute in bf16.
 
-    "bf16" gathers weights in bf16. The other precisions quantize gathered weights. `unquantized_ends`: the number of
-    layers at each end that are not quantized.
+    Gradients are reduced, and main weights kept, in fp32. "bf16" gathers weights in bf16. The other
+    precisions quantize gathered weights. `unquantized_ends`: the number of layers at each end that are not quantized.
     """
     if name == "fp32":
         return weft.MixedPrecisionPolicy()

@@ -204,7 +204,7 @@ def _seen_of_others(model: nn.Module, text: torch.Tensor) -> float:
 
 
 def next_token_loss(model: nn.Module, microbatch: Batch) -> torch.Tensor:
-    """Return the mean cross-entropy of `model(tokens)`: [batch, sequence, vocabulary], or an object with `logits`.
+    """Return the mean cross-entropy of the logits that `model(tokens)` returns, itself or as `logits` of an object.
 
     With documents, the model also gets `position_ids` and `cu_seqlens`, if its forward takes them. It also gets
     `use_cache=False`, because models of transformers ignore restarting positions if they use a cache.
