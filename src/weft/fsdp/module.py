@@ -259,7 +259,7 @@ _OWN_COLLECTIVES = (
     "leave the call out"
 )
 _OWN_MEMORY = (
-    "weft plans all transient memory as one slab of torch's allocator, which is not registered with a communicator; "
+    "weft plans all transient memory as slabs of torch's allocator, which are not registered with a communicator; "
     "leave the call out"
 )
 
