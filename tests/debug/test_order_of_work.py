@@ -161,7 +161,7 @@ def test_the_exchange_of_a_schedule_overlaps_with_the_computation_and_the_host_w
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("early_release", [False, True])
+@pytest.mark.parametrize("early_release", [False, pytest.param(True, marks=pytest.mark.long)])
 @distributed(2)
 def test_the_sizes_of_an_exchange_come_while_the_other_microbatch_computes_beside_which_its_rows_travel(early_release):
     """The device has its backward of experts to compute when the host waits; what leaves then waits for none of it."""

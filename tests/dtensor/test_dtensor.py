@@ -102,7 +102,7 @@ def test_no_shard_keeps_whole_tensors():
 
 
 @pytest.mark.slow
-@distributed(2, 4)
+@distributed(2, 4, long=4)
 def test_clipping_equals_the_reference_for_every_norm():
     for shapes, plain, sharded in bags():
         if any(0 in shape for shape in shapes):
@@ -454,7 +454,7 @@ REDUCTIONS = {
 
 
 @pytest.mark.slow
-@distributed(2, 4)
+@distributed(2, 4, long=4)
 def test_reductions_equal_the_reference():
     for shapes in (SHAPES["mixed"], SHAPES["tiny"]):
         plain, sharded = Bag(shapes), weft.fully_shard(Bag(shapes))
@@ -538,7 +538,7 @@ def test_gradients_of_full_tensors_and_parts_are_summed_where_their_placements_s
 
 
 @pytest.mark.slow
-@distributed(2, 4)
+@distributed(2, 4, long=4)
 def test_derived_tensors_keep_the_cuts():
     for _, plain, sharded in bags():
         for original, parameter in zip(plain.parameters(), sharded.parameters()):

@@ -65,7 +65,14 @@ def trained(model: nn.Module, rows: torch.Tensor, mesh: DeviceMesh | None = None
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "axes", [{"dp": 2, "tp": 2}, {"outer": 2, "dp": 1, "tp": 2}, {"dp": 4}, {"outer": 2, "dp": 2}], ids="-".join
+    "axes",
+    [
+        {"dp": 2, "tp": 2},
+        pytest.param({"outer": 2, "dp": 1, "tp": 2}, marks=pytest.mark.long),
+        {"dp": 4},
+        {"outer": 2, "dp": 2},
+    ],
+    ids="-".join,
 )
 @distributed(4)
 def test_training_is_that_of_one_process_and_of_torch(axes):

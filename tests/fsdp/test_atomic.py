@@ -57,7 +57,7 @@ def unclipped(net: nn.Module, most: float) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@distributed(2, 4)
+@distributed(2, 4, long=4)
 def test_muon_steps_on_atomic_parameters_without_communication():
     batches = nets.data(4, 4)
     plain = nets.train(nets.make(), batches, optimizer=muon_and_adamw, clip=unclipped)

@@ -84,7 +84,7 @@ def test_training_and_what_the_parts_are_equals_one_process():
 
 
 @pytest.mark.slow
-@distributed(2, 4)
+@distributed(2, 4, long=4)
 def test_values_go_in_and_out_by_every_way(tmp_path):
     for dim in (1, 2):
         torch.manual_seed(0)

@@ -180,7 +180,7 @@ def full_bytes(block: nn.Module) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hidden", [[512] * 6, [256, 512, 384, 512, 128, 640]], ids=["equal", "different"])
-@distributed(2, 4)
+@distributed(2, 4, long=4)
 def test_a_step_holds_two_gathered_units_and_two_gradient_buffers(hidden):
     """By weft's own report, and by all that torch's allocator hands out, autograd's own gradients included."""
     ranks = dist.get_world_size()

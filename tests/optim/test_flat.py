@@ -90,7 +90,7 @@ def test_a_parameter_without_gradient_keeps_its_value_and_its_state():
 
 
 @pytest.mark.slow
-@distributed(2, 4)
+@distributed(2, 4, long=4)
 def test_state_loads_under_another_strategy_and_training_continues_alike():
     def build(strategy):
         net = nets.shard(nets.make(), strategy=strategy)

@@ -95,7 +95,11 @@ def counted(model, schedule):
 @distributed()
 @pytest.mark.parametrize(
     "schedule, placement, ranks",
-    [("interleaved", "loop", 2), ("combined", "loop", 4), ("zbv", "v", 4)],
+    [
+        ("interleaved", "loop", 2),
+        pytest.param("combined", "loop", 4, marks=pytest.mark.long),
+        pytest.param("zbv", "v", 4, marks=pytest.mark.long),
+    ],
 )
 def test_weights_are_gathered_as_often_as_the_visits_demand(schedule, placement):
     meshes = weft.init_meshes("cpu", pp=dist.get_world_size() // 2)

@@ -59,7 +59,7 @@ def one_piece(cfg, count):
 
 
 @pytest.mark.slow
-@distributed(2, 4)
+@distributed(2, 4, long=4)
 def test_a_dense_model_in_stages_equals_the_one_in_one_piece():
     ranks = dist.get_world_size()
     meshes = weft.init_meshes("cpu", pp=ranks)
@@ -76,7 +76,7 @@ def test_a_dense_model_in_stages_equals_the_one_in_one_piece():
 
 
 @pytest.mark.slow
-@distributed(2, 4)
+@distributed(2, 4, long=4)
 def test_two_chunks_on_a_rank_in_a_loop_and_in_a_v():
     """On 4 ranks there are more stages than layers."""
     ranks = dist.get_world_size()

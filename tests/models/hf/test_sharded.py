@@ -55,7 +55,7 @@ def test_a_sharded_model_is_read_and_written_part_by_part(tmp_path):
 
 
 @pytest.mark.slow
-@distributed(2, 4)
+@distributed(2, 4, long=4)
 def test_a_sharded_model_is_trained_and_written_with_what_it_came_with(tmp_path):
     theirs, written = tmp_path / "theirs", tmp_path / "written"
     torch.manual_seed(1)
