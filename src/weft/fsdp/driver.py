@@ -39,8 +39,8 @@ from weft.layout.trace import Trace
 
 @dataclass(frozen=True, eq=False)
 class Hold:
-    """A holder of full weights. `computes`: it uses them now, so they cannot be evicted. `backward`: it computes
-    gradients with them."""
+    """A holder of full weights: they stay until all holders release them. `computes`: it computes with them now, so
+    their memory cannot be taken for other units. `backward`: it computes gradients with them."""
 
     name: str
     computes: bool = True

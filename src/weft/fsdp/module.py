@@ -331,7 +331,7 @@ def unit_of(module: Any) -> Unit:
 
 
 def runtime_of(module: Any) -> Runtime:
-    """Return the runtime of the model to which `module` belongs. Its units share the runtime."""
+    """Return the runtime of the model to which `module` belongs. All units of a model share one runtime."""
     return module._weft_driver.engine
 
 

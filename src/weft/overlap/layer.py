@@ -125,7 +125,7 @@ class StagedDepth(Protocol):
 
 @runtime_checkable
 class StagedPredictor(Protocol):
-    """The further members of a `StagedModel` that predicts more than the next token in training mode."""
+    """The members that a `StagedModel` with multi-token prediction has in addition. They are used in training mode."""
 
     @property
     def depths(self) -> Sequence[StagedDepth]:

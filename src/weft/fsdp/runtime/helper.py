@@ -41,7 +41,7 @@ class Steps:
         self._counts = True
 
     def expect(self) -> None:
-        """Count a last backward, after which an optimizer step follows."""
+        """Count the end of the last backward before an optimizer step."""
         self._ended += 1
         self._versions = self._now()
 

@@ -141,7 +141,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def changes_rotation(scaling: Mapping[str, Any], before: int, now: int) -> bool:
-    """Return whether the first `before` positions are rotated differently in a sequence of `now` positions.
+    """Return whether a sequence of `now` positions rotates its first `before` ones unlike one of `before` positions.
 
     `scaling`: a scaling whose type is in `BY_LENGTH`.
     """

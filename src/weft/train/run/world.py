@@ -91,9 +91,8 @@ def end_with_interpreter() -> None:
 
 
 def place_from(environment: Mapping[str, str]) -> Place | None:
-    """Return the rank and the numbers of ranks that torchrun, SLURM or `weft train` gave this process.
-
-    None without a launcher.
+    """Return this process's rank and the number of ranks, overall and on this host, as the launcher set them: torchrun,
+    SLURM or `weft train`. Returns None without a launcher.
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
         rank, ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])

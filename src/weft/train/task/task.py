@@ -12,7 +12,7 @@ Losses = tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]
 
 
 class Batches(Protocol):
-    """This rank's microbatches. The state is the position. Checkpoints hold it."""
+    """This rank's microbatches. `state_dict` returns the position in the data, which checkpoints contain."""
 
     microbatch_weights: list[float]
     """The weight of each microbatch of the last step. All are 1.0 for equal weights."""
