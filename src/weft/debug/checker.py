@@ -124,7 +124,7 @@ class StreamChecker:
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """Count operators inside the context as work of the host, in host memory."""
+        """Treat operators inside this context as run by the host, and the memory that they allocate as host memory."""
         around, self._as_host = self._as_host, True
         try:
             yield

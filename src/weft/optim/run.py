@@ -119,7 +119,8 @@ class FlatRun:
     def drop_gradient(self) -> None:
         """Drop `gradient`, and increment the version counters of the updated parameters.
 
-        Fused kernels do not increment them. The sharded parameters share only memory with the flat parameter.
+        Fused kernels do not increment them. The sharded parameters share the flat parameter's
+        memory, but not its counter.
         """
         if self._here is not None:
             torch.autograd.graph.increment_version([self.flat, *self.parameters])

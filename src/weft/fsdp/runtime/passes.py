@@ -72,7 +72,7 @@ class Passes:
 
 
 class BackwardCalls:
-    """The calls whose backward autograd has entered and not left. `append` adds a call when its backward begins."""
+    """The calls of units that are in their backward. `append` adds a call when its backward begins."""
 
     def __init__(self) -> None:
         self._calls: list[Any] = []

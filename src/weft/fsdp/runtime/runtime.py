@@ -59,10 +59,10 @@ class Runtime(Shared):
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
-    def begin_forward(self, outermost: Unit) -> None:
-        """Enter a call of a module of `outermost`; the outermost call begins a pass."""
+    def begin_forward(self, unit: Unit) -> None:
+        """Note that a module of `unit` is called. If no other call is running, this begins a pass."""
         if not self._depth and not self._recomputes:
-            self._begin_pass(outermost, Pass.FORWARD if torch.is_grad_enabled() else Pass.EVALUATION)
+            self._begin_pass(unit, Pass.FORWARD if torch.is_grad_enabled() else Pass.EVALUATION)
         self._depth += 1
 
     def _begin_pass(self, outermost: Unit, kind: Pass) -> None:

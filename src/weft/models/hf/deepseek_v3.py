@@ -58,8 +58,8 @@ def write(cfg: HybridConfig) -> Raw:
 
 
 def dense_first(cfg: HybridConfig, family: str) -> int:
-    """Return the number of layers that end in an MLP. Raises `ConversionError` if another layer precedes one of
-    them."""
+    """Return the number of layers with a dense MLP (`-`). Raises `ConversionError` unless they come before all other
+    layers."""
     dense = flat(cfg).count("-")
     if "-" in flat(cfg)[2 * dense :]:
         raise ConversionError(f"{family} has its dense layers first, but pattern {cfg.pattern!r} does not")

@@ -27,8 +27,8 @@ class Depths:
     - `symbols(config_json)`: returns the layer symbols of one depth.
     - `prefix(trunk, length, number, place)`: returns the prefix of the names of layer `place` in depth `number`. The
       main model has `trunk` layers, and each depth has `length` layers.
-    - `around`: maps weft's modules of a depth outside its layers to names on disk. In these names {first} and {last}
-      stand for the prefixes of the depth's first and last layer.
+    - `around`: maps the names of a depth's modules that are in none of its layers from weft's to those on
+      disk. In these {first} and {last} stand for the prefixes of the depth's first and last layer.
     - `copies`: modules of the main model that each depth stores again.
     - `most`: the maximum number of depths.
     - `counted`: the field of config.json with the number of depths.

@@ -53,8 +53,8 @@ class MLP(FeedForward):
         return recomputed(super().forward, x) if inside else super().forward(x)
 
     def run_experts(self, rows: Tensor, handle: None) -> Tensor:
-        """Run the MLP on normalised positions [B, S, D]. Over tensor-parallel ranks, gather the positions and scatter
-        the output."""
+        """Run the MLP on normalised hidden states [B, S, D]. With tensor parallelism, gather the hidden states of all
+        positions first, and scatter the output."""
         around = self.recomputes and self.ranks is not None  # then backward gathers positions again too
         return recomputed(self._run, rows) if around else self._run(rows)
 
