@@ -8,7 +8,7 @@ __version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from weft import debug, models, optim, overlap, pipeline, quantize
-    from weft.diagnostics import check_views, describe, find_nonfinite, memory_report, quantization_shares
+    from weft.diagnostics import Nonfinite, check_views, describe, find_nonfinite, memory_report, quantization_shares
     from weft.fsdp import (
         BlockAtomic,
         CPUOffloadPolicy,
@@ -40,6 +40,7 @@ __all__ = [
     "Graphs",
     "Meshes",
     "MixedPrecisionPolicy",
+    "Nonfinite",
     "OffloadPolicy",
     "Placements",
     "RuntimeOptions",
@@ -91,7 +92,8 @@ _ROOMS = [
 ]
 _HOMES = {"weft.mesh": ["Meshes", "forget_meshes", "init_meshes"], "weft.optim": ["parameter_norms"]}
 _HOMES["weft.graphs"] = ["Graphs", "drop_graphs", "graph_report"]
-_HOMES["weft.diagnostics"] = ["check_views", "describe", "find_nonfinite", "memory_report", "quantization_shares"]
+_HOMES["weft.diagnostics"] = ["Nonfinite", "check_views", "describe", "find_nonfinite", "memory_report"]
+_HOMES["weft.diagnostics"] += ["quantization_shares"]
 _HOMES["weft.replacement"] = ["DropIn", "drop_in"]
 _HOMES["weft.fsdp"] = [name for name in __all__ if not any(name in each for each in (_ROOMS, *_HOMES.values()))]
 

@@ -114,7 +114,7 @@ def test_a_backward_gathers_its_copy_instead_of_the_other_and_as_the_plan_says()
         assert plan.off_plan == {}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(2)
 def test_every_strategy_and_way_through_backward_equals_one_process():
     for strategy in STRATEGIES:

@@ -102,7 +102,7 @@ def test_stages_without_parameters_clip_and_step_with_the_others():
     assert len(optimizer.param_groups) == 2  # on all ranks, as checkpoints want them
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(4)
 def test_zero_1_to_3_and_hsdp_in_stages():
     meshes = weft.init_meshes("cpu", pp=2)

@@ -122,7 +122,7 @@ def test_torchrun_slurm_and_weft_itself_give_the_same_losses(tmp_path):
     assert runs[0] == runs[1] == runs[2]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_under_torchrun_a_configuration_that_is_refused_leaves_no_directory(tmp_path):
     assert weft("train", write_config(tmp_path), "--set", 'data.paths=["none"]', **alone()).returncode == 2
     assert list((tmp_path / "runs").iterdir()) == []

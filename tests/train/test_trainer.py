@@ -268,7 +268,7 @@ print("there is one:", dist.is_initialized())
         assert done.returncode == (done is failed), done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_process_group_that_was_destroyed_elsewhere_is_not_destroyed_again():
     program = """
 import atexit, gc, weakref

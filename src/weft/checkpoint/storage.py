@@ -7,9 +7,9 @@ operation, the file and the rank:
 """
 
 import errno
+import itertools
 import os
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -40,15 +40,16 @@ class Operation:
         return f"{self.name} of {self.path}"
 
 
+# No lock: garbage collection may close a file, which is an operation too, wherever the thread would hold it. Each line
+# below changes one of these by a single step of the interpreter.
 _running: dict[int, Operation] = {}
+_numbers = itertools.count(1)
 _moves = 0
-_guard = threading.RLock()  # garbage collection inside may close another file
 
 
 def running() -> list[Operation]:
     """Return the running file operations of this process, oldest first."""
-    with _guard:
-        return sorted(_running.values(), key=lambda each: each.started)
+    return sorted(_running.copy().values(), key=lambda each: each.started)
 
 
 def moves() -> int:
@@ -60,9 +61,8 @@ def moves() -> int:
 def operation(name: str, path: str | Path) -> Iterator[None]:
     """Wrap one file operation. Raises StorageError instead of OSError."""
     global _moves
-    with _guard:
-        key = _moves = _moves + 1
-        _running[key] = Operation(name, str(path), time.monotonic())
+    key = _moves = next(_numbers)
+    _running[key] = Operation(name, str(path), time.monotonic())
     try:
         before(name, str(path))
         yield
@@ -71,9 +71,8 @@ def operation(name: str, path: str | Path) -> Iterator[None]:
     except OSError as error:
         raise StorageError(error.errno, f"rank {_rank()}: {name} of {path}: {error.strerror or error}") from error
     finally:
-        with _guard:
-            _moves += 1
-            del _running[key]
+        _moves = next(_numbers)
+        del _running[key]
 
 
 class WrittenFile:

@@ -1,4 +1,4 @@
-"""Names in a profile: `weft/<unit>/<gather|forward|backward|reduce>`.
+"""What an observer sees: ranges of a profile, `weft/<unit>/<gather|forward|backward|reduce>`, and a timeline.
 
 observer                                  what weft emits
 ----------------------------------------  -----------------------------------------------------------

@@ -4,12 +4,21 @@ with weft.debug.check_streams():
     train()            # runs the code for CUDA on CPU tensors; a missing wait raises an error
 with weft.debug.guard_memory():
     train()            # references to freed gathered weights read NaN, and writes to gathered weights raise an error
-with weft.debug.timeline.Timeline() as timeline:
+with weft.debug.Timeline() as timeline:
     train()            # records when communication and computation ran
 """
 
 from weft.debug.checker import Ran, StreamChecker, check_streams
 from weft.debug.guard import guard_memory
 from weft.debug.memory import StreamOrderError
+from weft.debug.timeline import Interval, Timeline
 
-__all__ = ["Ran", "StreamChecker", "StreamOrderError", "check_streams", "guard_memory"]
+__all__ = [
+    "Interval",
+    "Ran",
+    "StreamChecker",
+    "StreamOrderError",
+    "Timeline",
+    "check_streams",
+    "guard_memory",
+]

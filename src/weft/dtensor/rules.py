@@ -138,8 +138,8 @@ def _unscale(func: Any, args: tuple, kwargs: dict) -> None:
     gradients, found, *rest = args
     parts = parts_of(gradients)
     torch.autograd.graph.increment_version(parts)
-    if here := filled(parts):
-        func(here, found, *rest, **kwargs)
+    if not_empty := filled(parts):
+        func(not_empty, found, *rest, **kwargs)
     tensors = uneven_in(gradients)
     # Ranks that share one mesh may differ on another, such as that of experts.
     several = len({tensor.device_mesh for tensor in tensors}) > 1

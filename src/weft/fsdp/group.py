@@ -38,11 +38,11 @@ from weft.fsdp.gradients.products import mark_scaled
 from weft.fsdp.parameter import FULL, IN_BACKWARD, Unsharded, never_runs, parameters_of
 from weft.fsdp.payload import Plain, PostForwardShard
 from weft.fsdp.plan import GroupPlan
-from weft.fsdp.weak import weakly
 from weft.memory.buffer import FlatBuffer
 from weft.memory.pool import Transient
 from weft.quantize.payload import Narrow
 from weft.quantize.payload_only import payload_only_of
+from weft.weak import weakly
 
 _trains = attrgetter("sharded.requires_grad")
 _full_trains = attrgetter("full.requires_grad")

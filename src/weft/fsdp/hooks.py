@@ -28,7 +28,7 @@ from weft.comm.ranges import Stretch, observed
 from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, Engine, Hold, in_backward
 from weft.fsdp.trees import give_back, map_tensors, tensors_in
 from weft.fsdp.unit import Unit
-from weft.fsdp.weak import alive
+from weft.weak import alive
 
 
 class ForwardCall:

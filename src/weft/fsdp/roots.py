@@ -15,7 +15,7 @@ from weft.fsdp.runtime.inventory import Inventory
 from weft.fsdp.runtime.options import RuntimeOptions
 from weft.fsdp.runtime.runtime import Runtime
 from weft.fsdp.unit import Unit
-from weft.fsdp.weak import alive
+from weft.weak import alive
 
 
 class UnitDriver(HookDriver):

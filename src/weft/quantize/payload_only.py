@@ -27,6 +27,7 @@ from weft.dtensor.deferred import arrive, defer
 from weft.dtensor.uneven import UnevenDTensor
 from weft.memory.buffer import FlatBuffer
 from weft.quantize.payload import Narrow
+from weft.weak import alive
 
 
 class PayloadOnly(FlatBuffer):
@@ -70,13 +71,9 @@ class PayloadOnly(FlatBuffer):
         return self._local.untyped_storage()
 
     @property
-    def _alive(self) -> list[UnevenDTensor]:
-        return [each for ref in self._parameters if (each := ref()) is not None]
-
-    @property
     def is_unfrozen(self) -> bool:
         """Whether the user has unfrozen any of the parameters."""
-        return any(parameter.requires_grad for parameter in self._alive)
+        return any(parameter.requires_grad for parameter in alive(self._parameters))
 
     def quantize(self) -> None:
         """Make this rank's payload from the main weights."""
@@ -91,7 +88,7 @@ class PayloadOnly(FlatBuffer):
         if not self.storage.resizable():
             self._move()
         self.storage.resize_(0)
-        for parameter in self._alive:
+        for parameter in alive(self._parameters):
             defer(parameter, self.bring)
 
     def bring(self) -> None:
@@ -102,7 +99,7 @@ class PayloadOnly(FlatBuffer):
         with self._unwritten():
             self.storage.resize_(self._local.nbytes)
             self._payload.restore(self._own.local, self._local.zero_())
-        for parameter in self._alive:
+        for parameter in alive(self._parameters):
             arrive(parameter)
 
     def _move(self) -> None:

@@ -60,7 +60,7 @@ def test_ranks_that_build_the_model_with_different_seeds_compute_alike_in_bf16(s
     torch.testing.assert_close(everyone[1], everyone[0], rtol=0, atol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("strategy", "outer"), [("optim", "optim"), ("optim_grads_params", "no_shard")])
 @distributed(4)
 def test_ranks_that_build_the_model_with_different_seeds_start_equal_on_two_axes(strategy, outer):

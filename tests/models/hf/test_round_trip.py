@@ -78,7 +78,7 @@ def test_the_best_tokens_of_a_release_of_every_family_are_those_of_transformers(
         assert greedy(directory, name) == text, name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_is_trained_and_saved_stops_where_the_original_does_and_has_its_company(published, tmp_path):
     pairs = [(directory, tmp_path / name, name) for name, (directory, _, _) in published.items()]
     trained_a_step(pairs)

@@ -23,10 +23,10 @@ from weft.fsdp.plan import GroupPlan
 from weft.fsdp.precision import keeps_dtype
 from weft.fsdp.runtime.start import equalize, rest
 from weft.fsdp.unit import Unit
-from weft.fsdp.weak import alive
 from weft.layout.layout import plan_layout
 from weft.memory.buffer import sharded_axes
 from weft.mesh import ranks_over
+from weft.weak import alive
 
 
 class Members:

@@ -47,7 +47,7 @@ class Consensus:
         self._names = [unit.name for unit in units]
         self.is_alone = all(group.size() == 1 for group in process_groups)
 
-    def ask(self, helper: GatherHelper) -> list[bool] | None:
+    def ask(self, helper: GatherHelper, graphs: CaptureTable | None) -> list[bool] | None:
         """Begin a pass of `helper`. Before the first pass, check that all ranks have the same units, and return, per
         group, whether any rank trains it; otherwise return None."""
         if self.is_alone or not self._agreement.checks or not helper.begin_pass():
@@ -60,6 +60,8 @@ class Consensus:
                 for group, what in zip(unit.groups, frozen)
             ]
             said.append(f"{unit.name or 'the root'} ({', '.join([unit.kind, *sizes])})")
+        if graphs is not None:
+            said.append(f"{len(graphs.failed)} parts of the model that are captured")
         trains = [any(p.requires_grad for p in map(SHARDED, group.parameters)) for group in self._groups]
         trains = self._agreement.same_structure(said, self._process_groups, trains)
         helper.offer(self._units)

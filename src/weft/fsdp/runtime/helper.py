@@ -16,7 +16,7 @@ from weft.fsdp.group import ParameterGroup
 from weft.fsdp.runtime.buckets import Bucket
 from weft.fsdp.runtime.freshness import Freshness
 from weft.fsdp.unit import Unit
-from weft.fsdp.weak import weakly
+from weft.weak import weakly
 
 Part = Callable[[], Ticket]
 """Takes part in a gather that other ranks need."""

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from weft.fsdp.autograd import Original
 from weft.fsdp.parameter import is_ignored, record_of
 from weft.fsdp.unit import Unit
-from weft.fsdp.weak import alive
+from weft.weak import alive
 
 _registries = itemgetter("_modules", "_parameters")
 _trains = attrgetter("requires_grad")

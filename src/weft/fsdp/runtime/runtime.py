@@ -33,8 +33,8 @@ from weft.fsdp.runtime.passes import Pass
 from weft.fsdp.runtime.shared import Shared
 from weft.fsdp.runtime.start import check_filled, equalize_slices
 from weft.fsdp.unit import Unit
-from weft.fsdp.weak import weakly
 from weft.layout.trace import Trace
+from weft.weak import weakly
 
 
 class Runtime(Shared):
@@ -68,7 +68,7 @@ class Runtime(Shared):
     def _begin_pass(self, outermost: Unit, kind: Pass) -> None:
         self._inventory.check()  # before anything is sent: the other ranks may find nothing wrong
         self._enter()
-        trains = self._consensus.ask(self._helper)
+        trains = self._consensus.ask(self._helper, self.graphs)
         self._begin_units()
         self._consensus.take(trains)  # after the units have seen what their user froze
         within = f"{outermost.name}." if outermost.number else ""

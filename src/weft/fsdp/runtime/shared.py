@@ -26,8 +26,8 @@ from weft.fsdp.runtime.passes import BackwardCalls, Pass, Passes
 from weft.fsdp.runtime.planner import Planner
 from weft.fsdp.runtime.reductions import Reductions
 from weft.fsdp.unit import Unit
-from weft.fsdp.weak import alive, weakly
 from weft.layout.gathers import GatherOrder
+from weft.weak import alive, weakly
 
 
 class Shared:
