@@ -2,14 +2,17 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import weft
 from tests.fsdp.nets import Block
+from tests.graphs import test_hooks
 from tests.graphs.test_hooks import tape
 from tests.pool import distributed
+from weft.errors import CollectiveMismatch
 
 
 def hooked(block):
@@ -66,3 +69,11 @@ def test_inputs_and_weights_of_other_classes_are_refused_with_the_reason():
         run(lambda: Block(8, 12), {"up": ColwiseParallel(), "down": RowwiseParallel()})
     report = run(lambda: nn.Linear(8, 8), ColwiseParallel(use_local_output=True))
     assert report["replays"] == 0 and any("a DTensor" in each for each in report["eager"]), report
+
+
+@distributed(2)
+def test_ranks_that_capture_different_numbers_of_modules_raise_before_the_first_pass():
+    chosen = ["blocks.0", "blocks.1"][: 1 + dist.get_rank()]
+    net = test_hooks.sharded(weft.Graphs(modules=chosen, warmup=1, backend="tape"))
+    with pytest.raises(CollectiveMismatch, match=r"rank 0: 1 parts of the model .*rank 1: 2 parts"):
+        test_hooks.run(net, 1)
