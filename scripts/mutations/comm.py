@@ -55,6 +55,13 @@ MUTATIONS = [
         STREAMS + "test_outer_gathers_and_reductions_overlap_with_the_computation[4]",
     ),
     Mutation(
+        "a wait for a ticket is not one for those that it runs after",
+        "Ticket._order",
+        "each = each._after",
+        "each = None",
+        STREAMS + "test_outer_gathers_and_reductions_overlap_with_the_computation[4]",
+    ),
+    Mutation(
         "the computation does not wait for a lane",
         "Ticket._order",
         "stream.wait_event(self._event)",
