@@ -6,6 +6,7 @@ from mutations.tests import (
     BUCKETS,
     COPIES,
     MEMBERSHIP,
+    NARROW,
     NARROW_BYTES,
     ORDER,
     REDUCED_BESIDE,
@@ -217,6 +218,13 @@ MUTATIONS = [
         "rewritten and resting.has_passed",
         "False",
         "fsdp/test_payload_only.py::test_small_writes_add_up_as_those_to_main_weights[2]",
+    ),
+    Mutation(
+        "a rank quantizes with the maxima of its own shard",
+        "agree_on_maxima",
+        "part.copy_(whole)",
+        "(part, whole)",
+        NARROW + "test_bytes_are_those_of_the_whole_weight[2]",
     ),
     Mutation(
         "a write on one rank is not announced to the others",

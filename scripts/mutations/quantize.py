@@ -75,11 +75,4 @@ MUTATIONS = [
         "False",
         SCALED + "test_transposed_codes_are_kept_beside_the_others_and_change_nothing_else[2]",
     ),
-    Mutation(
-        "a rank quantizes with the maxima of its own shard",
-        "agree_on_maxima",
-        "part.copy_(whole)",
-        "(part, whole)",
-        NARROW + "test_bytes_are_those_of_the_whole_weight[2]",
-    ),
 ]

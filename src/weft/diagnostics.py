@@ -17,10 +17,11 @@ from weft.fsdp.group import ParameterGroup
 from weft.fsdp.module import units_of
 from weft.fsdp.parameter import ShardedParameter, record_of
 from weft.fsdp.roots import drivers_under
+from weft.fsdp.runtime.freshness import agree_on_maxima
 from weft.fsdp.unit import Unit
 from weft.memory.pool import Pool
 from weft.mesh import parts_of
-from weft.quantize.payload import Narrow, agree_on_maxima
+from weft.quantize.payload import Narrow
 from weft.quantize.shares import Shares
 
 

@@ -277,7 +277,7 @@ def spy_on_messages(monkeypatch) -> tuple[list, list]:
         return reduce_now(tensor, op, group, what)
 
     monkeypatch.setattr(Lane, "run", gather)
-    monkeypatch.setattr("weft.quantize.payload.reduce_now", reduce)
+    monkeypatch.setattr("weft.fsdp.runtime.freshness.reduce_now", reduce)
     return gathers, maxima
 
 

@@ -4,9 +4,9 @@
     replicated, for recipes with one scale per matrix:   maxima of the matrices
 
 Shard borders are block borders, so each rank quantizes its shard without communication. Recipes with one scale per
-matrix need the maximum of the whole matrix: once per step, `agree_on_maxima` reduces the shards' maxima over the ranks.
-One message carries payload and scales. Each piece of a shard is dequantized directly from the received bytes into the
-full weights.
+matrix need the maximum of the whole matrix: once per step, `weft.fsdp.runtime.freshness` reduces the shards' maxima
+over the ranks. One message carries payload and scales. Each piece of a shard is dequantized directly from the received
+bytes into the full weights.
 
 With mx and `compute="scaled"` weights have two copies. Both are made from the same main weights at the same time, and
 gathered one at a time. Copy 0 has blocks along the dimension over which forward products sum, and copy 1 along that of
@@ -16,14 +16,12 @@ backward. Both have the same bytes per shard. Shard borders at multiples of 32 r
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from weft.comm.collectives import reduce_now
 from weft.comm.transport import Pending
 from weft.layout.layout import Layout
 from weft.memory.buffer import sharded_axes
@@ -271,31 +269,3 @@ class Narrow:
             return typed.view(self._recipe_of(piece.number, copy).scale_shape(piece.shape))
         whole = wide_scales(self.maxima_of(piece.number)[piece.matrix], self._recipe)
         return whole if self._recipe.kind == "tensorwise" else (steps.view(piece.shape[0], -1), whole)
-
-
-def agree_on_maxima(groups: Iterable[Any]) -> None:
-    """All-reduce the largest magnitude of each matrix that is quantized with one scale, over the shards of `groups`:
-    one message per mesh axis. Collective if a group has such matrices. Call it after weights have changed, before they
-    are quantized."""
-    found: list[tuple[torch.Tensor, dist.ProcessGroup]] = []
-    with torch.no_grad():
-        for group in groups:
-            payload = group.payload
-            if not isinstance(payload, Narrow) or payload.maxima is None:
-                continue
-            payload.maxima.copy_(payload.local_maxima(group.main_weight.local))
-            found += [(payload.maxima, group.groups[axis]) for axis in group.main_weight.axes]
-            for each in group.parameters:
-                if each.slices is not None and _divides_matrices(each):
-                    found.append((payload.maxima_of(each.number), each.slices))
-        for ranks in dict.fromkeys(each for _, each in found):
-            parts = [part for part, own in found if own is ranks]
-            packed = reduce_now(torch.cat(parts), dist.ReduceOp.MAX, ranks, "the maxima of quantized weights")
-            for part, whole in zip(parts, packed.split([part.numel() for part in parts])):
-                part.copy_(whole)
-
-
-def _divides_matrices(parameter: Any) -> bool:
-    """Return whether tensor-parallel slices are parts of the same matrices; otherwise they are different matrices."""
-    parallel, dims = parameter.parallel, len(parameter.extent.shape)
-    return any(each.is_shard() and each.dim % dims >= dims - 2 for each in parallel.beyond)

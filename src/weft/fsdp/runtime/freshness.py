@@ -12,15 +12,19 @@ each pass the ranks agree whether any rank has written to these weights or has u
 Weights that are gathered for each use need no update: they are gathered from the current main weights.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard
 
 from weft.comm.agreement import Agreement, agree
+from weft.comm.collectives import reduce_now
 from weft.fsdp.channels import Channels
 from weft.fsdp.group import ParameterGroup
+from weft.fsdp.parameter import ShardedParameter
 from weft.fsdp.unit import State, Unit
-from weft.quantize.payload import agree_on_maxima
+from weft.quantize.payload import Narrow
 from weft.quantize.payload_only import PayloadOnly
 
 
@@ -109,3 +113,32 @@ def _word_of(group: ParameterGroup) -> int:
     needed = resting.is_unfrozen or (rewritten and resting.has_passed)
     resting.has_passed = True
     return PayloadOnly.NEEDED if needed else PayloadOnly.WRITTEN * group.is_stale
+
+
+def agree_on_maxima(groups: Iterable[ParameterGroup]) -> None:
+    """All-reduce the largest magnitude of each matrix that is quantized with one scale, over the shards of `groups`:
+    one message per mesh axis. Collective if a group has such matrices. Call it after weights have changed, before they
+    are quantized."""
+    found: list[tuple[torch.Tensor, dist.ProcessGroup]] = []
+    with torch.no_grad():
+        for group in groups:
+            payload = group.payload
+            if not isinstance(payload, Narrow) or payload.maxima is None:
+                continue
+            payload.maxima.copy_(payload.local_maxima(group.main_weight.local))
+            found += [(payload.maxima, group.groups[axis]) for axis in group.main_weight.axes]
+            for each in group.parameters:
+                if each.slices is not None and _divides_matrices(each):
+                    found.append((payload.maxima_of(each.number), each.slices))
+        for ranks in dict.fromkeys(each for _, each in found):
+            parts = [part for part, own in found if own is ranks]
+            packed = reduce_now(torch.cat(parts), dist.ReduceOp.MAX, ranks, "the maxima of quantized weights")
+            for part, whole in zip(parts, packed.split([part.numel() for part in parts])):
+                part.copy_(whole)
+
+
+def _divides_matrices(parameter: ShardedParameter) -> bool:
+    """Return whether tensor-parallel slices are parts of the same matrices; otherwise they are different matrices."""
+    dims = len(parameter.extent.shape)
+    beyond = parameter.parallel.beyond if parameter.parallel is not None else ()
+    return any(isinstance(each, Shard) and each.dim % dims >= dims - 2 for each in beyond)

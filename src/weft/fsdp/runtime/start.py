@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from weft.comm import collectives
 from weft.fsdp.group import ParameterGroup
+from weft.fsdp.runtime.freshness import agree_on_maxima
 from weft.fsdp.unit import Unit
 from weft.memory.blank import has_blank
-from weft.quantize.payload import agree_on_maxima
 from weft.weak import alive
 
 
