@@ -15,7 +15,7 @@ ALL = os.environ.get("WEFT_FAULTS") == "1"
 
 
 def test_each_file_operation_may_fail_hang_or_end_its_process_on_each_rank(tmp_path):
-    changes = {"train__watchdog": LIMIT_S, "checkpoint__every": 2, "checkpoint__keep": 1, "run__loggers": []}
+    changes = {"checkpoint__every": 2, "checkpoint__keep": 1, "run__loggers": []}
     config = write_config(tmp_path, train__steps=6, train__validate_every=0, train__log_every=1, **changes)
 
     def starts(name):
