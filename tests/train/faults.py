@@ -99,8 +99,7 @@ def meet(starts: Starts, fault: Fault, reference: Path) -> Outcome:
     # Without a fault a file operation takes as long as the disk does, which is no fault of the run.
     arguments = [*starts.arguments, "--set", f"train.watchdog={LIMIT_S}"]
     ranks = [
-        starts.context.Process(target=train_with_fault, args=(rank, store, log, arguments, fault))
-        for rank in range(2)
+        starts.context.Process(target=train_with_fault, args=(rank, store, log, arguments, fault)) for rank in range(2)
     ]
     began = time.monotonic()
     for process in ranks:
