@@ -69,7 +69,7 @@ class Ran:
     clock: Clock
 
     def before(self, other: "Ran") -> bool:
-        """Return whether this work always ends before `other` begins, whatever the speed of the streams."""
+        """Return whether this work always ends before `other` begins, however fast each stream is."""
         return other.clock.get(self.actor, 0) >= self.time
 
     def beside(self, other: "Ran") -> bool:

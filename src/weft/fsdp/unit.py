@@ -160,7 +160,8 @@ class Unit:
             unit.acquire(TiedHold(self, holder))
         if self.state is State.AT_REST:
             self.prefetch()
-        self._arrive()
+        if self.state is State.ON_THE_WAY:
+            self._arrive()
         self.keeps_post_forward = False
         if holder.computes:
             for each in self.gathered:
@@ -236,7 +237,8 @@ class Unit:
 
     def free(self) -> None:
         """Free the memory of weights that have no holder."""
-        self._arrive()
+        if self.state is State.ON_THE_WAY:
+            self._arrive()
         if self.state is State.HERE:
             self.state = TRANSITIONS.get((self.state, "free")) or self._refuse("free")
             self.resident = False

@@ -3,7 +3,7 @@ exist while it is sharded, then only its shard.
 
 Each module with parameters or buffers on the meta device gets memory, and `reset_parameters()` fills it. Children
 precede parents, as in constructors. Units that are sharded in the order of the model's construction therefore draw the
-same random numbers as on a real device. All ranks take rank 0's values, whatever their random generators hold.
+same random numbers as on a real device. All ranks take rank 0's values, even if their random generators differ.
 
 Tensors on a real device, such as weights that were loaded with `assign=True`, keep their values: `reset_parameters()`
 sees copies of them. New memory holds a recognisable pattern (`weft.memory.blank`), so memory that is left unfilled
