@@ -19,7 +19,7 @@ that it reads and writes (`weft.debug.memory`). The clocks of `weft.debug.clocks
     a collective                                 work of the current stream, as with NCCL
 
 Collectives are those of the backend. Direct sends are not checked. The checker does not see inside kernels or NCCL. It
-assumes that autograd computes on the stream that calls backward.
+assumes that autograd computes on the stream that is current when `backward()` is called.
 """
 
 import sys
