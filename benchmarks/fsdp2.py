@@ -3,11 +3,12 @@
     weft bench fsdp2 --ranks 2
     weft bench fsdp2 --ranks 4 -- --link 4gbit      # as root: a network of limited bandwidth between the ranks
 
-The model communicates much and computes little: eight MLP blocks, 67 M parameters in fp32, 128 rows per rank. A step is
-forward, backward and AdamW. The variants alternate within each round, so that a slow phase of the machine affects all
-of them. The time of a round is that of the slowest rank; a variant's figure is the median over rounds. There are three
-lower bounds: the computation without communication, the gathers and reductions of ZeRO-3 without computation, and the
-time for which both together keep the cores busy, which overlap cannot reduce.
+The model communicates much and computes little: eight MLP blocks with 67 M parameters in total, 128 rows per rank. A
+step is forward, backward and AdamW. The variants alternate within each round, so that a slow phase of the machine
+affects all of them. The time of a round is that of the slowest rank; a variant's figure is the median over rounds.
+There are three lower bounds: the computation without communication, the gathers and reductions of ZeRO-3 without
+computation, and the CPU time that both take together on all ranks divided by the number of cores, which overlap cannot
+reduce.
 """
 
 import os
