@@ -59,16 +59,21 @@ def dummy(weight: nn.Parameter) -> torch.Tensor | None:
     return torch.full_like(weight, torch.nan) if hasattr(weight, "main_grad") else None
 
 
+def zeros(weight: nn.Parameter) -> torch.Tensor | None:
+    return torch.zeros_like(weight) if hasattr(weight, "main_grad") else None
+
+
 class Direct(nn.Module):
     """Weights whose gradients come from autograd, from their modules, and from both. Rows `[n, WIDTH]` to a scalar."""
 
     def __init__(self, write: Callable) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.twice, self.both, self.rare, self.convention = (
-            nn.Parameter(torch.randn(WIDTH, WIDTH) / 4) for _ in range(4)
+        self.twice, self.both, self.rare, self.convention, self.zeroed = (
+            nn.Parameter(torch.randn(WIDTH, WIDTH) / 4) for _ in range(5)
         )
-        self.convention.grad_added_to_main_grad = False
+        self.convention.grad_added_to_main_grad = self.zeroed.grad_added_to_main_grad = False
+        self.zeroed.zero_out_wgrad = True  # its module returns zeros, so autograd's gradient is that of the other use
         self.write = write
 
     def forward(self, x: torch.Tensor, use_rare: bool) -> torch.Tensor:
@@ -78,6 +83,7 @@ class Direct(nn.Module):
         x = x + Writing.apply(F.linear(x, self.both.to(x.dtype)), self.both, self.write, nothing)
         for _ in range(2):
             x = F.gelu(Writing.apply(x, self.convention, by_megatron_s_convention, dummy))
+        x = x + Writing.apply(F.linear(x, self.zeroed.to(x.dtype)), self.zeroed, by_megatron_s_convention, zeros)
         if use_rare:
             x = Writing.apply(x, self.rare, self.write, nothing)
         return x.float().square().mean()

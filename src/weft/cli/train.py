@@ -4,6 +4,10 @@ import argparse
 import os
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from weft.train.run.world import Place
 
 EXAMPLE = Path(__file__).parents[1] / "train" / "example.toml"
 
@@ -11,69 +15,19 @@ EXAMPLE = Path(__file__).parents[1] / "train" / "example.toml"
 def start(options: argparse.Namespace) -> int:
     """Train and return the exit code. A process that is a rank exits with that code instead."""
     from weft.train.config import ConfigError, load_config
-    from weft.train.run.launch import RUN, launch
-    from weft.train.run.runs import CONFIG, open_run, refuse_no_run, refuse_other_directories, resuming, run_directory
-    from weft.train.run.trust import require_trust
+    from weft.train.run.launch import launch
+    from weft.train.run.runs import open_run, resuming
     from weft.train.run.world import place_from
 
-    if options.example:
-        if options.config is not None:
-            raise ConfigError(f"--example {options.config}: both name a configuration; leave one of them out")
-        options.config = str(EXAMPLE)
-    config_path = options.config
-    if config_path is None and isinstance(options.resume, str):
-        directory = run_directory(options.resume)
-        if directory.is_dir():
-            refuse_other_directories(directory, f"--resume {options.resume}")
-            refuse_no_run(directory, f"--resume {options.resume}")
-            config_path = str(directory / CONFIG)
-        else:  # `--resume CONFIG.toml`: the path names the configuration
-            if Path(options.resume).suffix != ".toml":
-                raise ConfigError(
-                    f"--resume {options.resume}: is not a directory; name the directory of a run, or a CONFIG.toml"
-                )
-            config_path = options.config = options.resume
-            options.resume = True
-    if config_path is None:
-        raise ConfigError(
-            "no configuration is named: weft train CONFIG.toml, weft train --example, or weft train --resume "
-            "RUN_DIRECTORY"
-        )
+    config_path = _find_configuration(options)
     if options.resume_or_start:
         if options.resume:
             raise ConfigError("--resume-or-start finds the run itself: leave --resume out")
         options.resume = True
-    if options.ranks is not None and options.ranks < 1:
-        raise ConfigError(f"--ranks {options.ranks}: must be at least 1")
     place = place_from(os.environ)
-    for name, value, least in (("restarts", options.restarts, 0), ("restart-ranks", options.restart_ranks, 1)):
-        if value is not None and value < least:
-            raise ConfigError(f"--{name} {value}: must be at least {least}")
-    if options.restart_ranks is not None and not options.restarts:
-        raise ConfigError(f"--restart-ranks {options.restart_ranks}: has no effect without --restarts; add --restarts")
-    if place is not None and place.launcher != "weft" and options.restarts:
-        raise ConfigError(
-            f"--restarts {options.restarts}: {place.launcher} restarts ranks itself; use its restarts with "
-            f"--resume-or-start, and leave --restarts out"
-        )
-    if place is not None and options.ranks not in (None, place.ranks):
-        raise ConfigError(
-            f"--ranks {options.ranks}: {place.launcher} has already started {place.ranks} ranks; leave --ranks out"
-        )
-    if options.weights is not None:
-        options.overrides.append(f"run.weights={options.weights}")
-    weights = [override for override in options.overrides if _is_weights(override)]
-    goes_on = bool(weights) and (options.resume or load_config(config_path, options.overrides).run.resume)
-    if goes_on and not options.resume_or_start:
-        given = f"--set {weights[-1]}" if options.weights is None else f"--from {options.weights}"
-        raise ConfigError(
-            f"{given}: has no effect on a resumed run, which uses its own weights; leave it out, or start a new "
-            "run without --resume"
-        )
-    if options.config is None and RUN not in os.environ:  # the process that started this rank has checked
-        configured = load_config(config_path, options.overrides)
-        asked = f"--resume {options.resume}"
-        require_trust(Path(config_path).parent, configured, options.overrides, trust=options.trust, asked=asked)
+    _check_ranks(options, place)
+    _check_weights(options, config_path)
+    _check_trust(options, config_path)
     command = _command(options, with_ranks=place is None or place.launcher == "weft")
     if place is not None:
         from weft.train.run.worker import work
@@ -101,6 +55,87 @@ def start(options: argparse.Namespace) -> int:
         restart_ranks=options.restart_ranks or ranks,
         keeps_copies=every > 0,
     )
+
+
+def _find_configuration(options: argparse.Namespace) -> str:
+    """Return the path of the configuration that `--example`, CONFIG.toml or `--resume` names."""
+    from weft.train.config import ConfigError
+    from weft.train.run.runs import CONFIG, refuse_no_run, refuse_other_directories, run_directory
+
+    if options.example:
+        if options.config is not None:
+            raise ConfigError(f"--example {options.config}: both name a configuration; leave one of them out")
+        options.config = str(EXAMPLE)
+    if options.config is not None:
+        return options.config
+    if not isinstance(options.resume, str):
+        raise ConfigError(
+            "no configuration is named: weft train CONFIG.toml, weft train --example, or weft train --resume "
+            "RUN_DIRECTORY"
+        )
+    directory = run_directory(options.resume)
+    if directory.is_dir():
+        refuse_other_directories(directory, f"--resume {options.resume}")
+        refuse_no_run(directory, f"--resume {options.resume}")
+        return str(directory / CONFIG)
+    if Path(options.resume).suffix != ".toml":
+        raise ConfigError(
+            f"--resume {options.resume}: is not a directory; name the directory of a run, or a CONFIG.toml"
+        )
+    options.config, options.resume = options.resume, True  # `--resume CONFIG.toml`: the path names the configuration
+    return options.config
+
+
+def _check_ranks(options: argparse.Namespace, place: "Place | None") -> None:
+    """Raise ConfigError for numbers of ranks and restarts that contradict each other or the launcher."""
+    from weft.train.config import ConfigError
+
+    if options.ranks is not None and options.ranks < 1:
+        raise ConfigError(f"--ranks {options.ranks}: must be at least 1")
+    for name, value, least in (("restarts", options.restarts, 0), ("restart-ranks", options.restart_ranks, 1)):
+        if value is not None and value < least:
+            raise ConfigError(f"--{name} {value}: must be at least {least}")
+    if options.restart_ranks is not None and not options.restarts:
+        raise ConfigError(f"--restart-ranks {options.restart_ranks}: has no effect without --restarts; add --restarts")
+    if place is not None and place.launcher != "weft" and options.restarts:
+        raise ConfigError(
+            f"--restarts {options.restarts}: {place.launcher} restarts ranks itself; use its restarts with "
+            f"--resume-or-start, and leave --restarts out"
+        )
+    if place is not None and options.ranks not in (None, place.ranks):
+        raise ConfigError(
+            f"--ranks {options.ranks}: {place.launcher} has already started {place.ranks} ranks; leave --ranks out"
+        )
+
+
+def _check_weights(options: argparse.Namespace, config_path: str) -> None:
+    """Add `--from` to the overrides. Raise ConfigError if weights are given to a run that is resumed."""
+    from weft.train.config import ConfigError, load_config
+
+    if options.weights is not None:
+        options.overrides.append(f"run.weights={options.weights}")
+    weights = [override for override in options.overrides if _is_weights(override)]
+    if not weights or options.resume_or_start:
+        return
+    if options.resume or load_config(config_path, options.overrides).run.resume:
+        given = f"--set {weights[-1]}" if options.weights is None else f"--from {options.weights}"
+        raise ConfigError(
+            f"{given}: has no effect on a resumed run, which uses its own weights; leave it out, or start a new "
+            "run without --resume"
+        )
+
+
+def _check_trust(options: argparse.Namespace, config_path: str) -> None:
+    """Raise ConfigError if the configuration is that of a run and names code that the user has not trusted."""
+    from weft.train.config import load_config
+    from weft.train.run.launch import RUN
+    from weft.train.run.trust import require_trust
+
+    if options.config is not None or RUN in os.environ:  # the process that started this rank has checked
+        return
+    configured = load_config(config_path, options.overrides)
+    asked = f"--resume {options.resume}"
+    require_trust(Path(config_path).parent, configured, options.overrides, trust=options.trust, asked=asked)
 
 
 def _local_devices() -> int:
