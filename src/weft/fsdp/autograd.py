@@ -9,10 +9,10 @@
 
 Autograd also raises if main weights were written to between forward and backward, as it does for a plain module. If a
 gathered copy has a version that this module has not set, other code wrote to the copy. Such a write would be lost, so
-it raises.
+`WeightsWritten` is raised.
 
-Autograd's errors name no parameters. Sharded parameters are in no autograd graph, so they get no gradients either.
-Therefore torch's function that runs a backward is wrapped, once, to raise errors that name the weights.
+Autograd's errors name no parameters. Nor does it find a sharded parameter that a user passes as one of `inputs`: it is
+in no graph. Therefore torch's function that runs a backward is wrapped, once, to raise errors that name the weights.
 
 Other code may still hold the original parameters, which sharded ones have replaced (`Original`). Their values, shapes
 and attributes stay as they were. In-place writes raise, because they would not reach the model. Reading `.grad` also
@@ -78,7 +78,7 @@ class FullParameters:
             self._before = self._here
         if self._copies:
             self._versions = (version,) * len(self._parameters)
-        elif moved:  # users may write to them, which also counts
+        elif moved:  # they are the main weights: users may write to them, and each tensor counts its own writes
             self._versions = tuple(parameter._version + moved for parameter in self._parameters)
         else:
             return

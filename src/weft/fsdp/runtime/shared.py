@@ -96,7 +96,7 @@ class Shared:
         self.reductions.reduce(unit)
 
     def expect_more(self, more: bool) -> None:
-        """Set whether a schedule has more microbatches whose gradients are added."""
+        """Set whether further microbatches of a schedule will add to the gradients."""
         self.reductions.more_to_come = more
 
     def _before_gather(self, unit: Unit) -> None:
