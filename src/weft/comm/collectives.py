@@ -146,7 +146,7 @@ def receive(tensors: Several, group: ProcessGroup, peer: int, tag: int) -> Pendi
 
 
 def all_gather_uneven(parts: Several, rank: int, group: ProcessGroup, what: str = "a gather of uneven parts") -> None:
-    """Fill each `parts[r]`, 1-D, with that of rank r, and wait. `rank`: this rank's index. `what`: a name for errors."""
+    """Fill each `parts[r]`, 1-D, with that of rank r, and wait. `rank`: this rank's index. `what`: name for errors."""
     kind = f"uneven/{[part.numel() for part in parts]}/{parts[rank].dtype}"
     with watching(kind, what, group):
         moved = [_movable(part, group) for part in parts]
