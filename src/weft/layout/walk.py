@@ -26,7 +26,7 @@ class _Holder(str):
 
 
 class _Unit:
-    """A simulated unit: whether its weights are gathered, and their holders. It has the methods of the engine's units."""
+    """A simulated unit: whether its weights are gathered, and who holds them. It has an engine unit's methods."""
 
     def __init__(self, walk: "Walk", number: int, facts: UnitFacts) -> None:
         self.number = number
