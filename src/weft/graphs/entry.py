@@ -1,4 +1,4 @@
-"""`weft.Graphs`: the user's options, from which the engine of a model creates its table."""
+"""`weft.Graphs`: the user's options, from which the engine of a model creates its table of graphed calls."""
 
 from dataclasses import dataclass
 
@@ -18,8 +18,8 @@ class Graphs(Settings):
     - `modules`: further modules, by their names in the root's `named_modules()`, or by a predicate of name and module.
       Each module must be part of one unit, and contain no other unit.
     - `warmup`: the number of passes that run eagerly after each new memory plan.
-    - `backend`: "cuda" (None means the same) or "tape". "tape" replays the operators one by one on the CPU. This shows
-      that the numbers are right but saves no time.
+    - `backend`: "cuda" (None means the same) or "tape". "tape" replays the operators one by one on the CPU. This tests
+      captures without a GPU, but saves no time.
     """
 
     def table(self, root: nn.Module, engine: Engine, device: torch.device) -> GraphTable:
