@@ -52,7 +52,7 @@ class Meshes:
 
     @property
     def dp_size(self) -> int:
-        """The number of parts of a global batch: the size of `dense` divided by the size of `cp`."""
+        """The number of parts into which a global batch is divided: the size of `dense` divided by that of `cp`."""
         return self.dense.size() // self._context_ranks
 
     @property

@@ -28,10 +28,8 @@ _OUTER_ROWS = ("no_shard", "optim")
 
 @dataclass(frozen=True, init=False)
 class Placements:
-    """The placements of parameters, gradients and optimizer state. Each field has one placement per mesh axis.
-
-    Raises ValueError for a combination that no strategy has.
-    """
+    """The placements of parameters, gradients and optimizer state. Each field has one placement per mesh axis. Raises
+    ValueError for a combination that no strategy has."""
 
     parameter: tuple[Placement, ...]
     gradient: tuple[Placement, ...]

@@ -55,8 +55,7 @@ class Owner(Protocol):
 
 
 class Signature:
-    """Calls with the same key (shapes, numbers, ...): their outputs' gradients, and a capture per microbatch in flight.
-    """
+    """Calls with one key (shapes, numbers, ...): their outputs' gradients, and a capture per microbatch in flight."""
 
     def __init__(self) -> None:
         self.gradients: dict[int, Sample] = {}

@@ -11,7 +11,7 @@ from weft.graphs.table import Engine, GraphTable
 
 @dataclass(frozen=True)
 class Graphs(Settings):
-    """Capture parts of a model and replay them: one launch instead of one launch for each operator.
+    """Capture parts of a model and replay them: a replay takes one launch per part, not one per operator.
 
     - `scopes`: parts of the layers of `weft.models`: "attn", "mamba", "mlp" (dense, and the shared expert),
       "moe_router", "moe_preprocess" (only with "moe_router"), "experts" (only with `pad_to_capacity`) and "finish".

@@ -114,8 +114,8 @@ def _quantize_at_once(
 
 
 def largest_of(tensor: torch.Tensor, recipe: Quantization) -> torch.Tensor:
-    """Return the largest finite magnitude of `tensor` after the cast to `recipe.via`, fp32 `[]`. An empty tensor has
-    0."""
+    """Return the largest finite magnitude of `tensor` after the cast to `recipe.via`, as an fp32 `[]` tensor; 0 for an
+    empty `tensor`."""
     if not tensor.numel():
         return torch.zeros((), dtype=torch.float32, device=tensor.device)
     parts = tensor.reshape(-1).split(CHUNK if tensor.device.type == "cpu" else tensor.numel())
