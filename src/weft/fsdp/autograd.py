@@ -11,8 +11,8 @@ Autograd also raises if main weights were written to between forward and backwar
 gathered copy has a version that this module has not set, other code wrote to the copy. Such a write would be lost, so
 `WeightsWritten` is raised.
 
-Autograd's errors name no parameters. Nor does it find a sharded parameter that a user passes as one of `inputs`: it is
-in no graph. Therefore torch's function that runs a backward is wrapped, once, to raise errors that name the weights.
+Autograd's errors name no parameters. Nor can autograd differentiate with respect to a sharded parameter, which is in no
+graph. Therefore torch's function that runs a backward is wrapped, once, to raise errors that name the weights.
 
 Other code may still hold the original parameters, which sharded ones have replaced (`Original`). Their values, shapes
 and attributes stay as they were. In-place writes raise, because they would not reach the model. Reading `.grad` also

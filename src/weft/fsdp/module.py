@@ -113,7 +113,7 @@ class FSDPModule:
                 unit.requires_gradient_sync = reduces
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether backwards from now on are the last before an optimizer step; call it again before the others.
+        """Set whether the next backward, and each one until the next call, is the last before an optimizer step.
         Strategies with partial gradients, "no_shard" and "optim", reduce only in the last backward."""
         is_last_backward = _switch("set_is_last_backward", is_last_backward)
         runtime_of(self).reductions.last_backward = is_last_backward

@@ -82,7 +82,7 @@ class TensorAtomic:
 
 @dataclass(frozen=True)
 class BlockAtomic:
-    """The tensor is cut only between blocks of `rows` rows (dim 0). For number formats whose blocks must not be cut."""
+    """The tensor is cut only between blocks of `rows` rows (dim 0). For block formats, such as MXFP8 (32 rows)."""
 
     rows: int
 

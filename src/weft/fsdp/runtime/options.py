@@ -40,7 +40,7 @@ class RuntimeOptions:
       transfer takes as long as a message's latency; in a large model up to four times that, but at most an eighth of
       the model.
     - `max_live_reduce_buffers`: the number of units whose partial gradients may be live at once, including the unit
-      whose backward runs. With 2, one unit is reduced while the next one computes. With 1, nothing computes meanwhile.
+      whose backward runs. With 2, one unit is reduced while the next computes. With 1, there is no such overlap.
     - `check_collectives`: after each backward the ranks compare their collectives, and agree on which parameters have
       gradients. False: hosts never wait for each other. Then every rank must run the same units and do the same writes
       to weights between the passes of a step, and a parameter that no rank used has a gradient of zeros, not None.
