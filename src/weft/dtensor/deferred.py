@@ -13,7 +13,7 @@ from weft.dtensor.uneven import UnevenDTensor
 
 
 class DeferredDTensor(UnevenDTensor):
-    """A sharded tensor without a local tensor. The first read of that turns it into an `UnevenDTensor` that has one."""
+    """A sharded tensor whose local tensor has no memory. The first read of that makes this an `UnevenDTensor` again."""
 
     _bring: Callable[[], None]
 

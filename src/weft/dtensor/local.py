@@ -131,8 +131,8 @@ def _beside(operands: tuple) -> list[Any] | None:
 
 
 def on_parts(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run an element-wise operator on the local parts. Operands are scalars, or are cut or can be sliced in the same
-    way."""
+    """Run an element-wise operator on the local parts. Each operand is a scalar, has the same cuts as the result, or
+    can be sliced by these cuts."""
     # No pytree functions, which are slow: these operators take no lists, and optimizers call them per parameter.
     changed = kwargs.get("out", args[0]) if func._schema.is_mutable else None
     given = (*args, *kwargs.values())

@@ -152,7 +152,7 @@ class UnevenDTensor(RuledDTensor):
 
     @property
     def owner(self) -> int | None:
-        """The index of the part that has all elements; None if several parts have elements."""
+        """The index of the one part that has all elements while the others are empty; None if there is no such part."""
         return self._cuts.owner if self.axes == self._cuts.axes else None
 
     @property

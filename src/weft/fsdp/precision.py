@@ -150,7 +150,7 @@ class Recipe:
 
     @cached_property
     def narrows(self) -> bool:
-        """Whether a gradient may overflow in the reduce dtype. If so, it is first scaled in `main_grad`."""
+        """Whether a gradient may overflow in the reduce dtype. If so, it is first scaled in the dtype `main_grad`."""
         return has_less_range(self.reduce, self.compute)
 
 

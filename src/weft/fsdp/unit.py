@@ -138,7 +138,7 @@ class Unit:
         return any(group.is_stale for group in self.groups)
 
     def prefetch(self) -> None:
-        """Start the gather if the weights are at rest."""
+        """Start to gather the weights, unless they are gathered or being gathered."""
         for unit in self.tied:
             unit.prefetch()
         if self.state is State.AT_REST:
@@ -147,7 +147,7 @@ class Unit:
             self._gather()
 
     def gather_started(self, ticket: Ticket) -> None:
-        """Record that `ticket`, a message of several units, gathers the weights. They must be at rest."""
+        """Record that `ticket`, a message of several units, gathers the weights. They must not be gathered yet."""
         self.state = TRANSITIONS.get((self.state, "gather")) or self._refuse("gather")
         self.resident = True
         self._tickets = [ticket]
@@ -259,7 +259,7 @@ class Unit:
             group.shard_after_forward(size)
 
     def forget(self) -> None:
-        """Drop post-forward shards: the next gather starts from the main weights."""
+        """Drop the shards that were kept after forward, so that the next gather starts from the main weights."""
         self.keeps_post_forward = False
         for group in self._coming:
             if group.post_forward is not None:
@@ -357,7 +357,7 @@ class Unit:
 
     @cached_property
     def is_addressed(self) -> bool:
-        """Whether gathers of this unit cannot match those of other units: there are none, or each has a tag."""
+        """Whether gathers of this unit cannot match those of other units: it has none, or messages have tags."""
         gathered = (group for group in self.groups if group.plan.moves)
         return all(transport_of(group.groups[-1], group.device).capabilities.tags for group in gathered)
 

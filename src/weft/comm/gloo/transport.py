@@ -40,7 +40,7 @@ class Gloo:
     ) -> Pending:
         """Send the small tensors to each rank concatenated, in one message. Send each large tensor unchanged.
 
-        Row r of the `table` is the message from rank r.
+        Row r of `table`, below, is the message from rank r.
         """
         rank, size = dist.get_rank(group), group.size()
         swaps: list[Swap] = []

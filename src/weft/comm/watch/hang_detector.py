@@ -115,7 +115,7 @@ class HangDetector:
             raise CollectiveMismatch(self.verdict)
 
     def issue(self, key: str, name: str, group: Any) -> Call:
-        """Count a collective and return it. Raises CollectiveMismatch as `check` does."""
+        """Count a collective that this rank issues; return its record. Raises CollectiveMismatch as `check` does."""
         self.check()
         if group not in self._ranks:
             self._ranks[group] = tuple(dist.get_process_group_ranks(group))

@@ -34,8 +34,8 @@ def rest(group: ParameterGroup) -> None:
 
 
 def equalize_slices(groups: Sequence[ParameterGroup]) -> None:
-    """Broadcast parameters that are not sliced over the tensor-parallel ranks. Parameters that are sharded over these
-    ranks are left out. Collective."""
+    """Broadcast parameters over the tensor-parallel ranks if these do not slice them. Leave out parameters that are
+    sharded over these ranks. Collective."""
     for slices in dict.fromkeys(own for group in groups for own in group.slice_groups):
         ranks = set(dist.get_process_group_ranks(slices))
         for group in groups:
