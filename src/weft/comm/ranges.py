@@ -68,7 +68,7 @@ recording: list[Any] = []
 
 
 def labelled(label: str) -> AbstractContextManager:
-    """Label the communication that is issued inside this context with `label` in a timeline that records."""
+    """Inside this context, give communication the label `label` in a timeline that records."""
     return _labelled(recording[0], label) if recording else NOTHING
 
 

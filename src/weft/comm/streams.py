@@ -118,7 +118,7 @@ def host_memory(*size: int, dtype: torch.dtype, device: torch.device, pinned: bo
 
 
 def taken(memory: torch.Tensor, describe: Callable[[], str]) -> None:
-    """Tell the checker that `memory` is reused from here on, after all earlier uses. `describe()`: the new user."""
+    """Tell the checker that `memory` is reused from here on, after all earlier uses. `describe()`: its user."""
     if _checker is not None:
         _checker.taken(memory, describe)
 

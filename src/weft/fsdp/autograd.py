@@ -107,7 +107,7 @@ class FullParameters:
                 parameter.__class__ = _subclass(_Gone, here)
 
     def check_unwritten(self) -> None:
-        """Raise WeightsWritten if code wrote to copies."""
+        """Raise WeightsWritten if other code wrote to gathered weights that are copies."""
         if self._came is None and (not self._copies or tuple(map(_version_of, self._parameters)) == self._versions):
             return
         written = self._written()
@@ -123,7 +123,7 @@ class FullParameters:
             )
 
     def _written(self) -> list[nn.Parameter]:
-        """Return the copies whose version counter other code has changed."""
+        """Return the gathered copies whose version counter other code has changed."""
         found = map(_version_of, self._parameters) if self._copies else ()
         return [each for each, here, told in zip(self._parameters, found, self._versions) if here != told]
 

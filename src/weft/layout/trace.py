@@ -54,5 +54,5 @@ class Trace:
         return tuple(event.detail for event in self.events if event.what == "use")
 
     def turned(self) -> tuple[int, ...]:
-        """Return the uses of the backward that this forward predicts: its units in reverse order of `done`."""
+        """Predict the uses in the backward of this forward: its units in reverse order of `done`."""
         return tuple(event.unit for event in reversed(self.events) if event.what == "done" and event.detail)

@@ -206,7 +206,7 @@ class HangDetector:
         return str(mismatch("wait for different things", said, _RULE)) if left else ""
 
     def leave(self) -> None:
-        """Publish that the program or its world ends, and end the thread, which could abort the interpreter."""
+        """Publish that the program or its world ends, and end the thread: at exit it could abort the interpreter."""
         if os.getpid() != self._process:  # called in a fork
             return
         self._over.set()

@@ -127,7 +127,7 @@ def patience(stuck: Iterable[State]) -> float:
 
 
 def sayings(stuck: Mapping[int, State], picture: Picture) -> dict[int, str]:
-    """Return for each stuck rank a text for the error: for what it waits, and which ranks never began that."""
+    """Return, for each stuck rank, a text for the error: what it waits for, and which ranks never began that."""
     said = {rank: state.name for rank, state in stuck.items()}
     for rank, state in stuck.items():
         if state.doing == "waits":
