@@ -45,7 +45,7 @@ def quantize(
     - mx: e8m0 as uint8 `[R, C / 32]`
     - nvfp4: e4m3 as uint8 `[R, C / 16]`, and fp32 `[]`
 
-    An `[S, R, C]` tensor, a stack of S matrices, has S times these scales.
+    For a stack of S matrices, `[S, R, C]`, the shapes of the scales begin with S: `[S]`, `[S, R]`, and so on.
 
     `largest`: if `tensor` is a part of a matrix and the recipe has one scale per matrix (tensorwise, nvfp4), the result
     of `largest_of` for the whole matrix; for a stack, one result for each matrix. `out`: the tensor for the payload.
