@@ -68,7 +68,7 @@ recording: list[Any] = []
 
 
 def labelled(label: str) -> AbstractContextManager:
-    """Inside this context, give communication the label `label` in a timeline that records."""
+    """Inside this context, a timeline that records gives communication the label `label`."""
     return _labelled(recording[0], label) if recording else NOTHING
 
 

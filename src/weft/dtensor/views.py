@@ -25,7 +25,7 @@ class Step(NamedTuple):
 
 
 class ShardedView(RuledDTensor):
-    """A view of a sharded tensor. To read it gathers the tensor; an in-place operator also writes to the tensor. Both
+    """A view of a sharded tensor. Reading it gathers the tensor; an in-place operator also writes to the tensor. Both
     are collective. `repr` does neither. `to_local()` raises RuntimeError: its result would be a copy, and writes to the
     copy would be lost."""
 

@@ -20,7 +20,7 @@ from weft.fsdp.unit import Unit
 
 
 class FSDPModule:
-    """The methods that `fully_shard` adds. Methods of FSDP2 mean the same as in torch, or raise NotImplementedError."""
+    """The methods that `fully_shard` adds. FSDP2's methods do the same as in torch, or raise NotImplementedError."""
 
     _weft_unit: Unit
     _weft_driver: UnitDriver
@@ -236,12 +236,12 @@ class FSDPModule:
         raise NotImplementedError(f"set_custom_reduce_scatter({comm!r}): {_OWN_COLLECTIVES}")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Do nothing for False. True raises NotImplementedError: torch's allocator provides memory for messages."""
+        """Do nothing for False. True raises NotImplementedError: messages use memory of torch's allocator."""
         if _switch("set_allocate_memory_from_process_group_for_comm", enable):
             raise NotImplementedError(f"set_allocate_memory_from_process_group_for_comm(True): {_OWN_MEMORY}")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Raise NotImplementedError: torch's allocator provides the memory for messages."""
+        """Raise NotImplementedError: messages use memory of torch's allocator."""
         raise NotImplementedError(f"set_symm_mem_for_comm({backend!r}): {_OWN_MEMORY}")
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:

@@ -33,7 +33,7 @@ def offload_of(policy: Any) -> CPUOffloadPolicy | None:
 
 
 class GradientDownload:
-    """Copies reduced gradients from `strip`, on the device, to `main_grad` in CPU memory. `pinned`: this is pinned."""
+    """Copies reduced gradients from `strip` on the device to `main_grad` in CPU memory. `pinned`: pin CPU buffers."""
 
     def __init__(self, main_grad: FlatBuffer, strip: Transient, *, pinned: bool) -> None:
         self._main_grad = main_grad

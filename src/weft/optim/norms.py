@@ -51,7 +51,7 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
-    """Scale all gradients of a sharded model to a norm of at most `max_norm`. Return the norm before. Collective.
+    """Scale all gradients of a sharded model to a norm of at most `max_norm`. Return their norm before. Collective.
 
     The norm is computed as in `grad_norm`. Raises what `grad_norm` raises, and ValueError for a `max_norm` that is not
     a number of at least 0. With `error_if_nonfinite`, the host waits for the norm, and RuntimeError is raised if the

@@ -10,8 +10,8 @@ from weft.quantize.recipe import Quantization
 
 
 class Shares(NamedTuple):
-    """Fractions of elements. `saturated`: of those that were clamped to the largest magnitude of the format.
-    `underflowed`: of those that were not zero and became zero."""
+    """Shares of all elements, 0 to 1. `saturated`: of elements that were clamped to the format's largest magnitude.
+    `underflowed`: of elements that were not zero and became zero."""
 
     saturated: float
     underflowed: float
