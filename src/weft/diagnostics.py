@@ -26,7 +26,7 @@ from weft.quantize.shares import Shares
 
 
 def describe(model: nn.Module) -> str:
-    """Return a table of the model's units: parameters, shards, dtypes, MiB on this rank, padding.
+    """Return a table of the model's units as text: parameters, shards, dtypes, MiB on this rank, padding.
 
     Raises ValueError for a model without sharded modules.
     """
@@ -42,18 +42,19 @@ def describe(model: nn.Module) -> str:
 
 
 def memory_report(model: nn.Module) -> dict[str, Any]:
-    """Return the bytes of the model's storages on this rank, including those of replaced modules that still exist.
+    """Return the bytes of the model's storages on this rank. Modules that were replaced but still exist count too.
 
-    `persistent`: bytes that are always allocated on the device, by role; "quantized weights" are payloads and scales.
-    `offloaded`: bytes in CPU memory, with `CPUOffloadPolicy`. `transient`: for gathered weights and partial gradients
+    `persistent`: a dict of the bytes that are always allocated on the device: "weights", "gradients" and, for payloads
+    and scales, "quantized weights". `offloaded`: such a dict for CPU memory, with `CPUOffloadPolicy`. `transient`: for
+    "gathered weights" and for "partial gradients", a dict of
 
         live          bytes in use now
         peak          the maximum of live so far
-        slab          bytes of the allocation that the memory plan divides
+        slab          bytes of the slab: one allocation, in which the memory plan places the buffers
         lower bound   the most bytes in use at once in the planned steps: no plan can take less
         plans         number of plans made
         allocations   number of allocations: of a slab, or of one buffer outside of it
-        fallbacks     number of buffers outside of the slab because the plan did not include them
+        fallbacks     how often a buffer found no free place in the slab after the first plan
     """
     mine = units_of(model)
     roots = [driver for driver in drivers_under([model]) if driver.root is driver and driver.runtime is not None]
@@ -87,8 +88,8 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
 class Nonfinite(NamedTuple):
     """The number of non-finite elements in one rank's part of a parameter or gradient.
 
-    `unit`: the name of the unit, "" for the root, None for no unit. `nan`, `inf`: numbers of elements. `stage`: the
-    pipeline stage, None for a model without stages.
+    `unit`: the name of the unit, "" for the root, None for a parameter that is in no unit. `nan`, `inf`: the numbers of
+    elements that are NaN and infinite. `stage`: the pipeline stage, None for a model without stages.
     """
 
     name: str
@@ -109,7 +110,7 @@ def find_nonfinite(model: nn.Module) -> list[Nonfinite]:
     """Find NaN and infinity in the weights and gradients of a model, including all pipeline stages.
 
     The result is the same on every rank, ordered by rank, then in the model's order. Collective. No tensor is gathered:
-    the ranks first agree whether any of them has found something, and exchange their findings only then. Raises
+    each rank checks its own parts. The ranks exchange their findings only if any of them has found something. Raises
     ValueError for a model without sharded modules.
     """
     units, what = units_of(model), "search for values that are not finite"
@@ -150,13 +151,14 @@ def _nonfinite_here(model: nn.Module) -> list[Nonfinite]:
     for number in sorted(suspects):
         name, unit, what, tensor = tensors[number]
         nan, inf = (int(count(tensor).sum()) for count in (torch.isnan, torch.isinf))
-        if nan or inf:  # if neither, the values were too large for the norm's dtype
+        if nan or inf:  # if neither, all elements are finite, and only their norm was too large for its dtype
             found.append(Nonfinite(name, unit, what, dist.get_rank(), nan, inf, stages.get(name)))
     return found
 
 
 def groups_to_all_ranks(model: nn.Module) -> list[dist.ProcessGroup]:
-    """Return process groups of the model. A value that is reduced over each in turn is reduced over all its ranks."""
+    """Return process groups of the model. A value that is reduced over each of them, one after another, is reduced over
+    all ranks of the model."""
     groups = [group for unit in units_of(model) for group in unit.groups]
     mesh = max((group.mesh for group in groups), key=lambda mesh: mesh.size())
     reached = [group_of(mesh, axis) for axis in range(mesh.ndim)]
@@ -166,10 +168,10 @@ def groups_to_all_ranks(model: nn.Module) -> list[dist.ProcessGroup]:
 
 
 def quantization_shares(model: nn.Module) -> dict[str, Shares]:
-    """Return the shares of each unit's quantized weights that saturate and that underflow.
+    """Return which fractions of each unit's quantized weights saturate and underflow.
 
-    The keys are the names of the units ("" for the root). The result is the same on all ranks. Quantizes this rank's
-    main weights again, and reduces the counts once. Frozen weights of which only the payload is kept are not counted.
+    The keys are the names of the units ("" for the root). The result is the same on all ranks. Each rank quantizes its
+    main weights again to count the elements. Frozen weights that are kept only in quantized form are not counted.
     Collective. Do not call it between a forward and its backward. Raises ValueError for a model without sharded
     modules.
     """

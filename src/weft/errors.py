@@ -131,7 +131,7 @@ class PatternError(WeftError, ValueError):
 
 
 class TableError(WeftError, ValueError):
-    """A schedule table cannot run. `rank` and `position` (from 0) name the offending entry, and `reason` the cause."""
+    """A schedule table cannot run. `rank` and `position` (from 0) name the wrong entry; `reason`: what is wrong."""
 
     def __init__(self, message: str, rank: int, position: int, reason: str) -> None:
         super().__init__(message)

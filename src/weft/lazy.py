@@ -7,7 +7,8 @@ from typing import Any
 
 
 def exports(package: str, homes: Mapping[str, Iterable[str]], rooms: Iterable[str] = ()) -> Callable[[str], Any]:
-    """Return a `__getattr__` for `package`. `homes`: module -> names imported from it; `rooms`: subpackages."""
+    """Return a `__getattr__` for the module `package`. `homes`: for each module, the names to import from it. `rooms`:
+    the subpackages to import by their names."""
     home_of = {name: module for module, names in homes.items() for name in names}
     known = set(rooms)
 

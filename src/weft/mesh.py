@@ -37,7 +37,7 @@ class Meshes:
     - `dense`: the mesh of the data-parallel ranks. It is 1-D, or 2-D (outer, shard) if `dp_replicate > 1`.
     - `expert`: the mesh of the data-parallel ranks that hold the same experts. It is `dense` if `ep` is 1.
     - `ep`, `pp`, `tp`, `cp`: a 1-D mesh of each axis. None if the axis has one rank.
-    - `etp`: the same mesh as `tp`. None if experts are whole.
+    - `etp`: the mesh over which each expert is cut: the same mesh as `tp`. None if experts are not cut.
     """
 
     dense: DeviceMesh
@@ -52,7 +52,7 @@ class Meshes:
 
     @property
     def dp_size(self) -> int:
-        """The number of parts of a global batch: the size of `dense` divided by the size of `cp`."""
+        """The number of parts into which a global batch is divided: the size of `dense` divided by that of `cp`."""
         return self.dense.size() // self._context_ranks
 
     @property
@@ -99,8 +99,8 @@ def init_meshes(
         dp_replicate: the number of replicas of the sharded model.
         dp_shard: the number of ranks over which each replica is sharded. -1: all ranks that the other axes do not use.
         cp: the number of context-parallel ranks. Dense parameters are sharded over `dp_shard * cp` ranks.
-        ep: the number of expert-parallel ranks. It must divide `dp_replicate * dp_shard * cp`. If `etp` is 1, it must
-            divide `dp_replicate * dp_shard * cp * tp`.
+        ep: the number of expert-parallel ranks. It must divide `dp_replicate * dp_shard * cp` or, if `etp` is 1,
+            `dp_replicate * dp_shard * cp * tp`.
         tp: the number of tensor-parallel ranks.
         etp: the number of ranks over which each expert is cut: `tp` or 1. Default: `tp`. With 1, experts are whole, and
             each tensor-parallel rank sends only its own positions to them.
@@ -109,8 +109,8 @@ def init_meshes(
     is 1). Otherwise expert-parallel groups span replicas, and the expert mesh is 1-D.
 
     Raises:
-        ValueError: a device that this host lacks, a size below 1, a product that is not the world size, an `ep` that
-            does not divide the ranks over which experts are spread, or an `etp` that is neither 1 nor `tp`.
+        ValueError: a device that this host lacks, a size below 1, sizes whose product is not the world size, an `ep`
+            that does not divide the number of ranks stated above, or an `etp` that is neither 1 nor `tp`.
         RuntimeError: no process group exists, and the environment does not describe one.
     """
     if device_type not in ("cpu", "cuda"):
@@ -165,7 +165,7 @@ def forget_meshes() -> None:
     `gc.collect()`.
     """
     _worlds.clear()
-    for function in vars(functional).values():  # some have the world group of import time as a default
+    for function in vars(functional).values():  # the default of some is the group that was the world at their import
         if isinstance(function, FunctionType) and function.__defaults__:
             function.__defaults__ = tuple(
                 None if isinstance(each, dist.ProcessGroup) else each for each in function.__defaults__

@@ -1,7 +1,7 @@
 """`drop_in()`: replaces torch's FSDP2 by weft in programs whose imports cannot be changed.
 
-Code that looks up `torch.distributed.fsdp.fully_shard` finds weft's function. So do libraries that have imported
-torch's function, or import it later. torch's private modules, which define it, keep torch's function. Policies are not
+Code that looks up `torch.distributed.fsdp.fully_shard` finds weft's function. In libraries that have already imported
+torch's function, it is replaced too. torch's private modules, which define it, keep torch's function. Policies are not
 replaced, because weft accepts torch's. Checkpoints, optimizers, clipping and Distributed State Dicts need no
 replacement.
 """
@@ -17,19 +17,19 @@ from weft.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_me
 
 _NAMES: tuple[Any, ...] = (fully_shard, FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx)
 _OURS = {id(getattr(torch_fsdp, ours.__name__)): ours for ours in _NAMES}
-"""By the id of what each replaces, which torch's private modules keep alive."""
+"""weft's objects by the ids of torch's objects that they replace. torch's private modules keep the latter alive."""
 _DEFINING = "torch.distributed.fsdp._fully_shard."
 
 
 class DropIn:
-    """The names that `drop_in` has replaced. `print` shows them. As a context, it restores torch's names at its end."""
+    """The names that `drop_in` has replaced. `print` shows them. A `with` statement restores torch's at its end."""
 
     def __init__(self, places: list[tuple[ModuleType, str, Any]]) -> None:
         self._places = places
         self.replaced = tuple(f"{module.__name__}.{name}" for module, name, _ in places)
 
     def undo(self) -> None:
-        """Restore torch's names where they were replaced. Modules that were imported meanwhile keep weft's names."""
+        """Restore torch's names where `drop_in` replaced them. Modules imported since then keep weft's names."""
         while self._places:
             module, name, theirs = self._places.pop()
             setattr(module, name, theirs)
@@ -54,9 +54,9 @@ class DropIn:
 def drop_in() -> DropIn:
     """Replace torch's `fully_shard`, and the names that belong to it, by weft's in all imported modules.
 
-    The replacement lasts until the process ends, or for a context: `with weft.drop_in() as replaced`. Call it before or
-    after libraries are imported, and before anything is sharded. `print` the result to see the replaced names. A second
-    call also replaces names in modules that were imported since the first.
+    The replacement lasts until the process ends, or until a block `with weft.drop_in() as replaced:` ends. Call it
+    before anything is sharded; libraries may be imported earlier or later. `print` the result to see the replaced
+    names. A second call also replaces names in modules that were imported since the first.
     """
     places = []
     for module in list(sys.modules.values()):

@@ -1,4 +1,4 @@
-"""Weak references, so that units, runtimes and buffers are freed without garbage collection."""
+"""Weak references, which avoid reference cycles: units, runtimes and buffers are freed without garbage collection."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -11,7 +11,7 @@ def alive(refs: "Iterable[weakref.ref[Any]]") -> list[Any]:
 
 
 def weakly(bound: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls the method `bound` while its object is alive, and then returns None."""
+    """Return a function that calls the method `bound`, or returns None if the method's object was freed."""
     known = weakref.WeakMethod(bound)
 
     def call(*args: Any) -> Any:

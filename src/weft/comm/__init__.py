@@ -1,14 +1,14 @@
 """Communication. Code outside of this folder calls no collective of torch and names no backend.
 
 lanes          ordered queues of communication that overlaps with computation
-collectives    the collectives that lanes run, and those that wait immediately
+collectives    the collectives that lanes run, and blocking ones
 backends       the choice of a transport for a group and a device
 transport      the protocol of a transport, and its capabilities
 gloo/          the transport of direct sends over gloo
 builtin        the transport that uses the collectives of NCCL or any other backend
 groups         process groups, channels and tags
-agreement      small messages between hosts on which all ranks agree
-priority       holding back lanes for more urgent communication
+agreement      small messages with which the hosts of all ranks agree
+priority       holds back lanes for more urgent communication
 transfers      transfers on the CPU that begin when other work has ended
 streams        the order of a device's work
 watch/         the hang detector

@@ -5,9 +5,9 @@ information about queued work while the devices still compute.
 
 At the end of a backward the ranks exchange which units they reduced, which collectives they issued and which parameters
 have gradients. A rank then starts the reductions that only other ranks have started. Messages of different units can
-have the same form, so ranks that issued different collectives would mix up gradients. The exchange therefore raises an
-error before the optimizer can use them. A parameter keeps `.grad = None` only if no rank has a gradient for it, as in a
-single process.
+have the same size, so ranks that issued different collectives would mix up gradients. The exchange therefore raises an
+error before the optimizer can use these gradients. A parameter keeps `.grad = None` only if no rank has a gradient for
+it, as in a single process.
 """
 
 import hashlib
@@ -32,8 +32,8 @@ def agree(values: Sequence[int], groups: Sequence[dist.ProcessGroup], what: str,
     """All-reduce integers, and return the maximum of each.
 
     `groups`: the process groups of mesh axes. The result covers all ranks of the mesh. Integers are below 2**63 in
-    magnitude. In each of log2(n) rounds a rank sends one message, at twice the distance of the round before. `what`:
-    the purpose. `channel`: the model's. Messages with another purpose or channel never match these.
+    magnitude. In each of log2(n) rounds a rank sends one message, to a rank twice as far away as in the round before.
+    `what`: the purpose. `channel`: the model's number. Messages with another purpose or channel never match these.
     """
     tag = tag_of(TAGS, what, channel)
     with streams.on_host():
@@ -56,7 +56,7 @@ def agree(values: Sequence[int], groups: Sequence[dist.ProcessGroup], what: str,
 
 class Agreement:
     """The log of one backward's collectives. At the end of the backward it is compared across ranks. `checks`: whether
-    ranks exchange anything. `channel`: separates the messages of models that use the same process groups."""
+    ranks exchange anything. `channel`: a number that separates the messages of models with the same process groups."""
 
     def __init__(self, checks: bool, channel: int) -> None:
         self.checks = checks
@@ -81,7 +81,7 @@ class Agreement:
         high, low = agree([word, -word], groups, "first pass", channel=self.channel)
         if high != -low:
             raise _parted(units, groups, "have different units", "build the same model on every rank")
-        # A message of its own: ranks with different units have different numbers of groups.
+        # A separate message, after the check: ranks with different units would send different numbers of integers.
         return [*map(bool, agree(trains, groups, "first pass", channel=self.channel))]
 
     def reach(
@@ -91,8 +91,8 @@ class Agreement:
         names: Sequence[str],
         groups: Sequence[dist.ProcessGroup],
     ) -> tuple[list[list[bool]], bool]:
-        """Compare the logs of all ranks at the end of a backward, and clear this rank's. Return each of `flags`, true
-        where it is true on any rank, and whether `arrived` is the same on all ranks.
+        """Compare the logs of all ranks at the end of a backward, and clear this rank's. Return `flags`, each true if
+        it is true on any rank, and whether `arrived` is the same on all ranks.
 
         `arrived`: the units in the order in which their backwards ended. `names`: those of all units. `groups`: the
         process groups of the mesh axes, which together reach every rank. Raises CollectiveMismatch, on every rank, if

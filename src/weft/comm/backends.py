@@ -72,7 +72,7 @@ def world() -> dist.ProcessGroup:
 
 
 def backend_for(device: torch.device) -> str:
-    """Return the name for `init_process_group` of ranks that compute on `device`."""
+    """Return the backend to pass to `init_process_group` for ranks that compute on `device`."""
     return _DEVICES[device.type]
 
 
@@ -91,6 +91,6 @@ _LOST = ("connection closed", "connection reset", "broken pipe", "socket", "nccl
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Return whether `error` only says that the connection to another rank is lost."""
+    """Return whether `error` only reports that the connection to another rank is lost, not why."""
     said = str(error).lower()
     return isinstance(error, RuntimeError) and not isinstance(error, OSError) and any(word in said for word in _LOST)

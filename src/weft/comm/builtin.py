@@ -1,8 +1,8 @@
 """The collectives that the backend itself implements: NCCL's, and those of any backend without a transport in weft.
 
 A communicator runs its operations one after another, in the order in which this rank issues them. Messages have no
-tags, so every rank must issue the same operations in the same order. A bundle is one call with several tensors. NCCL
-runs it as one group.
+tags, so every rank must issue the same operations in the same order. A bundle, several tensors at the cost of one
+message, is one call, which NCCL runs as one group.
 """
 
 from typing import Any
@@ -53,7 +53,7 @@ class BuiltIn:
         options = AllgatherOptions()
         options.asyncOp = _beside(wholes[0])
         work = group.allgather_into_tensor_coalesced(wholes, own, options)
-        return Pending([work], wholes.clear)  # keeps the temporary memory until then
+        return Pending([work], wholes.clear)  # keeps the temporary memory until the transfers have ended
 
     def all_gather_uneven(self, parts: Several, rank: int, group: ProcessGroup, tag: int) -> Pending:
         """Gather parts that are padded to the size of the largest part."""
@@ -111,14 +111,14 @@ class BuiltIn:
         return _started(dist.all_to_all_single(output, source, *sizes, group=group, async_op=_beside(output)))
 
     def inbox_numel(self, partial_numel: int, size: int, *, scatters: bool) -> int:
-        """Return the size of a scattered result, which is received before it is added to the output."""
+        """Return the size of a reduce-scatter's result, which is received before it is added to the output."""
         return partial_numel // size if scatters else 0
 
     def _scaled(self, partial: Tensor, scale: float, size: int, sum_only: bool) -> tuple[Any, float]:
         """Return the reduce operation to use, and the factor by which its result must be multiplied."""
         if scale == 1 / size and not sum_only and self._averages:
             return dist.ReduceOp.AVG, 1.0
-        if partial.dtype.itemsize < 4:  # a sum of many may overflow: scale the terms
+        if partial.dtype.itemsize < 4:  # the sum may overflow: scale the terms first
             partial.mul_(scale)
             return dist.ReduceOp.SUM, 1.0
         return dist.ReduceOp.SUM, scale

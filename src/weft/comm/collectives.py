@@ -1,9 +1,9 @@
 """Collectives for lanes (`weft.comm.lanes`), and blocking collectives. The transport of the group executes them.
 
-Each function for lanes starts its transfers and returns a `Pending`. `complete()` of it waits for the transfers and
+Each function for lanes starts its transfers and returns a `Pending`, whose `complete()` waits for the transfers and
 does the remaining work on this rank. Tensors are contiguous. They are 1-D except in `all_to_all`, which sends rows.
-`tag` separates the messages of different lanes if the transport has tags. The functions at the end block. The hang
-detector watches them in the call, and the other functions during the wait.
+`tag` separates the messages of different lanes if the transport has tags. The functions at the end of this file block.
+The hang detector watches these during the call, and the functions for lanes during the wait.
 """
 
 import math
@@ -25,8 +25,8 @@ UNEVEN_TAGS = 700
 
 
 def all_gather(full: Tensor, source: Tensor, group: ProcessGroup, tag: int) -> Pending:
-    """Fill `full` with every rank's `source`, in rank order. `source` may be this rank's own slice of `full`. Otherwise
-    it is copied there."""
+    """Fill `full` with every rank's `source`, in rank order. `source` may be this rank's own slice of `full`; any other
+    tensor is copied there."""
     return transport_of(group, full.device).all_gather(full, source, group, tag)
 
 
@@ -37,7 +37,7 @@ def all_gather_bundle(fulls: Wanted, sources: Several, group: ProcessGroup, tag:
 
 
 def alone(work: Callable[[], Any], tag: int) -> Pending:
-    """Call `work()`, which does not communicate. Passed to `Lane.run` in place of a collective, it takes its turn."""
+    """Call `work()`, which does not communicate. In place of a collective, `Lane.run` queues this function in order."""
     work()
     return Pending()
 
@@ -120,8 +120,8 @@ def all_to_all(
 
 
 def all_to_all_counts(received: Tensor, counts: Tensor, host: Tensor, group: ProcessGroup, tag: int) -> Pending:
-    """Send the r-th equal part of `counts` to rank r. Fill `received` with the parts for this rank. Then `counts` and
-    `received` are copied to `host`, [2, n] in pinned CPU memory. Synchronize before you read `host`."""
+    """Send the r-th equal part of `counts` to rank r. Fill `received` with the parts for this rank. Then copy `counts`
+    and `received` to `host`, [2, n] in pinned CPU memory. Call `Ticket.synchronize` before you read `host`."""
     even = [counts.numel() // group.size()] * group.size()
     pending = all_to_all(received, counts, even, even, group, tag)
 
@@ -146,7 +146,7 @@ def receive(tensors: Several, group: ProcessGroup, peer: int, tag: int) -> Pendi
 
 
 def all_gather_uneven(parts: Several, rank: int, group: ProcessGroup, what: str = "a gather of uneven parts") -> None:
-    """Fill `parts[r]`, 1-D and of any size, with `parts[rank]` of rank r, and wait. `what`: its name in messages."""
+    """Fill each `parts[r]`, 1-D, with that of rank r, and wait. `rank`: this rank's index. `what`: name for errors."""
     kind = f"uneven/{[part.numel() for part in parts]}/{parts[rank].dtype}"
     with watching(kind, what, group):
         moved = [_movable(part, group) for part in parts]
@@ -158,7 +158,7 @@ def all_gather_uneven(parts: Several, rank: int, group: ProcessGroup, what: str 
 
 
 def broadcast(tensor: Tensor, group: ProcessGroup, what: str = "a broadcast") -> None:
-    """Overwrite `tensor` with the tensor of the group's first rank, and wait. `what`: its name in messages."""
+    """Overwrite `tensor` with that of the group's first rank, and wait. `what`: the broadcast's name in errors."""
     if group.size() > 1:
         with watching(f"broadcast/{tensor.numel()}", what, group):
             moved = _movable(tensor, group).contiguous()
@@ -171,7 +171,7 @@ def reduce_now(
     tensor: Tensor, op: Any, group: ProcessGroup | None, what: str = "a reduction of a few numbers"
 ) -> Tensor:
     """All-reduce a small tensor in place, wait, and return it. `group`: None is the world. `what`: the name of the
-    reduction in messages. MAX and MIN propagate NaN, as `torch.max` and `torch.min` do."""
+    reduction in errors. MAX and MIN propagate NaN, as `torch.max` and `torch.min` do."""
     group = group or world()
     if group.size() > 1:
         with watching(f"all-reduce/{tensor.numel()}", what, group):

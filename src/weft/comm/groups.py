@@ -2,7 +2,7 @@
 
 tag of a message = CHANNEL_STRIDE * channel + a number below CHANNEL_STRIDE, by purpose:
 
-98          breaking waits                gloo.sends
+98          aborting transfers            gloo.sends
 101..199    lanes, first round            lanes
 200..499    integers between hosts        agreement
 601..699    lanes, second round           gloo.transport
@@ -40,8 +40,8 @@ _GONE = (
 
 
 def group_of(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
-    """Return this rank's process group of one mesh axis. Raises RuntimeError if torch has destroyed it. torch looks it
-    up by name: a mesh of an earlier world works if this world has a group of the same name."""
+    """Return this rank's process group of one mesh axis. Raises RuntimeError if torch has destroyed it. torch finds
+    groups by name: a mesh of a destroyed world works if the current world has a group of the same name."""
     try:
         return mesh.get_group(axis)
     except (KeyError, RuntimeError, ValueError) as error:
@@ -60,7 +60,7 @@ def check_alive(groups: Iterable[dist.ProcessGroup]) -> None:
 _of_groups: MutableMapping[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 """Counters of each group, by kind, such as "channel"."""
 _made: MutableMapping[dist.ProcessGroup, dict[Any, Any]] = weakref.WeakKeyDictionary()
-"""The groups that are created once for a group, by purpose."""
+"""For each group, the groups derived from it that are created only once, by purpose."""
 
 
 def _next(group: dist.ProcessGroup, kind: str) -> int:
@@ -70,8 +70,8 @@ def _next(group: dist.ProcessGroup, kind: str) -> int:
 
 
 def next_channel(group: dist.ProcessGroup) -> int:
-    """Return a new channel number of `group`. It is equal on all ranks if all call this function in the same order.
-    Also starts the hang detector, because the owner of a channel waits for other ranks."""
+    """Return a new channel number of `group`, which keeps messages apart. It is equal on all ranks if all call this
+    function in the same order. Also starts the hang detector, which watches the waits for other ranks."""
     channel = _next(group, "channel")
     if CHANNEL_STRIDE * (channel + 1) > _LARGEST_TAG:
         raise RuntimeError(f"{channel} channels over one process group use up all tags: use another group")
@@ -119,8 +119,8 @@ _naming = threading.RLock()
 def _named(name: str) -> Iterator[None]:
     """Give groups that this thread creates inside this context the name `name`.
 
-    Ranks find each other by the group's name. torch's names contain the number of groups that a rank has created. This
-    number differs between ranks of a pipeline, and they would deadlock.
+    Ranks find each other by the group's name. torch's names contain the number of groups that a rank has created. On
+    ranks of a pipeline this number differs, so that they would wait for each other forever.
     """
     c10d, caller = dist.distributed_c10d, threading.get_ident()
     with _naming:
@@ -147,12 +147,12 @@ def _options(group: dist.ProcessGroup) -> Any:
 
 def twin_group(group: dist.ProcessGroup) -> Any:
     """Create a second communicator over the ranks of `group`. Exactly these ranks must call this function. A
-    communicator runs its collectives one after another. Collectives of a twin overlap with them."""
+    communicator runs its collectives one after another. Those of two communicators overlap."""
     return _made_within(group, dist.get_process_group_ranks(group), f"twin {_next(group, 'twin')}")
 
 
 def second_communicator(group: dist.ProcessGroup) -> Any:
-    """Return a communicator whose messages overlap with those of `group`: `group` if it has tags, else a twin."""
+    """Return a communicator whose messages can overlap with those of `group`: `group` if it has tags, else another."""
     tagged = transport_of(group, torch.device("cpu")).capabilities.tags
     of_hosts = all(backend.name() == HOSTS for backend in _backends(group))
     return group if tagged and of_hosts else twin_group(group)
@@ -172,8 +172,8 @@ def neighbours(group: dist.ProcessGroup, size: int) -> Any:
 def pair_groups(group: dist.ProcessGroup, pairs: Sequence[tuple[int, int]], device: torch.device) -> list[Any]:
     """Return a communicator for each of `pairs` of ranks of `group`. It is None for pairs without this rank. Every rank
     of `group` must call this in the same order, with the same pairs. With tags, equal pairs share one communicator.
-    Without tags each pair has its own, because a communicator runs one message at a time. `group` itself is never used,
-    because breaking a wait closes the communicator permanently."""
+    Without tags, each has a separate one, because a communicator runs one message at a time. `group` itself is never
+    used, because to abort a wait closes the communicator permanently."""
     tagged = transport_of(group, device).capabilities.tags
     ranks = dist.get_process_group_ranks(group)
     call = _next(group, "pairs")
@@ -187,7 +187,7 @@ def pair_groups(group: dist.ProcessGroup, pairs: Sequence[tuple[int, int]], devi
 
 
 def group_beside(group: dist.ProcessGroup, purpose: str, *, timeout: timedelta) -> Any:
-    """Create a gloo group of the ranks of `group`. All of them must call it in the same order for each `purpose`."""
+    """Create a gloo group of the ranks of `group`. All of them must make the calls for `purpose` in the same order."""
     ranks = dist.get_process_group_ranks(group)
     return _made_within(group, ranks, f"{purpose} {_next(group, purpose)}", backend=HOSTS, timeout=timeout)
 

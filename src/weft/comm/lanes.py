@@ -5,8 +5,8 @@
     ...                                                                # computation
     more.wait()                                                        # computation from here on sees the result
 
-On CUDA a lane is a stream and a ticket holds an event: only the computing stream waits. On CPU a lane starts
-asynchronous work, and `wait` blocks the host until the work ends.
+On CUDA a lane is a stream, a ticket holds an event, and `wait` makes only the computing stream wait. On CPU a lane
+starts asynchronous work, and `wait` blocks the host until the work ends.
 """
 
 import functools
@@ -32,9 +32,9 @@ ABANDONED_TIMEOUT = timedelta(seconds=10)
 
 @dataclass(eq=False, repr=False)
 class Ticket:
-    """A handle of communication in flight. `wait` orders subsequent computation after it; further waits are free.
-    `after`: the ticket after which this one runs. `home`: the stream that started the communication and owns its
-    memory. `name`: its name in reports of the stream checker."""
+    """A handle of communication in flight. `wait` orders subsequent computation after it; further waits cost nothing.
+    `after`: the ticket after which this one runs. `home`: the stream that was current when the communication started,
+    to which its memory belongs. `name`: its name in reports of the stream checker."""
 
     _transfer: Transfer | None
     _event: Any
@@ -65,8 +65,8 @@ class Ticket:
 
     @property
     def ended(self) -> bool:
-        """Whether the transfers have ended, so that their memory is free. On CPU this is known after a wait, here or in
-        the thread of `end_by_itself`."""
+        """Whether the transfers have ended, so that their memory is free. On CPU, False until this ticket was waited
+        for, by a caller or by the thread of `end_by_itself`."""
         if self._event is not None and not self._event.query():
             return False
         return self._transfer is None or self._transfer.has_ended
@@ -78,7 +78,7 @@ class Ticket:
             self._transfer.end_by_itself()
 
     def wait(self) -> None:
-        """Make subsequent computation see the result. A timeline records the time on its lane "wait"."""
+        """Make subsequent computation see the result. A timeline records the wait on its lane "wait"."""
         if self._transfer is not None:
             with span("wait"):
                 self._collect()
@@ -106,7 +106,7 @@ class Ticket:
                 each = each._after
 
     def _collect(self) -> None:
-        """Wait for each transfer of a chain in turn, so that the hang detector knows which one hangs."""
+        """Wait first for the tickets after which this one runs: the hang detector then knows which transfer hangs."""
         if self._after is not None:
             self._after._collect()
             self._after = None
@@ -124,7 +124,7 @@ def _has_begun(call: Call | None) -> None:
 
 
 def on_stream(stream: Any, work: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-    """Return a function that runs `work` on `stream`, between the earlier and the later work of the current stream."""
+    """Return a function that runs `work` on `stream`, after earlier and before later work of the current stream."""
 
     def run(tensor: torch.Tensor) -> None:
         around = streams.current(tensor.device)
@@ -164,12 +164,12 @@ class Lane:
         prepare: Callable[[], Any] | None = None,
         **kwargs: Any,
     ) -> Ticket:
-        """Start `collective(*args, tag, **kwargs)` after the current stream's work so far. `channel`: separates these
-        messages from others of the lane, for collectives that only some ranks may run. `after`: a ticket after which it
-        starts; the computation does not wait for the ticket. `behind`: an event (`streams.moment`) at which all inputs
-        are ready. With streams, the collective waits only for this event, and must write to `memory` of the lane.
-        `prepare`: called right before the collective: on CUDA on the lane's stream, on CPU immediately or, with
-        `after`, when that has ended."""
+        """Start `collective(*args, tag, **kwargs)` after the current stream's work so far. `channel`: a number that
+        separates these messages from others of the lane, for collectives that only some ranks may run. `after`: a
+        ticket after which it starts; the computation does not wait for the ticket. `behind`: an event
+        (`streams.moment`) at which all inputs are ready. With streams, the collective waits only for this event, and
+        must write to memory from `Lane.memory`. `prepare`: called right before the collective starts, on CUDA on the
+        lane's stream."""
         if (self.stream is not None) != streams.has_streams(self._device):
             raise RuntimeError(
                 f"the lane {self.name!r} was made outside of weft.debug.check_streams() and is used inside, or the "
@@ -202,7 +202,7 @@ class Lane:
             gate = priority.gate_of(self.name) if group is not None else None
             if earlier is None and gate is None and begins_at_once(key):
                 pending = begin(late=False)
-                over = pending.is_over and not recording  # a timeline has all waits
+                over = pending.is_over and not recording  # a timeline shows the waits of all tickets
                 return Ticket(None if over else Transfer(lambda: pending, key), None, call, after)
             late = earlier is not None or gate is not None
             if late and group is not None and not transport_of(group, self._device).capabilities.tags:
@@ -231,10 +231,10 @@ class Lane:
             return Ticket(transfer, self.stream.record_event(), call, after, home, name)
 
     def memory(self, like: torch.Tensor, *size: int) -> torch.Tensor:
-        """Allocate memory in the dtype of `like` that the lane can fill immediately. The current stream then uses it.
-        It belongs to the lane's stream. Memory of the current stream may still be in use by earlier computation, and
-        the lane would have to wait for it. The memory returns to the lane when the current stream has finished with it,
-        so successive exchanges reuse it."""
+        """Allocate memory in the dtype of `like` that the lane can fill immediately, for use by the current stream. It
+        belongs to the lane's stream: memory of the current stream may still be in use by earlier computation, for which
+        the lane would have to wait. It returns to the lane when the current stream has finished with it, so successive
+        exchanges reuse it."""
         home = streams.current(self._device)
         with streams.on(self.stream):
             made = like.new_empty(size)

@@ -4,14 +4,14 @@
     let_go()    the exchange is issued: held-back communication starts, in the order in which it was issued
 
 If the host waits for held-back communication, all of it starts immediately. Its order relative to exchanges may then
-differ between ranks, which is correct with tags. Streams and backends without tags hold nothing back, because ranks
-must issue all communication of a group in the same order there.
+differ between ranks; with tags, messages still match. On devices with streams, and with backends without tags, nothing
+is held back, because ranks must issue all communication of a group in the same order there.
 """
 
 import threading
 
 OF_UNITS = frozenset(("gather", "gathers", "reduce", "reductions", "outer"))
-"""The lanes of the units' weights and gradients. Their communication is held back."""
+"""The lanes of units' weights and gradients. Only their communication is held back."""
 
 _gate: threading.Event | None = None
 
@@ -32,5 +32,5 @@ def let_go() -> None:
 
 
 def gate_of(lane: str) -> threading.Event | None:
-    """Return the event for which a collective issued now on `lane` must wait, or None if it may start."""
+    """Return the event for which a collective that is issued now on `lane` must wait, or None if it may start."""
     return _gate if lane in OF_UNITS else None

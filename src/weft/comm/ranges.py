@@ -3,7 +3,7 @@
 observer                                  what weft emits
 ----------------------------------------  -----------------------------------------------------------
 torch's profiler                          ranges
-a `Timeline` that records                 labels, without the `weft/`
+a `Timeline` that records                 labels: the names of the ranges without `weft/`
 NVIDIA's tools, if CUDA is initialised    NVTX ranges, always, because a tool may attach at any time
 none                                      nothing, at no cost
 """
@@ -36,7 +36,7 @@ def _observed() -> bool:
 
 
 observed: Callable[[], bool] = _observed if _HAS_CUDA else torch.autograd._profiler_enabled
-"""Returns whether ranges may be observed: by torch's profiler now, or by NVIDIA's tools now or later."""
+"""Returns whether a tool may read ranges: torch's profiler now, or NVIDIA's tools now or later."""
 
 
 class Stretch:
@@ -68,7 +68,7 @@ recording: list[Any] = []
 
 
 def labelled(label: str) -> AbstractContextManager:
-    """Record communication that is issued inside this context under `label`."""
+    """Inside this context, a timeline that records gives communication the label `label`."""
     return _labelled(recording[0], label) if recording else NOTHING
 
 

@@ -27,7 +27,7 @@ _SPIN_S = 1e-3  # how long the host polls an event without sleeping: most waits 
 
 _checker: Any = None
 """The checker that replaces CUDA streams and checks the order of work on CPU tensors (`weft.debug.StreamChecker`). Its
-methods have the meaning of this file's functions. Its streams and events are used like torch's."""
+methods do what this file's functions of the same names do. Its streams and events are used like torch's."""
 
 
 def check_with(checker: Any) -> None:
@@ -90,8 +90,8 @@ def moment(device: torch.device) -> Any:
 
 
 def lend(memory: torch.Tensor, stream: Any) -> None:
-    """Declare that `stream` also uses `memory` of the current stream. The memory is not reused before `stream` has
-    finished the work that it has when the tensor dies. None: do nothing."""
+    """Declare that `stream` also uses `memory` of the current stream, as `Tensor.record_stream` does: when the tensor
+    is freed, its memory is not reused before `stream` has finished its work so far. None: do nothing."""
     if stream is None:
         return
     if _checker is not None:
@@ -118,7 +118,7 @@ def host_memory(*size: int, dtype: torch.dtype, device: torch.device, pinned: bo
 
 
 def taken(memory: torch.Tensor, describe: Callable[[], str]) -> None:
-    """Tell the checker that `memory` is reused from here on, after all earlier uses. `describe()`: the new user."""
+    """Tell the checker that `memory` is reused from here on, after all earlier uses. `describe()`: its user."""
     if _checker is not None:
         _checker.taken(memory, describe)
 
@@ -126,7 +126,7 @@ def taken(memory: torch.Tensor, describe: Callable[[], str]) -> None:
 def unawaited(what: str, event: Any) -> None:
     """Tell the checker that a wait is missing. No stream waited for `what`, which ends with `event`, and it was not
     abandoned."""
-    if _checker is not None and not event.query():  # the host may know that the work is done
+    if _checker is not None and not event.query():  # not if the host already knows that the work is done
         _checker.note_unawaited(what)
 
 

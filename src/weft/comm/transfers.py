@@ -9,8 +9,8 @@
     any of them, while an earlier one of the     after that one: messages of one tag are matched in the order
       same ranks and tag has not started           in which they are sent, which must be the same on all ranks
 
-All transfers make progress without a wait. The first thread that waits for a transfer ends it. If no caller will wait,
-a thread of the crew waits.
+All transfers make progress without a wait. The first thread that waits for a transfer completes it. If no caller will
+wait, a thread of the crew waits.
 """
 
 import atexit
@@ -39,13 +39,13 @@ class Transfer:
         after: "Transfer | None" = None,
         gate: threading.Event | None = None,
     ) -> None:
-        """`key`: transfers of the same key start in order. `gate`: if given, the transfer starts when the gate is set.
-        A wait for the result sets it."""
+        """`key`: transfers of the same key start in order. `gate`: an event; the transfer starts when it is set. A wait
+        for the result sets it."""
         self._key = key
         self._gate = gate
         self._lock = threading.RLock()
         self._put_off: threading.Event | None = None
-        """Set when the last round has started, or has failed to; None if it started immediately."""
+        """Set when the last round has started or failed to start; None if it started immediately."""
         self._pending: Pending | None = None
         self._failure: BaseException | None = None
         self.has_ended = False
@@ -134,7 +134,7 @@ class Transfer:
 
 
 class _Crew:
-    """A pool of threads that wait for transfers. It has as many threads as there are simultaneous waits."""
+    """A pool of threads that wait for transfers. It grows to the largest number of simultaneous waits."""
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -179,7 +179,7 @@ _turns_lock = threading.RLock()
 
 
 def begins_at_once(key: Hashable) -> bool:
-    """Return whether no earlier transfer of `key` has still to start."""
+    """Return whether a transfer of `key` may start now, because all earlier ones of this key have started."""
     return key not in _turns
 
 

@@ -29,7 +29,7 @@ class Capabilities:
     """The capabilities of a transport, and the cost of a message. `tags`: messages of different lanes and channels over
     one group never match, in any order of calls. `helpers`: while a rank waits, a thread can take part in a gather that
     the rank skipped. `bundles`: several tensors can be sent at the cost of one message. `latency`: the seconds that an
-    empty message takes. `bandwidth`: bytes per second of one rank."""
+    empty message takes. `bandwidth`: the bytes per second that one rank sends."""
 
     tags: bool
     helpers: bool
@@ -54,7 +54,7 @@ class Capabilities:
 class Pending:
     """Transfers in flight: their work handles, and the work of this rank that follows them.
 
-    `finish`: called after the transfers. `second`: called instead of it, to start a second round of transfers.
+    `finish`: called after the transfers. `second`: if there is a second round of transfers, called instead to start it.
     """
 
     works: list[Any] = field(default_factory=list)
@@ -90,9 +90,9 @@ class Pending:
 
 
 class Sum(NamedTuple):
-    """How a reduction writes its sum over the ranks to the output. `scale`: the factor of the sum. `accumulate`: add to
-    the output. `inbox`: memory of `inbox_numel` elements in the dtype of the messages. `sum_only`: the backend must not
-    average; scale its sum instead."""
+    """How a reduction writes its sum over the ranks to the output. `scale`: the sum is multiplied by it. `accumulate`:
+    add to the output. `inbox`: memory for received data, `inbox_numel` elements in the dtype of the messages.
+    `sum_only`: the backend must not average; scale its sum instead."""
 
     scale: float
     accumulate: bool
@@ -101,9 +101,9 @@ class Sum(NamedTuple):
 
 
 class Transport(Protocol):
-    """Collectives over one backend, with the meaning of the functions of `weft.comm.collectives`. Each call starts its
-    transfers and returns a `Pending`. `all_reduce` overwrites `partial`. `inbox_numel` is for a reduction over `size` >
-    1 ranks."""
+    """Collectives over one backend. They do what the functions of the same names in `weft.comm.collectives` do. Each
+    call starts its transfers and returns a `Pending`. `all_reduce` overwrites `partial`. `inbox_numel` is for a
+    reduction over `size` > 1 ranks."""
 
     capabilities: Capabilities
 

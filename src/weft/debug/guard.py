@@ -20,10 +20,10 @@ guards = 0
 
 @contextmanager
 def guard_memory() -> Iterator[None]:
-    """Make freed gathered weights read NaN, and raise `WeightsWritten` for writes to gathered weights.
+    """Fill gathered weights with NaN when they are freed, and raise `WeightsWritten` for writes to gathered weights.
 
-    Use it to find bugs, with few layers. It needs the memory of an unsharded model. Each gather takes a copy and a
-    comparison, for which the host waits.
+    Use it to find bugs, with few layers. It needs the memory of an unsharded model. Each gather also copies the
+    weights, and compares them with the copy later. The host waits for the comparison.
     """
     global guards
     guards += 1

@@ -1,4 +1,4 @@
-"""Sharded tensors whose local tensor has no memory before an operator, `to_local()` or a checkpoint reads it.
+"""Sharded tensors whose local tensor gets memory only when an operator, `to_local()` or a checkpoint reads it.
 
 The DTensor stays the same object. Its shape, dtype, cuts and `requires_grad` are known without the local tensor.
 """
@@ -13,7 +13,7 @@ from weft.dtensor.uneven import UnevenDTensor
 
 
 class DeferredDTensor(UnevenDTensor):
-    """A sharded tensor without its local tensor. The first read of the local tensor makes it an `UnevenDTensor`."""
+    """A sharded tensor whose local tensor has no memory. The first read of that makes this an `UnevenDTensor` again."""
 
     _bring: Callable[[], None]
 
@@ -24,7 +24,7 @@ class DeferredDTensor(UnevenDTensor):
 
 
 def defer(tensor: UnevenDTensor, bring: Callable[[], None]) -> None:
-    """Make `tensor` a `DeferredDTensor`. The first read calls `bring`, which restores values and calls `arrive`."""
+    """Make `tensor` a `DeferredDTensor`. `bring`: called by the first read; it restores values and calls `arrive`."""
     vars(tensor)["_bring"] = bring
     tensor.__class__ = DeferredDTensor
 

@@ -8,9 +8,9 @@ all others                       element-wise, on operands that are cut     `on_
                                    or can be sliced in the same way
 foreach and fused optimizers     on lists, all tensors at once              `on_lists`
 
-A local part is given to torch's own method or function of the operator's name, which parses arguments in half the time
-that the operator needs. The result is `NotImplemented` if there is no such function. These rules run below autograd, so
-they increment the version counters of the local parts to which they write.
+A local part is passed to torch's method or function with the operator's name, which parses arguments in half the time
+that the operator needs. A rule returns `NotImplemented` if it cannot run the operator on local parts. The rules run
+below autograd, so they increment the version counters of the local parts to which they write.
 """
 
 import operator
@@ -33,7 +33,7 @@ def parts_of(values: Iterable[Any]) -> list[Any]:
 
 
 def holding(parts: Iterable[torch.Tensor]) -> list[bool]:
-    """Return which parts have elements. With empty parts, some multi-tensor kernels write to adjacent memory."""
+    """Return which parts have elements. If a part is empty, some multi-tensor kernels write to adjacent memory."""
     return [part.numel() > 0 for part in parts]
 
 
@@ -43,7 +43,7 @@ def filled(parts: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def kinds_of(parts: Iterable[torch.Tensor]) -> set[tuple[torch.device, torch.dtype]]:
-    """Return the devices and dtypes of `parts`. A multi-tensor kernel needs equal ones."""
+    """Return the pairs of device and dtype in `parts`. A multi-tensor kernel needs tensors with one such pair."""
     return set(map(_KIND, parts))
 
 
@@ -75,7 +75,7 @@ def wrote(tensors: Iterable[DTensor]) -> None:
 
 @cache
 def _facts(func: Any) -> tuple[Callable[..., Any], tuple[str, ...], frozenset[str]]:
-    """Return an operator's function for plain tensors, and the names of its arguments and of those that it writes."""
+    """Return an operator's function for plain tensors, its argument names, and the names of those that it writes."""
     arguments = func._schema.arguments
     name = func._schema.name.removeprefix("aten::")
     run = func
@@ -131,8 +131,8 @@ def _beside(operands: tuple) -> list[Any] | None:
 
 
 def on_parts(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run an element-wise operator on the local parts. Operands are scalars, or are cut or can be sliced in the same
-    way."""
+    """Run an element-wise operator on the local parts. Each operand is a scalar, has the same cuts as the result, or
+    can be sliced by these cuts."""
     # No pytree functions, which are slow: these operators take no lists, and optimizers call them per parameter.
     changed = kwargs.get("out", args[0]) if func._schema.is_mutable else None
     given = (*args, *kwargs.values())
@@ -145,7 +145,7 @@ def on_parts(func: Any, args: tuple, kwargs: dict) -> Any:
     for each in given:
         if isinstance(each, torch.Tensor) and not fits(each, like):
             if each.shape != like.shape or not (isinstance(each, DTensor) or changed is not None):
-                return NotImplemented  # such as an activation in a module that runs outside of its unit
+                return NotImplemented  # each is, for example, the activation of a module that runs outside of its unit
             each = like.slice_of(whole_of(each))
         mine.append(each._local_tensor if isinstance(each, DTensor) else each)
     try:
@@ -214,7 +214,7 @@ def on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
     here = holding(own)
 
     def on_those(keep: Sequence[bool] | None) -> Any:
-        """Run the operator on the elements of the lists to `keep`; None: all."""
+        """Run the operator on the tensors of the lists for which `keep` is true; None: on all tensors."""
         mine = parts if keep is None else {name: _kept(value, name, keep) for name, value in parts.items()}
         try:
             return run(*(mine[name] for name in names[: len(args)]), **{name: mine[name] for name in kwargs})
@@ -222,7 +222,7 @@ def on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
             explain_dtypes(func, {leaf.dtype for leaf in uneven_in(lists)}, error)
             raise
 
-    for name in written:  # empty parts too: they share the counter of a buffer that has other parts
+    for name in written:  # empty parts too: they share the version counter of a buffer that has other parts
         if isinstance(given.get(name), (list, tuple)):
             changed = [pair for pair in zip(parts[name], given[name]) if operator.is_not(*pair)]
             torch.autograd.graph.increment_version([*chain.from_iterable(changed)])
@@ -236,8 +236,8 @@ def on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _fitting(func: Any, values: Any, first: Sequence[Any], cuts: Sequence[Any], written: bool) -> Any:
-    """Return argument `values` cut like the list `first`, whose cuts are `cuts`. Tensors with other cuts are sliced.
-    They raise TypeError if they are `written` to. Equal cuts become one object, which is compared faster."""
+    """Return argument `values` cut like the list `first`, whose cuts are `cuts`. Tensors with other cuts are sliced;
+    if they are `written` to, TypeError is raised. Equal cuts become one object, which is compared faster."""
     if not isinstance(values, (list, tuple)) or not any(isinstance(value, torch.Tensor) for value in values[:1]):
         return values
     if all(map(operator.is_, found := _cuts_of(values), cuts)):

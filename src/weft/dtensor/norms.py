@@ -1,8 +1,8 @@
 """Norms of unevenly sharded tensors, and clipping by them. The norms of the local parts are combined over ranks.
 
-Both are computed in at least fp32, and rounded to the tensors' dtype once. torch's norm of many tensors makes a DTensor
-of each tensor's norm, and its clipping computes the factor on DTensors. If all tensors are sharded, the replacements at
-the end use all local parts in one operation, and all-reduce one number for tensors that are sharded over the same axes.
+Norms and clipping compute in at least fp32, and round to the tensors' dtype once. torch's norm of many tensors makes a
+DTensor of each norm, and its clipping computes the factor on DTensors. If all tensors are sharded, the functions at the
+end of this file use all local parts in one operation, with one all-reduce for tensors sharded over the same axes.
 """
 
 import functools
@@ -28,14 +28,14 @@ def replicated(value: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def _with_spec(value: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    # DTensor's __init__ does nothing and takes time; `from_local` takes four times as long.
+    # Calls __new__, because DTensor's __init__ does nothing and takes time. `from_local` takes four times as long.
     return DTensor.__new__(DTensor, value, spec, requires_grad=False)  # type: ignore[call-arg]
 
 
 def combined_norms(parts: torch.Tensor, order: float, like: UnevenDTensor) -> torch.Tensor:
-    """Combine norms of local `parts`, one number per tensor, into norms of the whole tensors. Collective. `parts`: 1-D
-    or 0-D, in the dtype of `wide`, overwritten. `like`: one of the tensors. All of them are sharded over the same
-    axes."""
+    """Combine the norms of local parts into norms of whole tensors. Collective. `parts`: one norm per tensor, 1-D, or
+    0-D for one tensor, in the dtype that `wide` returns. It is overwritten. `like`: one of the tensors. All of them are
+    sharded over the same axes."""
     if not like.axes:
         return parts
     if math.isinf(order):
@@ -51,7 +51,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def part_norm(part: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return the norm of a local part, 0-D, in `wide` of its dtype, or in `dtype` if that is another dtype."""
+    """Return the norm of a local part, 0-D, in the dtype `wide(part.dtype)`, or in `dtype` if that is another dtype."""
     inner = _inner(part, dtype)
     if not part.numel():
         return torch.full((), math.inf if order < 0 else 0.0, dtype=inner.to_real(), device=part.device)
@@ -87,7 +87,7 @@ def foreach_norm(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
         values = combined_norms(values, order, first).to((dtype or first.dtype).to_real())
         one: Any = replicated(values, mesh or first.device_mesh)[0]
         for number, value in zip(numbers, values.unbind()):
-            norms[number] = _with_spec(value, one._spec)  # one spec for all: `stack` recognises it without comparing
+            norms[number] = _with_spec(value, one._spec)  # one spec object: `torch.stack` need not compare the fields
     return [
         torch.linalg.vector_norm(tensor, order, dtype=dtype) if norm is None else norm
         for tensor, norm in zip(tensors, norms)
@@ -95,8 +95,8 @@ def foreach_norm(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
 
 
 def _alike(tensors: Sequence[torch.Tensor]) -> tuple[list[list[int]], DeviceMesh | None]:
-    """Return lists of indices of the tensors that are sharded over the same axes of one mesh and have one dtype, and a
-    mesh on which values that are replicated on any of these meshes are replicated too; None if there is none."""
+    """Return lists of indices: each list is of tensors of one dtype, sharded over the same axes of one mesh. Also
+    return a mesh on which values that are replicated on any of these meshes are replicated too, or None."""
     together: dict[tuple[int, tuple[int, ...], torch.dtype], list[int]] = {}
     for number, tensor in enumerate(tensors):
         if isinstance(tensor, UnevenDTensor):
@@ -106,7 +106,7 @@ def _alike(tensors: Sequence[torch.Tensor]) -> tuple[list[list[int]], DeviceMesh
 
 
 def _common_mesh(meshes: list[DeviceMesh]) -> DeviceMesh | None:
-    """Return the mesh whose first axes are those of all others, or the largest if all consist of the same ranks."""
+    """Return the mesh that begins with the axes of each other mesh, or the largest if all consist of the same ranks."""
     longest = max(meshes, key=lambda mesh: mesh.ndim)
     groups = [group_of(longest, axis) for axis in range(longest.ndim)]
     if all([group_of(mesh, axis) for axis in range(mesh.ndim)] == groups[: mesh.ndim] for mesh in meshes):
@@ -125,7 +125,7 @@ def norm_at_once(torchs: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> torch.Tensor:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        if _all_sharded(tensors) and (order := float(norm_type)):  # order 0 would count parts in place of tensors
+        if _all_sharded(tensors) and (order := float(norm_type)):  # for order 0, torch counts nonzero tensors
             total = _of_sharded(tensors, order)
             if total is not None and not (error_if_nonfinite and not total.to_local().isfinite()):
                 return total

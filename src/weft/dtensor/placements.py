@@ -1,15 +1,15 @@
 """The placements of sharded tensors: `Shard(dim)` for even cuts, otherwise a subclass that stores the cuts.
 
-    parameter.placements                        torch treats it as    `DTensor.from_local` treats it as
+    placements of a parameter                   torch treats it as    `DTensor.from_local` treats it as
     ------------------------------------------  --------------------  --------------------------------------------------
     Shard(dim), of even cuts                    even cuts             even cuts
     UnevenShard(dim, cuts), equal to Shard(dim) even cuts             these cuts, of which the local tensor is a part
 
 Tensors distributed with a parameter's placements, by `distribute_tensor` or `redistribute`, are even DTensors with the
-same values. `copy_` and other operators accept them with any cuts. Tensors made from the parameter's local part by
-`from_local` have the parameter's cuts. `from_local` has no hook for a placement: it would multiply the local shape by
-the number of ranks, with a different result on each rank. Therefore weft wraps `from_local` and `redistribute`. They
-change only for placements of these classes.
+same values. A parameter's `copy_` and other operators accept them, whatever its cuts are. Tensors made from the
+parameter's local part by `from_local` have the parameter's cuts. `from_local` has no hook for a placement: it would
+multiply the local shape by the number of ranks, with a different result on each rank. Therefore weft wraps `from_local`
+and `redistribute`. They change only for placements of these classes.
 """
 
 import functools
@@ -28,8 +28,8 @@ from weft.layout.cuts import Cuts
 
 
 class _Uneven:
-    """A placement over one of the axes of `cuts`. `even`: the placement of even cuts that torch sees. `shape`: the
-    shape of the whole tensor."""
+    """A placement over one of the axes of `cuts`. `even`: the placement of even cuts as which torch treats it. `shape`:
+    the shape of the whole tensor."""
 
     dim: int
 
@@ -88,7 +88,7 @@ class _FromLocal(torch.autograd.Function):
 def _like_a_part(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], given: torch.Size | None
 ) -> UnevenDTensor:
-    """Return the tensor of which `local` is this rank's part. Raises ValueError for another shape than the part's."""
+    """Return the tensor of which `local` is this rank's part. Raises ValueError if `local` has a different shape."""
     first: Any = next(each for each in placements if isinstance(each, _Uneven))
     cuts, shape = first.cuts, first.shape
     if [axis for axis, each in enumerate(placements) if isinstance(each, _Uneven)] != sorted(cuts.axes):

@@ -7,7 +7,7 @@ norms and full reductions                       | on the local parts, then one s
 copy_ from a full tensor or from other cuts     | on this rank's slice
 any operator on tensors that one rank has whole | on that rank: matrix optimizers step without communication
 views                                           | lazily: see `views.py`
-all others, if they change no argument          | on the gathered tensor; the result is replicated (communicates)
+all others, if they write to no argument        | on the gathered tensor; the result is replicated (communicates)
 all others in place, or in place on a view      | on the gathered tensor; then each rank keeps its part (communicates)
 changes of shape, strides or memory             | never: TypeError
 """
@@ -49,7 +49,7 @@ _ELEMENT_WISE = {"clone", "_to_copy", "zeros_like", "ones_like", "empty_like", "
 
 
 def run(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-    """Run the operator `func` on arguments that contain unevenly cut tensors. `types`: the classes of its tensors."""
+    """Run the operator `func` on arguments that contain unevenly cut tensors. `types`: the classes of the tensors."""
     kwargs = kwargs or {}
     if DeferredDTensor in types:
         bring_all((args, kwargs))
@@ -62,7 +62,7 @@ def run(cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None 
     return _on_owner(func, args, kwargs) if result is NotImplemented else result
 
 
-_known: dict[Any, Rule] = {}  # the rules by `func._op`, whose hash is faster than that of `func`
+_known: dict[Any, Rule] = {}  # the rules by `func._op`, which is hashed faster than `func`
 
 
 def _alias(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -91,8 +91,8 @@ _localized = partial(tree_map, local_of)
 
 
 def _new_empty(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Return a plain tensor. `nn.init` fills it with the same values on all ranks, and copies from it. With a device,
-    return a tensor with the same cuts: checkpoint stagers copy local parts to another device."""
+    """Return a plain tensor: `nn.init` fills it with the same values on all ranks, and copies it to the parameter. If a
+    device is given, return a tensor with the same cuts: checkpoint stagers copy local parts to another device."""
     tensor = args[0]
     kwargs = {k: v for k, v in kwargs.items() if v is not None}
     if "device" in kwargs and tuple(args[1]) == tensor.shape and isinstance(tensor, UnevenDTensor):
@@ -134,7 +134,7 @@ def _foreach_copy(func: Any, args: tuple, kwargs: dict) -> None:
 
 
 def _unscale(func: Any, args: tuple, kwargs: dict) -> None:
-    """Unscale gradients for a gradient scaler. An infinite or NaN value on any rank is reported on all."""
+    """Unscale gradients for a gradient scaler. An infinity or NaN on any rank is reported on all ranks."""
     gradients, found, *rest = args
     parts = parts_of(gradients)
     torch.autograd.graph.increment_version(parts)
@@ -226,7 +226,7 @@ _BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 def _on_owner(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run the operator on the one rank that has all operands. On the other ranks the part of the result is empty."""
+    """Run the operator on the one rank that has all operands. On the other ranks, the result's local part is empty."""
     operands = uneven_in((args, kwargs))
     like = operands[0]
     owner = like.owner
@@ -278,8 +278,8 @@ def _on_whole(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _on_gathered(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run the operator on the values of sharded tensors and views. The result is replicated. With other DTensors, or on
-    several meshes, torch's own rules place it."""
+    """Run the operator on the gathered values of sharded tensors and views. The result is replicated. If other DTensors
+    or several meshes are involved, torch's rules determine its placements."""
     operands = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, DTensor)]
     mesh = operands[0].device_mesh
 
@@ -338,8 +338,8 @@ def _refuse(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _write_through(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run an operator that writes to a sharded tensor or its views, and cannot run on local parts. Every rank runs it
-    on the gathered tensor and keeps its part. Operands that are the tensor, or views of it, share its memory, as in one
-    process."""
+    on the gathered tensor and keeps its part. Operands that are the same tensor, or views of it, share the gathered
+    tensor's memory, as in one process."""
     changed = changed_by(func, args, kwargs)
     parents = parents_of(changed)
     if not parents:

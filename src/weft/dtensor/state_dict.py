@@ -2,7 +2,7 @@
 
 torch's Distributed State Dict distributes full tensors (`full_state_dict=True`, with or without
 `broadcast_from_rank0=True`) by even slices, which it computes from placements. There is no hook for a DTensor with
-other cuts. In each of the two cases, a function of torch writes its results into a dictionary that starts as the
+other cuts. With and without the broadcast, a function of torch writes its results into a dictionary that starts as the
 current state. weft wraps these two functions and passes another dictionary. For an `UnevenDTensor`, this dictionary
 replaces a full tensor by this rank's part.
 """
@@ -41,7 +41,7 @@ def _cut(like: UnevenDTensor, value: torch.Tensor) -> UnevenDTensor:
 
 
 def slicing(function: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `function`, which distributes full tensors in torch, to cut uneven tensors by their cuts."""
+    """Wrap a `function` of torch that distributes full tensors, so that uneven tensors get the parts of their cuts."""
 
     @functools.wraps(function)
     def distribute(full_state_dict: dict, local_state_dict: dict, *args: Any, **kwargs: Any) -> None:

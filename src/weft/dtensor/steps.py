@@ -1,7 +1,7 @@
-"""Lets torch's optimizers step over local parts on CPU, and over lists of local parts if these are small.
+"""Lets torch's optimizers step over local parts on CPU, or over lists of tensors if these are small.
 
-With sharded tensors, each operator on each tensor calls from torch into Python. This costs more than the arithmetic of
-a small tensor. An operator on a list makes one such call for all tensors. An operator on local parts makes none.
+If an operator runs on a sharded tensor, torch calls into Python. This costs more than the arithmetic of a small tensor.
+An operator on a list of sharded tensors makes one such call for all. An operator on plain local parts makes none.
 
     optimizer            parameters of the group           foreach, fused    steps
     -------------------  --------------------------------  ----------------  -----------------------------------
@@ -14,11 +14,11 @@ a small tensor. An operator on a list makes one such call for all tensors. An op
                            like gradients and states
     any                  anything else                     anything          as torch chooses
 
-torch also chooses if hyperparameters are tensors, and if steps are differentiable. Nesterov momentum does not step
-over lists, because it would then change the gradients.
+weft also leaves the choice to torch if hyperparameters are tensors, or if steps are differentiable. Nesterov momentum
+does not step over lists, because it would then change the gradients.
 
-torch chooses in the functions that its optimizers call with the parameters of a group. weft wraps these functions. It
-thus sees what the user's hooks have changed, and stores nothing in the optimizer.
+torch chooses in the functions that its optimizers call with the parameters of a group. weft wraps these functions.
+Therefore it sees what the user's hooks have changed, and stores nothing in the optimizer.
 """
 
 import functools
@@ -33,7 +33,7 @@ from weft.dtensor.uneven import UnevenDTensor
 
 _EXACT = (torch.float32, torch.float64)  # with narrower dtypes, torch's steps over lists round differently
 SMALL = 4096
-"""The number of elements above which arithmetic dominates, and intermediate results of a list take much memory."""
+"""With more elements, arithmetic takes longer than calls, and the intermediate results of a list take much memory."""
 
 
 def over_parts(step: Callable[..., None]) -> Callable[..., None]:
@@ -56,7 +56,7 @@ def over_parts(step: Callable[..., None]) -> Callable[..., None]:
 
 
 def _dtype_on_cpu(parameters: Sequence[Any], lists: Sequence[Any], options: dict[str, Any]) -> torch.dtype | None:
-    """Return the dtype of all sharded tensors, or None if the choice is torch's."""
+    """Return the common dtype of the sharded tensors, or None if torch chooses how to step."""
     if options.get("foreach", True) is not None or options.get("fused") is not None:
         return None
     if options.get("differentiable") or torch.is_grad_enabled():
@@ -71,7 +71,7 @@ def _dtype_on_cpu(parameters: Sequence[Any], lists: Sequence[Any], options: dict
 
 
 def _are_small(parameters: Sequence[Any]) -> bool:
-    """Return whether calls take longer than arithmetic. Equal on all ranks, which gather lists in another order."""
+    """Return whether calls take longer than arithmetic: equal on all ranks, because lists gather in another order."""
     return sum(each._cuts.mean_size for each in parameters) <= SMALL * len(parameters)
 
 
@@ -95,7 +95,7 @@ def _step_parts(step: Callable, parameters: Sequence[Any], lists: Sequence[list[
     parts = [parts_of(values) for values in (parameters, *lists)]
     _, *states = lists  # steps do not change gradients
     written = [each for values in (parameters, *states) for each in values if type(each) is UnevenDTensor]
-    torch.autograd.graph.increment_version(written)  # torch increments those of the parts only
+    torch.autograd.graph.increment_version(written)  # torch increments only the version counters of the parts
     before = [list(values) for values in parts]
     step(*parts, **options)
     for values, old, new in zip(lists, before[1:], parts[1:]):

@@ -1,11 +1,11 @@
 """A DTensor with uneven shards.
 
-torch's `Shard(0)` means even chunks of rows. A flat buffer is cut where padding is least: parts may have different
-numbers of rows, or end inside a row. `UnevenDTensor` stores its cuts. It uses them in `full_tensor`, for checkpoints,
-and in operators, by the rules of `rules.py`.
+torch's `Shard(0)` means even chunks of rows. weft cuts a flat buffer where padding is least: a parameter's parts may
+have different numbers of rows, or end inside a row. `UnevenDTensor` stores its cuts. It uses them in `full_tensor`, for
+checkpoints, and in operators (`rules.py`).
 
-A part is a range of the flattened tensor. It consists of whole rows if its cuts allow this. Otherwise it is 1-D. On a
-rank that has nothing of the tensor, the part has zero elements.
+A part is a range of the flattened tensor. If the cuts are between rows, it consists of whole rows; otherwise it is 1-D.
+On a rank that has nothing of the tensor, the part has zero elements.
 
 With tensor parallelism the mesh has one more axis, and the cuts are those of this rank's slice over that axis:
 
@@ -101,8 +101,8 @@ class UnevenDTensor(RuledDTensor):
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Return what DTensor returns. While `torch.compile` traces, make it skip the code: a compiled graph would
-        create DTensors with even cuts."""
+        """Return what DTensor returns. While `torch.compile` traces, make it skip the code that uses this tensor,
+        because a compiled graph would create DTensors with even cuts."""
         if torch._guards.TracingContext.try_get() is None:
             return super().__tensor_flatten__()
         from torch._dynamo.exc import SkipFrame
@@ -124,8 +124,8 @@ class UnevenDTensor(RuledDTensor):
         return UnevenDTensor._wrap(local, spec, self._cuts)
 
     def owned_alike(self, local: torch.Tensor | None, meta: torch.Tensor) -> "UnevenDTensor":
-        """Return a tensor with the shape and strides of `meta` that is whole on the rank that owns all of this tensor.
-        `local`: the tensor, on that rank; None on others."""
+        """Return a tensor with the shape and strides of `meta` that is whole on one rank: the one that owns all of this
+        tensor. `local`: the returned tensor's values on that rank; None on other ranks."""
         owner = self.owner
         assert owner is not None
         borders = (0,) * (owner + 1) + (meta.numel(),) * (self._cuts.parts - owner)
@@ -152,7 +152,7 @@ class UnevenDTensor(RuledDTensor):
 
     @property
     def owner(self) -> int | None:
-        """The index of the part that has all elements while the others are empty, or None."""
+        """The index of the one part that has all elements while the others are empty; None if there is no such part."""
         return self._cuts.owner if self.axes == self._cuts.axes else None
 
     @property
@@ -167,7 +167,7 @@ class UnevenDTensor(RuledDTensor):
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Return this rank's part. Differentiable. `grad_placements`: the placements of the gradient: those of the
-        tensor, but `Partial()` on axes over which the gradient must be summed."""
+        tensor, with `Partial()` on the axes over which the gradient must be summed."""
         if self.requires_grad and torch.is_grad_enabled():
             return _Read.apply(self, False, _partial(grad_placements, self._spec.placements))
         return self._local_tensor
@@ -209,7 +209,7 @@ class UnevenDTensor(RuledDTensor):
         flat = torch.empty(math.prod(self._cuts.shape), dtype=self.dtype, device=self._local_tensor.device)
         borders, part = self._cuts.borders, self.part
         flat[borders[part] : borders[part + 1]] = self._cuts.flattened(self._local_tensor.detach())
-        span = 1  # adjacent parts that are gathered already: the axis of the finest cuts is first
+        span = 1  # the number of adjacent parts that are gathered already: the axis of the finest cuts comes first
         for axis in reversed(self._cuts.axes):
             size, rank = self._spec.mesh.size(axis), self._spec.mesh.get_local_rank(axis)
             first = part // (span * size) * (span * size)
@@ -281,7 +281,7 @@ class UnevenDTensor(RuledDTensor):
 
 
 class _ByRules(TorchDispatchMode):
-    """Dispatches operators on such tensors to weft's rules."""
+    """Dispatches operators on these tensors to weft's rules."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch._C._EnableTorchFunction():
@@ -332,8 +332,8 @@ class _Read(torch.autograd.Function):
 
 
 def _partial(given: Any, own: tuple[Placement, ...]) -> list[Placement] | None:
-    """Return the placements of a gradient as partial or replicated, None if no sum is needed. `given`: the user's.
-    Raises ValueError if they are not `own`, those of the tensor, but for `Partial()` in place of `Replicate()`."""
+    """Return a gradient's placements as partial or replicated; None if no sum is needed. `given`: the user's. Raises
+    ValueError if these differ from `own`, the tensor's, in more than `Partial()` in place of `Replicate()`."""
     if given is None or tuple(given) == own:
         return None
     if len(given) != len(own) or any(a != b and not (a.is_partial() and b.is_replicate()) for a, b in zip(given, own)):

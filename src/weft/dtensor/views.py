@@ -25,8 +25,8 @@ class Step(NamedTuple):
 
 
 class ShardedView(RuledDTensor):
-    """A view of a sharded tensor. Reading gathers the tensor; an in-place operator also writes it back. Both are
-    collective. `repr` does neither. `to_local()` raises RuntimeError: its result would be a copy, and writes to the
+    """A view of a sharded tensor. Reading it gathers the tensor; an in-place operator also writes to the tensor. Both
+    are collective. `repr` does neither. `to_local()` raises RuntimeError: its result would be a copy, and writes to the
     copy would be lost."""
 
     _parent: UnevenDTensor
@@ -78,7 +78,7 @@ class ShardedView(RuledDTensor):
 
 @cache
 def is_view(func: Any) -> bool:
-    """Return whether operator `func` returns views of its first argument and changes nothing."""
+    """Return whether operator `func` returns views of its first argument, and writes to nothing."""
     aliases = [value.alias_info for value in func._schema.returns if value.alias_info is not None]
     return bool(aliases) and not any(alias.is_write for alias in aliases)
 

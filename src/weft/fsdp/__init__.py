@@ -1,6 +1,7 @@
 """Sharding: which parts of weights, gradients and optimizer state a rank has, and when.
 
-Method names have the same meaning in all classes:
+A unit is what one call of `fully_shard` shards. Its groups have the parameters of one dtype and mesh each. A driver,
+such as the hooks, runs units. A holder needs a unit's full weights. Method names mean the same in all classes:
 
     weights    gather           start the all-gather of full weights             unit, group
                acquire, release add and remove a named holder of full weights    unit
@@ -8,7 +9,7 @@ Method names have the same meaning in all classes:
                renew            gather stale weights again, while they are held  unit
                refresh          update model weights from main weights           group
                outdate          mark gathered weights as stale                   group
-               rest             free main weights, which the payload can restore group
+               rest             free main weights that quantized ones can restore group
                use, done        a driver starts and ends its use of a unit       runtime
     memory     take, give       allocate and free transient memory               pool
                move out,        move a buffer, with its values, to free its      pool

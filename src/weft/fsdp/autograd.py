@@ -9,10 +9,10 @@
 
 Autograd also raises if main weights were written to between forward and backward, as it does for a plain module. If a
 gathered copy has a version that this module has not set, other code wrote to the copy. Such a write would be lost, so
-it raises.
+`WeightsWritten` is raised.
 
-Autograd's errors name no parameters. Sharded parameters are in no autograd graph, so they get no gradients either.
-Therefore torch's function that runs a backward is wrapped, once, to raise errors that name the weights.
+Autograd's errors name no parameters. Nor can autograd differentiate with respect to a sharded parameter, which is in no
+graph. Therefore torch's function that runs a backward is wrapped, once, to raise errors that name the weights.
 
 Other code may still hold the original parameters, which sharded ones have replaced (`Original`). Their values, shapes
 and attributes stay as they were. In-place writes raise, because they would not reach the model. Reading `.grad` also
@@ -78,7 +78,7 @@ class FullParameters:
             self._before = self._here
         if self._copies:
             self._versions = (version,) * len(self._parameters)
-        elif moved:  # users may write to them, which also counts
+        elif moved:  # they are the main weights: users may write to them, and each tensor counts its own writes
             self._versions = tuple(parameter._version + moved for parameter in self._parameters)
         else:
             return
@@ -107,7 +107,7 @@ class FullParameters:
                 parameter.__class__ = _subclass(_Gone, here)
 
     def check_unwritten(self) -> None:
-        """Raise WeightsWritten if code wrote to copies."""
+        """Raise WeightsWritten if other code wrote to gathered weights that are copies."""
         if self._came is None and (not self._copies or tuple(map(_version_of, self._parameters)) == self._versions):
             return
         written = self._written()
@@ -123,7 +123,7 @@ class FullParameters:
             )
 
     def _written(self) -> list[nn.Parameter]:
-        """Return the copies whose version counter other code has changed."""
+        """Return the gathered copies whose version counter other code has changed."""
         found = map(_version_of, self._parameters) if self._copies else ()
         return [each for each, here, told in zip(self._parameters, found, self._versions) if here != told]
 

@@ -1,4 +1,4 @@
-"""The communication lanes and the pools of transient memory of one model.
+"""The lanes (ordered queues of communication) and the pools of transient memory of one model.
 
     lane       carries                                          pool        holds
     --------   ----------------------------------------------   ---------   -----------------
@@ -27,7 +27,7 @@ _twins: MutableMapping[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDi
 
 
 class Channels:
-    """Lanes and pools. `separate`: whether gathers use the communicators that `separate_gathers` has created."""
+    """The lanes and pools of one model. `separate`: whether gathers use the communicators of `separate_gathers`."""
 
     def __init__(self, device: torch.device, *, planned: bool) -> None:
         self.separate = False

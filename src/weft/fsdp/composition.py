@@ -45,7 +45,7 @@ def refuse_wrappers(module: nn.Module, name: str, child: nn.Module | None) -> An
 
 
 def refusing_sharded(init: Callable[..., None], at: int, why: str) -> Callable[..., None]:
-    """Wrap a constructor of torch to raise ValueError `why` if its argument number `at` is a sharded parameter."""
+    """Wrap a constructor of torch to raise ValueError with the message `why` if argument number `at` is sharded."""
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:

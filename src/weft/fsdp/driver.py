@@ -1,16 +1,16 @@
 """The interface between drivers and the engine: the calls that a driver may make.
 
-Drivers are hooks, schedules, pipelines and `unshard()`. A driver runs units through passes, and reports when it
-computes with which weights. Of the engine it imports only this file and `Unit`. The plan decides what is gathered,
-freed and reduced, and in which order.
+Drivers are hooks, schedules, pipelines and `unshard()`. A driver runs modules in passes, and reports to the engine when
+it computes with which weights. Of the engine it imports only this file and `Unit`. The engine's plan decides what is
+gathered, freed and reduced, and in which order.
 
 call                                 meaning
 -----------------------------------  ------------------------------------------------------------------------------
 begin_forward(unit)                  a module of `unit` is called; the outermost call begins a pass
 end_forward(error)                   the call has ended; if it was the outermost, the pass has ended
-begin_backward(call)                 a backward reaches `call`; the first of a model begins a pass, autograd ends it
-                                     (the engine ends a call that has `begun` with `call.end()`, after a failure with
-                                     `call.abandon()`)
+begin_backward(call)                 a backward reaches `call`. The first such call begins a pass, which ends with
+                                     autograd's backward: by `call.end()` for each call that has `begun` and not ended
+                                     or, after a failure, by `call.abandon()`
 scheduled(trace, depth, backward)    a context around a pass whose events are known in advance and which gathers
                                      `depth` units ahead; backward=False: an evaluation
 use(unit, holder, named)             the holder needs the full weights from here on; `named`: the units that the user
@@ -20,7 +20,7 @@ done(unit, holder, ...)              the holder no longer needs them; `backward_
 keep(unit, holder)                   keep the full weights: after a forward until its backward, after a backward
                                      until they are resharded
 offer(unit)                          a backward begins, in which modules of `unit` may write gradients themselves
-expect_more(more)                    whether a schedule has further microbatches whose gradients are added
+expect_more(more)                    whether further microbatches of a schedule will add to the gradients
 ready(unit)                          the gradients of `unit` in this backward are complete: pack them, reduce if due
 note_failure(what, error)            `what` raised `error`; it is only used if the pass ends with that error
 recover()                            called outside of passes: clean up after a failed pass; return whether a schedule
@@ -48,7 +48,7 @@ class Hold:
 
 
 class TiedHold(NamedTuple):
-    """A hold of a unit on behalf of `holder` of another unit, `unit`, whose modules use parameters of the held unit."""
+    """Holds a unit that owns tied parameters for as long as `holder` holds another `unit`, which uses them too."""
 
     unit: Any
     holder: Any

@@ -50,7 +50,7 @@ def fully_shard(
         mesh: a DeviceMesh of data-parallel ranks: 1-D, or 2-D (outer, shard). Default: all ranks, on the parameters'
             device; for parameters on "cpu" or "meta", on CUDA if it is available and the process group supports it.
         strategy: "no_shard", "optim", "optim_grads", "optim_grads_params" (ZeRO-0 to 3) or `weft.Placements`.
-        outer_strategy: over the outer axis of a 2-D mesh: "no_shard" (HSDP) or "optim" (HFSDP).
+        outer_strategy: the strategy over the outer axis of a 2-D mesh: "no_shard" (HSDP) or "optim" (HFSDP).
         reshard_after_forward: whether to free the full weights after forward and gather them again for backward. None:
             True, except for the root, because its backward follows immediately. An int n that divides the size of the
             shard axis: after forward, weights are sharded over n adjacent ranks only, and backward gathers them from
@@ -134,7 +134,7 @@ def _refuse_in_use(driver: UnitDriver) -> None:
 
 
 def plan_of(model: nn.Module) -> Plan | None:
-    """Return the plan of a step that repeats the model's last one, or None before the first pass.
+    """Return the plan of the model's next step, assuming that it repeats the last one. None before the first pass.
 
     `model`: the root, or any sharded module inside it. `print(plan.table())` shows the actions at each event.
     `plan.peak_bytes` equals the peaks that `memory_report` measures. Raises TypeError if `model` is not a module,

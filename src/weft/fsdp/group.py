@@ -3,11 +3,11 @@
 buffer        lives       placement    dtype        holds
 main_weight   always      optimizer    main         the weights that the optimizer updates; registered between uses
 model_weight  always*     parameter    compute***   the input of gathers
-full          gathered**  Replicate    compute      the weights that forward and backward read; registered meanwhile
+full          gathered**  Replicate    compute      the weights that forward and backward read; registered during uses
 gradients                                           see `weft.fsdp.gradients.group`
 
 *   the same memory as main_weight if the dtypes are equal, and the same buffer if the placements are equal too;
-    `copies` has two of them if forward and backward use different ones
+    `copies` has two such buffers if backward uses other quantized weights than forward
 **  always, as model_weight, if the parameter placement is Replicate on every axis
 *** bytes of a quantized payload, if the recipe has one; then `full` is always freed between uses
 
@@ -57,7 +57,7 @@ class ParameterGroup:
     """Flat buffers of parameters that are gathered, reduced and updated together."""
 
     def __init__(self, plan: GroupPlan, members: Sequence[Unsharded]) -> None:
-        """`members`: the original parameters, whose values are moved; those with tensor-parallel slices first."""
+        """`members`: the original parameters, whose values move here; those with tensor-parallel slices come first."""
         self.plan = plan
         self.layout, self.mesh, self.placements, self.recipe = plan.layout, plan.mesh, plan.placements, plan.recipe
         self.device, self.home, self.offload, self.ranks = plan.device, plan.home, plan.offload, plan.mesh.size()
@@ -73,7 +73,7 @@ class ParameterGroup:
         """The buffers that gathers read: `model_weight`, and a second one if backward needs another copy."""
         self.copy = 0  # the index in `copies` of the full weights, or of the next gather
         for tensor, member in zip(slices, members):
-            if member.value is not member.original:  # freed before there is memory for gathered weights
+            if member.value is not member.original:  # made from a meta tensor: free it before `full` is allocated
                 tensor.untyped_storage().resize_(0)
         self.refreshes = self.model_weight is not self.main_weight
         """Whether model weights are kept separately and must be updated from the main weights."""
@@ -175,8 +175,8 @@ class ParameterGroup:
         return self.refreshes and self._gathered_from is None
 
     def outdate(self, *, agreed: bool = False) -> None:
-        """Make the next gather start from the main weights. If only the payload is kept, do so only if the main weights
-        were written: on this rank or, as the ranks have `agreed`, on any rank."""
+        """Make the next gather start from the main weights. If these are freed between uses (`payload_only`), do this
+        only if they were written to: on this rank or, if the ranks have `agreed` on it, on any rank."""
         if self.payload_only is None or agreed or self.is_stale:
             self._gathered_from = None
 
@@ -223,12 +223,12 @@ class ParameterGroup:
         )
 
     def bundled(self, channels: Channels, copy: int) -> torch.Tensor:
-        """Return the tensor that this rank sends in the unit's bucket. Needs `torch.no_grad()`."""
+        """Return the model weights that this rank sends in a message of several units. Needs `torch.no_grad()`."""
         self.refresh(channels)
         return self.copies[min(copy, self.payload.copies - 1)].local
 
     def open_full(self, channels: Channels) -> torch.Tensor:
-        """Allocate the full weights. Return the tensor that the bucket's gather fills. Needs `torch.no_grad()`."""
+        """Allocate full weights. Return the tensor that the message of several units fills. Needs `torch.no_grad()`."""
         assert self.transient is not None
         if not self.refreshes:
             self._gathered_from = self.version
@@ -280,7 +280,7 @@ class ParameterGroup:
             self.payload.open(self.full.local, self.copy)
 
     def rest(self, *, quantize: bool = False) -> None:
-        """Free the main weights if only the payload is kept and is up to date. `quantize`: make the payload first."""
+        """Free main weights that the payload can restore, if it is up to date. `quantize`: make the payload first."""
         if self.payload_only is None:
             return
         if quantize:
@@ -290,7 +290,7 @@ class ParameterGroup:
             self.payload_only.let_go()
 
     def keep_main_weights(self) -> None:
-        """Restore main weights of which only the payload was kept, and keep them from now on."""
+        """Restore main weights that were kept only as a quantized payload, and keep them from now on."""
         if self.payload_only is not None:
             self.payload_only.bring()
         self.payload_only = None
@@ -308,7 +308,7 @@ class ParameterGroup:
         return staging.nbytes if staging is not None and (self.payload.refreshes or not self.refreshes) else 0
 
     def finish_upload(self) -> None:
-        """Make the host wait until no transfer reads main weights in CPU memory."""
+        """Make the host wait for the transfer, if any, that reads main weights in CPU memory."""
         upload, self._upload = self._upload, None
         if upload is not None:
             upload.synchronize()
@@ -352,7 +352,7 @@ class ParameterGroup:
                 each.sharded.requires_grad_(flag)
 
     def sync_requires_grad(self) -> None:
-        """Set `requires_grad` of the full parameters to that of the sharded ones. Refuse hooks that would not run."""
+        """Set `requires_grad` of full parameters to that of the sharded ones. Raise for hooks that would never run."""
         self._flags = trains = [*map(_trains, self.parameters)]
         self.trains = any(trains)
         with behind_classes():

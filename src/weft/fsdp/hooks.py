@@ -174,8 +174,8 @@ class HookDriver:
         return (self._finish_plainly if compiled else self._finish)(engine, output, finish)
 
     def _enter(self, engine: Engine, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """Prepare a forward. Return its inputs, cast and marked, and a function to call afterwards. None if hooks do
-        nothing in this call."""
+        """Prepare a forward. Return its inputs, cast and marked, and a function to call afterwards. The function is
+        None if hooks do nothing in this call."""
         if engine.recover() or self.backwards or id(module) in self._entered:
             return *self.unit.policy.cast_inputs((args, kwargs)), None
         traced = torch._C._get_tracing_state() is not None
@@ -195,7 +195,7 @@ class HookDriver:
                 self._call = ForwardCall(self, engine) if torch.is_grad_enabled() else None
             args, kwargs = unit.policy.cast_inputs((args, kwargs))
             finish = _nothing
-            if self._call is not None and not self._entered:  # backward ends where forward began
+            if self._call is not None and not self._entered:  # the backward of the call ends at these inputs
                 args, kwargs, finish = _marked(self._call, args, kwargs)
             self._entered.add(id(module))
             return args, kwargs, finish
@@ -257,7 +257,7 @@ class HookDriver:
         """End the unit's forward if it has begun, although not all of its modules ran."""
         if self._entered:
             self._leave(self.engine)
-        elif self._hold in self.unit.holders:  # it failed before it began
+        elif self._hold in self.unit.holders:  # the forward failed before any module began
             self.engine.done(self.unit, self._hold)
         if self._stretch is not None:
             self._stretch.end()

@@ -20,13 +20,13 @@ from weft.fsdp.unit import Unit
 
 
 class FSDPModule:
-    """The methods that `fully_shard` adds. Those of FSDP2 mean the same as there, or raise NotImplementedError."""
+    """The methods that `fully_shard` adds. FSDP2's methods do the same as in torch, or raise NotImplementedError."""
 
     _weft_unit: Unit
     _weft_driver: UnitDriver
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Create an instance of the module's original class: a slice of a sharded container is not a unit."""
+        """Create an instance of the original class: a slice of a sharded `nn.Sequential`, for example, is no unit."""
         return cls.__mro__[2](*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,8 +85,8 @@ class FSDPModule:
                         (gradient if gradient.grad_fn is None else gradient.detach_()).requires_grad_(False).zero_()
 
     def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
-        """Gather and register the full parameters, until `reshard()`, a state dict, or a forward or backward that
-        reshards. With `async_op=True`, return a handle at once; its `wait()` registers the parameters."""
+        """Gather the full parameters and register them, until `reshard()`, a state dict, or a forward or backward that
+        frees them. With `async_op=True`, return a handle at once; its `wait()` registers the parameters."""
         runtime_of(self).unshard(unit_of(self))
         handle = UnshardHandle(self)
         if async_op:
@@ -113,7 +113,7 @@ class FSDPModule:
                 unit.requires_gradient_sync = reduces
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether the next backward is the last before the optimizer step; this stays set until the next call.
+        """Set whether the next backward, and each one until the next call, is the last before an optimizer step.
         Strategies with partial gradients, "no_shard" and "optim", reduce only in the last backward."""
         is_last_backward = _switch("set_is_last_backward", is_last_backward)
         runtime_of(self).reductions.last_backward = is_last_backward
@@ -146,14 +146,14 @@ class FSDPModule:
             unit.reshard_after(reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Set whether the full weights are freed after backward. With False they stay in memory; between passes
-        the sharded parameters are registered all the same."""
+        """Set whether the full weights are freed after backward. With False they stay in memory, although the sharded
+        parameters are registered between passes."""
         reshard_after_backward = _switch("set_reshard_after_backward", reshard_after_backward)
         for unit in units_under(self, recurse):
             unit.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: list["FSDPModule"]) -> None:
-        """Prefetch `modules` when this module's forward begins, instead of the next units of the recorded order.
+        """Prefetch `modules` when this module's forward begins, instead of the units that followed it in the last pass.
 
         Raises TypeError if `modules` is no iterable, ValueError if a module is not sharded or is in another model.
         """
@@ -224,24 +224,24 @@ class FSDPModule:
             runtime.change(separate_all_gather_group=enable)
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Make the next pass wait for `event`, recorded after an optimizer step on another stream."""
+        """Make the next pass wait for `event`, which you recorded after an optimizer step on another stream."""
         runtime_of(self).post_optimizer_event = event
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Raise NotImplementedError: weft gathers directly into the memory of its plan."""
+        """Raise NotImplementedError: weft's own all-gather writes directly into memory that its plan assigns."""
         raise NotImplementedError(f"set_custom_all_gather({comm!r}): {_OWN_COLLECTIVES}")
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Raise NotImplementedError: weft reduces directly in the memory of its plan."""
+        """Raise NotImplementedError: weft's own reductions work directly in memory that its plan assigns."""
         raise NotImplementedError(f"set_custom_reduce_scatter({comm!r}): {_OWN_COLLECTIVES}")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Do nothing for False. True raises NotImplementedError: transient memory is one block of torch's allocator."""
+        """Do nothing for False. True raises NotImplementedError: messages use memory of torch's allocator."""
         if _switch("set_allocate_memory_from_process_group_for_comm", enable):
             raise NotImplementedError(f"set_allocate_memory_from_process_group_for_comm(True): {_OWN_MEMORY}")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Raise NotImplementedError: transient memory is one block of torch's allocator."""
+        """Raise NotImplementedError: messages use memory of torch's allocator."""
         raise NotImplementedError(f"set_symm_mem_for_comm({backend!r}): {_OWN_MEMORY}")
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
@@ -249,7 +249,7 @@ class FSDPModule:
         unit_of(self).unshard_in_backward = _switch("set_unshard_in_backward", unshard_in_backward)
 
     def reset_iter_state(self) -> None:
-        """Clean up all units after an exception in forward or backward. Without this call the next pass cleans up.
+        """Clean up all units after an exception in forward or backward. Without this call, the next pass cleans up.
         The call also drops gradients that wait for their reduction. A failed backward sets all gradients to None."""
         runtime_of(self).reset()
 
@@ -357,7 +357,7 @@ def _to_prefetch(module: FSDPModule, method: str, modules: Any) -> "list[weakref
         raise TypeError(f"{method} got a {type(modules).__name__.removeprefix('FSDP')}: pass a list of sharded modules")
     mine, found = module._weft_driver, [checked(other)._weft_driver for other in modules]
     for other in found:
-        # A unit that is a root so far may still be put under the same root.
+        # A module that is a root so far may get the same root later, from a further call of `fully_shard`.
         if other.root is not mine.root and other.root is not other and mine.root is not mine:
             raise ValueError(
                 f"{method} of {mine.unit.name or mine.unit.kind!r} got {other.unit.name or other.unit.kind!r}, which "

@@ -1,4 +1,4 @@
-"""One record per parameter: its name, its position in the group, the registered tensors, and its owners.
+"""One record per parameter: its name, its position in the group, its tensors, and its owners: modules that have it.
 
 Functions that work on one parameter of a group take its record. A group keeps its records alive. Other code finds the
 record of any tensor of the parameter with `record_of`, and must not keep the record alive.
@@ -25,7 +25,7 @@ from weft.memory.buffer import FlatBuffer
 @dataclass
 class Slot:
     """The places where a parameter is registered: its name in the unit, the registered tensor, and its owners.
-    `observed`: whether an owner's class defines `__setattr__`. That of an RNN, for example, keeps weights in a list."""
+    `observed`: whether an owner's class defines `__setattr__`. An RNN's, for example, also keeps weights in a list."""
 
     name: str
     there: nn.Parameter | None
@@ -69,7 +69,7 @@ class Unsharded:
 class GradientState:
     """The state of a parameter's gradient between autograd and `.grad`."""
 
-    present: bool = False  # whether one was packed since the last publishing; once the ranks agree: on any of them
+    present: bool = False  # whether it was packed since `.grad` was set last; once the ranks have agreed: on any rank
     filled: bool = False  # whether its part of the packed gradients has values, to which a further gradient is added
     written: bool = False  # whether a module wrote it directly into the packed gradients since the last packing
     handed: Any = None  # the DTensor that is published as `.grad`
@@ -146,7 +146,7 @@ def is_ignored(parameter: nn.Parameter) -> bool:
 
 
 def parameters_of(group: Any, members: Sequence[Unsharded]) -> tuple[ShardedParameter, ...]:
-    """Return the records of the parameters of `group`: views of its buffers with the attributes of `members`."""
+    """Create the records of a group: their tensors are views of its buffers, with the attributes set on `members`."""
     views = FlatBuffer(group.layout, group.mesh, group.plan.whole, group.full.local).views()
     tensors = group.main_weight.dtensors([each.parallel for each in members])
     records = []
@@ -168,7 +168,7 @@ SHARDED = attrgetter("sharded")
 
 
 def register(parameters: Iterable[ShardedParameter], form: Callable[[ShardedParameter], nn.Parameter | None]) -> None:
-    """Register the tensor `form` of each parameter everywhere. Raises RuntimeError if code has replaced one."""
+    """Register the tensor `form` (`FULL` or `SHARDED`) of each parameter. Raises RuntimeError if one was replaced."""
     # All are registered before the error is raised, so that the next call does not raise for the same reason.
     replaced: list[Slot] = []
     observed: list[tuple[nn.Module, str, nn.Parameter | None]] = []
@@ -216,7 +216,7 @@ _OPTIMIZER_NEVER_RUNS = (
 
 
 def never_runs(parameter: nn.Parameter) -> str:
-    """Return why a hook or an optimizer on the gradient of `parameter` would never run; "" if there is no such hook.
+    """Return why a hook or optimizer on the gradient of `parameter` would never run; "" if the parameter has none.
     Autograd computes the gradient of the gathered parameter, a different tensor. Only hooks of
     `register_post_accumulate_grad_hook` run, with the reduced gradient."""
     if parameter._backward_hooks:

@@ -82,7 +82,7 @@ PATCHES = (
     Patch(_STATE_DICT, "_distribute_state_dict", slicing, _FULL),
     # An optimizer over gathered parameters would train nothing.
     Patch("optim:Optimizer", "add_param_group", refusing_gathered),
-    # They would treat a sharded parameter as a plain one.
+    # These constructors would treat a sharded parameter as a plain one.
     Patch("distributed.fsdp._fully_shard._fsdp_param:FSDPParam", "__init__", partial(refusing_sharded, at=0, why=_WHY)),
     Patch("nn.utils.parametrize:ParametrizationList", "__init__", partial(refusing_sharded, at=1, why=_WHY_MADE)),
 )

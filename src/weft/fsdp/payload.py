@@ -37,16 +37,16 @@ class Plain:
             self.staging = plan.transient(numel, plan.recipe.main, "weights on their way")
 
     def write(self, own: torch.Tensor, source: torch.Tensor, pool: Pool, copy: int = 0) -> Callable[[], Any] | None:
-        """Return a function to run on the lane. It casts or uploads `source` to `own`, this rank's part of the message.
-        None if `source` can be sent without a copy."""
+        """Return a function to run on the lane: it casts or uploads `source` to `own`, this rank's part of the message.
+        Return None if `source` can be sent without a copy."""
         if source.data_ptr() == own.data_ptr() or (source.dtype == own.dtype and not self._uploads):
             return None
         staging = pool.take(self.staging) if self.staging is not None and source.dtype != own.dtype else None
         return functools.partial(collectives.move, own, source, staging)
 
     def land(self, full: torch.Tensor, source: torch.Tensor, pool: Pool) -> torch.Tensor:
-        """Return the tensor into which the ranks' parts are gathered, to become the full weights `full`: `full` itself
-        here. `source`: this rank's part. Payloads of which each rank has all return `source`: nothing is gathered."""
+        """Return the tensor into which the ranks' parts are gathered, before `open` converts it to the full weights.
+        For `Plain`, this is `full` itself; it is `source`, this rank's part, if each rank has the whole payload."""
         return full
 
     def open(self, full: torch.Tensor, copy: int) -> None:

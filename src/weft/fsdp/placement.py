@@ -28,10 +28,8 @@ _OUTER_ROWS = ("no_shard", "optim")
 
 @dataclass(frozen=True, init=False)
 class Placements:
-    """The placements of parameters, gradients and optimizer state. Each field has one placement per mesh axis.
-
-    Raises ValueError for a combination that no strategy has.
-    """
+    """The placements of parameters, gradients and optimizer state. Each field has one placement per mesh axis. Raises
+    ValueError for a combination that no strategy has."""
 
     parameter: tuple[Placement, ...]
     gradient: tuple[Placement, ...]
@@ -71,12 +69,12 @@ class Placements:
 
     @property
     def reduces_each_microbatch(self) -> bool:
-        """Whether gradients are reduced over the shard axis after every backward, or else after the last of a step."""
+        """Whether gradients are reduced over the shard axis after every backward, not only after the last of a step."""
         return self.gradient[-1].is_shard()
 
 
 def placements_of(strategy: "str | Placements", outer_strategy: str, axes: int) -> Placements:
-    """Return the placements of the named strategies on a mesh of `axes` axes. Raises ValueError for wrong ones."""
+    """Return the placements of these strategies on a mesh of `axes` axes. Raises ValueError for unknown strategies."""
     if isinstance(strategy, Placements):
         if outer_strategy != "no_shard":
             raise ValueError(

@@ -35,11 +35,11 @@ class MixedPrecisionPolicy:
     - `main_grads_dtype`: dtype of `.grad`, in which gradients accumulate. None: `main_params_dtype`.
     - `param_quantization`: a recipe of `weft.quantize` for gathered weights. They are dequantized for use, unless the
       recipe has `compute="scaled"`.
-    - `quantize(name, parameter)`: whether to quantize a parameter, by its name in the sharded module. None: quantize
-      parameters with two or three dimensions, except embeddings. With `compute="scaled"`, only weights of linear layers
-      and experts.
+    - `quantize(name, parameter)`: returns whether to quantize a parameter. `name` is its name in the sharded module.
+      None: quantize parameters with two or three dimensions, except embeddings. With `compute="scaled"`, only weights
+      of linear layers and experts.
 
-    Raises ValueError for a dtype in which torch does not compute: choose float64, float32, bfloat16 or float16.
+    Raises ValueError for dtypes other than float64, float32, bfloat16 and float16.
     """
 
     param_dtype: torch.dtype | None = None
@@ -103,7 +103,7 @@ class MixedPrecisionPolicy:
 
 
 def keep_dtype(parameter: torch.nn.Parameter) -> None:
-    """Keep a parameter's own dtype in gathers, computation and gradients, under every policy of its unit.
+    """Keep a parameter's own dtype in gathers, computation and gradients, whatever the policy of its unit is.
 
     Call it before `fully_shard`, for parameters that need the precision, such as the decays of a recurrence. Raises
     TypeError for anything but a parameter, ValueError for a sharded parameter.
@@ -144,13 +144,13 @@ class Recipe:
 
     @property
     def smallest_itemsize(self) -> int:
-        """The smallest element size, in bytes, of the dtypes main, compute and reduce; 1 with quantization."""
+        """The smallest element size, in bytes, of the dtypes `main`, `compute` and `reduce`; 1 with quantization."""
         dtypes = self.main, self.compute, self.reduce
         return 1 if self.quantization is not None else min(dtype.itemsize for dtype in dtypes)
 
     @cached_property
     def narrows(self) -> bool:
-        """Whether a gradient may overflow in the reduce dtype. If so, it is first scaled in `main_grad`."""
+        """Whether a gradient may overflow in the reduce dtype. If so, it is first scaled in the dtype `main_grad`."""
         return has_less_range(self.reduce, self.compute)
 
 

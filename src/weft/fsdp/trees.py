@@ -66,7 +66,7 @@ def give_back(rebuilt: list[tuple[Any, Any]], original: dict[int, Any]) -> None:
 
 
 def tensors_in(value: Any, *, hidden: bool = False) -> Iterator[torch.Tensor]:
-    """Yield the tensors in `value`. `hidden`: also those in dataclasses, other objects and containers."""
+    """Yield the tensors in `value`. `hidden`: also those in dataclasses, other objects and other containers."""
     if isinstance(value, torch.Tensor):
         yield value
         return

@@ -2,11 +2,11 @@
 
 Every other transition raises an error that names the unit, its state and its holders. A holder needs the weights. It is
 a forward or backward call, a step of a schedule, the user's `unshard()`, or a later use, such as a backward. The pool
-may move a unit's weights to make room for another unit; only holders end holds. A unit does not know its drivers.
+may move a unit's weights to make room for another unit, but never ends a hold. A unit does not know its drivers.
 
 Full parameters are registered while a computation or the user's `unshard()` holds the weights. Otherwise the sharded
-parameters are registered, for optimizers, freezing and writes, also while weights wait for a backward: autograd has
-views of these.
+parameters are registered, for optimizers, freezing and writes. This includes the time between a forward and its
+backward, in which autograd's graph may hold views of the full weights.
 
 `weft.fsdp.gradients.group` describes the life of the gradients.
 """
@@ -138,7 +138,7 @@ class Unit:
         return any(group.is_stale for group in self.groups)
 
     def prefetch(self) -> None:
-        """Start the gather if the weights are at rest."""
+        """Start to gather the weights, unless they are gathered or being gathered."""
         for unit in self.tied:
             unit.prefetch()
         if self.state is State.AT_REST:
@@ -147,7 +147,7 @@ class Unit:
             self._gather()
 
     def gather_started(self, ticket: Ticket) -> None:
-        """Record that `ticket`, a message of several units, gathers the weights. They must be at rest."""
+        """Record that `ticket`, a message of several units, gathers the weights. They must not be gathered yet."""
         self.state = TRANSITIONS.get((self.state, "gather")) or self._refuse("gather")
         self.resident = True
         self._tickets = [ticket]
@@ -194,7 +194,7 @@ class Unit:
                 self.resharded |= holder is USER
 
     def renew(self) -> None:
-        """Gather held weights again, because the main weights have changed."""
+        """Gather held weights again after the main weights have changed."""
         self.state = TRANSITIONS.get((self.state, "renew")) or self._refuse("renew")
         for group in self.groups:
             group.fulls.check_unwritten()
@@ -204,7 +204,8 @@ class Unit:
         self._wait()
 
     def turn(self, backward: bool) -> None:
-        """Select which copy the next gather brings, for weights with two copies. Gather held weights again."""
+        """Switch weights that have a second copy for backward to the copy of this direction: the next gather brings it.
+        If the weights are held, gather them again now."""
         if not self.turns or self.backward == backward:
             return
         self.free()  # gathered ahead for the other direction
@@ -220,7 +221,7 @@ class Unit:
             group.gather_other(int(backward), self.channels)
 
     def sync_versions(self) -> None:
-        """Let autograd raise for tensors saved at another version of the main weights. Raises as `release` does."""
+        """Make autograd raise for tensors saved at another version of the main weights. Raises as `release` does."""
         if self.state in (State.HERE, State.HELD):
             for group in self.groups:
                 group.fulls.check_unwritten()
@@ -248,7 +249,7 @@ class Unit:
                 group.free()
 
     def reshard_after(self, forward: bool | int | None) -> None:
-        """Set whether the weights are freed after forward. An int: keep them sharded over that many ranks."""
+        """Set whether the weights are freed after forward. An int: then keep them sharded over that many ranks."""
         self.forget()
         size = None if forward is None or isinstance(forward, bool) else forward
         self.reshard_after_forward = True if size is not None else forward  # type: ignore[assignment]
@@ -258,7 +259,7 @@ class Unit:
             group.shard_after_forward(size)
 
     def forget(self) -> None:
-        """Drop post-forward shards: the next gather starts from the main weights."""
+        """Drop the shards that were kept after forward, so that the next gather starts from the main weights."""
         self.keeps_post_forward = False
         for group in self._coming:
             if group.post_forward is not None:
@@ -310,7 +311,7 @@ class Unit:
 
     @property
     def moves(self) -> int:
-        """How often the gathered weights have moved."""
+        """How often the gathered weights have moved to another address."""
         return sum(map(_moves, self.gathered))
 
     def _gather(self) -> None:
@@ -356,7 +357,7 @@ class Unit:
 
     @cached_property
     def is_addressed(self) -> bool:
-        """Whether gathers of this unit cannot match those of other units: there are none, or each has a tag."""
+        """Whether gathers of this unit cannot match those of other units: it has none, or messages have tags."""
         gathered = (group for group in self.groups if group.plan.moves)
         return all(transport_of(group.groups[-1], group.device).capabilities.tags for group in gathered)
 
@@ -369,7 +370,7 @@ class Unit:
         return False
 
     def scale_of(self, group: ParameterGroup) -> float:
-        """Return the factor for the sum of gradients over the ranks."""
+        """Return the factor by which the sum of gradients over the ranks is multiplied."""
         if self.replaced_factor is not None:
             return 1 / self.replaced_factor
         return 1 / (group.ranks * (self._divide_factor or 1))

@@ -1,4 +1,4 @@
-"""Compares the Python state of modules with their state at the capture, because a replay runs no Python.
+"""Compares the Python state of modules with their state at the capture of a graph, because a replay runs no Python.
 
 value                                       what is compared
 ------------------------------------------  --------------------------------------------------------------------
@@ -25,7 +25,7 @@ from weft.graphs.walk import UNSET, Slots, Walk
 
 
 class Attributes:
-    """The attributes of `modules`, and the Python parts of the captured `function`, at the time of construction.
+    """The attributes of `modules`, and code, defaults and closure of the captured `function`, when this is constructed.
 
     Raises CaptureRefused for state that cannot be compared.
     """
@@ -49,7 +49,7 @@ class Attributes:
         return True
 
     def difference(self) -> str | None:
-        """Return the name of a difference, or None if nothing has changed. A replaced buffer is a difference."""
+        """Return the name of something that has changed, or None. A replaced buffer counts as a change."""
         try:
             now = Walk(self._modules, self._function).tokens
         except CaptureRefused as error:

@@ -1,8 +1,8 @@
 """The backward of a captured function, with a recording for each form of the gradients of its outputs.
 
 form    which outputs have a gradient, and with which strides. An eager backward skips operators that only
-        the other outputs need. Kernels add in another order if strides differ.
-use     an edge of the graph that leads to a leaf. An eager backward adds the gradients of the uses of a leaf one by
+        outputs without a gradient need. Kernels add in another order if strides differ.
+use     an edge of the autograd graph that leads to a leaf. An eager backward adds the gradients of a leaf's uses one by
         one, after those of later modules and before those of earlier ones. Therefore a replay returns them one by one.
 
 A form that first appears in a replay is recorded then. A form that cannot be recorded is differentiated eagerly.
@@ -27,8 +27,8 @@ Samples = Sequence[Sample | None]
 
 
 class Uses:
-    """The edges by which the graph of `ends` uses `leaves`. `of`: the number of the leaf of each use, leaf by leaf, in
-    the order in which a backward reaches them."""
+    """The edges by which the graph of `ends` uses `leaves`. Uses are sorted by leaf, and those of one leaf in the order
+    in which a backward reaches them. `of`: for each use, the index of its leaf in `leaves`."""
 
     def __init__(self, ends: Sequence[GradientEdge], leaves: Sequence[Tensor]) -> None:
         self._ends = ends
@@ -60,7 +60,7 @@ class Uses:
         self._counts = [len(uses) for uses in found if uses]
 
     def gradients(self, given: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradient for each use from the gradients of the outputs. The graph is retained."""
+        """Compute the gradient of each use. `given`: the gradients of the outputs. The graph is retained."""
         there = [(end, gradient) for end, gradient in zip(self._ends, given) if gradient is not None]
         ends, heads = [end for end, _ in there], [gradient for _, gradient in there]
         try:
@@ -82,14 +82,15 @@ def _take(brought: list[Tensor | None], places: dict[int, int], gradients: Seque
 
 
 class Form:
-    """The recordings of one form. `weights`: the recording of the delayed weight gradients. `kept`: the gradients that
-    must survive the next replay, which writes to static memory."""
+    """The recordings of one form. `statics`: the tensors into which the outputs' gradients are copied. `weights`: the
+    recordings of the delayed weight gradients. `kept`: for each use, whether its gradient must survive the next replay,
+    which overwrites the memory of this one."""
 
     def __init__(
         self, statics: Sequence[Static | None], backward: Recordings, weights: Recordings | None, kept: Sequence[bool]
     ) -> None:
         self.statics, self.backward, self.weights = statics, backward, weights
-        # A gradient may be that of an output, or be in memory of the forward; or two leaves may get the same one.
+        # Also copy a gradient that is an output's, or is in memory of the forward, or shares memory with another one.
         made, found = backward.tried.recording.memory(), backward.tried.result
         ranges = [(0, 0, False) if each is None else range_of(each) for each in found]
         self._copied = [
@@ -98,7 +99,7 @@ class Form:
         ]
 
     def handed(self, found: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients that the caller receives."""
+        """Return the gradients that the caller receives: copies or views of the results `found` of a replay."""
         return [
             None if each is None else copied(each) if copies else each.detach()
             for each, copies in zip(found, self._copied)
@@ -120,9 +121,9 @@ class Form:
 class Backward:
     """The backward of a captured function, with all its forms.
 
-    `capture`: records a function that may use additional memory. `saved`: the current values of the tensors that
-    autograd has saved. `trained`: the parameters that train. `restored` and `count`: see `Recordings`. `delays`: the
-    function mode that delays weight gradients, if any. `kept`: for each use, whether the caller keeps its gradient.
+    `capture`: captures a function, given the memory that it may use. `saved`: the tensors that autograd may have saved.
+    `trained`: the parameters that train. `restored` and `count`: see `Recordings`. `delays`: the function mode that
+    delays weight gradients, if any. `kept`: for each use, whether the caller keeps its gradient.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class Backward:
         self._forms: dict[Any, Form | str] = {}
 
     def record(self, samples: Samples) -> Form:
-        """Record a form for gradients like `samples`. Raises CaptureRefused."""
+        """Record the form of gradients like `samples`. Raises CaptureRefused if it cannot be recorded."""
         statics = [None if each is None else Static(each) for each in samples]
         given = [None if each is None else each.tensor for each in statics]
         of_statics = [range_of(each) for each in given if each is not None]
@@ -160,11 +161,11 @@ class Backward:
         return Form(statics, backward, weights, self._kept)
 
     def begin(self, samples: Samples, full: Sequence[Sample]) -> Ranges | None:
-        """Record the form of `samples`. Return the memory that any form reads: the memory that the form with gradients
-        of all outputs reads.
+        """Record the form of `samples`. Return the memory that any form may read: that which the form of `full` reads,
+        in which all outputs have gradients.
 
-        Returns None if the form with all gradients cannot be recorded. Raises CaptureRefused if the form of `samples`
-        cannot.
+        Returns None if the form of `full` cannot be recorded. Raises CaptureRefused if that of `samples` cannot be
+        recorded.
         """
         first = None
         if any(samples):

@@ -1,11 +1,11 @@
-"""A method whose calls are replayed if possible. Decides whether a call runs eagerly, is captured or is replayed.
+"""A method whose calls are replayed from graphs if possible: each call runs eagerly, is captured or is replayed.
 
 call                                                  what happens
 ----------------------------------------------------  ------------------------------------------------------------
 evaluation, recomputation, a dispatch mode, ...       eager, counted with the reason
 new shapes, numbers, structure or dtypes              eager; the gradients are remembered
-known shapes etc., and a steady memory plan           eager, and also captured; all ranks must have captured it
-captured, at the same addresses, nothing in flight    a replay
+known shapes etc., and a steady memory plan           eager, and also captured; replayed once all ranks have captured it
+captured, same addresses, no forward in flight        a replay
 captured, its last forward still waits for backward   eager under hooks; under a schedule another capture
 weights or buffers have other addresses               the capture is dropped, and replaced once the plan is steady
 attributes of its modules have changed                the capture is dropped and replaced, a few times
@@ -28,21 +28,20 @@ from weft.graphs.places import Places
 from weft.graphs.statics import Sample
 
 MOST_SIGNATURES = 4
-"""The maximum number of signatures of one method. With more, calls differ all the time, and each capture takes
-memory."""
+"""The maximum number of signatures of one method that are captured, because each capture takes memory."""
 MOST_CHANGES = 4
-"""The maximum number of changes of attributes that a method reads. With more, they change with each call."""
+"""After more changes of the attributes that a method reads, it is no longer captured: they may change in each call."""
 _NUMBERS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 _ONE = tree_flatten(((torch.empty(0),), {}))[1]
 
 
 class Owner(Protocol):
-    """The interface of the object that the calls of one model share."""
+    """The interface of the object that all graphed calls of one model share (`GraphTable`)."""
 
     backend: Backend
 
     def eager_because(self) -> str | None:
-        """Return why nothing can be replayed now, or None if something can."""
+        """Return why nothing can be replayed now, or None if replays are possible."""
         ...
 
     def may_capture(self) -> bool:
@@ -56,7 +55,7 @@ class Owner(Protocol):
 
 
 class Signature:
-    """Calls with the same key: the gradients that their outputs received, and a capture per microbatch in flight."""
+    """Calls with one key (shapes, numbers, ...): their outputs' gradients, and a capture per microbatch in flight."""
 
     def __init__(self) -> None:
         self.gradients: dict[int, Sample] = {}
@@ -79,7 +78,7 @@ class Signature:
 
 class GraphedCall:
     """Replaces the method `name` of `module`. `scope`: the name under which its calls are counted. `inside`: returns
-    the modules that it uses. `is_owned`: see `Places`."""
+    the modules that the method uses. `is_owned`: see `Places`."""
 
     def __init__(
         self,
@@ -202,7 +201,7 @@ class GraphedCall:
         self._signatures.clear()
 
     def enable(self) -> None:
-        """Use the captures, because all ranks have them."""
+        """Allow replays of the captures, because all ranks have them."""
         for signature in self._signatures.values():
             for captured in signature.captured:
                 captured.ready = True
@@ -265,7 +264,7 @@ class GraphedCall:
             return "no input is a tensor"
         if torch.is_autocast_enabled(device.type):
             # Autocast casts a weight once for all its uses, and not at all in a later backward: a capture cannot know
-            # this.
+            # whether a cast is part of it.
             return "autocast is active around it"
         module = self._module()
         return (*described, spec, module is not None and module.training, delaying() is not None)

@@ -9,7 +9,7 @@ from weft.graphs.places import Ranges
 
 
 class CaptureRefused(RuntimeError):
-    """A function cannot be captured. The message is the reason. Calls of the function stay eager."""
+    """A function cannot be captured. The message is the reason. The function always runs eagerly."""
 
 
 class Delays(Protocol):
@@ -36,7 +36,7 @@ class Delays(Protocol):
 
 
 def delaying() -> Delays | None:
-    """Return the innermost function mode, if it delays weight gradients."""
+    """Return the innermost function mode if it delays weight gradients, otherwise None."""
     mode: Any = _get_current_function_mode()
     return mode if hasattr(mode, "repeatable") else None
 
@@ -74,6 +74,6 @@ class Backend(Protocol):
         """Run `function()`. Return its result, and a recording that replays the function into the same tensors.
 
         `known`: the memory that the function may read but does not allocate. `behind`: the recording that is always
-        replayed before this recording. Raises CaptureRefused.
+        replayed before this recording. Raises CaptureRefused if the function cannot be captured.
         """
         ...

@@ -5,9 +5,9 @@
 
 Between a forward and its backward a capture is busy: the next forward would overwrite the values saved for the
 backward. Autograd accumulates the gradients of parameters in `.grad`, as for an eager call. Autograd refuses a backward
-that reads a parameter or buffer that was written to since the forward. Delayed weight gradients have a separate
-recording. A replayed backward queues this recording, where an eager backward queues products. The capture stays busy
-until the recording has run.
+that reads a parameter or buffer that was written to since the forward. If weight gradients are delayed, their products
+have a separate recording. A replayed backward queues this recording, where an eager backward queues the products. The
+capture stays busy until the recording has run.
 
 result of the function          result of a replay
 ------------------------------  ------------------------------------------------------------------
@@ -40,13 +40,13 @@ from weft.graphs.places import Places, Ranges, has_hooks, hooked, local, range_o
 from weft.graphs.statics import Sample, Static, copied
 
 POISON = False
-"""For tests: fill the results of a capture before each replay, and all its memory when its backward is done."""
+"""For tests: overwrite the results of a capture before each replay, and all its memory after its backward."""
 _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
 class Lease:
-    """A forward in a capture, until its backward has ended or its graph is freed. `queue`: receives the delayed
-    gradients."""
+    """A replayed forward, which keeps its capture busy until its backward has ended or its graph is freed. `queue`:
+    receives the recording of the delayed gradients."""
 
     def __init__(self, captured: "Captured", queue: Delays | None) -> None:
         self._captured = captured
@@ -58,14 +58,14 @@ class Lease:
 
 
 class Captured:
-    """`function` captured with the arguments `leaves`, which are flat, and their `spec`.
+    """`function`, captured with the arguments that pytree's `tree_flatten` has turned into `leaves` and `spec`.
 
     - `places`: the parameters and buffers that the function may read.
-    - `gradients`: samples of the gradients of its outputs, by their numbers among the tensors that it returns.
+    - `gradients`: samples of its outputs' gradients, by the index of the output among the tensors that it returns.
     - `count`: called with the reason why a backward is eager.
     - `queue`: the function mode that delays weight gradients, if any.
 
-    Raises CaptureRefused.
+    Raises CaptureRefused if the function cannot be captured.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Captured:
             return tensor
 
         def forward() -> Any:
-            alike.clear()  # a backend may run it twice
+            alike.clear()  # a backend may run this function twice
             self._entered.clear()
             args, kwargs = tree_unflatten(arguments, spec)
             with self._delays or nullcontext():
@@ -161,14 +161,14 @@ class Captured:
         trained = self._places.trained()
         self._needs = [number for number, each in enumerate(entered) if each.requires_grad]
         leaves_of = [*(entered[number] for number in self._needs), *alike, *trained]
-        # Pass edges, not tensors: given tensors, `grad` exits function modes, and a checkpoint inside must recompute
-        # under those of its forward.
+        # Pass edges, not tensors: given tensors, `torch.autograd.grad` exits function modes, and a checkpoint in the
+        # function must recompute under the modes of its forward.
         uses = Uses([*map(get_gradient_edge, ends)], leaves_of)
         if not uses.of:
             raise CaptureRefused("nothing in it needs a gradient")
         self._trained, self._uses = trained, uses.of
         # The caller may keep the gradient of an input. Gradients of sharded parameters are copied at the end of their
-        # unit's backward, before the next replay, and those that are summed over ranks as soon as this backward ends.
+        # unit's backward, before the next replay, and gradients that are summed over ranks when this backward ends.
         may_be_kept = (
             [True] * len(self._needs) + [False] * len(alike) + [not self._places.is_owned(it) for it in trained]
         )
@@ -188,8 +188,8 @@ class Captured:
         self._check_later(outputs, entered, self._backward.begin(samples, [*map(Sample.of, ends)]))
 
     def _hand_out(self, results: Sequence[Any], entered: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-        """Determine how a replay creates each result. Return the tensors that the forward creates, with their numbers
-        among all tensors."""
+        """Determine how a replay creates each result. Return the tensors that the forward creates, each with its index
+        among all tensors that it returns."""
         own = {id(each): partial(_argument, number) for number, each in zip(self._numbers, entered)}
         own |= {id(each): partial(_constant, each) for each in self._places.tensors()}
         self._hands: list[Callable[[Sequence[Any], Sequence[Tensor]], Any]] = []
@@ -232,10 +232,10 @@ class Captured:
         return None if self._holder is None else self._holder()
 
     def run(self, leaves: Sequence[Any], *, copies: bool, queue: Delays | None = None) -> Any:
-        """Replay and return the function's result.
+        """Replay the forward and return the function's result.
 
-        `copies`: return copies, which the next replay does not overwrite. `queue`: the function mode that delays weight
-        gradients.
+        `copies`: whether to return copies, which the next replay does not overwrite. `queue`: the function mode that
+        delays weight gradients, if any.
         """
         lease = Lease(self, queue)
         self._holder = weakref.ref(lease)
@@ -257,8 +257,8 @@ class Captured:
         for static, given in zip(self._inputs, inputs):
             static.fill(given)
         self._forward.replay()
-        # Make autograd refuse earlier saved versions of these. A CUDA graph changes them without incrementing their
-        # version counters.
+        # The replay has changed these tensors without incrementing their version counters. Increment them, so that
+        # autograd refuses a backward for which earlier values were saved.
         torch.autograd.graph.increment_version(self._changed if copies else [*self._changed, *self._outputs])
         outputs = [copied(each) if copies else each.detach() for each in self._outputs]
         constant = [each for each, needs in zip(outputs, self._differentiable) if not needs]
@@ -271,7 +271,7 @@ class Captured:
     @torch.no_grad()
     def backward(self, gradients: Sequence[Tensor | None], lease: Lease, *, ends: bool) -> Sequence[Tensor | None]:
         """Replay the backward, and return a gradient for each use. Delayed gradients are queued. `ends`: whether the
-        lease ends."""
+        graph is freed, so that the lease ends."""
         if self._places.addresses() != self.addresses:
             raise RuntimeError(
                 "weights of a captured function have moved, or were frozen, between its forward and its backward: "

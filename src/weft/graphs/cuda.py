@@ -1,4 +1,4 @@
-"""CUDA graphs. A forward and its backward share memory. Different captures share none, so they replay in any order.
+"""CUDA graphs. A forward and its backward share a memory pool. Different captures share none: they replay in any order.
 
 warm up    once, on the stream of captures: libraries allocate workspaces, and unsupported operators are found
 capture    on that stream, while no other work is queued and no garbage is collected
@@ -22,8 +22,8 @@ from weft.graphs.watch import Methods, Watch
 
 
 class CudaRecording:
-    """One graph. `watch`: the memory that its operators allocated and read. `nbytes`: the growth of the pool in its
-    capture."""
+    """One CUDA graph. `watch`: has the memory that its operators allocated and read. `nbytes`: by how much the memory
+    pool grew in its capture."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, watch: Watch, nbytes: int) -> None:
         self.graph = graph
@@ -40,7 +40,7 @@ class CudaRecording:
         return self._made
 
     def poison(self) -> None:
-        """Do nothing: the memory of a graph belongs to its pool. Only tests of the tape poison."""
+        """Do nothing: a CUDA graph's memory belongs to its pool. Only tests of the tape backend poison memory."""
 
 
 class CudaBackend:
@@ -62,7 +62,7 @@ class CudaBackend:
         with torch.cuda.stream(self._stream), Methods():
             with Watch(known):  # refuse operators before a capture is in progress
                 function()
-            torch.cuda.synchronize(self._device)  # also for the caller, whose stream reads what the warm-up wrote
+            torch.cuda.synchronize(self._device)  # also because the caller's stream reads what the warm-up wrote
             before = torch.cuda.memory_reserved(self._device)
             with _captured(graph, pool), watch:
                 result = function()

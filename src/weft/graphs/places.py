@@ -28,7 +28,7 @@ def touches(one: tuple[int, int, bool], others: Iterable[tuple[int, int, bool]])
 
 
 def cut_of(tensor: Tensor) -> tuple[slice, ...] | None:
-    """Return the index of an expanded `tensor` that covers all of its memory. None: the whole tensor."""
+    """Return an index that selects each element in the memory of an expanded `tensor` once. None: all of `tensor`."""
     cut = tuple(slice(0, 1) if not stride else slice(None) for stride in tensor.stride())
     return cut if any(each.stop for each in cut) else None
 
@@ -54,7 +54,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 @contextmanager
 def versions_set(tensors: Sequence[Tensor], versions: Sequence[int]) -> Iterator[None]:
-    """Inside this context, make autograd accept `tensors` as the tensors that it saved at `versions`."""
+    """Inside this context, set the version counters of `tensors` to `versions`, at which autograd saved them."""
     now = tuple(each._version for each in tensors)
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
     try:
@@ -64,8 +64,8 @@ def versions_set(tensors: Sequence[Tensor], versions: Sequence[int]) -> Iterator
 
 
 class Places:
-    """The parameters and buffers of `modules`. `is_owned`: whether weft copies the gradient of a parameter before the
-    next replay, so that the graph may reuse the gradient's memory."""
+    """The parameters and buffers of `modules`. `is_owned`: returns whether weft copies the gradient of a parameter
+    before the next replay, so that the graph may reuse the gradient's memory."""
 
     def __init__(self, modules: Sequence[nn.Module], is_owned: Callable[[nn.Parameter], bool]) -> None:
         self.is_owned = is_owned
@@ -76,7 +76,7 @@ class Places:
                 self._slots += [(slots, name) for name in slots]  # None may become a tensor
 
     def addresses(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Return the state on which a graph depends: address and layout of each tensor, whether it trains, and hooks.
+        """Return what a graph depends on: each tensor's address and layout; whether each trains, and has hooks.
 
         Raises WeightsGone for weights that are not gathered.
         """
@@ -115,5 +115,5 @@ class Places:
             with torch.no_grad():
                 for each, values in zip(memory, before):
                     each.copy_(values)
-            if buffers:  # autograd may have saved them
+            if buffers:  # autograd may have saved them at these versions
                 torch._C._autograd._unsafe_set_version_counter(tuple(buffers), versions)

@@ -1,4 +1,4 @@
-"""The report of the graphs of a sharded model, and a function to drop them."""
+"""Functions that report on the graphs of a sharded model, and drop them."""
 
 from typing import Any
 
@@ -11,8 +11,9 @@ from weft.graphs.table import GraphTable
 def graph_report(model: nn.Module) -> dict[str, Any]:
     """Return how often parts of the model were captured, replayed and run eagerly, and the bytes of the captures.
 
-    The result is {"captures": int, "replays": int, "eager": {reason: int}, "bytes": int, "scopes": {name: the same}}.
-    `model`: the root. Raises ValueError for a model without `RuntimeOptions(graphs=...)`.
+    The result is {"captures": int, "replays": int, "eager": {reason: int}, "bytes": int, "scopes": {...}}. "scopes" has
+    a dict with the first four keys for each part, by name. `model`: the root. Raises ValueError for a model without
+    `RuntimeOptions(graphs=...)`.
     """
     return _table(model).report()
 

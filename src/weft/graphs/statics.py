@@ -1,4 +1,4 @@
-"""Tensors in fixed memory with the strides of an eager call. With other strides, kernels would add in another order.
+"""Tensors at fixed addresses, with the strides of an eager call. With other strides, kernels could add in other orders.
 
 An expanded dimension stays expanded: its elements share memory, and a copy writes them once.
 """
@@ -46,7 +46,7 @@ class Static:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """Return the current values in new memory with the same strides. Raises CaptureRefused as `Static` does."""
+    """Return a copy of `tensor` with the same strides. Raises CaptureRefused as `Static` does."""
     clone = tensor.clone()
     if clone.stride() == tensor.stride():
         return clone

@@ -24,11 +24,11 @@ WAY_OUT = "choose other modules in weft.Graphs(modules=...)"
 
 
 class Engine(Protocol):
-    """The interface of a model's engine: properties of the current pass."""
+    """The properties of a model's engine that graphs need."""
 
     @property
     def steady_passes(self) -> int:
-        """The number of passes since the memory plan changed. It is 0 in a pass that differs from its record."""
+        """The number of passes since the memory plan changed; 0 in a pass that differs from the last of its kind."""
         ...
 
     @property
@@ -72,13 +72,13 @@ class GraphTable:
             )
 
     def eager_because(self) -> str | None:
-        """Return why nothing can be replayed now, or None if something can."""
+        """Return why nothing can be replayed now, or None if replays are possible."""
         if not torch.is_grad_enabled():
             return "no gradients are computed"
         if torch._C._current_graph_task_id() != -1:
             return "a recomputation"
         hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        # These hooks change only a certain tensor, of which a capture has a copy.
+        # Hooks of weft with `knows_graphs` change only tensors of which a capture has copies.
         if hooks is not None and not getattr(getattr(hooks[0], "__self__", None), "knows_graphs", False):
             return "it runs inside a checkpoint or other hooks on saved tensors"
         if _get_current_dispatch_mode() is not None:
@@ -106,7 +106,7 @@ class GraphTable:
         return [call.failed for call in self.calls]
 
     def agree(self, failed: Sequence[bool]) -> None:
-        """End the pass, and use the new captures. `failed`: for each call, whether a capture failed on any rank."""
+        """End the pass, and allow replays of new captures. `failed`: for each call, whether one failed on any rank."""
         for call, anywhere in zip(self.calls, failed):
             if anywhere and call.refused is None:
                 call.refuse("its capture failed on another rank")
@@ -172,7 +172,7 @@ def _inside(module: nn.Module) -> list[nn.Module]:
 
 
 def _of_parts(parts: Sequence[str], module: nn.Module) -> list[nn.Module]:
-    """Return the module, and the modules in its children with these names."""
+    """Return `module`, its children named in `parts`, and all modules inside these children."""
     used = [child for part in parts if (child := getattr(module, part)) is not None]
     return [module, *(each for child in used for each in child.modules())]
 

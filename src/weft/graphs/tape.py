@@ -23,8 +23,8 @@ _EMPTY = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_em
 
 
 class Call(NamedTuple):
-    """One operator. `results`: its results that are in new memory, with their index among all its results.
-    `differentiable`: whether gradients were enabled, because some operators then return more."""
+    """One operator. `results`: its results that are in new memory, each with its index among all results.
+    `differentiable`: whether gradients were enabled. Some operators then return more tensors."""
 
     function: Any
     args: tuple
@@ -99,8 +99,8 @@ class _Recorder(Watch):
         super().__init__(known)
         self._tape = tape
         self._aliases: dict[int, tuple[Tensor, Tensor]] = {}
-        """By id: each tensor, which thereby keeps its id, and a tensor of its memory without history. After an operator
-        such as `transpose_` or `tensor.data = ...`, a new tensor replaces the latter."""
+        """By id, each tensor (so that the id stays valid), and an alias: a tensor of the same memory without history.
+        After an operator such as `transpose_` or `tensor.data = ...`, a new alias is made."""
 
     def note(self, function: Any, args: tuple, kwargs: dict, given: list[Tensor], new: New) -> None:
         for _, tensor in new:

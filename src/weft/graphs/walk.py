@@ -49,8 +49,8 @@ UNSET = object()
 
 
 class Walk:
-    """The state that can be reached. `tokens`: names and values that can be compared with those of another walk.
-    `kept`: the objects that can change, with their contents."""
+    """The Python state that can be reached. `tokens`: names and values that can be compared with those of another walk.
+    `kept`: the objects that can change, each with a copy of its contents."""
 
     def __init__(self, modules: Sequence[nn.Module], function: Any) -> None:
         # The values to compare before each replay, without Python code for each value: all elements of containers, and
@@ -67,7 +67,7 @@ class Walk:
         self.tokens: list[tuple[str, Any]] = []
         self.kept: list[tuple[Any, Any]] = []
         self._inside = 0
-        """The number of elements in tuples. They are compared only if an object has been replaced by another."""
+        """The number of elements in tuples. These are compared only if a tuple has been replaced by another object."""
         self._numbers: dict[int, int] = {}
         self._alive: list[Any] = []
         self._classes: set[type] = set()
@@ -85,8 +85,8 @@ class Walk:
             raise CaptureRefused("it may read state that cannot be compared: tuples are nested too deeply") from None
 
     def same(self) -> bool:
-        """Return whether the same objects are found again. Raises KeyError, AttributeError or ValueError if some were
-        removed."""
+        """Return whether all recorded objects are still in their places. Raises KeyError, AttributeError or ValueError
+        if one was removed."""
         return (
             [*map(len, self._sized)] == self._lengths
             and all(map(is_, chain.from_iterable(map(call, self._getters, self._owners)), self._got))
@@ -109,7 +109,7 @@ class Walk:
     def _get(self, getter: Callable[..., Any], owner: Any, names: Sequence[str]) -> None:
         found = getter(*names, *names[:2])(owner) if names else ()  # of two names or more: a tuple
         methods = [name for name, value in zip(names, found) if type(value) in _METHODS]
-        if methods:  # equal if they are the same, which is faster
+        if methods:  # for these types == means the same object, and is faster over a list
             self._of_methods.append((getter(*methods, methods[0]), owner))
             self._methods.append(self._of_methods[-1][0](owner))
         others = [name for name, value in zip(names, found) if type(value) not in _METHODS]
@@ -136,7 +136,7 @@ class Walk:
         if kind in _PLAIN:
             return kind, str(value) if kind is slice else value
         if isinstance(value, (float, complex)) and not hasattr(value, "__dict__"):
-            return kind, repr(value)  # also those of NumPy
+            return kind, repr(value)  # also floats of NumPy
         if isinstance(value, (tuple, frozenset)) and not hasattr(value, "__dict__"):
             self._inside += len(value)
             self._check_size()
@@ -298,8 +298,8 @@ class Slots:
 
 
 def _hides(kind: type, slots: int) -> bool:
-    """Return whether objects of a class can have state that is not in attributes. The class is then not written in
-    Python."""
+    """Return whether objects of the class `kind` can have state outside of attributes, as those of classes in C can.
+    `slots`: the number of its slots."""
     words = slots + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
     return kind.__basicsize__ != object.__basicsize__ + words * object.__basicsize__ // 2
 

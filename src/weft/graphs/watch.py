@@ -18,11 +18,11 @@ from weft.graphs.places import Ranges, range_of
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "dtensor")
 _HOST_READS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
-"""Reads that run no operator on the CPU."""
+"""Methods that read values on the host, without an operator if the tensor is on the CPU."""
 _HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_hook})
 New = list[tuple[int, Tensor]]
-"""The results of an operator that are in new memory, with their places among all its results. -1 for a single
-result."""
+"""The results of an operator that are in new memory, each with its index among all results, or -1 if there is only
+one."""
 
 
 class Methods(TorchFunctionMode):
@@ -31,7 +31,7 @@ class Methods(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _HOST_READS:
             raise CaptureRefused(f"the host reads a tensor ({function.__name__})")
-        if function in _HOOKS and not isinstance(args[1], MethodDescriptorType):  # one of torch's own is an operator
+        if function in _HOOKS and not isinstance(args[1], MethodDescriptorType):  # torch's own methods are operators
             raise CaptureRefused(f"a hook on one of its gradients would not run ({function.__name__})")
         return function(*args, **(kwargs or {}))
 
@@ -103,7 +103,7 @@ def storage_of(tensor: Tensor) -> int:
 def _check(function: Any, args: tuple, kwargs: dict, given: list[Tensor]) -> None:
     tags, name = function.tags, function.overloadpacket.__name__
     reads = torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags
-    if name in ("index", "index_put", "index_put_"):  # a mask is counted, integers are not
+    if name in ("index", "index_put", "index_put_"):  # to count a mask's elements, the host reads it
         reads = any(each.dtype in (torch.bool, torch.uint8) for each in args[1] if each is not None)
     if reads:
         raise CaptureRefused(f"the host reads a tensor ({function})")
@@ -129,8 +129,8 @@ def _written(function: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def _draws(function: Any, args: tuple, kwargs: dict) -> bool:
-    """Return whether an operator with the tag of random operators draws random numbers. Attention has the tag, but
-    draws none without dropout."""
+    """Return whether an operator that torch tags as random draws random numbers. Attention has the tag, but draws none
+    without dropout."""
     for place, argument in enumerate(function._schema.arguments):
         if argument.name == "dropout_p":
             return bool(args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value))

@@ -5,7 +5,7 @@ convention         while a backward is tried    while it is captured           b
 weight_gradient    gets scratch; calls noted    gets the engine's buffer       the engine is called again, in order
 main_grad          is scratch; flags noted      is the engine's buffer         `grad_added_to_main_grad` is set again
 
-A graph contains the addresses of these buffers, and whether it writes or adds. Therefore the first microbatch and later
+A graph fixes the addresses of these buffers, and whether it writes or adds. Therefore the first microbatch and later
 microbatches have separate recordings.
 """
 
@@ -22,7 +22,7 @@ from weft.graphs.places import Ranges, local, range_of
 
 _OTHERS = "a backward in it needs other weight gradients than the time before: leave its module out of weft.Graphs"
 MOST = 8
-"""The maximum number of recordings of one function. Buffers that are new in each backward get no recording."""
+"""The maximum number of recordings of one function. With further sets of buffers, the function runs eagerly."""
 Target = tuple[Tensor, bool]
 """A buffer, and whether to add to it."""
 
@@ -41,8 +41,8 @@ class Writes:
 
     @contextmanager
     def tried(self) -> Iterator[Ranges]:
-        """Make a backward inside this context write to scratch memory, and record its writes. Yields the memory that it
-        may write."""
+        """Make a backward inside this context write to scratch memory, and note its writes. Yields the memory to which
+        it may write."""
         before = [(vars(each).get("main_grad"), each.grad_added_to_main_grad) for each in self._declared]
         scratch = [torch.zeros(each.shape, dtype=each.dtype, device=each.device) for each in self._declared]
         for each, place in zip(self._declared, scratch):
@@ -58,7 +58,7 @@ class Writes:
                     del each.main_grad
 
     def begin(self) -> None:
-        """Start a run of the backward. It may be a repeated run."""
+        """Start a run of the backward, which may be a repetition."""
         self.asked.clear()
 
     def _note(self, parameter: nn.Parameter) -> Target:
@@ -67,7 +67,7 @@ class Writes:
 
 
 def _nothing() -> None:
-    """Do nothing: a backward that is tried may make any number of calls."""
+    """Do nothing: a backward that is only tried may call `weight_gradient` any number of times."""
 
 
 class Recorded(NamedTuple):
@@ -80,8 +80,8 @@ class Recorded(NamedTuple):
 class Recordings:
     """The recordings of one function that may write weight gradients: one recording for each set of buffers.
 
-    `capture`: records a function that may write to additional memory. `restored`: a context in which buffers of modules
-    may change. `count`: called with the reason why a call is eager.
+    `capture`: captures a function, given the memory to which it may write. `restored`: a context that restores the
+    modules' buffers at its end. `count`: called with the reason why a call is eager.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Targets:
         return [range_of(each, writable=True) for each in self._buffers()]
 
     def begin(self) -> None:
-        """Start a run of the backward. It may be a repeated run."""
+        """Start a run of the backward, which may be a repetition."""
         self._next = 0
 
     @contextmanager
@@ -191,6 +191,6 @@ class Targets:
             raise CaptureRefused(_OTHERS)
 
     def written(self) -> None:
-        """Note that the backward has ended."""
+        """Note that the backward has ended: set `grad_added_to_main_grad` of the parameters to which it added."""
         for each in self._added:
             each.grad_added_to_main_grad = True

@@ -1,1 +1,1 @@
-"""Arithmetic without tensors or communication: offsets of all elements, sharing of memory, and plans of steps."""
+"""Arithmetic without tensors or communication: where elements are in buffers, which buffers share memory, and plans."""

@@ -23,9 +23,9 @@ from weft.layout.layout import dim_first
 
 @dataclass(frozen=True)
 class Cuts:
-    """The cuts of one tensor: part r has elements `[borders[r], borders[r + 1])`. With one part the tensor is whole.
+    """The cuts of one tensor: part r has elements `[borders[r], borders[r + 1])`. With one part, the tensor is not cut.
     `axes`: the mesh axes over which the parts are distributed, the axis of the coarsest cuts first. `dim`: the
-    dimension that is cut and that is first in memory. If it is not 0, no cut goes through a slice along it."""
+    dimension that is cut and that is first in memory. If it is not 0, cuts are only between slices along it."""
 
     shape: tuple[int, ...]
     borders: tuple[int, ...]
@@ -79,11 +79,11 @@ class Cuts:
         return flat.view(shape).movedim(0, self.dim) if self.dim else flat.view(shape)
 
     def flattened(self, tensor: Any) -> Any:
-        """Return `tensor` as 1-D in memory order, the inverse of `shaped`. It is a view if its strides allow a view."""
+        """Return `tensor` as 1-D in memory order, the inverse of `shaped`: a view, if the strides allow one."""
         return (tensor.movedim(self.dim, 0) if self.dim else tensor).reshape(-1)
 
     def part_of(self, full: Any, part: int) -> Any:
-        """Return a part of `full`, a tensor of the shape `shape`; a view if its strides allow one."""
+        """Return part number `part` of `full`, a tensor of the shape `shape`: a view, if the strides allow one."""
         return self.shaped(self.flattened(full)[self.borders[part] : self.borders[part + 1]], part)
 
     def _stored_part(self, part: int) -> tuple[int, ...]:
@@ -108,7 +108,7 @@ class Cuts:
             at += math.prod(sizes)
 
     def _in_place(self, stored: tuple[int, ...]) -> tuple[int, ...]:
-        """Permute `stored`, a number per dimension of memory, to a number per dimension of the tensor."""
+        """Permute `stored`, one number per dimension in memory order, to the order of the tensor's dimensions."""
         first, *others = stored or (0,)
         return (*others[: self.dim], first, *others[self.dim :]) if stored else ()
 

@@ -4,18 +4,18 @@
     ----------    ------------------------------------------------------------
     forward       the previous forward
     evaluation    the previous evaluation
-    backward      the previous backward; the first by the forward, reversed
-    schedule      its own program
+    backward      the previous backward; the first one by the forward, reversed
+    schedule      the schedule itself, which knows its events in advance
 
     depth 1:    use 0   gathers 0 and starts 1
                 use 1   waits for 1 and starts 2
                 done 1  frees its memory, unless 1 is needed next
 
-    The unit or bundle that ends a forward, and begins the backward, stays gathered in between.
+    The unit or bundle (units gathered in one message) that ends a forward, and begins the backward, stays gathered.
 
 If a pass deviates from its trace, the rest of it is gathered on demand: predictions change speed, never results. A
-schedule gathers further ahead than hooks do. A byte budget limits the total of the units ahead, each counted once. The
-runtime applies these rules to units, and `layout.walk` to numbers. Both see the same events in the same order.
+schedule gathers further ahead than hooks do. A byte budget limits the total size of the units that are gathered ahead,
+each counted once. The runtime applies these rules to units, and `layout.walk` to numbers of bytes.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -54,7 +54,7 @@ class Gathered(Protocol):
 @dataclass
 class _Pass:
     """A pass of this `kind`, with the units that its trace expects to be used, in order. `backwards`: for each use, 1
-    if it is in backward and its unit turns. `wanted_at`: the units to gather ahead at each position of the trace."""
+    if it needs a separate copy for backward. `wanted_at`: the units to gather ahead at each position of the trace."""
 
     kind: str
     expected: tuple[int, ...] = ()
@@ -71,9 +71,9 @@ class _Pass:
 
 
 class GatherOrder:
-    """Starts gathers in the predicted order. `units`: by number. `bundles`: units that are gathered in one message, by
-    their `numbers`; `gather(backward)` starts to gather those that are not resident and have room. `budget`: the
-    maximum number of bytes to gather ahead; None: the next unit or bundle."""
+    """Starts gathers in the predicted order. `units`: by number. `bundles`: the bundle of each unit, if any, by the
+    unit's number; its `gather(backward)` starts to gather the units in it that are not resident and have room.
+    `budget`: the maximum number of bytes to gather ahead; None: only the next unit or bundle."""
 
     def __init__(self, units: Sequence[Gathered], bundles: Mapping[int, Any], budget: int | None) -> None:
         self.traces: dict[str, Trace] = {}
@@ -147,7 +147,7 @@ class GatherOrder:
                 here.gathered.update(unit.number for unit in message)
 
     def _known(self, kind: str) -> Trace | None:
-        # A backward that reduces nothing uses the same units as one that does.
+        # A backward that only accumulates gradients uses the same units as one that reduces them.
         return self.traces.get(kind) or (self.traces.get("accumulation") if kind == "backward" else None)
 
     def _keep_trace(self, kind: str) -> None:
@@ -252,7 +252,7 @@ class GatherOrder:
             yield number
 
     def _turn_ahead(self, unit: Gathered) -> None:
-        """Select the copy for the next use of `unit`, which is gathered ahead, unless the unit is held."""
+        """Switch `unit`, which will be gathered ahead, to the copy that its next use needs, unless it is held."""
         if not unit.holders:
             here = self.current
             coming = zip(here.expected[here.position :], here.backwards[here.position :])
@@ -290,7 +290,7 @@ class GatherOrder:
         here = self.current
         here.on_plan = False
         if self._known(here.kind) is None:
-            return  # there was no prediction, or only that of the forward
+            return  # there was no prediction, or only that from the forward, reversed
         reason = f"{here.kind}: other units, or in another order"
         self.off_plan[reason] = self.off_plan.get(reason, 0) + 1
         seen = {unit for _, unit, _ in here.events}

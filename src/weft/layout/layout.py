@@ -24,7 +24,7 @@ KERNEL_ALIGNMENT_BYTES = 16
 """Tensors start on a multiple of this many bytes if that fits, because kernels read whole vectors."""
 
 PREFERENCE = 1 / 256
-"""The padding that coarser cuts may cost, as a fraction of the data."""
+"""The padding that may be added so that cuts are coarser, as a fraction of the data."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def plan_layout(
 
 
 def padding_of(shapes: Sequence[Sequence[int]], shard_size: int, *, dtype: torch.dtype = torch.float32) -> float:
-    """Return the padding of a unit with these tensor shapes over `shard_size` ranks, as a fraction of its data."""
+    """Return the padding of a unit with these tensor shapes in `shard_size` shards, as a fraction of its data."""
     return plan_layout(shapes, shard_size, itemsize=dtype.itemsize).padding
 
 
@@ -191,7 +191,7 @@ def _place(
         cursor = _round_up(cursor, start)
         for step in chain:
             offset = _first_fit(cursor, size, step, shard_numel, start)
-            # A coarse cut may use its share of the padding, not the share of later tensors.
+            # To cut coarsely, a tensor may use its share of the padding, but not the share of later tensors.
             if offset is not None and (step == chain[-1] or (offset - cursor) * choosers <= slack):
                 break
         else:

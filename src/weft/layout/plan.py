@@ -17,8 +17,8 @@ WEIGHTS, GRADIENTS = "gathered weights", "partial gradients"
 
 @dataclass(frozen=True)
 class StageFacts:
-    """The bytes of the buffers of one stage of a reduction. `accumulating`: adds up microbatches. `travelling`: is
-    sent. `inbox`: receives from other ranks. `shared`: whether the first two are one buffer."""
+    """The bytes of the buffers of one stage of a reduction. `accumulating`: of the buffer that adds up microbatches.
+    `travelling`: of the one that is sent. `inbox`: for received data. `shared`: whether the first two are one."""
 
     accumulating: int
     travelling: int
@@ -30,8 +30,8 @@ class StageFacts:
 class GradientFacts:
     """The gradients of one trainable group. `kind`: groups of equal kind can be reduced in one message. `sent`: bytes
     of the messages. `narrows`: gradients are packed in a wider dtype than that of the messages, even if they are
-    reduced immediately. `declared`: modules write them themselves. `download`: bytes of the buffer from which reduced
-    gradients are copied to CPU memory."""
+    reduced immediately. `declared`: modules write them directly into buffers. `download`: bytes of the buffer from
+    which reduced gradients are copied to CPU memory."""
 
     kind: Hashable | None
     sent: int
@@ -46,7 +46,7 @@ class UnitFacts:
     """The sizes of one unit, in bytes, and its relations to other units. `gathered`: gathered weights, per group.
     `sent`: the message that gathers them all. `refreshed`: model weights that each rank keeps, and that are gathered
     once per step, after the optimizer. `turned`: if backward uses another copy of some weights than forward, the
-    message that gathers one copy into existing memory, and its temporary memory. `staging`: temporary memory of an
+    message that replaces one copy by the other in memory, and its temporary memory. `staging`: temporary memory of an
     upload. `post_forward`: the part kept from forward to backward. `tied`: the units whose parameters it shares.
     `bundle`: the units gathered in one message with it, including the unit itself. `gradients`: per group, None for a
     group without gradients."""
@@ -89,7 +89,7 @@ class Collective(NamedTuple):
 
 
 class Action(NamedTuple):
-    """An action of the executor: "refresh", "gather", "free", "pack", "reduce" or "finish", for these units."""
+    """An action of the engine: "refresh", "gather", "free", "pack", "reduce" or "finish", for these units."""
 
     what: str
     units: tuple[int, ...]
@@ -107,10 +107,10 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of one step of a model on one rank. `steps`: the events. `collectives`: in the order of their start.
-    `peak_bytes`: the largest number of live bytes, by role. `slab`: offsets of the units' weights in memory. `alive`:
-    the sets of units whose weights are gathered at the same time. `names`: the units' names, by number. `off_plan`: the
-    number of passes that differed from their trace and were run on demand, by reason."""
+    """The plan of one training step of a model on one rank. `steps`: its events. `collectives`: in the order of their
+    start. `peak_bytes`: the largest number of live bytes, by role. `slab`: offsets of the units' weights in the memory
+    that they share. `alive`: the sets of units whose weights are gathered at the same time. `names`: the units' names,
+    by number. `off_plan`: the number of passes that differed from the pass before them, by reason."""
 
     steps: tuple[Step, ...]
     collectives: tuple[Collective, ...]
@@ -127,18 +127,18 @@ class Plan:
 
     @cached_property
     def hash(self) -> str:
-        """A hash of the collectives. It is equal on all ranks with the same collectives."""
+        """A hash of the collectives. It is equal on ranks with the same collectives."""
         return hashlib.blake2b(repr(self.collectives).encode(), digest_size=8).hexdigest()
 
     @property
     def addresses(self) -> dict[str, int]:
-        """The byte offset of each unit's gathered weights in the slab, by the unit's name."""
+        """The byte offset of each unit's gathered weights in the slab, which all units share, by the unit's name."""
         offsets: dict[Any, int] = dict(self.slab.offsets)
         first = {number: offsets[number, group] for number, group in sorted(offsets, reverse=True)}
         return {self.names[number]: first[number] for number in sorted(first)}
 
     def bytes_at(self, number: int) -> int:
-        """Return the transient bytes on this rank after event `number`. Raises IndexError if there is no such event."""
+        """Return the bytes of transient memory after event `number`. Raises IndexError if there is no such event."""
         return self.steps[number].weights + self.steps[number].gradients
 
     @property
@@ -147,7 +147,7 @@ class Plan:
         return sum(each.nbytes for each in self.collectives)
 
     def table(self, most: int = 200) -> str:
-        """Return the first `most` events as text, one per line, with their actions and the live bytes after each."""
+        """Return the first `most` events as text, one per line, with the actions and the live bytes after the event."""
         lines = [f"{'event':32}{'actions':56}{'weights':>14}{'gradients':>14}"]
         for step in self.steps[:most]:
             actions = ", ".join(f"{each.what} {self._named(each.units)}" for each in step.actions)

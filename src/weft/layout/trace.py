@@ -11,14 +11,14 @@
     -----    -----------------------------------------------------------------------------------
     use      a module starts to compute with the full weights
     ahead    the user has asked to gather this unit together with the last used unit
-    keep     the full weights stay: after a forward until the backward, after a backward until resharded
+    keep     the full weights stay: after a forward until the backward, after a backward until `reshard`
     done     the module has finished computing with them
     offer    modules of the unit may now write gradients of their parameters directly into buffers
     write    a module is about to write a gradient
     ready    the gradients of this backward are complete, and are reduced
     later    the gradients of this backward are complete, and wait for another backward
 
-Two passes count as the same if their traces are equal.
+Two passes are considered equal if their traces are equal.
 """
 
 from dataclasses import dataclass
@@ -27,10 +27,10 @@ from typing import NamedTuple
 
 
 class Event(NamedTuple):
-    """One event. `unit`: the unit's number in the model. `detail` of `use`: 1 in backward, if the unit then has other
-    weights than in forward. Of `done` in a forward: 1 if a backward follows. Of `ready`: 1 for the last reductions of a
-    step. Of `offer`: 1 if the gradients wait for another backward. Of `write`: the number n of the unit's trainable
-    group, or -1 - n if the gradients wait."""
+    """One event. `unit`: the unit's number in the model. `detail` of `use`: 1 in backward, if this uses another copy of
+    the unit's weights than forward. Of `done` in a forward: 1 if a backward follows. Of `ready`: 1 for the last
+    reductions of a step. Of `offer`: 1 if the gradients wait for another backward. Of `write`: the index n of the
+    group among the unit's trainable groups, or -1 - n if the gradients wait. Other details are 0."""
 
     what: str
     unit: int
@@ -50,9 +50,9 @@ class Trace:
 
     @cached_property
     def backwards(self) -> tuple[int, ...]:
-        """The detail of each use, in order."""
+        """The `detail` of each `use`, in order."""
         return tuple(event.detail for event in self.events if event.what == "use")
 
     def turned(self) -> tuple[int, ...]:
-        """Return the uses of the backward that this forward predicts: its units in reverse order of `done`."""
+        """Predict the uses in the backward of this forward: its units in reverse order of `done`."""
         return tuple(event.unit for event in reversed(self.events) if event.what == "done" and event.detail)

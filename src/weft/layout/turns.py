@@ -10,10 +10,10 @@ backward it is the reverse order of the units:
     at the end              right  left   inner        until the end of backward; `right` adds zeros
 
 A rank that follows the order starts each reduction at the end of the unit's backward. Units that are not in the order
-are reduced at the end of the pass, after the ranks have exchanged which units they have.
+are reduced at the end of the pass, after the ranks have exchanged which units are ready.
 
 Small units that are adjacent in the order form one turn: they share a message, which starts when the last of them is
-ready. Order and sizes are the same on all ranks, so the turns are the same too. The executor applies these rules to
+ready. Order and sizes are the same on all ranks, so the turns are the same too. The runtime applies these rules to
 gradients, and `layout.walk` applies them to numbers of bytes.
 """
 
@@ -41,7 +41,7 @@ class Due(NamedTuple):
 
 
 def turns_of(due: Iterable[Due], most: int) -> list[tuple[int, ...]]:
-    """Divide units, in the agreed order, into turns: units that share a message of at most `most` bytes."""
+    """Divide units, in the agreed order, into turns. Units of one turn share a message of at most `most` bytes."""
     turns: list[tuple[int, ...]] = []
     turn: list[int] = []
     spent, kind = 0, None
@@ -63,8 +63,8 @@ class ReductionOrder(ABC):
     def __init__(self, most_alive: int) -> None:
         self.most_alive = most_alive
         self.waits_for_room = True
-        """Whether `most_alive` is enforced. A host that waits itself could deadlock with a rank that waits for it in
-        the backward of another model."""
+        """Whether `most_alive` is enforced. The wait could deadlock with a rank that waits for this one in the backward
+        of another model."""
         self.arrived: list[int] = []
         """The units whose gradients were ready in this backward, in order."""
         self.waiting: set[int] = set()
@@ -103,7 +103,7 @@ class ReductionOrder(ABC):
     # --- the rules ----------------------------------------------------------------------------------------------------
 
     def take_turns(self, turns: Iterable[tuple[int, ...]] | None) -> None:
-        """Begin a backward with these turns. None: no agreed order, as in the backward of a pipeline schedule."""
+        """Begin a backward with these turns. None: it has no agreed order, like a pipeline schedule's backward."""
         self.arrived.clear()
         self.waiting.clear()
         self._turns = None if turns is None else deque(turns)
@@ -147,9 +147,9 @@ class ReductionOrder(ABC):
             self._take((unit,))
 
     def make_room(self, unit: int, group: Any, *, defer: bool) -> None:
-        """Wait until gradients may be packed: none of this group in flight, and not too many of other units. The
-        gradients of the unit are one live buffer: autograd's, or the buffer into which they are packed. While they are
-        being packed, they are two."""
+        """Wait until gradients may be packed: until none of this group are in flight, and not too many of other units.
+        A unit's gradients count as one live buffer: autograd's, or the packed one. While they are copied from one to
+        the other, they count as two."""
         self._finish_own(unit, group)
         if not defer:
             own = 1 if self.has_buffer(unit, group) else 2

@@ -1,8 +1,8 @@
-"""Compiles plans by simulating the executor: the memory that it allocates and frees at each event of a step.
+"""Computes plans by simulating the engine: the memory that it allocates and frees at each event of a step.
 
-The simulation applies the executor's rules, `layout.gathers` and `layout.turns`, to units that are only numbers of
+The simulation applies the engine's rules, `layout.gathers` and `layout.turns`, to units that are only numbers of
 bytes, without a process group, a tensor or a device. At the end of a pass it frees all weights except those for a
-backward, runs the remaining turns, and finishes all reductions.
+backward, starts the remaining reductions, and finishes all of them.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -26,8 +26,7 @@ class _Holder(str):
 
 
 class _Unit:
-    """A simulated unit: whether its weights are gathered, and who holds them. It has the methods of the executor's
-    units."""
+    """A simulated unit: whether its weights are gathered, and who holds them. It has an engine unit's methods."""
 
     def __init__(self, walk: "Walk", number: int, facts: UnitFacts) -> None:
         self.number = number
@@ -121,7 +120,7 @@ class _Bundle:
 
 
 class Walk:
-    """A simulation of the executor. It records steps, collectives and live bytes."""
+    """A simulation of the engine. It records steps, collectives and live bytes."""
 
     def __init__(self, traces: Mapping[str, Trace], units: Sequence[UnitFacts], limits: Limits) -> None:
         self.steps: list[Step] = []
@@ -160,7 +159,7 @@ class Walk:
             self.collectives.append(Collective("reduce-scatter" if what == "reduce" else "all-gather", units, sent))
 
     def gather(self, units: Sequence[_Unit], message: Sequence[_Unit] | None = None) -> None:
-        """Start to gather `units`. `message`: the units of the whole message, if these are more."""
+        """Start to gather `units`. `message`: all units of the message, if it also has units that this rank drops."""
         for unit in units:
             unit.come()
         self.alive[frozenset(unit.number for unit in self.units if unit.resident)] = None
@@ -176,8 +175,8 @@ class Walk:
     # --- passes -----------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Run each pass that has a trace. A forward precedes each backward. The memory that stays is that of the last
-        step; the records are those of this step."""
+        """Run each pass that has a trace. A forward precedes each backward. The step starts with the memory that the
+        step before has left. The records are those of this step only."""
         self.steps, self.collectives, self.peak = [], [], dict(self.live)
         self._refreshed.clear()
         known = [kind for kind in PASSES if kind in self._traces]

@@ -1,6 +1,6 @@
 """Marks unfilled memory with a byte pattern that can be recognized later.
 
-dtype                                  pattern                       unfilled, if the pattern is in
+dtype                                  pattern                       a tensor is unfilled if it has the pattern in
 -------------------------------------  ----------------------------  -----------------------------------
 floating but float8, complex           NaN, with every bit set       any element
 bool                                   neither False nor True        any element
@@ -27,7 +27,7 @@ def blank_storage(tensor: torch.Tensor) -> None:
 
 
 def has_blank(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` still holds the pattern, as far as this can be told for its dtype."""
+    """Return whether `tensor` is unfilled, as far as the pattern of its dtype can tell (see the table)."""
     dtype = tensor.dtype
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

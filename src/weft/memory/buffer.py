@@ -34,7 +34,7 @@ from weft.mesh import position_on, ranks_over
 
 @dataclass(eq=False, repr=False)
 class FlatBuffer:
-    """This rank's part, `local`, of a flat layout that is placed on a mesh with one placement per mesh axis."""
+    """This rank's part, `local`, of a flat buffer that is sharded or replicated by one placement per mesh axis."""
 
     layout: Layout
     mesh: DeviceMesh
@@ -64,7 +64,7 @@ class FlatBuffer:
         return self.local.untyped_storage()
 
     def part(self, placements: tuple[Placement, ...]) -> "FlatBuffer":
-        """Return this rank's part of the buffer under `placements`, which cut it further. It is a view."""
+        """Return a view: this rank's part of the buffer under `placements`, which cut it further."""
         cut = FlatBuffer(self.layout, self.mesh, placements, self.local)
         numel = self.layout.numel // cut.pieces
         start = cut.index * numel - self.index * (self.layout.numel // self.pieces)
@@ -72,7 +72,7 @@ class FlatBuffer:
         return cut
 
     def views(self) -> list[torch.Tensor]:
-        """Return a view of this rank's part of each tensor. It is the whole tensor if the layout is not cut."""
+        """Return a view of this rank's part of each tensor: of the whole tensor, if the layout is not cut."""
         index = self.index
         begin = index * (self.layout.numel // self.pieces)
         parts = []
@@ -84,7 +84,7 @@ class FlatBuffer:
         return parts
 
     def within(self, start: int, stop: int) -> torch.Tensor:
-        """Return this rank's part of the layout's elements `[start, stop)`. It is a view."""
+        """Return a view: this rank's part of the layout's elements `[start, stop)`."""
         begin, numel = self.index * (self.layout.numel // self.pieces), self.local.numel()
         first, last = (min(max(border - begin, 0), numel) for border in (start, stop))
         return self.local[first:last]
@@ -94,7 +94,7 @@ class FlatBuffer:
         return Cuts(extent.shape, self.layout.cuts(number, self.pieces), self.axes, extent.dim)
 
     def dtensors(self, beyond: Sequence[TensorParallel | None]) -> list[UnevenDTensor]:
-        """Return a DTensor for each tensor, with views as local parts. `beyond`: each tensor's slicing, or None."""
+        """Return a DTensor for each tensor. The local parts are views. `beyond`: each tensor's tensor parallelism."""
         made = []
         for number, (view, parallel) in enumerate(zip(self.views(), beyond)):
             cuts = self.cuts(number)
@@ -106,7 +106,7 @@ class FlatBuffer:
         return made
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy full tensors in and zero the padding. Meta tensors are marked as unfilled (`weft.memory.blank`)."""
+        """Copy this rank's parts of full tensors in, and zero the padding. Mark parts of meta tensors as unfilled."""
         self.local.zero_()
         for number, (view, tensor) in enumerate(zip(self.views(), tensors)):
             cuts = self.cuts(number)
@@ -125,9 +125,9 @@ class FlatBuffer:
         prepare: Callable[[], Any] | None = None,
         after: Ticket | None = None,
     ) -> Ticket | None:
-        """Start the all-gathers that fill this buffer from the ranks' parts under `inner`, finest cuts first. `through`
-        returns the communicator for the process group of a mesh axis. `prepare` fills the local part before the first
-        gather. The first gather waits for `after`. Returns the ticket of the last gather, or None if there is none."""
+        """Start the all-gathers that fill this buffer from the ranks' parts under the placements `inner`, finest cuts
+        first. `through` returns the communicator for the process group of a mesh axis. `prepare` fills the local part
+        before the first gather, which waits for `after`. Returns the last gather's ticket, or None without gathers."""
         ticket = None
         axes = sharded_axes(inner)
         while axes != self.axes:

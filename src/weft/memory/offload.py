@@ -3,12 +3,12 @@
     CPU memory, pinned                          device
     --------------------------------------      ---------------------------------------------------------------
     main weights    --- upload, gather lane -->  this rank's slice of the gathered weights, then their gather
-    main gradients  <-- download, its own lane - this rank's reduced gradients
+    main gradients  <-- download lane ---------- this rank's reduced gradients
     optimizer state and step: on the CPU
 
 Both transfers overlap with the computation. The host waits twice in a step. At the end of a forward it waits for the
-uploads, before the weights that they read may be written. At the end of a backward it waits for the downloads, before
-the optimizer reads the gradients. On a CPU mesh offloading works too, but saves nothing.
+uploads, because the weights that they read may be written next. At the end of a backward it waits for the downloads,
+because the optimizer reads the gradients next. On a CPU mesh, offloading works too, but saves nothing.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ def offload_of(policy: Any) -> CPUOffloadPolicy | None:
 
 
 class GradientDownload:
-    """Copies reduced gradients from `strip`, on the device, to `main_grad` in CPU memory. `pinned`: pin this memory."""
+    """Copies reduced gradients from `strip` on the device to `main_grad` in CPU memory. `pinned`: pin CPU buffers."""
 
     def __init__(self, main_grad: FlatBuffer, strip: Transient, *, pinned: bool) -> None:
         self._main_grad = main_grad
@@ -44,7 +44,7 @@ class GradientDownload:
         self._adds = False
 
     def open(self, pool: Pool) -> FlatBuffer:
-        """Return the device buffer for the result of a reduction. Call `close` when it is downloaded."""
+        """Return the device buffer for the result of a reduction. Call `close` when the result was downloaded."""
         self.finish()
         home = self._main_grad
         return FlatBuffer(home.layout, home.mesh, home.placements, pool.take(self._strip))

@@ -3,17 +3,17 @@
     allocator   first step                        later steps
     ---------   --------------------------------  ------------------------------------------------------------------
     "trace"     own memory, lifetimes recorded    a fixed place in one slab: nothing is allocated
-    "caching"   own memory from torch's allocator, taken and given back each time
+    "caching"   memory from torch's allocator, allocated and freed each time
 
 Autograd saves views of gathered weights, so a buffer's address must not change between a forward and its backward. A
-place in the slab is fixed. A buffer with its own memory keeps one storage, which is resized to 0 and back. If a step
-uses buffers in a new way (a pass in another order, a block used twice), a buffer without a free place takes its own
+place in the slab is fixed. A buffer with separate memory keeps one storage, which is resized to 0 and back. If a step
+uses buffers in a new way (a pass in another order, a block used twice), a buffer without a free place takes separate
 memory. This counts as a fallback and leads to a new plan after the step. A plan covers all steps so far. If such a
 plan would take more than `PATIENCE` times the peak of live bytes, the new plan covers only the last step.
 
-A buffer may find another buffer in the place where it must be. This happens only in unforeseen cases, for example if a
-user unshards all layers between a forward and its backward. If no computation uses the other buffer, its values move
-out into separate memory, and move back when they are needed at their address:
+A buffer that must return to its place may find another buffer there. This happens only in unforeseen cases, for example
+if a user unshards all layers between a forward and its backward. If no computation uses the other buffer, its values
+move out into separate memory, and move back when they are needed at their address:
 
     take(one)       the place is free, or the buffer in it `is_evictable` and moves out
     come_back(one)  the buffer that is now in its place moves out in turn
@@ -37,10 +37,10 @@ PATIENCE = 1.5
 
 class Transient:
     """A flat buffer that has memory only between `Pool.take` and `Pool.give`. Views of `tensor` stay valid from one
-    take to the next, unless the take moved it; `on_move` then gets the new tensor. `is_fixed()`: whether such views are
-    in use, so that it must not move. `is_evictable()`: whether it may move out for a while, because no computation uses
-    it. `describe()`: its name in errors. `filled`: begin with memory until `empty` is called, because torch needs
-    memory for making such views."""
+    take to the next, unless the take moved it; `on_move` is then called with the new tensor. `is_fixed()`: whether such
+    views are in use, so that it must not move. `is_evictable()`: whether it may move out for a while, because no
+    computation uses it. `describe()`: its name in errors. `filled`: whether it has memory from the start, until `empty`
+    is called, because torch cannot make views of an empty tensor."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Transient:
         self.pool: Callable[[], Pool | None] = lambda: None
         """Returns the pool that gave it memory, or None. A weak reference, because the pool refers to its buffers."""
         self.place: torch.Tensor | None = None
-        """The place in the slab where its views are valid, if it has moved out, or None."""
+        """If it has moved out of the slab, the place to which its views refer; otherwise None."""
         if not filled:
             self.empty()
 
@@ -84,11 +84,11 @@ class Transient:
 
 
 class Pool:
-    """Gives the transients of one role their memory, plans it, and keeps statistics. `plan`: the plan of the slab, None
-    before the first. `plans`: the number of plans so far. `lower_bound`: the peak of live bytes in the steps that the
-    plan covers. `peak`: the peak of all steps. `allocations`: the number of calls of torch's allocator, for the slab or
-    a buffer's own memory. `fallbacks`: how often a buffer could not have its planned place. `outdated`: whether
-    something happened that the plan does not cover."""
+    """Provides and plans the memory of a model's gathered weights, or of its partial gradients. `plan`: the plan of the
+    slab, None before the first plan. `plans`: the number of plans so far. `lower_bound`: the peak of live bytes in the
+    steps that the plan covers. `peak`: the peak of all steps. `allocations`: the number of calls of torch's allocator,
+    for the slab or for a buffer's separate memory. `fallbacks`: how often a buffer had no free place in the slab.
+    `outdated`: whether something happened that the plan does not cover."""
 
     def __init__(self, planned: bool) -> None:
         self.planned = planned
@@ -117,7 +117,7 @@ class Pool:
         return self._slab.nbytes if self._slab is not None else 0
 
     def take(self, transient: Transient) -> torch.Tensor:
-        """Give `transient` memory, with unspecified contents."""
+        """Give memory to `transient`. The contents are unspecified."""
         if self._home is _UNKNOWN:
             self._home = streams.current(transient.own.device)
         tensor = self._planned_place(transient)
@@ -139,7 +139,7 @@ class Pool:
         return tensor
 
     def give(self, transient: Transient) -> None:
-        """Take the memory back. Computations that read it are ordered before later writes to it."""
+        """Take back the memory of `transient`. Computations that read it are ordered before later writes to it."""
         transient.pool = lambda: None
         if transient not in self._alive:  # its take failed
             return
@@ -154,14 +154,14 @@ class Pool:
             transient.live_in(place)
 
     def forget(self, transient: Transient) -> None:
-        """Plan without `transient`, which is no longer taken."""
+        """Leave `transient`, which is no longer used, out of future plans."""
         if self._met.pop(transient, None) is not None:
             self.outdated, self.lower_bound = True, 0
         for others in self._met.values():
             others.pop(transient, None)
 
     def has_room(self, transient: Transient) -> bool:
-        """Return whether `transient` can be taken now: not if it must not move and its place is occupied."""
+        """Return whether `transient` can be taken now. It cannot if it must be in its place, and this is occupied."""
         return not transient.is_fixed() or not any(self._rivals(transient))
 
     def come_back(self, transient: Transient) -> None:
@@ -266,9 +266,9 @@ class Pool:
             self._places[transient] = old if same else place  # type: ignore[assignment]
 
     def _planned_place(self, transient: Transient) -> torch.Tensor | None:
-        """Return the place of `transient` in the slab, or None if it has none, or if another buffer is there."""
+        """Return the place of `transient` in the slab. None if it has no place, or cannot be there now."""
         place, evicts = self._places.get(transient), False
-        if place is None or place is transient.tensor or not transient.is_fixed():  # it may be in its place
+        if place is None or place is transient.tensor or not transient.is_fixed():  # its place would be valid
             if place is not None and not self._rivals(transient):
                 return place
             self.outdated = True

@@ -4,8 +4,8 @@
     ...
     optimizer.step()
 
-On a rank, each parameter group of a sharded model is one flat tensor. The borders between parameters do not matter to
-an element-wise optimizer. It therefore updates runs of adjacent parameters with the same weight decay:
+A sharded model stores a rank's parts of many parameters in one flat buffer. The borders between parameters do not
+matter to an element-wise optimizer. It therefore updates runs of adjacent parameters with the same weight decay:
 
     main weights   | norm | qkv .... | out .... | norm | up ......... | down ....... | bias |
     decay          |  no  |         yes         |  no  |            yes              |  no  |
@@ -47,16 +47,16 @@ def flat(
     parameter name, with DTensors that Distributed Checkpoint saves and reshards.
 
     Gradients may have a narrower dtype than the weights (`main_grads_dtype`). If `optimizer` does not take such
-    gradients, they are widened, one flat tensor at a time.
+    gradients, they are cast to the dtype of the weights, one flat tensor at a time.
 
     The `.grad` of a flat tensor is a DTensor over all ranks, so that `torch.amp.GradScaler` decides the same on all
     ranks.
 
-    Frozen parameters are included, and are updated once they have gradients. Frozen quantized parameters that keep only
-    their payload are not included. If you unfreeze one, build the optimizer again; otherwise `step` raises ValueError.
+    Frozen parameters are included, and are updated once they have gradients. Frozen parameters that are kept only in
+    quantized form are not included. If you unfreeze one, build the optimizer again; otherwise `step` raises ValueError.
 
-    Raises ValueError if `optimizer` is not element-wise, if `main_grads_dtype` is wider than the weights and
-    `optimizer` does not take such gradients, or if a trainable parameter is in no unit. Raises TypeError if `optimizer`
+    Raises ValueError if `optimizer` is not element-wise, if it does not take gradients in `main_grads_dtype` and this
+    is not narrower than the weights' dtype, or if a trainable parameter is in no unit. Raises TypeError if `optimizer`
     is not a class or `model` is not a module.
     """
     if not isinstance(optimizer, type):
@@ -79,7 +79,7 @@ def flat(
         known.update(id(each.sharded) for each in group.parameters)
         if not group.recipe.main.is_floating_point and not group.recipe.main.is_complex:
             continue  # can never be trained
-        if group.payload_only is not None:  # a view of its main weights would keep them in memory
+        if group.payload_only is not None:  # a flat tensor would keep its main weights in memory
             resting |= {names[id(each.sharded)]: each.sharded for each in group.parameters}
             continue
         narrow = group.recipe.main_grad.itemsize < group.recipe.main.itemsize
@@ -109,10 +109,10 @@ def _refuse_unsharded(names: Iterable[str]) -> None:
 
 
 class FlatOptimizer(torch.optim.Optimizer):
-    """The part of a flat optimizer that maps flat tensors to parameters. It is mixed into a class of torch.optim.
+    """The part of a flat optimizer that maps flat tensors to parameters. Its other base class is one of torch.optim.
 
-    The members of a run share one state, and therefore one step count. If only some members have a gradient, the run is
-    divided permanently, so that each part counts its own steps.
+    The members of a run (adjacent parameters that are one flat tensor) share one state, and therefore one step count.
+    If only some members have a gradient, the run is divided permanently, so that each part counts its own steps.
     """
 
     _runs: list[FlatRun]
@@ -126,10 +126,10 @@ class FlatOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         """Update the weights from the gradients of the sharded parameters.
 
-        Raises ValueError for a parameter that was unfrozen after the optimizer was built, if it is not sharded or had
-        no main weights at that time.
+        Raises ValueError for a parameter that was unfrozen after the optimizer was built, if it is not sharded, or was
+        kept only in quantized form at that time.
         """
-        if closure is not None:  # it makes the gradients
+        if closure is not None:  # it runs backward
             with torch.enable_grad():
                 loss = closure()
         else:
@@ -161,7 +161,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step_over(self, runs: Sequence[FlatRun], step: Callable[[], Any]) -> None:
-        """Call the class's `step` with only the gradients of `runs`, or of one run whose gradients are widened."""
+        """Call torch's `step` while only `runs` have gradients. Runs whose gradients are widened come one at a time."""
         wide = self._room_for(runs[0]) if runs and runs[0].group in self._widened else None
         try:
             for run in runs:
@@ -215,7 +215,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         return made
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this optimizer that was saved with this or another sharding of the same model.
+        """Load a state dict of a flat optimizer that was saved with this or another sharding of the same model.
 
         The state dict of an ordinary optimizer also works, if that optimizer was built from `model.named_parameters()`.
 
@@ -228,8 +228,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._check_names(state, [saved["params"] for saved in groups])
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
-        # The state of a 0-D parameter looks like a step count: the states of other parameters show which entries have
-        # one element for each of the parameter's.
+        # The state of a 0-D parameter looks like a step count. The states of other parameters show which entries have
+        # one element for each element of the parameter.
         entries = [entry for saved in state.values() for entry in saved.items()]
         shaped = {
             key
@@ -303,8 +303,8 @@ class FlatOptimizer(torch.optim.Optimizer):
 
 
 def _by_name(state_dict: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """Return the state and the parameter groups. The numbers of an ordinary optimizer are replaced by parameter
-    names."""
+    """Return the state and the parameter groups by parameter names, which replace the numbers that an ordinary
+    optimizer uses."""
     state, groups = dict(state_dict["state"]), list(state_dict["param_groups"])
     numbers = [number for group in groups for number in group["params"]]
     if not any(isinstance(key, int) for key in (*state, *numbers)):
@@ -332,9 +332,9 @@ _classes: dict[type, Any] = {}
 
 
 def _takes_dtypes(group: ParameterGroup, optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> bool:
-    """Return whether `optimizer` can step with gradients in the dtype of `group`. A step of one element tests this.
+    """Return whether `optimizer` can step with the gradients' dtype of `group`. A step with one element tests this.
 
-    Raises ValueError if the gradients cannot be widened for it.
+    Raises ValueError if it cannot, and the gradients' dtype is not narrower than the weights'.
     """
     main, main_grad = group.recipe.main, group.recipe.main_grad
     if main == main_grad:

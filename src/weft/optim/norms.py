@@ -5,10 +5,10 @@
     that of the model, cut over all axes    one rank                                 all of it
     that of the model, replicated           one rank of each replica                 1 / replicas
     some of the model's ranks: experts      as above; other ranks, other experts     1 / replicas there
-    with tensor parallelism in addition     as above, per slice                      the same, then over slices*
-    whole experts on tensor-parallel ranks  as above; other ranks, other experts     the same, then over those ranks
+    with tensor parallelism in addition     as above, per slice                      as above; then sums are added*
+    whole experts on tensor-parallel ranks  as above; other ranks, other experts     as above; then sums are added
 
-*   if the slices are on ranks outside of the model's mesh; slices of experts are on ranks of the model's mesh.
+*   over the tensor-parallel ranks, if these are outside of the model's mesh; those of experts are in the model's mesh.
 
 The model's mesh is the largest mesh that is not a mesh of experts. The sum of the shares over its ranks counts every
 element once. It takes one all-reduce per mesh axis over which parameters differ, and one per tensor-parallel group.
@@ -51,7 +51,7 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
-    """Scale all gradients of a sharded model to a norm of at most `max_norm`. Return their earlier norm. Collective.
+    """Scale all gradients of a sharded model to a norm of at most `max_norm`. Return their norm before. Collective.
 
     The norm is computed as in `grad_norm`. Raises what `grad_norm` raises, and ValueError for a `max_norm` that is not
     a number of at least 0. With `error_if_nonfinite`, the host waits for the norm, and RuntimeError is raised if the
@@ -88,10 +88,10 @@ class ParameterNorms(NamedTuple):
 
 
 def parameter_norms(model: nn.Module) -> dict[str, ParameterNorms]:
-    """Return the norms of every sharded parameter and of its gradient by name. They are the same on every rank.
+    """Return the norms of each sharded parameter and its gradient, by the parameter's name: the same on every rank.
 
-    Collective: one small all-reduce per mesh axis for the whole model. The host waits for it. Raises ValueError for a
-    model without sharded modules.
+    Collective: one small all-reduce per mesh axis for the whole model. The host waits for the result. Raises ValueError
+    for a model without sharded modules.
     """
     names, weights, gradients = [], [], []
     for name, record in named_records(model):
@@ -122,7 +122,7 @@ class ModelRanks:
             self._check(groups)
 
     def copies(self, group: ParameterGroup) -> int:
-        """Return the number of ranks in the sum that hold the same elements of `group`."""
+        """Return how many of the ranks whose sums are added hold the same elements of `group`."""
         replicated = set(self.axes if self._spans(group) else range(group.mesh.ndim)) - set(group.main_weight.axes)
         return ranks_over(group.mesh, replicated)
 
@@ -134,7 +134,7 @@ class ModelRanks:
         return self._slices or slices
 
     def combine(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        """All-reduce small `values` in place over the ranks, and return them."""
+        """All-reduce the small tensor `values` in place over the ranks, and return it."""
         for axis in self.axes:
             reduce_now(values, op, group_of(self.mesh, axis), "a norm of the model")
         return values
@@ -199,7 +199,7 @@ def _norm_of(
 
 
 def _total(groups: Sequence[ParameterGroup], norm_type: float, others: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of the powers of all gradients of one stage, or for `math.inf` their largest absolute value."""
+    """Return the sum of |g| ** norm_type over all gradient elements g of one stage; for `math.inf`, the largest |g|."""
     ranks, infinite = ModelRanks(groups), math.isinf(norm_type)
     pieces: dict[dist.ProcessGroup | None, dict[int, list[torch.Tensor]]] = {}
     for group in groups:
@@ -223,8 +223,8 @@ def _total(groups: Sequence[ParameterGroup], norm_type: float, others: Sequence[
 
 
 def _pieces_of(group: ParameterGroup) -> Iterator[tuple[torch.Tensor, dist.ProcessGroup | None]]:
-    """Yield this rank's gradients in pieces, each with the process group of its other slices. Empty without
-    gradients."""
+    """Yield this rank's gradients in pieces, each with the process group of the tensor-parallel ranks that have the
+    other slices, or None. The pieces are empty tensors if the group has no gradients."""
     main = group.gradients.main
     present = main.take_over() is not None
     nothing = torch.empty(0, dtype=group.recipe.main, device=group.home)
@@ -240,7 +240,8 @@ def _whole_norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
 def _shares(
     kinds: dict[int, list[torch.Tensor]], norm_type: float, device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the sum of the powers of the norms, or the largest absolute value. `kinds`: number of copies -> pieces."""
+    """Return the sum of norm ** norm_type over all pieces, each divided by its number of copies; for `math.inf`, the
+    largest norm. `kinds`: maps a number of copies to the pieces that have it."""
     shares = []
     for copies, tensors in kinds.items():
         # Norms of offloaded gradients are in CPU memory.
@@ -261,7 +262,7 @@ def _unsharded_gradients(model: nn.Module, groups: Sequence[ParameterGroup]) -> 
         for parameter in module._parameters.values()
         if parameter is not None and not isinstance(parameter, UnevenDTensor) and parameter.grad is not None
     }
-    if found:  # full parameters whose gradients wait for their reduction are found too
+    if found:  # also has full parameters whose gradients wait for their reduction: remove these
         for group in groups:
             for record in group.parameters:
                 found.pop(id(record.full), None)
@@ -281,7 +282,7 @@ def _squared_norms(parts: Sequence[tuple[ShardedParameter, torch.Tensor | None]]
     device = parts[0][0].group.device
     locals_, shares, present = [], [], []
     for (record, tensor), own in zip(parts, of_parts):
-        # A slice group without slices of this tensor counts it once per rank.
+        # A sum over a tensor-parallel group that does not slice this tensor counts the tensor once per rank.
         repeated = math.prod(each.size() for each in slices if each is not own)
         here = tensor if tensor is not None and tensor.numel() else torch.zeros(1, dtype=torch.float32, device=device)
         locals_.append(here.abs() if here.is_complex() else here if here.is_floating_point() else here.float())

@@ -4,7 +4,7 @@ main weights of a group     | norm | qkv .... | out .... | up ......... |
 one run                            |<------------------->|
 its flat parameter                 a plain tensor, a view of this rank's part: the optimizer's step updates it
 its `.grad`                        a DTensor over all ranks: gradient scalers and norms see the whole gradient
-its `.grad` in a step              also a plain tensor, a view of this rank's part of the main gradients
+its `.grad` in a step              like the flat parameter: a plain view of this rank's part of the main gradients
 """
 
 import weakref
@@ -104,9 +104,9 @@ class FlatRun:
                     each.record.sharded.grad = self.part(each, local)
 
     def begin_step(self) -> None:
-        """Begin a step: until `end_step`, `gradient` is a tensor only between `take_gradient` and `drop_gradient`.
+        """Begin a step: until `end_step`, `gradient` is None except between `take_gradient` and `drop_gradient`.
 
-        `take_over` of the group must have been called before.
+        Call `group.gradients.main.take_over()` before.
         """
         self._in_step = True
 
@@ -119,8 +119,8 @@ class FlatRun:
     def drop_gradient(self) -> None:
         """Drop `gradient`, and increment the version counters of the updated parameters.
 
-        Fused kernels do not increment them. The sharded parameters share the flat parameter's
-        memory, but not its counter.
+        Fused kernels do not increment the flat parameter's counter. The sharded parameters share its memory, but have
+        separate counters.
         """
         if self._here is not None:
             torch.autograd.graph.increment_version([self.flat, *self.parameters])
@@ -134,7 +134,7 @@ class FlatRun:
         return self.group.gradients.main.window(self._start, self._stop)
 
     def _over_all_ranks(self, local: torch.Tensor) -> UnevenDTensor:
-        """Return a DTensor over all ranks with the local part `local`. Tensor-parallel slices are concatenated."""
+        """Return a DTensor over all ranks with the local part `local`. It concatenates tensor-parallel slices."""
         main, parallel = self.group.main_weight, self.members[0].record.parallel
         placements: tuple[Placement, ...] = tuple(Shard(0) if p.is_shard() else p for p in main.placements)
         if parallel is None:
@@ -198,5 +198,5 @@ def runs_of(
 
 
 def _something(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`, or a tensor of one zero if it is empty."""
+    """Return `tensor`, or a tensor with one zero if `tensor` is empty."""
     return tensor if tensor.numel() else tensor.new_zeros(1)

@@ -13,8 +13,8 @@ from weft.quantize.recipe import Quantization
 
 
 def suits(recipe: Quantization, parameter: nn.Parameter, owners: Sequence[tuple[Any, str]]) -> bool:
-    """Return whether a parameter is quantized if the user does not choose. `owners`: weak references to the modules
-    that have the parameter, each with the name of the attribute."""
+    """Return whether a parameter is quantized by default, without a `quantize` of the user. `owners`: weak references
+    to the modules that have the parameter, each with the name of the attribute."""
     suited = parameter.ndim in (2, 3) and not any(isinstance(ref(), nn.Embedding) for ref, _ in owners)
     return suited and (not recipe.is_scaled or all(_multiplies(ref(), attribute) for ref, attribute in owners))
 

@@ -6,9 +6,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ExceptEnds:
-    """Selects all layers but the first and the last ones. `except_ends` makes it.
+    """Selects all layers but the first and the last ones. Made by `except_ends`.
 
-    Only `weft.models.shard` can use it, because it knows the order of layers.
+    Only `weft.models.shard` accepts it, because that function knows the order of the layers.
     """
 
     first: int
@@ -30,8 +30,8 @@ class ExceptEnds:
 def except_ends(first: int = 1, last: int = 1) -> ExceptEnds:
     """Return a choice for `MixedPrecisionPolicy(quantize=...)`: the first and last layers keep the compute dtype.
 
-    Use it with `weft.models.shard`. `first`, `last`: the numbers of layers at each end that are not quantized. They are
-    counted over the whole model, with all pipeline stages. Each symbol of a group in the pattern counts as a layer, and
-    the layers of prediction depths come last.
+    Use it with `weft.models.shard`. `first`, `last`: how many layers at the beginning and at the end of the whole model
+    (all pipeline stages) are not quantized. In the layer pattern, each symbol of a group counts as a layer. The layers
+    of prediction depths come after all others.
     """
     return ExceptEnds(first, last)

@@ -5,9 +5,9 @@
 e4m3    s eeee mmm      bits 26..20, sign in 31     2 ** 120 too small
 e2m1    s ee m ....     bits 24..22, sign in 31     2 ** 126 too small
 
-On CPU torch converts float8 one element at a time, which takes ten times as long as these integer operations. The
-operations run in chunks that fit the cache, so that temporary memory does not grow with the weight. torch converts on
-other devices. It also converts payloads with a NaN, because the bits of a NaN do not map to those of fp32.
+On CPU, torch converts float8 one element at a time, which takes ten times as long as these integer operations. They run
+in chunks that fit the cache, so that temporary memory does not grow with the weight. On other devices torch's
+conversion is used, as it is on CPU for payloads with a NaN, whose bits do not map to those of fp32.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ def dequantize(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the values, in `dtype`, of a payload and scales that `quantize` has returned. Multiplies in fp32.
+    """Return the values, in `dtype`, of a payload and scales that `quantize` returned. The product is computed in fp32.
 
     `out`: a contiguous tensor with the shape of the values. It is filled and returned, and its dtype replaces `dtype`.
     """
@@ -93,7 +93,7 @@ def _has_nan(payload: torch.Tensor, recipe: Quantization) -> bool:
 
 
 def _by_row(scales: torch.Tensor, recipe: Quantization, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the scales of the blocks of each row, [rows of all matrices, blocks]."""
+    """Return, for each row, the scales of its blocks: [rows of all matrices, blocks per row]."""
     rows, height = recipe.block[0], shape[-2]
     if rows == 1:
         return scales.reshape(-1, 1 if recipe.kind == "rowwise" else scales.shape[-1])

@@ -45,7 +45,7 @@ def quantize(
     - mx: e8m0 as uint8 `[R, C / 32]`
     - nvfp4: e4m3 as uint8 `[R, C / 16]`, and fp32 `[]`
 
-    A `[S, R, C]` tensor has `S` of each.
+    For a stack of S matrices, `[S, R, C]`, the shapes of the scales begin with S: `[S]`, `[S, R]`, and so on.
 
     `largest`: if `tensor` is a part of a matrix and the recipe has one scale per matrix (tensorwise, nvfp4), the result
     of `largest_of` for the whole matrix; for a stack, one result for each matrix. `out`: the tensor for the payload.
@@ -76,7 +76,8 @@ def quantize(
 
 
 def _joined(scales: list[Any], join: Any) -> Scales:
-    """Join the scales of parts. Scales of nvfp4 are pairs. Parts of one matrix (`torch.cat`) share the fp32 scale."""
+    """Join the scales of parts with `join`: `torch.stack` for matrices, `torch.cat` for parts of one matrix. Scales of
+    nvfp4 are pairs; parts of one matrix share the fp32 scale."""
     if isinstance(scales[0], tuple):
         units = torch.stack([unit for _, unit in scales]) if join is torch.stack else scales[0][1]
         return join([steps for steps, _ in scales]), units
@@ -113,8 +114,8 @@ def _quantize_at_once(
 
 
 def largest_of(tensor: torch.Tensor, recipe: Quantization) -> torch.Tensor:
-    """Return the largest finite magnitude of `tensor` after the cast to `recipe.via`, fp32 `[]`. An empty tensor has
-    0."""
+    """Return the largest finite magnitude of `tensor` after the cast to `recipe.via`, as an fp32 `[]` tensor; 0 for an
+    empty `tensor`."""
     if not tensor.numel():
         return torch.zeros((), dtype=torch.float32, device=tensor.device)
     parts = tensor.reshape(-1).split(CHUNK if tensor.device.type == "cpu" else tensor.numel())

@@ -1,16 +1,17 @@
 """Quantized weights: one byte or half a byte per element, and the scales of the blocks.
 
-    bytes of a shard, also in a gather:          | payload, in the order of the layout | scales of the shard's blocks |
-    replicated, for recipes with one scale per matrix:   maxima of the matrices
+    bytes of a shard, as kept and as sent:       | payload, in the order of the layout | scales of the shard's blocks |
+    on all ranks, for recipes with one scale per matrix:   maxima of the matrices
 
 Shard borders are block borders, so each rank quantizes its shard without communication. Recipes with one scale per
 matrix need the maximum of the whole matrix: once per step, `weft.fsdp.runtime.freshness` reduces the shards' maxima
 over the ranks. One message carries payload and scales. Each piece of a shard is dequantized directly from the received
 bytes into the full weights.
 
-With mx and `compute="scaled"` weights have two copies. Both are made from the same main weights at the same time, and
-gathered one at a time. Copy 0 has blocks along the dimension over which forward products sum, and copy 1 along that of
-backward. Both have the same bytes per shard. Shard borders at multiples of 32 rows do not divide blocks of either copy.
+With mx and `compute="scaled"`, weights have two copies. Both are made from the same main weights at the same time, and
+gathered one at a time. Copy 0 has blocks along the dimension over which forward products sum; copy 1 has blocks along
+the dimension over which backward products sum. Both have the same number of bytes per shard. Shard borders at multiples
+of 32 rows do not divide blocks of either copy.
 """
 
 import dataclasses
@@ -46,7 +47,7 @@ class _Piece(NamedTuple):
 
 
 class Narrow:
-    """The payload of quantized weights. It is kept besides the main weights, and made from them once per step."""
+    """The payload of quantized weights. It is kept beside the main weights, and made from them once per step."""
 
     refreshes = True
     staging: Transient | None = None
@@ -56,7 +57,7 @@ class Narrow:
         self._plan = plan
         recipe, compute = plan.recipe.quantization, plan.recipe.compute
         assert recipe is not None
-        casts = recipe.via is None and compute.itemsize <= 4  # weights are cast to `via` before they are quantized
+        casts = recipe.via is None and compute.itemsize <= 4  # the default of `via` is the compute dtype, unless fp64
         self._recipe = dataclasses.replace(recipe, via=compute) if casts else recipe
         self._shard = position_on(plan.mesh, sharded_axes(plan.placements.optimizer))
         self._extents = plan.layout.extents
@@ -64,7 +65,7 @@ class Narrow:
         self.copies = self._recipe.copies
         self._payload_bytes = plan.layout.shard_numel // self._recipe.values_per_byte
         self._matrices = [0, *accumulate(math.prod(each.shape[:-2]) for each in self._extents)]
-        """The offset in `maxima` of each tensor's matrices."""
+        """The index in `maxima` of the first matrix of each tensor, and the number of all matrices."""
         self.maxima: torch.Tensor | None = None
         if self._recipe.shares_maximum:
             self.maxima = torch.zeros(self._matrices[-1], dtype=torch.float32, device=plan.device)
@@ -89,7 +90,8 @@ class Narrow:
         self._come: torch.Tensor | None = None  # the gathered bytes of all shards, which `open` reads
 
     def _recipe_of(self, number: int, copy: int) -> Quantization:
-        """Return the recipe of a copy of tensor `number`. Stacks have [in, out] matrices: forward sums over rows."""
+        """Return the recipe of copy number `copy` of tensor `number`. Matrices of stacks are [in, out], so that forward
+        sums over rows."""
         if self.copies == 1:
             return self._recipe
         return self._recipe.along(-2 if (len(self._extents[number].shape) == 3) != bool(copy) else -1)
@@ -130,7 +132,7 @@ class Narrow:
         return found
 
     def losses(self, main: torch.Tensor) -> torch.Tensor:
-        """Count the elements of this rank's shard `main`: [3] int64, those that saturate, those that underflow, all."""
+        """Count elements of this rank's shard `main`. Return int64 [3]: how many saturate, how many underflow, all."""
         found = torch.zeros(3, dtype=torch.int64, device=self._plan.device)
         for piece, _, values in self._pieces_of(main):
             recipe, largest = self._recipe_of(piece.number, 0), self._largest(piece)
@@ -145,11 +147,11 @@ class Narrow:
         return math.prod(self._recipe_of(number, copy).scale_shape(shape)) * self._recipe.scale_itemsize
 
     def _most_scale_bytes(self, number: int, shape: tuple[int, ...]) -> int:
-        """Return the bytes that each copy reserves for the scales of such a piece."""
+        """Return the bytes that each copy reserves for the scales of a piece of tensor `number` with this shape."""
         return max(self._scale_bytes(number, shape, copy) for copy in range(self.copies))
 
     def _shape(self, number: int, numel: int) -> tuple[int, ...]:
-        """Return a shape for `numel` elements of tensor `number`, whose rows and matrices do not divide a block."""
+        """Return a shape for a piece of tensor `number` with `numel` elements, such that no block is divided."""
         shape = self._extents[number].shape
         if self._recipe.kind == "tensorwise":
             return (numel,)
@@ -174,7 +176,7 @@ class Narrow:
                 scales_at += self._most_scale_bytes(number, shape)
 
     def _pieces_of(self, main: torch.Tensor) -> Iterator[tuple[_Piece, int, torch.Tensor]]:
-        """Yield the pieces of this rank's shard, with the offsets in the shard and their parts of the tensor `main`."""
+        """Yield each piece of this rank's shard, its offset in the shard, and its part of the tensor `main`."""
         begin = self._shard * self._plan.layout.shard_numel
         for piece in self._pieces(self._shard):
             at = piece.place - begin
@@ -184,7 +186,7 @@ class Narrow:
         return None if self.maxima is None else self.maxima_of(piece.number)[piece.matrix]
 
     def fill(self, own: torch.Tensor, main: torch.Tensor, copy: int = 0) -> Pending:
-        """Fill the bytes of this rank's shard of a copy from its main weights."""
+        """Fill `own`, this rank's bytes of copy number `copy`, from its main weights `main`."""
         for piece, at, values in self._pieces_of(main):
             if self._plan.offload is not None:  # quantize on the device
                 there = torch.empty(values.shape, dtype=values.dtype, device=own.device)
@@ -198,7 +200,7 @@ class Narrow:
         return Pending()
 
     def unpacked(self, come: torch.Tensor, copy: int = 0) -> Iterator[tuple[int, torch.Tensor, Any]]:
-        """Yield, for each piece of a copy's shards, its offset in the full weights, and its payload and scales."""
+        """Yield, for each piece in the gathered bytes `come`: offset in the full weights, payload, and scales."""
         shard_numel = self._plan.layout.shard_numel
         for shard, sent in enumerate(come.view(self.layout.shards, -1)):
             for piece in self._pieces(shard):
@@ -242,8 +244,8 @@ class Narrow:
         self, codes: torch.Tensor, full: torch.Tensor, number: int, copy: int, *, backward: bool = False
     ) -> tuple[torch.Tensor, Any, Quantization]:
         """Return payload, scales and recipe of tensor `number` for a matrix product of forward or of `backward`.
-        `codes`: the tensor's payload in full weights that stay quantized. Products that sum over rows get transposed
-        codes, if these are kept."""
+        `codes`: the tensor's payload in full weights that stay quantized. For products that sum over rows, the payload
+        is the transposed one, if that is kept."""
         recipe, shape, begin = self._recipe_of(number, copy), tuple(codes.shape), self._scales_at[number]
         if recipe.keep_transpose and (codes.dim() == 3) != backward:
             codes = self._transposed(full.view(torch.uint8), self._extents[number].offset, shape).mT

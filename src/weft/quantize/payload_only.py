@@ -2,7 +2,7 @@
 
     event                                      main weights
     -----------------------------------------  ------------------------------------------------------------------------
-    the payload has been made from them        are freed, unless other code has a tensor in their memory
+    the payload has been made from them        are freed, unless other code holds a tensor in their memory
     they are read or written: by an operator,  are restored: the payload's values, dequantized to the parameter's dtype
       `to_local()`, a state dict, a checkpoint
     a pass begins, nothing was written         are freed again; the payload is unchanged
@@ -33,7 +33,7 @@ from weft.weak import alive
 class PayloadOnly(FlatBuffer):
     """Main weights that are restored from `payload` when their `local` is read."""
 
-    WRITTEN, NEEDED = 1, 2  # the messages of one rank to the others: the weights were written to; they must be kept
+    WRITTEN, NEEDED = 1, 2  # messages of a rank to the others: the weights were written to; they must be kept from now
 
     def __init__(
         self, main: FlatBuffer, model: FlatBuffer, payload: Narrow, parameters: Sequence[UnevenDTensor]
@@ -81,7 +81,7 @@ class PayloadOnly(FlatBuffer):
             self._payload.fill(self._own.local, self.local)
 
     def let_go(self) -> None:
-        """Free the memory of the main weights if no other code has a tensor in it. The payload was made from them."""
+        """Free the memory of the main weights, unless other code holds a tensor in it. The payload is up to date."""
         if not self._is_here or self.is_unfrozen or self._holders() > self._own_holders:
             return
         self._is_here = False
@@ -125,8 +125,8 @@ class PayloadOnly(FlatBuffer):
 
 
 def payload_only_of(group: Any) -> PayloadOnly | None:
-    """Return a replacement for main weights that need not be kept: frozen, on the device, with one payload. None for
-    others."""
+    """Return a replacement for the group's main weights if these need not be kept: if they are frozen, are on the
+    device, and have one payload. Otherwise return None."""
     stays = group.trainable or group.offload is not None or not group.layout.data_numel
     if stays or not isinstance(group.payload, Narrow) or group.payload.copies > 1:
         return None

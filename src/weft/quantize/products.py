@@ -1,9 +1,9 @@
 """Products of quantized operands: `compute="scaled"`.
 
-                          sums over             weight        the other operand
+    product               sums over             weight        the other operand
     --------------------  --------------------  ------------  ---------------------------------------------------------
     x @ weight.T          the weight's columns  as gathered   quantized by `beside(recipe, -1)`
-    gradient @ weight     the weight's rows     as gathered   quantized by `beside(recipe, -2)`, or not, if None
+    gradient @ weight     the weight's rows     as gathered   quantized by `beside(recipe, -2)`, unless that is None
     gradient.T @ x        tokens                not used      not quantized: both are in the compute dtype
 
 On CPU both operands are dequantized to fp32 and multiplied. The result is bitwise that of torch's CPU kernel, if torch
@@ -27,9 +27,9 @@ MULTIPLE = 16
 def beside(recipe: Quantization, dim: int, *, by_row: bool = False) -> Quantization | None:
     """Return the recipe of the other operand in a product with a weight that is quantized with `recipe`.
 
-    `dim`: the dimension of the weight over which the product sums. `by_row`: a row must not depend on other rows, so
-    each row has its own scale. The result is None if the operand is not quantized, because the weight's scales differ
-    along `dim`.
+    `dim`: the dimension of the weight over which the product sums. `by_row`: each row of the operand has a separate
+    scale, so that its result does not depend on other rows. The result is None if the weight's scales differ along
+    `dim`: the operand is then not quantized.
     """
     if recipe.kind == "tensorwise":
         return rowwise(pow2=recipe.pow2) if by_row else dataclasses.replace(recipe, via=None)
@@ -60,7 +60,7 @@ def scaled_product(
     if other is None:
         rows, weight = x, weight.to(x.dtype)
     else:
-        # A copy with blocks along the first dimension may end with a shorter block.
+        # A copy with blocks along the weight's first dimension may end with a shorter block: pad x to whole blocks.
         whole = F.pad(x, (0, -x.shape[-1] % other.block[1])) if other.kind == "mx" else x
         rows = dequantize(*quantize(whole, other), other)[:, : x.shape[-1]]
     weight = weight.mT if dim == -1 else weight

@@ -10,8 +10,8 @@ nvfp4()            16 adjacent elements of a row    e4m3      e2m1      1 / 2 + 
 
 A weight with three dimensions is a stack of matrices, such as the experts of a layer.
 
-A product of scaled operands needs blocks along the dimension over which it sums. This dimension differs between forward
-and backward. For mx with `compute="scaled"`, a weight therefore has two copies, `along(-1)` and `along(-2)`.
+A product of quantized operands needs blocks along the dimension over which it sums. This dimension differs between
+forward and backward. For mx with `compute="scaled"`, a weight therefore has two copies, `along(-1)` and `along(-2)`.
 """
 
 import dataclasses
@@ -36,8 +36,8 @@ class Quantization:
     - `via`: the dtype to which weights are cast before they are quantized. None: the compute dtype.
     - `compute`: with "dequantize", products use the weight in the compute dtype. With "scaled", linear layers and
       experts multiply quantized operands (`weft.quantize.products`).
-    - `keep_transpose`: whether gathered weights also store a transposed copy of the payload's codes. It takes one more
-      byte per element, and no product has to transpose codes.
+    - `keep_transpose`: whether gathered weights also store a transposed copy of the payload. It takes one more byte per
+      element, and saves the transposition in each product that needs it.
 
     Raises ValueError for values that no format supports.
     """
@@ -115,7 +115,7 @@ class Quantization:
         return (*stack, math.ceil(height / rows), math.ceil(width / columns))
 
     def cut_between(self, shape: Sequence[int]) -> int:
-        """Return the number of elements that cuts must keep together, so that no cut divides a block."""
+        """Return the number of elements between possible cuts, such that no cut divides a block."""
         if self.kind == "tensorwise" or not all(shape):
             return 1
         rows = self.block[0] if self.copies == 1 else max(self.block)
@@ -123,7 +123,7 @@ class Quantization:
         return shape[1] * shape[2] if whole else rows * shape[-1]
 
     def check(self, shape: Sequence[int], what: str = "a tensor") -> None:
-        """Raise ValueError if a tensor of this shape cannot have such blocks. `what`: its name in the error."""
+        """Raise ValueError if a tensor of this shape cannot be divided into blocks. `what`: its name in the error."""
         named = f"{self} for {what} of shape {tuple(shape)}"
         if len(shape) > 3 or len(shape) < (1 if self.kind == "tensorwise" else 2):
             raise ValueError(

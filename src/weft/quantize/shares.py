@@ -10,8 +10,8 @@ from weft.quantize.recipe import Quantization
 
 
 class Shares(NamedTuple):
-    """Fractions of elements. `saturated`: elements that were clamped to the largest magnitude of the format.
-    `underflowed`: elements that were not zero and became zero."""
+    """Shares of all elements, 0 to 1. `saturated`: of elements that were clamped to the format's largest magnitude.
+    `underflowed`: of elements that were not zero and became zero."""
 
     saturated: float
     underflowed: float
@@ -22,13 +22,13 @@ def count_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return how many elements of `tensor` a recipe saturates, and how many it turns into zeros, as int64 `[]` tensors.
 
-    `largest` and the errors are those of `quantize`.
+    `largest`: as in `quantize`. Raises what `quantize` raises.
     """
     values = (tensor if recipe.via is None else tensor.to(recipe.via)).float()
     codes, scales = quantize(tensor, recipe, largest=largest)
     found = dequantize(codes, scales, recipe)
     largest_value, next_value = (E2M1_MAX, 8.0) if recipe.kind == "nvfp4" else (E4M3_MAX, 480.0)
-    # A magnitude above the largest by less than half a step is rounded to it, which is not saturation.
+    # A value that exceeds the largest magnitude by less than half a step is rounded to it. This is not saturation.
     reduced = values.abs() > found.abs() * ((largest_value + next_value) / 2 / largest_value)
     at_the_end = torch.stack([codes & 7, codes >> 4 & 7], -1).flatten(-2) == 7 if recipe.kind == "nvfp4" else None
     at_the_end = (codes & 0x7F) == 0x7E if at_the_end is None else at_the_end

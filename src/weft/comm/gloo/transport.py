@@ -9,11 +9,11 @@ from weft.comm.gloo.sends import Swap, swap, terms_of
 from weft.comm.transport import Adds, Capabilities, Pending, Scales, Several, Sizes, Sum, Wanted, add_scaled
 
 SECOND_ROUND = 500
-"""The offset of the tag of a second round of transfers from the lane's tag."""
+"""The difference between the tag of a collective's second round of transfers and the lane's tag."""
 
 ALONE_BYTES = 1 << 18
-"""A tensor of a bundle with at least this many bytes for each rank is sent in its own message. To copy it into the
-bundle's message would take longer than the second message, which is sent at the same time."""
+"""A tensor of a bundle with at least this many bytes for each rank is sent in a separate message, at the same time as
+the bundle's. To copy it into the bundle's message would take longer."""
 
 _SUMMED_AT_ONCE = 1 << 16  # elements of a sum in fp32
 
@@ -40,7 +40,7 @@ class Gloo:
     ) -> Pending:
         """Send the small tensors to each rank concatenated, in one message. Send each large tensor unchanged.
 
-        Row r of the `table` is the message from rank r.
+        Row r of `table`, below, is the message from rank r.
         """
         rank, size = dist.get_rank(group), group.size()
         swaps: list[Swap] = []
@@ -111,7 +111,7 @@ class Gloo:
             widths = [each.shape[1] for each in rows]
             arriving[rank] = leaving[rank]
             targets, _, scales, adds = zip(*small)
-            alike = not any(adds) and len(set(scales)) == 1  # then sum all at once, into a row that is already sent
+            alike = not any(adds) and len(set(scales)) == 1  # sum all at once, into a row whose send has ended
             sums = [leaving[0]] if alike else targets
             columns = [arriving] if alike else arriving.split(widths, dim=1)
             for total, column, scale, add in zip(sums, columns, scales, adds):
@@ -128,7 +128,7 @@ class Gloo:
             more       each rank receives and sums its slice, in fp32, then sends the sum in the dtype of `partial`
 
         All messages of a round overlap, in both directions. The second round starts as soon as the first has ended on
-        this rank. A lane starts it during the computation.
+        this rank. On a lane, this happens during the computation.
         """
         rank, size = dist.get_rank(group), group.size()
         if size == 2:
@@ -149,7 +149,7 @@ class Gloo:
     def all_to_all(
         self, output: Tensor, source: Tensor, output_sizes: Sizes, source_sizes: Sizes, group: ProcessGroup, tag: int
     ) -> Pending:
-        """Receive rows directly in `output`."""
+        """Exchange rows, which are received directly in `output`."""
         rank = dist.get_rank(group)
         arriving, leaving = output.split(list(output_sizes)), source.split(list(source_sizes))
         works = swap([(arriving, leaving)], group, tag)

@@ -7,8 +7,8 @@ decides which ranks are stuck, even after exceptions and exits. For stuck ranks:
     a rank can join the collective that another rank waits for     it joins
     no rank can join                                               CollectiveMismatch on every rank that waits in weft
 
-A published state may be old if the detector's thread got no CPU time. Therefore a rank that finds others stuck asks a
-question, and counts only states published after it. A rank whose state is then unchanged has waited all the time.
+A published state may be old if the detector's thread got no CPU time. Therefore a rank that finds others stuck asks all
+ranks to publish again, and counts only these answers. A rank whose state is then unchanged has waited all the time.
 
 Without long waits the detector costs two assignments per wait, and a check every tenth of a second. A rank that has
 joined a collective of other ranks will probably join more, one for each unit that it skips. All ranks then check more
@@ -37,19 +37,19 @@ from weft.comm.watch.rules import Issued, Join, Picture, State, mismatch
 from weft.errors import CollectiveMismatch
 
 DELAY_S = 0.1
-"""The length of a wait after which a rank publishes it."""
+"""The seconds after which a rank publishes that it waits."""
 SLOWEST_S = 0.5
 """The longest time between two checks."""
 HASTE_S = 10.0
 """The seconds for which ranks use the shorter `SHORT_S` instead of `DELAY_S` after a rank has joined a collective."""
 SHORT_S = 0.01
-"""The length of a wait after which a rank publishes it, during `HASTE_S`, in a small world."""
+"""The seconds after which a rank publishes that it waits, during `HASTE_S`, in a small world."""
 SHORT_S_PER_RANK = 2e-4
-"""The least such length per rank of the world. It keeps the store from being overloaded."""
+"""In larger worlds, this number times the number of ranks replaces `SHORT_S`, so that the store is not overloaded."""
 EXPLAINED_S = 2.0
-"""The seconds for which a rank whose wait was broken looks for the reason in the store."""
+"""The seconds for which a rank whose wait was aborted looks for the reason in the store."""
 GOODBYE_S = 10.0
-"""The seconds for which the exit of a process waits for the detector's thread."""
+"""The seconds for which a process waits for the detector's thread before it exits."""
 
 _NO_WORLD = object()
 _RULE = (
@@ -81,8 +81,8 @@ class HangDetector:
         """The name of the unit to which collectives belong now."""
         self._store = dist.distributed_c10d._get_default_store()
         self._rank = dist.get_rank()
-        # Earlier worlds may have left states in the same store. The store numbers the worlds: numbers that processes
-        # count themselves may differ, and ranks that read other keys would not find each other.
+        # Earlier worlds may have left states in the same store. The store numbers the worlds: a count in each process
+        # may differ between ranks, and ranks with different keys would not find each other's states.
         pretended = dist.get_backend() == "fake"  # the fake backend's store keeps nothing
         world = 1 if pretended else self._store.add(f"weft/hangs/worlds of {self._rank}", 1)
         self._prefix = f"weft/hangs/{world}/"
@@ -110,12 +110,12 @@ class HangDetector:
     # --- called by this rank's main thread ----------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise CollectiveMismatch if this rank knows that the ranks are stuck."""
+        """Raise CollectiveMismatch if this rank knows that ranks are stuck."""
         if self.verdict:
             raise CollectiveMismatch(self.verdict)
 
     def issue(self, key: str, name: str, group: Any) -> Call:
-        """Count a collective and return it. Raises CollectiveMismatch as `check` does."""
+        """Count a collective that this rank issues; return its record. Raises CollectiveMismatch as `check` does."""
         self.check()
         if group not in self._ranks:
             self._ranks[group] = tuple(dist.get_process_group_ranks(group))
@@ -140,16 +140,16 @@ class HangDetector:
         return call.name if call is not None and thread == self._waiter else outside_waits(thread)[0]
 
     def begin_pass(self) -> None:
-        """Forget an earlier failure, because a forward begins."""
-        self._failed = ""  # an exception that was caught is over
+        """Forget an earlier failure: a pass begins, so the program has caught the exception."""
+        self._failed = ""
 
     def fail(self, what: str) -> None:
-        """Publish that this rank left a pass by an exception. Of nested calls, only the first, innermost one counts.
-        The failure is published immediately: the process may exit, and ranks whose waits break look for the reason."""
+        """Publish that an exception ended a pass of this rank. Of nested calls, only the first, innermost one counts.
+        This happens immediately: if the process exits next, ranks whose waits are then aborted find the reason."""
         if self._failed:
             return
         self._failed = what
-        with contextlib.suppress(RuntimeError):  # the store went with the job
+        with contextlib.suppress(RuntimeError):  # the store is gone when the job ends
             self._say(State("failed", what, self.issued.begun(), token=str(self._token), failed=what))
 
     @contextmanager
@@ -174,7 +174,7 @@ class HangDetector:
                 self._token += 1
 
     def explain(self, error: RuntimeError, call: Call) -> None:
-        """Raise CollectiveMismatch if a rank has published why the wait for `call` broke; else annotate `error`."""
+        """Raise CollectiveMismatch if a rank has published why the wait for `call` failed; else annotate `error`."""
         deadline = time.monotonic() + EXPLAINED_S
         while not self.verdict:
             self.verdict = self._read("verdict") or self._of_who_left(call)
@@ -206,7 +206,7 @@ class HangDetector:
         return str(mismatch("wait for different things", said, _RULE)) if left else ""
 
     def leave(self) -> None:
-        """Publish that the program or its world ends, and end the thread, which could abort the interpreter."""
+        """Publish that the program or its world ends, and end the thread: at exit it could abort the interpreter."""
         if os.getpid() != self._process:  # called in a fork
             return
         self._over.set()
@@ -221,7 +221,7 @@ class HangDetector:
 
     def _watch(self) -> None:
         pause = DELAY_S
-        with contextlib.suppress(Exception):  # the store went with the job
+        with contextlib.suppress(Exception):  # the store is gone when the job ends
             while not self._over.wait(pause) and dist.group.WORLD is self.world and not self.verdict:
                 quick = self._look()
                 delay = self._delay()
@@ -264,7 +264,7 @@ class HangDetector:
                 self._question = self._store.add(f"{self._prefix}question", 1)
             elif self._read("verdict") or all(
                 state.heard >= self._question or state.doing == "ended" for state in stuck.values()
-            ):  # a rank that knows of a verdict does not answer
+            ):  # a rank that knows of a verdict stops publishing
                 self._judge(mine, str(mismatch("wait for different things", rules.sayings(stuck, picture), _RULE)))
         return True
 
@@ -274,7 +274,7 @@ class HangDetector:
         return min(DELAY_S, max(SHORT_S, SHORT_S_PER_RANK * len(self._world_ranks)))
 
     def _state(self) -> State | None:
-        """Return this rank's state, or None if it computes, or has waited only briefly."""
+        """Return this rank's state, or None if this rank computes or has waited only briefly."""
         call = self._call
         issued = self.issued.begun(call)
         before = f"{self._failed}, then " if self._failed else ""
@@ -302,7 +302,7 @@ class HangDetector:
         key = f"{self._prefix}{name}"
         try:
             return self._store.get(key).decode() if self._store.check([key]) else ""
-        except RuntimeError:  # the store went with the job
+        except RuntimeError:  # the store is gone when the job ends
             return ""
 
     def _state_of(self, rank: int) -> State | None:
@@ -327,7 +327,7 @@ class HangDetector:
         return bool(joined)
 
     def _judge(self, mine: State, verdict: str) -> None:
-        """Publish `verdict`, and break this rank's wait if it is still the wait of state `mine`."""
+        """If this rank's wait is still the wait of state `mine`, publish `verdict`, and abort the wait."""
         with self._lock:
             call = self._call
             if call is None or mine.token != str(self._token):
@@ -381,8 +381,8 @@ def explain(error: RuntimeError, call: Call | None) -> None:
 
 
 def watching(kind: str, name: str, group: Any) -> AbstractContextManager:
-    """Return a context that counts and watches a blocking collective of `group`. `name`: its name in errors. Only
-    collectives of the same `kind` match between ranks."""
+    """Return a context that counts and watches a blocking collective of `group`. `name`: its name in errors. Ranks that
+    wait in collectives of different `kind` wait for different things."""
     watch = hang_detector()
     if watch is None or group.size() == 1:
         return nullcontext()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 def outside_waits(*threads: int | None) -> tuple[str, str]:
     """Return the place and a token of the first of `threads` that waits in a collective outside of weft. The place is
-    the function and the line of its call. The token changes when the thread moves. Both are "" if no thread waits."""
+    the function and the line of its call. The token changes when the thread continues. Without a wait, both are ""."""
     for thread in dict.fromkeys(threads):
         # Storing all frames in a local variable would be a reference cycle, which keeps all local variables alive.
         frame = sys._current_frames().get(thread or 0)
@@ -19,13 +19,13 @@ def outside_waits(*threads: int | None) -> tuple[str, str]:
 
 
 def _place(frame: Any) -> str:
-    """Return the function of torch.distributed in which `frame` is, and the line that called it; "" in other code."""
+    """Return the torch.distributed function that `frame` runs in, and the line that called it; "" for other code."""
     inside = os.path.dirname(dist.__file__)
     if frame is None or not frame.f_code.co_filename.startswith(inside):
         return ""
     torch_folder, name = os.path.dirname(inside), ""
     while frame is not None and frame.f_code.co_filename.startswith(torch_folder):
-        if frame.f_code.co_name != "wrapper":  # torch's logging around each collective
+        if frame.f_code.co_name != "wrapper":  # a decorator of torch, which logs each collective
             name = frame.f_code.co_name
         frame = frame.f_back
     return f"{name} at {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else name

@@ -1,6 +1,6 @@
 """Decides from the published states of ranks which of them are stuck.
 
-    a rank that                            publishes             continues              is stuck when
+    a rank that                            publishes             continues              is stuck if
     -------------------------------------  --------------------  ---------------------  -------------------------------
     computes, or has waited only briefly   nothing               on its own             never
     waits for a collective of weft that    key, number, ranks    when those have begun  one of those is stuck
@@ -12,7 +12,7 @@
       done nothing of weft since                                   catch it               `ABANDONED_S`
     has exited                             that, and why         never                  immediately
 
-An exception alone is therefore no error for other ranks. It appears in the error of a rank that waits for a collective
+An exception on one rank alone is no error on other ranks. It appears in the error of a rank that waits for a collective
 that the failed rank never began. A rank that has caught an exception and waits again, or computes, is like any other.
 """
 
@@ -23,11 +23,11 @@ from typing import Any, Literal, NamedTuple
 from weft.errors import CollectiveMismatch
 
 CERTAIN_S = 1.0
-"""The seconds that ranks must be stuck before that is an error."""
+"""The seconds for which ranks must be stuck before an error is raised."""
 ELSEWHERE_S = 5.0
-"""The seconds that ranks must be stuck if one of them waits outside of weft, where only its place is known."""
+"""The seconds if one of the stuck ranks waits outside of weft, where only the line of its call is known."""
 ABANDONED_S = 60.0
-"""The seconds that ranks must be stuck if an exception ended a pass of one of them, which has done nothing since."""
+"""The seconds if an exception ended a pass of one of the stuck ranks, which has done nothing in weft since."""
 
 
 def mismatch(what: str, said: Mapping[int, str], rule: str) -> CollectiveMismatch:
@@ -37,8 +37,8 @@ def mismatch(what: str, said: Mapping[int, str], rule: str) -> CollectiveMismatc
 
 
 class Issued(dict[str, int]):
-    """The number of collectives of each key that this rank has issued. `off`: key and number of collectives that are
-    queued after others. While the rank waits for another collective, these have not begun."""
+    """The number of collectives of each key that this rank has issued. `off`: (key, number) of each collective that is
+    queued after another one. Until the other one has ended, it has not begun."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,8 +62,8 @@ Doing = Literal["waits", "elsewhere", "failed", "ended"]
 class State(NamedTuple):
     """The published state of a rank: what it is `doing`, and how many collectives of each key it has issued. `name`: a
     description for errors. `key`, `number`, `ranks`: the collective for which it waits. `token`: different for each
-    wait. `heard`: the number of the last request for states that it has read. `failed`: the exception that ended its
-    last pass."""
+    wait. `heard`: the number of the last request to publish that it has read. `failed`: the exception that ended its
+    last pass, or ""."""
 
     doing: Doing
     name: str
@@ -81,7 +81,7 @@ class State(NamedTuple):
 
 
 class Picture:
-    """The states that the ranks of the `world` have published, or None. A rank that waits reads each state once."""
+    """The states that the ranks of the `world` have published. `of(rank)`: a rank's state or None, read only once."""
 
     def __init__(self, read: Callable[[int], State | None], world: Iterable[int]) -> None:
         self.of = cache(read)
@@ -92,8 +92,8 @@ class Picture:
         return [rank for rank in state.ranks if (other := self.of(rank)) is not None and other.lacks(state)]
 
     def stuck_with(self, rank: int) -> dict[int, State]:
-        """Return the states of the stuck ranks for which `rank` waits, directly or indirectly, and its own, or nothing
-        if `rank` is not stuck."""
+        """Return the state of `rank` and of the stuck ranks for which it waits, directly or indirectly; {} if `rank` is
+        not stuck."""
         found: dict[int, State] = {}
         waits_for: dict[int, list[int]] = {}
         ahead = [rank]
@@ -121,13 +121,13 @@ class Picture:
 
 
 def patience(stuck: Iterable[State]) -> float:
-    """Return for how many seconds the states of stuck ranks must be unchanged before that is an error."""
+    """Return for how many seconds the states of stuck ranks must be unchanged before an error is raised."""
     doing = {state.doing for state in stuck}
     return ABANDONED_S if "failed" in doing else ELSEWHERE_S if "elsewhere" in doing else CERTAIN_S
 
 
 def sayings(stuck: Mapping[int, State], picture: Picture) -> dict[int, str]:
-    """Return for each stuck rank a text for the error: for what it waits, and which ranks never began that."""
+    """Return, for each stuck rank, a text for the error: what it waits for, and which ranks never began that."""
     said = {rank: state.name for rank, state in stuck.items()}
     for rank, state in stuck.items():
         if state.doing == "waits":

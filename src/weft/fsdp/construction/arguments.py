@@ -31,7 +31,7 @@ DEFAULT_STRATEGY = "optim_grads_params"
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """The names of the mesh axes to shard over and to replicate over. Several axes are flattened to one.
+    """The names of the mesh axes to shard over and to replicate over. Several names, in a tuple, act as one axis.
 
     Raises ValueError if neither is given.
     """
@@ -45,8 +45,8 @@ class DataParallelMeshDims:
 
 
 class Request:
-    """The checked arguments of one call of `fully_shard`. `ignored`: ids of parameters. `replicas`: the names of
-    the data-parallel axes of a larger mesh."""
+    """The checked arguments of one call of `fully_shard`. `ignored`: the ids of `ignored_params`. `replicas`: the names
+    of the data-parallel axes of a larger mesh."""
 
     def __init__(self, given: Any) -> None:
         mesh, strategy, runtime, choose = given.mesh, given.strategy, given.runtime, given.shard_placement_fn
@@ -144,7 +144,7 @@ def _checked_modules(module: Any) -> list[nn.Module]:
 
 
 def _checked_reshard(choice: Any, placements: Placements, shards: int) -> bool | int | None:
-    """Return `choice` of `reshard_after_forward`; as a bool if it is 1 or `shards`, the size of the shard axis."""
+    """Return `choice`, a `reshard_after_forward`. The ints 1 and `shards`, the size of the shard axis, become bools."""
     if choice is None or isinstance(choice, bool):
         return choice
     if not isinstance(choice, int):

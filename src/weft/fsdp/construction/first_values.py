@@ -1,5 +1,5 @@
-"""Allocates and initialises modules that were built on the meta device, one unit at a time: a block's full weights
-exist while it is sharded, then only its shard.
+"""Allocates and initialises modules that were built on the meta device, one unit at a time: the full weights of a unit
+exist only while `fully_shard` shards it.
 
 Each module with parameters or buffers on the meta device gets memory, and `reset_parameters()` fills it. Children
 precede parents, as in constructors. Units that are sharded in the order of the model's construction therefore draw the
@@ -10,8 +10,8 @@ sees copies of them. New memory holds a recognisable pattern (`weft.memory.blank
 raises an error.
 
 Parameters of modules without `reset_parameters()` are sharded unfilled, and their buffers stay on the meta device. The
-model's `init_weights()` or a state dict fills the shards later; `model.to_empty(device=...)` gives memory to buffers
-alone. The first pass raises an error if a parameter or buffer is still unfilled.
+model's `init_weights()` or a state dict fills the shards later. `model.to_empty(device=...)` allocates only the
+buffers. The first pass raises an error if a parameter or buffer is still unfilled.
 
 A tied parameter is filled once, by the first module that can fill it. A tensor-parallel parameter is filled as a whole,
 as in a single process, and each rank keeps its slice. A module that can fill slices, such as experts, sets
@@ -41,9 +41,9 @@ def materialize(
     groups: Iterable[dist.ProcessGroup],
 ) -> dict[nn.Parameter, Any]:
     """Replace parameters and buffers of `modules` that are on the meta device by filled ones on `device`. All ranks
-    take rank 0's values. `modules`: with the prefix of their parameters' names. `slots`: the parameters to fill, with
-    their owners. `groups`: the process groups of the mesh axes. Returns the new parameter of each parameter on the meta
-    device that an owner can fill. Raises ValueError if a module leaves some unfilled."""
+    take rank 0's values. `modules`: maps each module to the prefix of its parameters' names. `slots`: the parameters to
+    fill, with the modules that have them. `groups`: the process groups of the mesh axes. Returns a dict of the filled
+    parameters, by the parameters that they replace. Raises ValueError if a module leaves some unfilled."""
     order = _children_first(modules)
     places: list[tuple[nn.Module, dict[str, Any], str, torch.Tensor]] = [
         *(_filled_in(parameter, slot, order) for parameter, slot in slots.items() if parameter.is_meta),

@@ -1,7 +1,7 @@
-"""The parameters that one `fully_shard` call shards: all in its modules that belong to no nested unit.
+"""The parameters that one `fully_shard` call shards: those of its modules, without the parameters of nested units.
 
-Parameters with equal mesh, dtypes and `requires_grad` form one group. A tied parameter that belongs to another unit
-stays in that unit, and is registered in these modules as well.
+Parameters with equal mesh, dtypes and `requires_grad` form one group. A tied parameter that already belongs to another
+unit stays in that unit, which then registers its tensors in these modules too.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ from weft.weak import alive
 
 
 class Members:
-    """The modules of `request.modules` outside of nested units (`owners`, with their names), and their parameters."""
+    """The parameters to shard. `owners`: the modules in `request.modules`, except those in nested units, by name."""
 
     def __init__(self, request: Request) -> None:
         """Collect and check the parameters; dequantize those that are quantized."""

@@ -1,8 +1,8 @@
 """How one parameter is sharded: whether it can be, where it is cut, and whether it is quantized.
 
-Plain parameters, and parameters of subclasses that define no operators, can be sharded. Of a DTensor with a
-tensor-parallel placement, this rank's slice is cut further. `shard_placement_fn` chooses the cuts. With
-`param_quantization`, plain parameters first replace those whose class has a method `dequantize`.
+A parameter can be sharded if its class overrides no operators. If it is a DTensor with a tensor-parallel placement,
+this rank's slice is sharded further. `shard_placement_fn` chooses where parameters may be cut. With
+`param_quantization`, parameters whose class has a method `dequantize` are first replaced by plain ones.
 """
 
 import math
@@ -32,7 +32,7 @@ def checked_parameter(
     parameter: nn.Parameter, mesh: DeviceMesh, device: torch.device, where: str, replicas: Collection[str] = ()
 ) -> TensorParallel | None:
     """Return the tensor-parallel placement of a parameter; None for a plain one. `where`: its name in errors. Raises
-    ValueError if it cannot be sharded. `replicas`: the data-parallel axes, for DTensors over a whole mesh."""
+    ValueError if it cannot be sharded. `replicas`: names of data-parallel axes, for DTensors that span these too."""
     if isinstance(parameter, (UnevenDTensor, Original)):
         raise ValueError(f"{where} is already sharded, by a unit that no longer exists: build the module again")
     if is_lazy(parameter):

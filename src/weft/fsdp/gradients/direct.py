@@ -2,8 +2,8 @@
 
 A custom backward may write its product to a given tensor (`torch.addmm(out=)`, a fused kernel). This avoids a copy of
 the gradient and, with a wider `reduce_dtype`, rounding to the compute dtype. The backward calls `weight_gradient`, and
-returns None as the weight's gradient. Its forward keeps the weight as an attribute of `ctx`, because a saved weight is
-a copy under an activation checkpoint.
+returns None as the weight's gradient. Its forward keeps the weight as an attribute of `ctx`, not with
+`save_for_backward`, which returns a copy under an activation checkpoint.
 
 Megatron's convention works too: a module sets `weight.grad_added_to_main_grad = False` on its parameter before
 `fully_shard`. In backward it adds to `weight.main_grad` and sets `weight.grad_added_to_main_grad = True`. The gradient
@@ -14,8 +14,8 @@ that it returns to autograd is then ignored or, if `weight.zero_out_wgrad = True
     forward     the parameter, Replicate()   ->  a plain tensor in the same memory
     backward    this rank's part             ->  the sum over the ranks, Replicate()
 
-The sum is an all-reduce, which a captured graph must not contain. Therefore a capture substitutes another tensor for
-the plain one, and the caller of the graph calls `whole` outside of it.
+The sum is an all-reduce, which a captured graph (`weft.graphs`) must not contain. Therefore a capture substitutes
+another tensor for the plain one, and the caller of the graph calls `whole` outside of it.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ PART_CLASS = "_weft_part_class"  # the attribute of a DTensor with the class of 
 
 
 substitutes: dict[str, Callable[..., Any]] = {}
-"""What replaces functions while a graph captures: `answer` replaces `weight_gradient`, `enter` replaces `whole`."""
+"""Functions to call during a graph capture: `answer` in place of `weight_gradient`, `enter` in place of `whole`."""
 
 
 @contextmanager
@@ -60,8 +60,8 @@ def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
     Call this once before each write, and return None to autograd for the parameter. Gradients from other uses of the
     parameter are added. It may be called in backward, or later until the reduction of the unit starts.
 
-    `parameter`: the full parameter in forward, or the registered sharded one. For a parameter that is not sharded, the
-    buffer is its `.grad`. Raises ValueError for a frozen parameter.
+    `parameter`: the full parameter that forward used, or its sharded parameter. For a parameter of no unit, the buffer
+    is its `.grad`. Raises ValueError for a frozen parameter.
     """
     if not parameter.requires_grad:
         raise ValueError("weight_gradient of a frozen parameter: call it only if parameter.requires_grad")
@@ -79,7 +79,7 @@ def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor's local tensor, for which `parameter_of` finds the parameter, or a plain parameter itself."""
+    """Return a DTensor's local tensor, from which `parameter_of` finds the DTensor; a plain parameter as it is."""
     if not isinstance(parameter, DTensor):
         return parameter
     part = parameter.to_local()
@@ -97,7 +97,7 @@ def parameter_of(weight: torch.Tensor) -> nn.Parameter | None:
 
 
 def whole(parameter: Any, mesh: DeviceMesh) -> torch.Tensor:
-    """Return a plain tensor of `parameter`, which is replicated over the 1-D `mesh`; backward sums its gradient."""
+    """Return a plain tensor of `parameter`, replicated over the 1-D `mesh`. Backward sums its gradient over `mesh`."""
     if not isinstance(parameter, DTensor):
         return parameter
     return substitutes.get("enter", _Whole.apply)(parameter, mesh)

@@ -96,7 +96,7 @@ class GroupGradients:
         return self._stages[0].buffer is not None
 
     def accumulates(self, finishing: bool = True) -> bool:
-        """Return whether gradients wait for a later reduction; with `finishing=False`, for one over the shard axis."""
+        """Return whether gradients wait for a reduction; with `finishing=False`, for one over the shard axis."""
         return self.where is Where.PACKED or (finishing and self.where is Where.SUMMED)
 
     # --- gradients that modules write ---------------------------------------------------------------------------------
@@ -232,11 +232,11 @@ class GroupGradients:
 
     @property
     def bucket_kind(self) -> Any:
-        """The process group and dtype, which gradients in one message must share. None: these are never bundled."""
+        """The process group and dtype, which must be equal for all gradients in one message. None: these share none."""
         return self._bucket_kind if self.hook is None and not self.sums_only else None
 
     def open_reduction(self) -> tuple[torch.Tensor, torch.Tensor, bool]:
-        """Enter a reduction in a shared message; return main and packed gradients, and whether to add to the main."""
+        """Begin a reduction in a message of several units. Return main and packed gradients, and whether to add."""
         self.where = TRANSITIONS.get((self.where, "reduce")) or self._refuse("reduce")
         self._finishes = True
         output, adds = self.main.claim()

@@ -1,6 +1,6 @@
 """The main gradients of one parameter group: the reduced gradients, which are `.grad` of its sharded parameters.
 
-After `publish` main gradients belong to the user. The engine reads them, and adds the gradients of a further backward,
+After `publish`, main gradients belong to the user. The engine reads them, and adds the gradients of a further backward,
 as torch adds to a `.grad` that is set. During reductions they belong to the engine, and `.grad` is None. If other code
 sets `.grad` during that time, for example to the gradient of a penalty, `publish` adds it. Published memory is reused
 only if no other code refers to it.

@@ -7,8 +7,8 @@ product          operands                                                `beside
 `ScaledLinear`   as `Linear`                                             a bias          quantized (`Scaled`)
 `ScaledGrouped`  as `Grouped`                                            ends of groups  quantized
 
-The weight gradients of all four are computed from operands that are not quantized. With `compute="scaled"` modules see
-quantized full weights: float8 parameters. They are views of the codes in `full` of a group, one byte per element:
+The weight gradients of all four are computed from operands that are not quantized. With `compute="scaled"`, modules see
+quantized full weights: float8 parameters. They are views of the codes in a group's full weights, one byte per element:
 
     | e4m3 codes of all weights, in the order of the layout | scales |
 
@@ -35,7 +35,7 @@ from weft.quantize import Quantization, scaled_product
 
 
 class Linear:
-    """`x @ weight.T + bias` on the last dimension. `fits`: whether the operands have supported dimensions."""
+    """`x @ weight.T + bias` on the last dimension. `fits`: whether operands have supported numbers of dimensions."""
 
     arguments = ("input", "weight", "bias")
 
@@ -150,9 +150,9 @@ def _compute(parameter: Any, kind: Any, gradient: Tensor, x: Tensor, beside: Ten
 
 
 def _operand(weight: Tensor, *, backward: bool) -> tuple[Tensor, Any, Quantization]:
-    """Return payload, scales and recipe of a full weight, in its copy for forward or for `backward`. If the other copy
-    is in memory, gathers this one, for example when a module is recomputed inside its unit's backward. Raises
-    WeightsGone if the memory of the weight was freed."""
+    """Return payload, scales and recipe of a full weight, for a product of forward or of `backward`. These may need
+    different copies of the weight: gathers the copy if the other one is in memory, as when a module is recomputed
+    inside its unit's backward. Raises WeightsGone if the memory of the weight was freed."""
     codes = weight.detach()
     record = record_of(parameter_of(weight))
     assert record is not None, "a quantized weight outlived its model"
@@ -214,5 +214,5 @@ def mark_scaled(parameters: Sequence[nn.Parameter], recipe: Recipe) -> None:
 
 
 def is_scaled(weight: Any) -> bool:
-    """Return whether products use the payload of `weight`."""
+    """Return whether `weight` is quantized and products multiply its codes, without dequantizing it."""
     return issubclass(type(weight), Scaled)

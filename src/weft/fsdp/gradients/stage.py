@@ -80,7 +80,7 @@ class GradientStage:
         **options: Any,
     ) -> Ticket:
         """Start to reduce the buffer over the ranks of the stage's axis: write the sum times `scale` to `output`, or
-        add it. Call `close` after the returned ticket. `sum_only`: the backend must not average. `hook`: called with
+        add it. Wait for the returned ticket, then call `close`. `sum_only`: the backend must not average. `hook`: gets
         the reduced tensor, in the reduce dtype, before `output` takes it; it may modify the tensor. `options`: those of
         the collective and the lane."""
         assert self.buffer is not None, "open first"

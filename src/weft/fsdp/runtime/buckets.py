@@ -1,15 +1,15 @@
 """Buckets: adjacent small units whose weights are gathered in one message.
 
-    unit            0     1     2     3     4        large units, and units with other ranks or dtypes, have their own
+    unit            0     1     2     3     4        large units, and units with other ranks or dtypes, have separate
     bytes          small small small large small     messages; a bucket has at most `bucket_bytes`
     bucket         |---- A ----|           -
 
     use of                      gathers
     --------------------------  -----------------------------------------------------------------------------------
-    the first unit of A         A, once per pass; units that are gathered already, or have no room, are sent, not kept
+    the first unit of A         A, once per pass; of units that are gathered already, or lack memory, no result is kept
     another unit of A           nothing: the unit stays gathered until its forward or backward, or the pass, has ended
     a unit of A again           that unit alone: its memory was freed after the first use
-    A, requested by other rank  A, sent and not kept: this rank may be in another pass
+    A on other ranks only       A, whose result is not kept: this rank may be in another pass
 
 The buckets depend only on the model. They are the same on all ranks, even if the ranks run different units: ranks that
 need different units of a bucket send the same message. Schedules, and users who name the units to prefetch, gather
@@ -49,19 +49,19 @@ class Bucket:
 
     @property
     def channels(self) -> list[int]:
-        """The channels of the gathers: of forward, and of backward if some weights have another copy for it."""
+        """The channels of the gathers: one for forward, and one for backward if that uses other copies of weights."""
         return self._turning.channels if self._turning is not None else [self._lead.channel]
 
     @torch.no_grad()
     def gather(self, backward: bool) -> None:
-        """Start to gather the units that are at rest and have room. `backward`: gather the copies for backward, of
-        weights with two copies."""
+        """Start to gather the units that are not gathered and have room. `backward`: of weights with two copies, gather
+        those for backward."""
         copy = int(backward and self._turning is not None)
         sources = self._sources(copy)
         fulls: list[torch.Tensor | None] = []
         coming: list[Unit] = []
         for unit in self._units:
-            comes = not unit.resident and unit.has_room()  # in addition to the units before it
+            comes = not unit.resident and unit.has_room()  # beside the units before it, which have taken memory
             if comes:
                 unit.turn(backward)
                 self._channels.on_gather(unit)
@@ -80,7 +80,7 @@ class Bucket:
         return self._start([None] * len(sources), sources, copy)
 
     def _sources(self, copy: int) -> list[torch.Tensor]:
-        """Return the tensors that this rank sends, one per group; as uint8 if only some are quantized."""
+        """Return the tensors that this rank sends, one per group. All are bytes (uint8) if some are quantized."""
         sources = [group.bundled(self._channels, copy) for unit in self._units for group in unit.groups]
         if self._dtype == torch.uint8:
             compute = self._lead.recipe.compute
@@ -90,7 +90,7 @@ class Bucket:
     def _start(self, fulls: Sequence[torch.Tensor | None], sources: Sequence[torch.Tensor], copy: int) -> Ticket:
         with torch.no_grad(), profiled(self._name, "gather"):
             if all(full is None for full in fulls):
-                # No unit of this rank waits for the sends, so that its weights may change before they end.
+                # No unit of this rank waits for the sends, so the weights may change before the sends end: send copies.
                 sources = [source.clone() for source in sources]
             return self._channels.gathers.run(
                 all_gather_bundle,
@@ -106,8 +106,7 @@ def bundle_bytes(units: Sequence[Unit]) -> int:
     """Return the default size of a bucket in bytes, from the transports of `units` and the bytes of the model.
 
     A message of `latency * bandwidth` bytes spends half of its time on latency, one of four times that size a fifth. No
-    computation overlaps with the first message of a pass: larger messages than `latency *
-    bandwidth` have at most an eighth of the model.
+    computation overlaps with the first message of a pass, so larger messages take at most an eighth of the model.
     """
     transports = [transport_of(group.groups[-1], group.device) for unit in units for group in unit.groups]
     least = min((each.capabilities.bundle_bytes for each in transports), default=0)
@@ -115,7 +114,7 @@ def bundle_bytes(units: Sequence[Unit]) -> int:
 
 
 def fill_buckets(units: Sequence[Unit], channels: Channels, most: int) -> dict[int, Bucket]:
-    """Return the buckets by the numbers of their units. `most`: the largest size of a bucket in bytes."""
+    """Return the bucket of each unit that has one, by the unit's number. `most`: the largest size in bytes."""
     runs: list[list[Unit]] = [[]]
     for unit in units:
         if not unit.groups or unit.gathered_bytes > most or not all(group.fits_buckets for group in unit.groups):

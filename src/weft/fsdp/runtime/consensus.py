@@ -48,8 +48,8 @@ class Consensus:
         self.is_alone = all(group.size() == 1 for group in process_groups)
 
     def ask(self, helper: GatherHelper, graphs: CaptureTable | None) -> list[bool] | None:
-        """Begin a pass of `helper`. Before the first pass, check that all ranks have the same units, and return, per
-        group, whether any rank trains it; otherwise return None."""
+        """Let `helper` begin a pass. Before the first pass, check that all ranks have the same units and return, per
+        group, whether any rank trains it. Before later passes, return None."""
         if self.is_alone or not self._agreement.checks or not helper.begin_pass():
             return None
         said = []
@@ -118,7 +118,7 @@ class Consensus:
                 reductions.start(unit.number, [group for group in late if group.agreed])
         for unit, resharded in zip(units, reshards):
             unit.resharded = False
-            if resharded and USER in unit.holders:  # the unit did not run on this rank
+            if resharded and USER in unit.holders:  # resharded by a pass of another rank; it did not run on this rank
                 unit.release(USER)
         if same_order and reductions.arrived:
             reductions.agreed = tuple(reductions.arrived)

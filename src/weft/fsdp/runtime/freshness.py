@@ -35,7 +35,7 @@ class Freshness:
     def __init__(self, channels: Channels, agreement: Agreement) -> None:
         self._channels = channels
         self._agreement = agreement
-        self.certain = True  # whether the weights must be updated, which all ranks know without an exchange
+        self.certain = True  # whether all ranks know, without an exchange, that the weights must be updated
         self.ahead: dict[Unit, None] = {}
         self._made: list[Unit] = []
 

@@ -1,6 +1,6 @@
 """Lets a rank join gathers that other ranks wait for, although this rank does not need the weights.
 
-The hang detector watches all waits from the first pass on. It calls the joins.
+From the first pass on, the hang detector watches all waits, and calls these joins.
 """
 
 import functools
@@ -19,11 +19,11 @@ from weft.fsdp.unit import Unit
 from weft.weak import weakly
 
 Part = Callable[[], Ticket]
-"""Takes part in a gather that other ranks need."""
+"""A function that takes part in a gather that only other ranks need."""
 
 
 class Steps:
-    """Counts the optimizer steps of this rank: last backwards after which the main weights were written.
+    """Counts the optimizer steps of this rank: writes to the main weights after the last backward of a step.
 
         rank 0   ... the last backward ends | step | forward: waits for the shard of rank 1
         rank 1   ... the last backward still waits for other ranks, or rank 1 clips
@@ -129,8 +129,7 @@ class GatherHelper:
 
     def serve(self, unit: Unit | None, part: Part | None) -> bool:
         """Update the model weights of `unit`, and take `part` in a gather of it, or of a bucket if `unit` is None.
-        Return whether there was anything to do. The hang detector calls it while this rank waits for another message.
-        """
+        Return whether there was anything to do. The hang detector calls this while this rank waits for a message."""
         was_due = False
         if unit is not None:
             if self._watched_by is not None:

@@ -1,13 +1,13 @@
 """Finds trainable parameters that belong to no unit: no rank would reduce their gradients.
 
-Parameters under a root are checked at the beginning of each pass (`Inventory`). A parameter that has replaced a unit's
-parameter raises when the unit registers its own. The first check walks through all modules. Each pass compares object
-identities with those of the last walk, without a Python call per module, and walks again only if they differ.
+Parameters under a root are checked at the beginning of each pass (`Inventory`). If other code has replaced a unit's
+parameter, the unit raises when it registers its own. The first check walks through all modules. Each pass compares
+object identities with those of the last walk, without a Python call per module, and walks again only if they differ.
 
-A parameter is around a root if the call of `fully_shard` on the root was forgotten. weft does not see modules around
-sharded ones. Therefore the first backward of each root inspects its graph once (`look_around`). Before the backward
-begins, it raises for parameters of modules around the root. Parameters whose gradient the user handles, with hooks,
-`ignored_params`, DDP or FSDP, are allowed.
+If the user forgot to call `fully_shard` on the whole model, there are parameters around the root. weft does not see
+modules around sharded ones. Therefore the graph of each root's first backward is inspected before it runs: parameters
+of modules around the root raise, except those whose gradient the user handles, with hooks, `ignored_params`, DDP or
+FSDP (`look_around`).
 """
 
 import gc
@@ -62,7 +62,7 @@ class Inventory:
     def _walk(self) -> None:
         roots = alive(self._roots)
         modules = [*dict.fromkeys(chain.from_iterable(root.modules() for root in roots))]
-        # If a parameter has replaced a unit's parameter, the unit raises when it registers its own.
+        # If other code has replaced a unit's parameter, the unit raises when it registers its own.
         places = {(owner(), name) for slot in self._slots for owner, name in slot.owners}
         outside = [
             (f"{path}.{name}" if path else name, parameter)

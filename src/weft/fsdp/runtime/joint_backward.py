@@ -1,7 +1,7 @@
 """Coordinates the models of a process in a backward, which may go through several models.
 
-A callback of autograd ends the models in the same order on all ranks. If the backward fails, autograd drops the
-callback without a call. Counters show whether a wait could depend on another model.
+A callback of autograd ends the backward of each model, in the same order on all ranks. If the backward fails, autograd
+drops the callback without a call. Counters show whether a wait could depend on another model.
 """
 
 import itertools
@@ -19,7 +19,7 @@ _moments = itertools.count()
 
 
 class JointBackward:
-    """A model that may share a backward with others. `finish`: reduces gradients that no hook noticed."""
+    """A model that may share a backward with others. `finish`: reduces gradients that arrived without any hook."""
 
     def __init__(self, units: Sequence[Unit], finish: Callable[[], None]) -> None:
         self.place = units[0].place

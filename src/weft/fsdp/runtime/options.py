@@ -12,8 +12,8 @@ BUCKET_BYTES: int | None = None  # the default of `RuntimeOptions.bucket_bytes`
 
 
 class CaptureTable(Protocol):
-    """The captures of one model. `failed`: for each part, whether a capture failed on this rank since the last
-    agreement. `agree`: ends the pass; its argument tells for each part whether a capture failed on any rank."""
+    """The captured graphs of one model's parts. `failed`: for each part, whether a capture failed on this rank since
+    the last agreement. `agree`: ends the pass; its argument: for each part, whether a capture failed on any rank."""
 
     @property
     def failed(self) -> list[bool]: ...
@@ -22,7 +22,7 @@ class CaptureTable(Protocol):
 
 @runtime_checkable
 class Captures(Protocol):
-    """The chosen parts to capture; `weft.graphs` implements it. `table`: returns the captures of the model `root`."""
+    """The user's choice of parts to capture; `weft.graphs` implements it. `table`: returns the captures of `root`."""
 
     def table(self, root: nn.Module, engine: Any, device: torch.device) -> CaptureTable: ...
 
@@ -33,16 +33,17 @@ class RuntimeOptions:
 
     - `separate_all_gather_group`: use separate communicators for gathers, so that gathers overlap with reductions.
       True: copies of the mesh's process groups. A list: its process groups, which have the ranks of the mesh's.
-    - `allocator`: "trace" plans two slabs (weights, gradients) from the first step. "caching" allocates each buffer.
-    - `prefetch_bytes`: the number of bytes of weights that may be gathered ahead. None: the next unit.
+    - `allocator`: "trace" records the first step, and then places buffers in two slabs: one allocation for weights, one
+      for gradients. "caching" allocates each buffer.
+    - `prefetch_bytes`: the number of bytes of weights that may be gathered ahead. None: only the next unit.
     - `bucket_bytes`: adjacent units of at most this total size share a message (0: none do). None: the size whose
       transfer takes as long as a message's latency; in a large model up to four times that, but at most an eighth of
       the model.
     - `max_live_reduce_buffers`: the number of units whose partial gradients may be live at once, including the unit
-      whose backward runs. With 2, one unit is reduced while the next computes. With 1, reductions do not overlap.
-    - `check_collectives`: compare collectives, and agree on which parameters have gradients, after each backward.
-      False: hosts never wait for each other. Then every rank must run the same units and do the same writes to weights
-      between the passes of a step, and a parameter that no rank used has a gradient of zeros, not None.
+      whose backward runs. With 2, one unit is reduced while the next computes. With 1, there is no such overlap.
+    - `check_collectives`: after each backward the ranks compare their collectives, and agree on which parameters have
+      gradients. False: hosts never wait for each other. Then every rank must run the same units and do the same writes
+      to weights between the passes of a step, and a parameter that no rank used has a gradient of zeros, not None.
     - `graphs`: a `weft.Graphs` that chooses the parts of the model to capture in graphs. None: no part.
     """
 

@@ -74,7 +74,7 @@ class Reductions(ReductionOrder):
     def begin(self) -> None:
         """Plan the turns at the beginning of a backward."""
         due, checks = [], self._agreement.checks
-        # Skip units whose gathers could be confused: ranks out of order would compute wrong results anyway.
+        # Skip units whose gathers could match those of another unit: ranks must run these in one order anyway.
         for number in self.agreed:
             unit = self._units[number]
             if unit.trainable_groups and not self.defers(unit) and checks and unit.is_addressed:

@@ -52,7 +52,7 @@ class Runtime(Shared):
         self._keeps_gradients = False  # whether the failed pass left the gradients of earlier backwards unchanged
         self._filled = False  # whether all parameters and buffers that were on the meta device are known to have values
         self._is_new = not self._consensus.is_alone
-        """Whether no backward has checked yet for parameters outside of the root."""
+        """Whether the first backward must still look for parameters outside of the root."""
         self.post_optimizer_event: Any = None
         """An event of an optimizer on another stream, which the next pass waits for before it reads the weights."""
         equalize_slices(self.groups)
@@ -138,7 +138,7 @@ class Runtime(Shared):
         unit.prefetch()
 
     def finish_unshard(self, unit: Unit) -> None:
-        """Wait for the gather of `unshard`, register full parameters, and wait until no upload reads main weights."""
+        """Wait for the gather of `unshard`, register full parameters, and wait for uploads of main weights to end."""
         if USER not in unit.holders:
             unit.acquire(USER)
             unit.resharded = False
@@ -252,7 +252,7 @@ class Runtime(Shared):
         self.planner.end_pass()
 
     def finish_unnoticed(self) -> None:
-        """Finish this model's backward if autograd's backward left gradients in the model without running its hooks."""
+        """Reduce the gradients that an autograd backward has left in this model without running any of its hooks."""
         if self.passes.current is Pass.IDLE and any(unit.awaits_reduction for unit in self.units):
             self._open_backward()
             self.end_backward()

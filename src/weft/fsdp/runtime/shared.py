@@ -78,7 +78,7 @@ class Shared:
             unit.channels = self.channels
 
     def change(self, **options: Any) -> None:
-        """Replace these fields of `RuntimeOptions`. Collective for `separate_all_gather_group`."""
+        """Replace the given fields of the model's `RuntimeOptions`. Collective for `separate_all_gather_group`."""
         self.options = dataclasses.replace(self.options, **options)
         self.channels.separate_gathers(self.process_groups, self.options.separate_all_gather_group)
         self._helper.offer(self.units)
@@ -96,7 +96,7 @@ class Shared:
         self.reductions.reduce(unit)
 
     def expect_more(self, more: bool) -> None:
-        """Set whether a schedule has more microbatches whose gradients are added."""
+        """Set whether further microbatches of a schedule will add to the gradients."""
         self.reductions.more_to_come = more
 
     def _before_gather(self, unit: Unit) -> None:

@@ -1,4 +1,4 @@
-"""Checks of initial values: every parameter must have values, and ranks with the same parameters the same values.
+"""Initial values: every parameter must have values, and all ranks with the same parameter must have the same values.
 
 When a unit is made, values are broadcast from the first replica, so that ranks may have different seeds. Values that
 were filled later are broadcast at the first pass of the root. When the root's runtime is made, parameters that tensor
@@ -26,16 +26,16 @@ def equalize(group: ParameterGroup) -> None:
 
 
 def rest(group: ParameterGroup) -> None:
-    """Quantize weights of which only the payload is kept, and free their main weights. The first pass does it instead
-    if they have no values yet, or if payloads are gathered once per step. Collective if each matrix has one scale."""
+    """Quantize weights that are kept only in quantized form, and free their main weights. The first pass does this if
+    they have no values yet, or if payloads are gathered once per step. Collective if each matrix has one scale."""
     if group.payload_only is not None and not group.unfilled and not group.refreshed_bytes:
         agree_on_maxima([group])
         group.rest(quantize=True)
 
 
 def equalize_slices(groups: Sequence[ParameterGroup]) -> None:
-    """Broadcast parameters that are not sliced over the tensor-parallel ranks. Parameters that are sharded over these
-    ranks are left out. Collective."""
+    """Broadcast parameters over the tensor-parallel ranks if these do not slice them. Leave out parameters that are
+    sharded over these ranks. Collective."""
     for slices in dict.fromkeys(own for group in groups for own in group.slice_groups):
         ranks = set(dist.get_process_group_ranks(slices))
         for group in groups:
@@ -46,7 +46,7 @@ def equalize_slices(groups: Sequence[ParameterGroup]) -> None:
 def _equalize_over(group: ParameterGroup, slices: dist.ProcessGroup) -> None:
     if not group.slice_groups:
         collectives.broadcast(group.main_weight.local, slices)
-        torch.autograd.graph.increment_version(group.main_weight.local)  # a kept payload is outdated now
+        torch.autograd.graph.increment_version(group.main_weight.local)  # so that a kept payload counts as outdated
         return
     for each in group.parameters:
         if each.slices is None:  # slices of unequal size make its cuts differ from rank to rank
