@@ -85,8 +85,10 @@ class _Flock:
         pass
 
     def release(self) -> None:
-        """Release the lock, so that others can write. Forked processes, such as data loader workers, have the file open
-        too. If it were only closed, it would stay locked until they exit.
+        """Release the lock, so that others can write.
+
+        Forked processes, such as data loader workers, have the file open too. If it were only closed, it would stay
+        locked until they exit.
         """
         fcntl.flock(self._stream, fcntl.LOCK_UN)
         self._stream.close()

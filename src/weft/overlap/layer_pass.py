@@ -71,8 +71,7 @@ class LayerPass:
         self._kept: list[Value] = []
 
     def run(self, direction: str, slot: str) -> None:
-        """Run one step. `slot`: a stage, such as "attend", or its delayed weight gradients, such as "attend.weights".
-        """
+        """Run one step. `slot`: a stage such as "attend", or its delayed weight gradients, as in "attend.weights"."""
         stage, _, weights = slot.partition(".")
         if weights:
             self._delayed[stage].run()

@@ -37,8 +37,7 @@ class Microbatch:
         return tuple(self.tokens.shape), *sorted(beside)
 
     def said(self) -> str:
-        """Return a description that must be equal on all ranks of a pipeline: shapes of tensors, other values in full.
-        """
+        """Return a text that must be equal on all ranks of a pipeline: shapes of tensors, other values in full."""
         labels = "" if self.labels is not None else " without labels"
         beside = {
             name: list(value.shape) if isinstance(value, Tensor) else value for name, value in self.beside.items()

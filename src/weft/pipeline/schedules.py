@@ -55,6 +55,7 @@ def interleaved(ranks: int, chunks: int, microbatches: int) -> Table:
 
 def combined(ranks: int, chunks: int, microbatches: int) -> Table:
     """Return the table of `interleaved` with one more forward at the start, so that each F can pair with the next B.
+
     Without this forward, each backward of the last rank would need the result of the forward in its own pair.
     """
     rows = _interleaved(ranks, chunks, microbatches, extra=1)

@@ -30,7 +30,7 @@ class ShardingConfig:
     pp: int = 1
     """Number of pipeline ranks. Layers are divided at `|` in the pattern, or into segments of equal cost."""
     chunks: int | None = None
-    """With `pp`: number of stages per rank; unset: from the pattern's segments, else the schedule's default."""
+    """With `pp`: stages per rank; unset: segments of the pattern / `pp`, or without `|` the schedule's default."""
     reshard_after_forward: bool | int | None = None
     """Whether to free weights after forward, or over how many ranks to reshard; unset: free all except the root's."""
     offload: bool = False
@@ -127,11 +127,11 @@ class ShardingConfig:
 
     @property
     def expert_ranks(self) -> int:
-        """The number of ranks over which each expert is cut."""
+        """The number of ranks over which each expert is sharded (`etp`)."""
         return self.tp if self.etp is None else self.etp
 
     def check(self, ranks: int) -> None:
-        """Raise ConfigError for sizes that do not fit `ranks`: data-parallel ranks times context ranks."""
+        """Raise ConfigError for sizes that do not fit `ranks`, the number of data-parallel ranks times `cp`."""
         fits = [size for size in range(1, ranks + 1) if ranks % size == 0]
         require("sharding.cp", self.cp, self.cp in fits, f"must divide the {ranks} ranks; choose from {fits}")
         among = ranks * self.tp // self.expert_ranks  # whole experts are spread over tensor-parallel ranks too
