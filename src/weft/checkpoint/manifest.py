@@ -1,6 +1,6 @@
 """weft.json, the manifest of a committed checkpoint: its files, and the checksum of every block of each file.
 
-A file is cut into blocks, so that to read a part of a file, only the blocks of that part are checked:
+A file is cut into blocks, so that a read of a part of the file checks only the blocks of that part:
 
     __0_0.distcp    | block 0 | block 1 | block 2 |         8 MiB each, the last one shorter
                          [--- an item ---]                  reading the item checks blocks 0, 1 and 2

@@ -64,8 +64,7 @@ class Layer(nn.Module):
 
     @property
     def dispatcher(self) -> Dispatcher | None:
-        """The dispatcher that sends tokens to experts on other ranks, or None if all experts of this layer are on this
-        rank."""
+        """The dispatcher that sends tokens to experts on other ranks, or None if this layer has no experts there."""
         moves = self._terminal.dispatcher if self._terminal is not None else None
         return moves if moves is not None and len(moves.experts) < moves.num_experts else None
 

@@ -1,6 +1,6 @@
 """Writes the report of a running training from time to time, in a separate process.
 
-To draw the pictures takes seconds of CPU time, for which no step should wait.
+The drawing of pictures takes seconds of CPU time, and no step should wait for it.
 """
 
 import os

@@ -40,11 +40,11 @@ class ShardingConfig:
     bucket_bytes: int | None = None
     """Neighbouring units up to this many bytes are gathered in one message; 0: each unit alone; unset: weft chooses."""
     max_live_reduce_buffers: int = 2
-    """Number of units whose partial gradients may be in memory at once; with 1, reductions do not overlap."""
+    """Number of units whose unreduced gradients may be in memory at once; with 1, backward waits for each reduction."""
     separate_all_gather_group: bool = False
     """Use separate communicators for gathers, so that gathers run concurrently with reductions."""
     allocator: Literal["trace", "caching"] = "trace"
-    """ "trace" plans two slabs, for gathered weights and for gradients, in the first step; "caching" allocates each."""
+    """ "trace": gathered weights and gradients lie in two slabs planned in step 1; "caching": torch's allocator."""
     check_collectives: bool = True
     """After each backward, compare the collectives that the ranks issued."""
     graphs: tuple[str, ...] = ()
