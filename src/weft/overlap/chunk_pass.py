@@ -1,4 +1,4 @@
-"""Forward and backward of one microbatch through one chunk of a model.
+"""Forward and backward of one microbatch through one chunk of a model: the layers of one pipeline stage.
 
 embed, or receive from the previous stage -> layer -> layer -> ... -> the loss, or send to the next stage
 

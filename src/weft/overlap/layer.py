@@ -8,7 +8,8 @@
     combine    exchange   all-to-all back
     finish     compute    weighting, residual
 
-A layer's `forward` is `run_stages`, so a scheduled run and a plain run use the same code. Stages pass tensors to later
+Rows are tokens, as they are sent to experts. The lane `exchange` is a queue of communication beside the computation. A
+layer's `forward` is `run_stages`, so a scheduled run and a plain run use the same code. Stages pass tensors to later
 stages in the `Crossing`. If a tensor bypasses the `Crossing`, the schedule raises an error.
 """
 

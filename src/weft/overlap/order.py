@@ -1,7 +1,8 @@
 """The order of a combined forward and backward, as tables.
 
-F is the forward of layer k of a chunk in one microbatch, B the backward of layer n-1-k of a chunk in another. Entries
-in the right column are issued first and run on the exchange lane under the computation to their left.
+F is the forward of layer k of a chunk (the layers of one pipeline stage) in one microbatch, B the backward of layer
+n-1-k of a chunk in another. Entries in the right column are issued first and run on the exchange lane under the
+computation to their left.
 
     compute lane                     exchange lane
     -------------------------------  -------------

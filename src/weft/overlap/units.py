@@ -1,5 +1,5 @@
-"""Sharded units in a schedule: the steps at which the weights of each are gathered and released, and its gradients
-reduced.
+"""Sharded units (modules whose weights are gathered together) in a schedule: when the weights of each are gathered and
+released, and its gradients reduced.
 
     before a layer's first step of a direction        acquire
     after its last forward or data-gradient step      release
