@@ -37,8 +37,7 @@ class LoopConfig:
     gradient_clip: float = 1.0
     """Largest norm of the whole gradient; 0: no clipping."""
     skip_spikes: float = 0.0
-    """Skip steps whose gradient norm exceeds this multiple of the median norm of the last 100 unskipped steps; 0:
-    none."""
+    """Skip steps whose gradient norm exceeds this multiple of the median norm of the last 100 kept steps; 0: none."""
     log_every: int = 10
     """Steps between two lines of output if the output is not a terminal."""
     parameter_norms_every: int = 0
@@ -68,8 +67,7 @@ class LoopConfig:
     early_release: bool = False
     """With `overlap`: free a layer's activations earlier, which takes less memory but hides less communication."""
     halves: bool = False
-    """With `overlap`: exchange the tokens of a microbatch without a partner in two halves; experts start on the
-    first."""
+    """With `overlap`: exchange a microbatch without a partner in two halves; experts start on the first half."""
     check: bool = False
     """Before the first step, compare a step of a small copy of the model with that of one process (`weft check`)."""
     watchdog: float = 600.0

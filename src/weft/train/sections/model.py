@@ -12,8 +12,7 @@ class OwnModelConfig:
     factory: str
     """Import path of a function that builds an nn.Module: "package.module:function". It runs on the meta device."""
     loss: str = ""
-    """Import path of a function `loss(model, microbatch)`; empty: the cross-entropy of the logits of
-    `model(tokens)`."""
+    """Import path of `loss(model, microbatch)`; empty: the cross-entropy of the logits of `model(tokens)`."""
     options: dict = field(default_factory=dict)
     """Keyword arguments of `factory`."""
 
