@@ -1,4 +1,4 @@
-"""Atomic checkpoints, written and read with torch Distributed Checkpoint."""
+"""Checkpoints that are complete or absent, written and read with torch Distributed Checkpoint."""
 
 from typing import TYPE_CHECKING
 

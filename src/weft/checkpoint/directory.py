@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: committed checkpoints, and the debris of saves and deletions.
+"""The folder of a run's checkpoints: committed checkpoints, and what interrupted saves and deletions left.
 
     checkpoints/
         step-00000010/                committed: complete, flushed, its manifest lists every file
@@ -41,14 +41,14 @@ def committed_steps(directory: Path) -> list[int]:
 
 
 def debris(directory: Path) -> list[Path]:
-    """Return the folders that killed saves and deletions left in `directory`."""
+    """Return the folders that interrupted saves and deletions left in `directory`."""
     if not directory.is_dir():
         return []
     return sorted(path for path in directory.iterdir() if _DEBRIS.fullmatch(path.name))
 
 
 def identity(directory: Path) -> str:
-    """Return the identity of the run whose checkpoints are in `directory`. "" if the run has none."""
+    """Return the identity of the run whose checkpoints are in `directory`; "" if it has no identity yet."""
     try:
         with (directory / RUN).open("rb") as stream:
             text = stream.read(64).decode(errors="replace").strip()
@@ -58,7 +58,8 @@ def identity(directory: Path) -> str:
 
 
 def identify(directory: Path) -> str:
-    """Return the identity of the run. If it has none, give it that of its newest checkpoint, or a new one."""
+    """Return the identity of the run in `directory`. If it has none, give it that of its newest checkpoint, or a new
+    one."""
     if known := identity(directory):
         return known
     found = ""
@@ -94,7 +95,8 @@ def begin(directory: Path, step: int) -> Path:
 
 
 def commit(temporary: Path, manifest: Manifest) -> Path:
-    """Write the manifest and give a complete checkpoint its final name. It then survives a crash of the machine."""
+    """Write the manifest into the folder of a complete checkpoint and give it its final name. Once this returns, the
+    checkpoint survives a crash of the machine."""
     manifest.write(temporary)
     flush_directory(temporary)
     final = path_of(temporary.parent, manifest.step)
@@ -111,8 +113,8 @@ def set_aside(checkpoint: Path) -> None:
 
 
 def discard(paths: Iterable[Path]) -> None:
-    """Delete checkpoints or debris. Committed checkpoints are renamed first, so that a partly deleted one looks
-    incomplete."""
+    """Delete the folders `paths`. Committed checkpoints are renamed first, so that one that is deleted in part is not
+    taken for a checkpoint."""
     for path in paths:
         if not _DEBRIS.fullmatch(path.name):
             trash = path.with_name(f"{path.name}.trash-{uuid.uuid4().hex[:12]}")

@@ -23,8 +23,8 @@ def show(path: Path, *, verify_content: bool = False, console: Console | None = 
     """Print tables about `path`: a checkpoint, a folder of checkpoints, or a run directory.
 
     With `verify_content`, every file of every checkpoint is read and compared with its checksum. For a single
-    checkpoint, tensors are listed. For several checkpoints, a table shows which of them are damaged, and a summary
-    describes the newest intact one. Raises ValueError for any other path, and CheckpointError for a damaged checkpoint.
+    checkpoint, its tensors are listed. For several, a table shows which of them are damaged, and a summary describes
+    the newest intact one. Raises ValueError for any other path, and CheckpointError for a damaged checkpoint.
     """
     console = console or Console(width=None if sys.stdout.isatty() else _ONE_LINE)
     if (path / MANIFEST).is_file():

@@ -32,7 +32,7 @@ _NAMES = {
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Fills tensors in place, and collects all other data in `loaded`."""
+    """A planner for `dcp.load` that fills tensors in place, and collects all other data in `loaded`."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False)
@@ -43,7 +43,8 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def unpack(stream: IO[bytes]) -> Any:
-    """Load data of `torch.save` without running code. The memory is proportional to the length of the stream."""
+    """Load data that `torch.save` wrote, without running code. It uses memory in proportion to the length of the
+    stream."""
     stream.seek(0)
     if stream.read(4) != _ZIP:  # torch would read other files as its legacy format
         raise ValueError("it is not in torch's zip format")
@@ -80,8 +81,8 @@ def compare(
 ) -> None:
     """Raise CheckpointMismatch if the keys, shapes or dtypes of `live` differ from those that are stored.
 
-    `elsewhere`: keys of other pipeline stages, which may be stored too. Distributed Checkpoint alone would skip keys
-    that are absent on one side, and cast if dtypes differ.
+    `elsewhere`: keys of other pipeline stages, which may be stored too. Without this check, Distributed Checkpoint
+    would skip keys that are only stored or only live, and cast if dtypes differ.
     """
     complaints = []
     if missing := [key for key in live if key not in stored]:

@@ -41,7 +41,8 @@ def lock(directory: Path, *, timeout: float, say: Callable[[str], None]) -> Lock
     """Become the only writer of `directory`.
 
     Waits up to `timeout` seconds for another process, because a run that was just killed may take a moment to end.
-    `say` is called with a line about the wait. Raises CheckpointError if another process still writes to the directory.
+    `say` is called with a line of text before the wait. Raises CheckpointError if another process still writes to the
+    directory.
     """
     path = directory / LOCK
     with operation("open", path):
@@ -84,9 +85,9 @@ class _Flock:
         pass
 
     def release(self) -> None:
-        """Release the lock for other writers.
+        """Release the lock, so that others can write.
 
-        Forked processes, such as data loader workers, have the file open too. Without the unlock, the file would stay
+        Forked processes, such as data loader workers, have the file open too. If it were only closed, it would stay
         locked until they exit.
         """
         fcntl.flock(self._stream, fcntl.LOCK_UN)
@@ -140,7 +141,8 @@ class Lease:
         return ""
 
     def _take_away(self, seen: str) -> None:
-        """Remove an abandoned lease whose content was `seen`. If several processes try this, one of them succeeds."""
+        """Remove an abandoned lease whose content was `seen`. If several processes try this, only one of them
+        succeeds."""
         aside = self._path.with_name(f"{LEASE}.{self._mark}")
         with suppress(OSError):
             os.rename(self._path, aside)

@@ -37,14 +37,14 @@ _ATTEMPTS = 10
 
 
 class CheckpointManager:
-    """Saves and loads the state of a run in `directory`. All ranks must see the directory.
+    """Saves and loads checkpoints of a run in `directory`, which all ranks must see.
 
     A save is written to a new folder and flushed. After every rank has confirmed its part, one rename makes the folder
-    a checkpoint. The newest `keep` checkpoints stay. All ranks of `process_group` call every method with the same
-    arguments. By default these are all ranks. A single process needs no process group.
+    a checkpoint. The newest `keep` checkpoints are kept, and older ones deleted. All ranks of `process_group` (default:
+    all ranks) must call every method with the same arguments. A single process needs no process group.
 
     `progress` is called on the first rank with a line of text: about each save (from a background thread), about each
-    damaged checkpoint that `load` skips, and before waiting for another run.
+    damaged checkpoint that `load` skips, and before it waits for another run to release the directory.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # A running save is finished even if training failed. An error of the save must not hide that of training.
+        # A running save is finished even if training failed. An error in the save must not hide the error in training.
         with suppress(CheckpointError) if kind else nullcontext():
             self.close()
 
     def claim(self) -> None:
         """Become the only writer of the directory before the first save, and remove the debris of killed saves.
 
-        Tests all steps of a save with a small file. Raises CheckpointError if another run still writes to the directory
+        Tries all steps of a save with a small file. Raises CheckpointError if another run still writes to the directory
         after 30 seconds, or if the file system cannot hold checkpoints or is not shared by all ranks.
         """
         self.wait()
@@ -117,11 +117,11 @@ class CheckpointManager:
     ) -> None:
         """Save `state` (name -> Stateful or state dict) as the checkpoint of `step`.
 
-        First waits for the previous save. With `asynchronous`, returns when the state is copied to the host. The copy
-        is written while training continues. If a background save fails, the next `save`, `wait` or `close` raises its
-        error. `committed` is called on the first rank when the checkpoint is complete; with `asynchronous`, from a
-        background thread. Raises CheckpointError if the step already exists (unless `load` found it damaged), or if
-        another run writes to the directory.
+        First waits for the previous save to end. With `asynchronous`, returns when the state is copied to the host. A
+        background thread writes the copy while training continues. If a background save fails, the next `save`, `wait`
+        or `close` raises its error. `committed` is called on the first rank when the checkpoint is complete; with
+        `asynchronous`, from a background thread. Raises CheckpointError if the step already exists (unless `load` found
+        it damaged), or if another run writes to the directory.
         """
         self.wait()
         self._prepare(step)
@@ -172,16 +172,17 @@ class CheckpointManager:
     def load(self, state: Mapping[str, Any], step: int | None = None) -> int:
         """Fill `state` from the checkpoint of `step`, and return the step. Default: the newest intact checkpoint.
 
-        The number of ranks and the sharding may differ from those of the save. Stored names that are not in `state` are
-        not read. All data are compared with their checksums, and no code that the checkpoint names is run. Without
-        `step`, damaged checkpoints are listed in `passed_over`, and older ones are tried. If any is damaged, later
-        saves delete none of the checkpoints that exist now. If another run replaces a checkpoint by newer ones during
-        the load, the newer ones are tried.
+        The number of ranks and the sharding may differ from those of the save. Stored objects whose names are not in
+        `state` are not read. All data are compared with their checksums, and no code that the checkpoint names is run.
+        Without `step`, damaged checkpoints are listed in `passed_over`, and older ones are tried. If any is damaged,
+        later saves of this manager delete none of the checkpoints that exist now. If a training run deletes a
+        checkpoint during the load because it has saved newer ones, the newer ones are tried.
 
         Raises CheckpointError if there is no checkpoint, or none is intact. `state` may then be filled in part. Raises
-        CheckpointMismatch before anything is changed; its message lists all missing and unexpected keys, and different
-        shapes and dtypes. An error of a `load_state_dict` is raised unchanged on its rank. The other ranks raise it
-        too, or, if it is not an error of weft, a RuntimeError with the rank, the type and the message.
+        CheckpointMismatch, before `state` is changed, if it differs from what is stored; the message lists all missing
+        and unexpected keys, and different shapes and dtypes. An error in `load_state_dict` is raised unchanged on its
+        rank. The other ranks raise the same error if it is one of weft, and otherwise a RuntimeError with the rank, the
+        type and the message.
         """
         self.wait()
         steps = self.steps()
@@ -273,7 +274,7 @@ class CheckpointManager:
                     value.update(content)
             except Exception as error:  # an error of the receiver, not of the checkpoint
                 failed = failed or error
-        told = failed  # what other ranks raise: foreign exceptions may not be picklable
+        told = failed  # what other ranks raise: exceptions of other libraries may not be picklable
         if failed is not None and not type(failed).__module__.startswith("weft."):
             told = RuntimeError(f"rank {self.rank}: {type(failed).__name__}: {one_line(failed)}")
         for found in self._of_all(told, self._group):
@@ -354,7 +355,7 @@ class CheckpointManager:
         self._say(f"saved step {step} in {time.monotonic() - started:.1f} s ({readable_size(manifest.bytes)})")
 
     def _measure(self, temporary: Path) -> dict[str, File]:
-        """Return the checksums of all files. Each rank computes the checksums of the files that it wrote."""
+        """Return the checksums of all files by name. Each rank computes the checksums of the files that it wrote."""
         own: dict[str, File] | OSError
         try:
             own = {path.name: File.measure(path) for path in temporary.glob(f"__{self.rank}_*")}

@@ -1,6 +1,6 @@
 """weft.json, the manifest of a committed checkpoint: its files, and the checksum of every block of each file.
 
-A file is cut into blocks, so that reading a part of a file checks only the blocks of that part:
+A file is cut into blocks, so that a read of a part of the file checks only the blocks of that part:
 
     __0_0.distcp    | block 0 | block 1 | block 2 |         8 MiB each, the last one shorter
                          [--- an item ---]                  reading the item checks blocks 0, 1 and 2
@@ -29,7 +29,8 @@ _WITHOUT_RUN = 2
 """The format before manifests named their run. It can still be read."""
 BLOCK = 8 << 20
 _KEPT = 4
-"""The number of blocks of an open file that stay in memory: reading a tensor jumps between its first and last block."""
+"""The number of blocks of an open file that stay in memory: reads of a tensor go back and forth between its first and
+last block."""
 _LARGEST = 1 << 28
 """The largest size of a manifest in bytes. Each block takes 70 bytes."""
 _NAME = re.compile(r"\.metadata|__\d+_\d+\.distcp")
@@ -118,7 +119,7 @@ class Manifest:
             raise _unusable(checkpoint, f"{MANIFEST} cannot be used: {one_line(error)}") from error
 
     def text(self) -> str:
-        """Return the content of the manifest, with a checksum that reveals any changed byte."""
+        """Return the text of the manifest file, with a checksum of its own that reveals any changed byte."""
         fields = asdict(self)
         if self.format == _WITHOUT_RUN:
             del fields["run"]
@@ -130,10 +131,10 @@ class Manifest:
 
 
 class CheckedFile(io.RawIOBase):
-    """The `length` bytes from `offset` on in the file `name` of a checkpoint. Reading compares each block with its
+    """The `length` bytes from `offset` on in the file `name` of a checkpoint. Reads compare each block with its
     checksum.
 
-    Reading raises CheckpointError, with the names of file and checkpoint, if a checksum differs.
+    A read raises CheckpointError, with the names of file and checkpoint, if a checksum differs.
     """
 
     def __init__(self, checkpoint: Path, name: str, file: File, offset: int = 0, length: int | None = None) -> None:
@@ -234,7 +235,8 @@ def require_whole(checkpoint: Path, name: str, file: File) -> None:
 
 
 def require_plain(path: Path) -> None:
-    """Raise OSError if `path` is not a regular file. A link may lead anywhere, and a device or a pipe never ends."""
+    """Raise OSError if `path` is not a regular file: a link may lead anywhere, and reads of a device or a pipe may
+    never end."""
     mode = path.lstat().st_mode
     if not stat.S_ISREG(mode):
         raise OSError(f"it is a {'symbolic link' if stat.S_ISLNK(mode) else 'folder or a device'}, not a file")
@@ -243,7 +245,7 @@ def require_plain(path: Path) -> None:
 def _unusable(checkpoint: Path, damage: str) -> CheckpointError:
     """Return the error for an unusable file of `checkpoint`. It is CheckpointGone if the whole checkpoint was removed.
 
-    A dangling link, such as a link to an unmounted disk, counts as existing.
+    A checkpoint that is a dangling link, such as a link to an unmounted disk, counts as existing.
     """
     if os.path.lexists(checkpoint):
         return CheckpointError(f"{checkpoint} is damaged: {damage}")

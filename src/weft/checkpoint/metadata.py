@@ -53,7 +53,7 @@ _OPCODES = (
     *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS),
 )
 _OVERHEAD = 1 << 16
-"""The maximum number of bytes that a stored tensor may take in addition to its elements."""
+"""The maximum number of bytes that a stored part of a tensor may take in addition to its elements."""
 _LONGEST_PLAIN = 1 << 28
 """The maximum number of bytes of an entry that is not a tensor."""
 

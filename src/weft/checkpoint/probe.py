@@ -11,13 +11,14 @@ from weft.errors import StorageError
 
 PROBE = ".probe-"
 _SEEN_S = 10.0
-"""The seconds to wait: on a network file system, other hosts may see a new file with a delay."""
+"""How long to wait, in seconds: on a network file system, other hosts may see a new file with a delay."""
 
 
 def try_save(directory: Path) -> Path:
-    """Test all steps of a save in `directory` with a folder that contains one small file.
+    """Try all steps of a save in `directory`, with a folder that contains one small file.
 
-    Returns the folder, for `sees`. Raises CheckpointError with the failed operation and the fix.
+    Returns the folder. Every rank then passes it to `sees`, and the first rank to `remove`. Raises CheckpointError with
+    the failed operation and the fix.
     """
     for left in directory.glob(f"{PROBE}*"):
         shutil.rmtree(left, ignore_errors=True)

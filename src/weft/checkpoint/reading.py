@@ -34,7 +34,7 @@ def describe(checkpoint: Path, *, content: bool = False) -> tuple[Manifest, Meta
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads the items of a load plan. It compares every block with its checksum, and runs no code of the checkpoint."""
+    """A reader for `dcp.load`. It compares every block with its checksum, and runs no code that a checkpoint names."""
 
     def __init__(self, checkpoint: Path, manifest: Manifest, metadata: Metadata) -> None:
         super().__init__(checkpoint)

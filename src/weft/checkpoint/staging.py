@@ -1,7 +1,7 @@
-"""Copies live state, so that a background thread can write it while training continues.
+"""Copies the state of a run, so that a background thread can write the copy while training continues.
 
-Distributed Checkpoint divides the state into items (`WriteItem`: a box of a tensor that this rank writes). These items
-are copied, so every kind of sharded tensor that Distributed Checkpoint supports is supported.
+Distributed Checkpoint divides the state into items (`WriteItem`: a box of a tensor that this rank writes, or other
+data). Only these items are copied, so every kind of sharded tensor that Distributed Checkpoint supports can be copied.
 """
 
 import io
@@ -49,7 +49,7 @@ def _is_branch(value: Any) -> bool:
 
 
 class Staged(SavePlanner):
-    """A host copy of the data that this rank writes. It is the planner of `dcp.save`."""
+    """A copy in host memory of the data that this rank writes. It is also the planner for `dcp.save`."""
 
     def __init__(self, items: list[WriteItem], data: dict[MetadataIndex, Any]) -> None:
         self.items = items
@@ -75,7 +75,7 @@ class Staged(SavePlanner):
 
 
 class Stager:
-    """Copies state to the host. The next save reuses pinned memory for copies from an accelerator."""
+    """Copies state to host memory. Copies from an accelerator go to pinned memory, which the next save reuses."""
 
     def __init__(self) -> None:
         self._pinned: dict[MetadataIndex, torch.Tensor] = {}

@@ -23,9 +23,9 @@ class Stateful(Protocol):
     A load fills in place the tensors that `state_dict` returns. Then it calls `load_state_dict` with them.
 
     Two members are optional. `prepare_load(stored)` is called before the tensors are filled, with the metadata of the
-    stored entries by key. `per_rank = True` marks state that differs between ranks and has no global meaning. An object
-    with it needs `load_from_other_ranks(state, rank, ranks)`, which is called with rank 0's state if the number of
-    ranks has changed.
+    stored entries by key. `per_rank = True` says that each rank saves and loads state of its own. If the number of
+    ranks has changed, such an object's `load_from_other_ranks(state, rank, ranks)` is called instead, with the state of
+    rank 0, this rank and the new number of ranks.
     """
 
     def state_dict(self) -> Mapping[str, Any]: ...
@@ -49,8 +49,8 @@ class ModelState:
 class OptimizerState:
     """An optimizer's state by parameter name. It can be loaded with another number of ranks or another sharding.
 
-    An optimizer of `weft.optim.flat` has the same state as an ordinary optimizer, so each can load the state of the
-    other.
+    An optimizer of `weft.optim.flat` and the torch optimizer that it replaces have the same state, so each can load
+    what the other saved.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -89,7 +89,8 @@ class OptimizerState:
         return {name: dict(state[parameter]) for name, parameter in self.parameters.items() if parameter in state}
 
     def prepare_load(self, stored: Mapping[str, Stored]) -> None:
-        """Allocate tensors for the stored state. State of unknown parameters is later reported as unexpected."""
+        """Allocate tensors for the state that is stored. Stored state of parameters that the model lacks is later
+        reported as unexpected."""
         targets: dict[str, dict[str, Any]] = {}
         for key, value in stored.items():
             first, *parts = key.split(".")
@@ -140,9 +141,9 @@ class OptimizerState:
 class RandomState:
     """The random generators of Python, numpy and torch (CPU and this rank's accelerator), one set for each rank.
 
-    If the number of ranks is that of the save, each rank restores its generators exactly. Otherwise each rank gets a
-    new seed, which is derived from rank 0's saved generators, the number of the rank and the number of ranks. The seeds
-    are deterministic, and differ between ranks.
+    If the number of ranks is the same as at the save, each rank restores its generators exactly. Otherwise each rank
+    gets a new seed, which is derived from rank 0's saved generators, the number of the rank and the number of ranks.
+    The seeds are deterministic, and differ between ranks.
     """
 
     per_rank = True
@@ -182,7 +183,7 @@ def _uses_cuda() -> bool:
 
 
 def _plain_name(name: str) -> str:
-    """Return the name without the parts that activation checkpointing and compilation insert."""
+    """Return a parameter's name without the parts that activation checkpointing and compilation insert."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
@@ -200,7 +201,7 @@ def _room_for(field: str, stored: Stored, parameter: torch.Tensor) -> Any:
 
 
 def _over_stages(model: nn.Module, groups: list[list[str]]) -> list[list[str]]:
-    """Return the parameter names of each group over all pipeline stages of the model. Collective over the stages."""
+    """Return, for each parameter group, its parameter names on all pipeline stages. Collective over the stages."""
     cut = parts_of(model)
     if cut is None or cut.group is None:
         return groups

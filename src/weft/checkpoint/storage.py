@@ -53,13 +53,13 @@ def running() -> list[Operation]:
 
 
 def moves() -> int:
-    """Return how often file operations of this process have begun or ended."""
+    """Return the number of times that a file operation of this process has begun or ended."""
     return _moves
 
 
 @contextmanager
 def operation(name: str, path: str | Path) -> Iterator[None]:
-    """Wrap one file operation. Raises StorageError instead of OSError."""
+    """Record the file operation that runs inside this context. Turns an OSError into a StorageError."""
     global _moves
     key = _moves = next(_numbers)
     _running[key] = Operation(name, str(path), time.monotonic())
@@ -133,7 +133,7 @@ def written(path: Path, mode: str = "wb") -> Iterator[WrittenFile]:
 def flush_directory(directory: Path) -> None:
     """Make the names in `directory` survive a crash of the machine, as `fsync` does for the content of files.
 
-    FUSE and CIFS may refuse `fsync` of folders. Then `os.sync` flushes all file systems. This is equally safe, but
+    FUSE and CIFS may refuse `fsync` of folders. Then `os.sync` flushes all file systems, which is equally safe but
     slower.
     """
     with operation("fsync", directory):

@@ -31,7 +31,8 @@ class _Files(FileSystem):
 
 
 class Writer(dcp.FileSystemWriter):
-    """Writes files, and reports the OSError that made writing fail. torch's archive reports only a wrong length."""
+    """A writer for `dcp.save`. If a write fails, it raises the OSError; torch's archive would report only a wrong
+    length."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, sync_files=False)  # `_Files` does

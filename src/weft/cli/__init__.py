@@ -14,8 +14,8 @@ from weft.train.run.output import outlive_readers
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    0: success. 1: failure at run time. 2: invalid command or configuration. 3: interrupted and saved. 4: interrupted
-    before anything was saved.
+    `arguments`: the words after `weft`; None: those of this process. Exit codes: 0: success. 1: failure at run time. 2:
+    invalid command or configuration. 3: interrupted and saved. 4: interrupted before anything was saved.
     """
     outlive_readers()
     arguments = list(sys.argv[1:] if arguments is None else arguments)

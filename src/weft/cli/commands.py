@@ -1,4 +1,4 @@
-"""The shorter commands. Each function takes the parsed options and returns the exit code."""
+"""Most commands, one function each. It takes the parsed options and returns the exit code."""
 
 import argparse
 import math
@@ -41,7 +41,8 @@ def config(options: argparse.Namespace) -> int:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Run one step of a small copy of a configuration, with its ranks as threads of this process.
+    """Run one step of a small copy of the run that a configuration describes, with its ranks as threads of this
+    process.
 
     Returns 1 if there are findings. Raises ValueError for an invalid number of ranks or invalid settings.
     """
@@ -183,7 +184,8 @@ def pattern(options: argparse.Namespace) -> int:
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Run a benchmark of the repository on local processes. Raises ValueError for an unknown name, or for 0 ranks."""
+    """Run a benchmark of the repository in processes on this machine. Raises ValueError for an unknown name, or for 0
+    ranks."""
     if options.ranks < 1:
         raise ValueError(f"--ranks {options.ranks}: must be at least 1")
     folders = [Path(__file__).resolve().parents[3] / "benchmarks", Path.cwd() / "benchmarks"]

@@ -22,7 +22,7 @@ class _Option(NamedTuple):
 
 
 def script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """Return the completion script of `shell`, one of SHELLS, for the commands and options of `parser`."""
+    """Return the completion script for `shell`, one of SHELLS, with the commands and options of `parser`."""
     from weft.train.settings import settings
 
     names = [f"{each.section}.{each.name}=" for each in settings()]

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def sample(options: argparse.Namespace) -> int:
-    """Print a trained model's continuations of the prompts. Raises ValueError for options out of range."""
+    """Print continuations of the prompts by a trained model. Raises ValueError for options out of range."""
     choices = _choices(options)
     for prompt in options.prompt:
         if not _is_text(prompt):
@@ -102,5 +102,5 @@ def _source(options: argparse.Namespace) -> Any:
 
 
 def _is_text(given: str) -> bool:
-    """Return whether an argument was valid UTF-8. Python decodes other bytes as surrogates."""
+    """Return whether the argument `given` was valid UTF-8. Python decodes other bytes as surrogates."""
     return not any("\ud800" <= character <= "\udfff" for character in given)

@@ -37,7 +37,7 @@ class _Completion(argparse.Action):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands. `run` of the parsed options executes the command."""
+    """Return the parser of all commands. Call `options.run(options)` to execute the command of the parsed `options`."""
     parser = _Parser(prog="weft", description="Sharded training for large PyTorch models.", epilog=EXIT_CODES)
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of weft, Python and torch")
     parser.add_argument(

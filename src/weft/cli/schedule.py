@@ -13,7 +13,7 @@ _MOST_BOXES = 3_000
 
 
 def draw(options: argparse.Namespace) -> int:
-    """Check and draw the schedule that `options` name. With --save, write it to a file."""
+    """Check and draw the schedule that `options` name, and return the exit code. With --save, write it to a file."""
     from rich.console import Console
 
     from weft.pipeline import check, format_table, table
@@ -38,7 +38,7 @@ def draw(options: argparse.Namespace) -> int:
 
 
 def _check_size(options: argparse.Namespace, *, picture: bool) -> None:
-    """Raise ValueError for tables that take minutes to draw, or whose boxes are smaller than a pixel."""
+    """Raise ValueError for tables that would take minutes to draw, or whose boxes would be smaller than a pixel."""
     actions = 2 * (options.chunks or 1) * (options.microbatches or 1)  # at least this many on a rank
     wanted = f"--microbatches {options.microbatches}"
     if actions * (options.pp or 1) > _MOST_ACTIONS:

@@ -1,8 +1,8 @@
 """Streams and events as vector clocks.
 
-A clock maps each actor (a stream or the host) to the amount of the actor's work that is known to be over. Work of an
-actor at time t happened before an operation if the operation's clock has t or more for that actor. An event is a copy
-of a clock. Waiting for an event takes the maximum of both clocks, entry by entry.
+A clock maps each actor (a stream or the host) to the number of its pieces of work that are known to have ended. An
+actor's piece of work number t (its time) ended before an operation if the operation's clock has t or more for that
+actor. An event is a copy of a clock. Waiting for an event takes the maximum of both clocks, entry by entry.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ HOST = 0
 
 
 def merge(clock: Clock, other: Mapping[int, int]) -> None:
-    """Update `clock` to the entry-wise maximum with `other`, as a wait does."""
+    """Set each entry of `clock` to the maximum of itself and that of `other`, as a wait does."""
     for actor, time in other.items():
         if time > clock.get(actor, 0):
             clock[actor] = time
@@ -75,8 +75,8 @@ class CheckedStream:
 
 
 class Host:
-    """The host, which issues work. `current`: returns the current stream. `on_wait`: called with the cause of each
-    wait."""
+    """The host, which issues work. `current`: a function that returns the current stream. `on_wait`: a function that is
+    called with the cause of each wait."""
 
     def __init__(self, current: Callable[[], CheckedStream], on_wait: Callable[[str], None]) -> None:
         self.clock: Clock = {}
@@ -84,6 +84,6 @@ class Host:
         self._on_wait = on_wait
 
     def wait(self, clock: Clock, what: str) -> None:
-        """Wait until all work in `clock` is over. `what`: the cause, for `on_wait`."""
+        """Record that the host waits for all work in `clock`. `what`: the cause, for `on_wait`."""
         self._on_wait(what)
         merge(self.clock, clock)

@@ -8,8 +8,8 @@
     reads `weight.detach()` that was kept from a forward    data of another unit              NaN
     writes to gathered weights through `weight.data`        lost with the next gather         `WeightsWritten`
 
-Memory that is freed to a pool is filled with NaN and not reused. The weights of all units are therefore in memory at
-the same time. Gathered weights are compared with a copy before they are freed.
+When gathered weights are freed, their memory is filled with NaN and not reused. The weights of all units are therefore
+in memory at the same time. Writes are found by a comparison with a copy before the weights are freed.
 """
 
 from collections.abc import Iterator
@@ -22,8 +22,8 @@ guards = 0
 def guard_memory() -> Iterator[None]:
     """Fill gathered weights with NaN when they are freed, and raise `WeightsWritten` for writes to gathered weights.
 
-    Use it to find bugs, with few layers. It needs the memory of an unsharded model. Each gather also copies the
-    weights, and compares them with the copy later. The host waits for the comparison.
+    Use it to find bugs, in a model with few layers: it needs the memory of the unsharded model. Gathered weights are
+    copied, and compared with the copy before they are freed. The host waits for each comparison.
     """
     global guards
     guards += 1

@@ -1,4 +1,4 @@
-"""The last write to each range of memory, and the reads since then.
+"""Records, for each range of memory, the last write and the reads since then.
 
 bytes of a storage   0        64            256                512
 last write           |  mm, compute          |  all-gather, gather  |
@@ -34,7 +34,8 @@ class Site(NamedTuple):
 
 
 class Access(NamedTuple):
-    """One operator's use of memory. `time`: the time of its actor's clock. `site`: the call stack."""
+    """One operator's read or write of memory. `time`: the operator's number among the work of its actor. `site`: its
+    call stack."""
 
     actor: int
     time: int
@@ -43,7 +44,7 @@ class Access(NamedTuple):
     site: Site
 
     def happened(self, clock: Mapping[int, int]) -> bool:
-        """Return whether this access happened before an operation with `clock`."""
+        """Return whether this access ended before an operation with `clock`."""
         return clock.get(self.actor, 0) >= self.time
 
     def __str__(self) -> str:
@@ -60,12 +61,12 @@ class _Segment:
 
 
 class Memory:
-    """The accesses to one storage. `home`: the number of the stream (actor) that allocated it."""
+    """The accesses to one storage. `home`: the actor number of the stream that allocated it."""
 
     def __init__(self, home: int) -> None:
         self.home = home
         self.lent: set[int] = set()
-        """Other streams (actors) that use the memory. Freeing the memory waits for them."""
+        """The actor numbers of other streams that use the memory: it is reused only after their work."""
         self._segments = [_Segment(0)]
         self._names: dict[tuple[int, int], Callable[[], str]] = {}
 

@@ -81,8 +81,8 @@ def _arguments_written(func: Any) -> list[tuple[int, str]]:
 def asks_device(
     func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor], is_host: Callable[[torch.Tensor], bool]
 ) -> bool:
-    """Return whether the host waits for the result of `func`. `tensors`: the inputs and outputs of `func`. `is_host`:
-    returns whether a tensor is in host memory."""
+    """Return whether `func` makes the host wait for a result. `tensors`: the inputs and outputs of `func`. `is_host`: a
+    function that returns whether a tensor is in host memory."""
     name = func._schema.name
     if name in ("aten::copy_", "aten::_to_copy"):
         sides = {is_host(each) for each in tensors if has_memory(each)}

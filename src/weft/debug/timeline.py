@@ -1,4 +1,5 @@
-"""Records when communication ran. Lanes report to the timeline that records. Without one they only check a list.
+"""Records when communication ran. Lanes (queues of communication) report their operations to the timeline that records.
+If none records, this costs them only a look at a list.
 
     with Timeline() as timeline:
         step()
@@ -8,7 +9,7 @@
     gather    |  - - - - -  |===========================|      waits while its communicator is busy, then runs
     reduce  |=============|                                    on the same communicator
 
-On CPU a thread waits for each transfer. Its end is thus recorded when the work ends, not when the host waits for it.
+On CPU a thread waits for each transfer, so its end is recorded when the work ends, not when the program waits for it.
 On CUDA, events are recorded on the lane's stream, and `intervals` reads them.
 """
 
@@ -25,9 +26,9 @@ from weft.comm.transport import Pending
 
 
 class Interval(NamedTuple):
-    """One operation on a lane. Times are seconds since the recording began. `start`: the time when the operation was
-    issued and its communicator had finished all earlier operations. A communicator runs its operations one after
-    another."""
+    """One operation on a lane. Times are seconds since the recording began. `start`: the time at which the operation
+    could run: it was issued, and its communicator, which runs one operation after another, had finished all earlier
+    ones."""
 
     lane: str
     label: str
@@ -48,7 +49,8 @@ class _Entry:
 
 
 class Timeline:
-    """A context that records operations on lanes and spans of computation. Only one timeline can record at a time."""
+    """A context manager that records operations on lanes and spans of computation. Only one timeline can record at a
+    time."""
 
     def __init__(self) -> None:
         self.label = ""
@@ -71,7 +73,7 @@ class Timeline:
     def __exit__(self, *exception: Any) -> None:
         recording.clear()
         for works in self._under_way:
-            with suppress(Exception):  # raised where the result is waited for
+            with suppress(Exception):  # the error is raised again where the program waits for the result
                 works.wait()
         if self._zero_event is not None:
             torch.cuda.synchronize()
@@ -111,7 +113,7 @@ class Timeline:
         entry.end = self._now()
 
     def noting(self, entry: _Entry, pending: Pending) -> Pending:
-        """Wrap `pending` transfers so that the end of their last round is recorded."""
+        """Wrap the transfers `pending` so that the end of the last of them is recorded."""
         if (second := pending.second) is not None:
             return Pending(pending.works, pending.finish, lambda: self.noting(entry, second()))
         if not pending.works:

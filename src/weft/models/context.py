@@ -1,7 +1,7 @@
-"""Context parallelism: the rows of a batch are cut over the ranks of an axis, and layers exchange what they need.
+"""Context parallelism: the rows of a batch are cut over the ranks of a mesh axis, and layers exchange what they need.
 
-Every row is cut into 2 cp equal slices. Rank r has slices r and 2 cp - 1 - r, so that causal attention is the same
-amount of work on each rank. With cp = 2:
+Every row is cut into 2 x cp equal slices, for cp ranks. Rank r has slices r and 2 x cp - 1 - r, so that causal
+attention is the same amount of work on each rank. With cp = 2:
 
     row        0 0 1 1 2 2 3 3        slices
     rank 0     0 0 3 3
@@ -15,7 +15,8 @@ amount of work on each rank. With cp = 2:
     M, G, K the last inputs of the convolution, then the factor  constant
             and the summand with which a slice updates the state
 
-Gathers run on the lane "context". In backward, gradients are summed over the ranks.
+Gathers run on the lane "context", a queue of communication beside the computation. In backward, gradients are summed
+over the ranks.
 """
 
 import math
@@ -38,9 +39,9 @@ from weft.models.loss import IGNORED_LABEL
 
 
 class Piece(NamedTuple):
-    """Equally long parts of documents in this rank's slices, as indices. `queries` [count, S]: positions in the
-    flattened slices. `keys` [count, T]: the positions that the queries may see, in the flattened rows of keys. The last
-    S keys are at the positions of the queries."""
+    """Parts of documents in this rank's slices, all of the same length, as indices. `queries` [count, S]: positions in
+    the flattened slices. `keys` [count, T]: the positions that the queries may see, in the flattened rows of keys. The
+    last S keys are at the positions of the queries."""
 
     queries: Tensor
     keys: Tensor
@@ -48,10 +49,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Slices:
-    """This rank's slices of the rows of a batch. Layers get it in place of `Documents`.
+    """This rank's slices of the rows of a batch. Layers take it as `documents`, in place of a `Documents`.
 
-    `whole`: the documents of the batch, whose rows are padded to a multiple of 2 `ranks`. `group`: the process group of
-    the ranks that share the rows. `rank`: this rank's number in the group.
+    `whole`: the documents of the whole batch, whose rows are padded to a multiple of 2 x `ranks`. `group`: the process
+    group of the ranks that share the rows. `rank`: this rank's number in the group.
     """
 
     whole: Documents
@@ -92,11 +93,11 @@ class Slices:
     # --- the methods of Documents that layers use ---------------------------------------------------------------------
 
     def position_ids(self, device: torch.device) -> Tensor:
-        """Return the slices of `Documents.position_ids`, [batch, 2 width]."""
+        """Return this rank's slices of `Documents.position_ids`, [batch, 2 width]."""
         return self.kept(device, "position_ids", lambda: self.cut(self.whole.position_ids()))
 
     def reaches(self, device: torch.device) -> Tensor:
-        """Return the slices of `Documents.reaches`, [batch, 2 width]."""
+        """Return this rank's slices of `Documents.reaches`, [batch, 2 width]."""
         return self.kept(device, "reaches", lambda: self.cut(self.whole.reaches()))
 
     def labels(self, labels: Tensor) -> Tensor:
@@ -104,7 +105,7 @@ class Slices:
         return labels
 
     def following(self, values: Tensor, places: int, filling: int) -> Tensor:
-        """Return this rank's slices of `Documents.following`. It is computed on the gathered rows."""
+        """Return this rank's slices of `Documents.following`, which is computed from the gathered rows."""
         whole = self._joined(gathered(self.group, values)[0].unbind())
         return self.cut(self.whole.following(whole, places, filling))
 
@@ -153,7 +154,8 @@ class Slices:
         return lambda: [torch.cat((self._ahead(tails), own), dim=1) for tails, own in zip(finish(), rows)]
 
     def pieces(self, device: torch.device, before: int | None = None) -> list[Piece]:
-        """Return which keys this rank's queries see, without padding: one `Piece` per shape.
+        """Return which keys this rank's queries see, without padding: one `Piece` for each pair of lengths of queries
+        and keys.
 
         `before`: a query sees at most this many keys before its slice. The keys are then indices into the rows of
         `haloing`.
@@ -244,8 +246,8 @@ class Slices:
     ) -> Callable[[], Tensor]:
         """Start to gather `across` and `added`, [2 batch, ...].
 
-        A slice maps a state to `combine(across, state) + added`. The returned function waits and returns the state
-        before each of this rank's slices.
+        A slice maps the state before it to the state after it, `combine(across, state) + added`. The returned function
+        waits and returns the state before each of this rank's slices.
         """
         finish = start_gathering(self.group, *(each.unflatten(0, (-1, 2)) for each in (across, added)))
 
@@ -261,10 +263,10 @@ class Slices:
     # --- loss ---------------------------------------------------------------------------------------------------------
 
     def mean(self, loss: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean loss over all labels of the rows, or NaN without any labels.
+        """Return the mean loss over all labels of the whole rows, or NaN if there are none.
 
-        `loss`: this rank's mean over its `labels`. The average over the ranks of the gradients is the gradient of this
-        mean.
+        `loss`: this rank's mean over its `labels`. If gradients are averaged over the ranks, the average is the
+        gradient of the returned mean.
         """
         count = (labels != IGNORED_LABEL).sum()
         return _Sum.apply(loss.where(count > 0, 0.0) * count, self.group) / _total(count, self.group)
@@ -274,7 +276,8 @@ class Slices:
         return _total(value, self.group)
 
     def average(self, loss: Tensor) -> Tensor:
-        """Return the mean of a number over the ranks. Averaged over ranks, gradients are those of the mean."""
+        """Return the mean of a number over the ranks. If gradients are averaged over the ranks, they are those of this
+        mean."""
         return _Sum.apply(loss, self.group) / self.ranks
 
     # --- parts --------------------------------------------------------------------------------------------------------
@@ -284,8 +287,8 @@ class Slices:
         return rows[:, self.width - size :].unflatten(0, (-1, 2))
 
     def _ahead(self, tails: Tensor) -> Tensor:
-        """Return the tails before this rank's slices, [2 batch, size, ...], from the tails of all ranks. At the
-        beginning of a row they are zeros."""
+        """Return the tails (`_tails`) of the slices before this rank's slices, [2 batch, size, ...], from those of all
+        ranks. At the beginning of a row they are zeros."""
         by_slice = self._by_slice(tails)
         found = [by_slice[number - 1] if number else torch.zeros_like(by_slice[0]) for number in self.mine]
         return torch.stack(found, dim=1).flatten(0, 1)
@@ -323,8 +326,8 @@ def require_borders(documents: Any, tokens: Tensor) -> None:
 def context_part(batch: Mapping[str, Any], meshes: Meshes) -> dict[str, Any]:
     """Return this rank's part of a batch that the ranks of `meshes.cp` share.
 
-    Each of these ranks calls the function with the same batch. `batch`: a dict of tensors [batch, seq, ...], with the
-    key "tokens". It may also have the key "documents", with a `Documents`.
+    Each of these ranks must call the function with the same batch. `batch`: a dict of tensors [batch, seq, ...], with
+    the key "tokens". It may also have the key "documents", with a `Documents`.
 
         part = context_part({"tokens": tokens, "labels": labels, "documents": documents}, meshes)
         loss = model(part.pop("tokens"), **part)
@@ -394,8 +397,8 @@ def _padded(documents: Documents, missing: int) -> Documents:
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the ranks. All ranks compute the same result from the sum, so the gradient is multiplied by their
-    number."""
+    """The sum over the ranks. All ranks compute the same result from the sum, so backward multiplies the gradient by
+    the number of ranks."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,7 +1,8 @@
 """Cuts a hybrid model into pipeline stages: at each `|` of its pattern or, without `|`, into segments of equal cost.
 
-The cost of a layer is the number of weights that a token uses. Only the experts that a token visits count. The last
-stage also has the head and the prediction depths. The cost of a depth includes a projection, its layers and the head.
+The cost of a layer is the number of its weights that one token uses: of its experts, only those that a token visits
+count. The last stage also has the head and the prediction depths. The cost of a depth includes a projection, its layers
+and the head.
 """
 
 from collections import Counter
@@ -21,9 +22,10 @@ from weft.pipeline.placement import Cut, balanced
 
 
 def cut_of(cfg: HybridConfig, meshes: Meshes | None, chunks: int | None, placement: str) -> Cut | None:
-    """Return the cut of a model of `cfg` over the pipeline of `meshes`, or None for a model without stages.
+    """Return the pipeline stages of a model of `cfg` on `meshes`, or None for a model without stages.
 
-    `chunks`: the number of stages on each rank. Default: it follows from the pattern's segments; 1 without `|`.
+    `chunks`: the number of stages on each rank. Default: the number of the pattern's segments divided by the number of
+    pipeline ranks, or 1 if the pattern has no `|`.
     """
     mesh = meshes.pp if meshes is not None else None
     ranks = mesh.size() if mesh is not None else 1
@@ -58,7 +60,7 @@ def cut_of(cfg: HybridConfig, meshes: Meshes | None, chunks: int | None, placeme
 
 
 def layer_costs(cfg: HybridConfig, layers: tuple[LogicalLayer, ...]) -> list[float]:
-    """Return the number of weights that a token uses in each of `layers`."""
+    """Return, for each of `layers`, the number of its weights that one token uses."""
     kinds = {symbols: _cost(cfg, symbols) for symbols in Counter(layer.symbols for layer in layers)}
     return [kinds[layer.symbols] for layer in layers]
 

@@ -7,7 +7,7 @@
     cu_seqlens     0     3   5 6           12      starts in the flattened batch, then its length
     ids            0 0 0 1 1 -1 | 0 0 0 0 0 0      -1: padding
 
-A position attends only to its own document. A document never crosses rows.
+A position attends only to positions of its own document. A document lies in one row.
 """
 
 from collections.abc import Callable
@@ -51,8 +51,8 @@ class Documents:
 
     - `starts`: the first position of each document and of each run of padding, in the flattened batch.
     - `padding`: the indices in `starts` of the runs of padding.
-    - `continues`: whether the last document of each row continues after the row. The label at the row's last position
-      is then used.
+    - `continues`: whether the last document of each row continues after the row. If so, the label at the row's last
+      position is used.
 
     Two values are equal if they describe the same documents. The constructor checks the starts on the host. It raises
     `ValueError` for starts that do not ascend, lack the beginning of a row or are outside of the batch.
@@ -112,8 +112,8 @@ class Documents:
     def from_cu_seqlens(cls, cu_seqlens: Tensor, batch: int, seq: int) -> "Documents":
         """Create documents from cumulative lengths in the flattened batch, `[0, n_1, n_1 + n_2, ..., batch * seq]`.
 
-        Raises `ValueError` if the lengths do not begin with 0, ascend and end with `batch * seq`, or if a document
-        crosses rows.
+        Raises `ValueError` unless they begin with 0, ascend and end with `batch * seq`, and for a document that crosses
+        rows.
         """
         *starts, end = _integers("cu_seqlens", cu_seqlens, "[documents + 1]").tolist()
         if end != batch * seq:
@@ -124,10 +124,10 @@ class Documents:
 
     @classmethod
     def from_ids(cls, ids: Tensor) -> "Documents":
-        """Create documents from a number for each position [batch, seq]. Positions of a document have the same number.
+        """Create documents from a number for each position, [batch, seq].
 
-        -1 is padding. Raises `ValueError` for a number below -1, and for a number that appears in its row again after
-        another number.
+        The number is the same for all positions of a document, and -1 in padding. Raises `ValueError` for a number
+        below -1, and for a number that appears in its row again after another number.
         """
         ids = _integers("ids", ids, "[batch, seq]")
         if bool((ids < PADDING).any()):
@@ -185,7 +185,8 @@ class Documents:
 
     @property
     def is_plain(self) -> bool:
-        """Whether each row is one document without padding, as without `Documents`."""
+        """Whether each row is one document without padding, so that the model computes the same as without
+        `Documents`."""
         return len(self.starts) == self.batch and not self.padding
 
     def numbers(self, device: torch.device | str = "cpu") -> Tensor:
@@ -199,7 +200,7 @@ class Documents:
         return self.kept(device, "numbers", make)
 
     def position_ids(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return positions that restart with 0 at each document, [batch, seq] int64."""
+        """Return the position of each token in its document, from 0, [batch, seq] int64."""
 
         def make() -> Tensor:
             starts = torch.tensor(self.starts)[self.numbers()]
@@ -217,11 +218,13 @@ class Documents:
         return self.kept(device, "reaches", make)
 
     def cu_seqlens(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the starts in the flattened batch, then its length, int32. Variable-length kernels take this form."""
+        """Return the starts of documents and padding in the flattened batch, then its length, int32, as variable-length
+        kernels take them."""
         return self.kept(device, "cu_seqlens", lambda: torch.tensor([*self.starts, self.batch * self.seq]).int())
 
     def labels(self, labels: Tensor) -> Tensor:
-        """Return `labels` [batch, seq] with -100 at the last position of each document and in padding."""
+        """Return `labels` [batch, seq] with -100 at the last position of each document (see `continues`) and in
+        padding."""
         self.require(labels)
 
         def make() -> Tensor:
@@ -236,7 +239,7 @@ class Documents:
         return labels.masked_fill(self.kept(labels.device, "labels", make), IGNORED_LABEL)
 
     def following(self, values: Tensor, places: int, filling: int) -> Tensor:
-        """Return `values` [batch, seq] shifted left by `places` within each document. The end is filled with
+        """Return `values` [batch, seq] shifted left by `places` within each document. The end of each is filled with
         `filling`."""
         self.require(values)
         moved = F.pad(values[:, places:], (0, min(places, self.seq)), value=filling)
@@ -270,7 +273,7 @@ class Documents:
         return self._made[device, "attention"]
 
     def convolution(self, before: int, device: torch.device) -> ConvolutionLayout:
-        """Return the layout of the flattened batch with `before` empty places before each document."""
+        """Return the layout in which `before` empty places precede each document of the flattened batch."""
         places = self.kept(
             device,
             f"convolution/{before}",
@@ -288,12 +291,12 @@ class Documents:
     # --- parts --------------------------------------------------------------------------------------------------------
 
     def _in_padding(self) -> Tensor:
-        """Return whether each position is padding, [batch * seq] bool."""
+        """Return which positions are padding, [batch * seq] bool."""
         return torch.isin(self.numbers().flatten(), torch.tensor(self.padding, dtype=torch.int64))
 
     @staticmethod
     def _placed(tensor: Tensor, device: torch.device) -> Tensor:
-        with torch.inference_mode(False):  # a tensor of inference mode could not be used in training afterwards
+        with torch.inference_mode(False):  # a tensor made in inference mode could not be used in training later
             return tensor.clone().to(device) if tensor.is_inference() else tensor.to(device)
 
 

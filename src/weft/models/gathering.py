@@ -4,7 +4,7 @@
 forward     starts the all-gather        overlaps             waits for it
 backward    waits for the reduce-scatter overlaps             starts the reduce-scatter of gradients
 
-Context ranks use the lane "context", tensor-parallel ranks the lane "tensor".
+Context ranks use the lane (queue of communication) "context", tensor-parallel ranks the lane "tensor".
 """
 
 from collections.abc import Callable, Sequence
@@ -33,9 +33,9 @@ def _lane(name: str, device: torch.device) -> Lane:
 def start_gathering(group: dist.ProcessGroup, *parts: Tensor, lane: str = CONTEXT) -> Callable[[], list[Tensor]]:
     """Start to all-gather `parts`, tensors of one dtype; return a function that waits and returns [ranks, ...] of each.
 
-    The result is differentiable. Backward starts to reduce-scatter gradients where forward called the returned
-    function, and waits for them where forward called this function. Computation between the two calls overlaps with
-    communication in both directions.
+    The result is differentiable. Backward starts the reduce-scatter of gradients at the place where forward called the
+    returned function, and waits for it at the place where forward called this function. In forward and in backward,
+    computation between the two places overlaps with the communication.
     """
     return _started(Gathering(group, [part.shape for part in parts], lane), parts)
 
@@ -43,8 +43,8 @@ def start_gathering(group: dist.ProcessGroup, *parts: Tensor, lane: str = CONTEX
 def start_exchanging(group: dist.ProcessGroup, *parts: Tensor, lane: str = CONTEXT) -> Callable[[], list[Tensor]]:
     """Start to send row r of each part [ranks, ...] to rank r.
 
-    Return a function that waits and returns the received rows of each part, [ranks, ...]. Backward exchanges gradients
-    at the same two places as `start_gathering`.
+    Return a function that waits and returns the received rows of each part, [ranks, ...]. Backward starts and waits for
+    the exchange of gradients at the same two places as `start_gathering`.
     """
     return _started(Exchanging(group, [part.shape[1:] for part in parts], lane), parts)
 
@@ -55,7 +55,7 @@ def _started(work: "Gathering", parts: Sequence[Tensor]) -> Callable[[], list[Te
 
 
 def gathered(group: dist.ProcessGroup, *parts: Tensor, lane: str = CONTEXT) -> list[Tensor]:
-    """All-gather `parts` as `start_gathering` does, and wait. Return [ranks, ...] of each."""
+    """All-gather `parts` and wait, with the backward of `start_gathering`. Return [ranks, ...] of each."""
     return start_gathering(group, *parts, lane=lane)()
 
 

@@ -1,4 +1,4 @@
-"""Generates text token by token, with a cache of the state of each layer after the earlier tokens."""
+"""Generates tokens one by one, with a cache of the state of each layer after the earlier tokens."""
 
 import math
 from collections.abc import Collection, Iterator, Sequence
@@ -13,7 +13,7 @@ from weft.models.layers import Cache
 
 @dataclass(frozen=True)
 class Sampling:
-    """The choice of the next token from its logits. Raises ValueError for values out of range."""
+    """How the next token is chosen from the logits. Raises ValueError for values out of range."""
 
     temperature: float = 1.0
     """Divisor of the logits. 0 chooses the most likely token."""
@@ -22,7 +22,7 @@ class Sampling:
     top_p: float = 1.0
     """The next token is sampled from the smallest set of most likely tokens with at least this total probability."""
     repetition_penalty: float = 1.0
-    """Positive logits of earlier tokens are divided by this number, negative ones multiplied by it."""
+    """Positive logits of tokens that occurred earlier are divided by this number, negative ones multiplied by it."""
 
     def __post_init__(self) -> None:
         for name, fits, rule in (
@@ -61,14 +61,14 @@ def generate(
     among: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the tokens that follow `tokens` [B, S] int64, [B] per step, endlessly.
+    """Yield the tokens that follow `tokens` [B, S] int64, at each step one for each row, [B], without end.
 
     `lengths`: the number of prompt tokens in each row. Default: S. `among`: the tokens to choose from, 1-D. Default:
     all.
 
     The model sees no padding. It first reads as many tokens of each row as the shortest prompt has. Then it reads one
-    token of each row per step: the next token of the prompt, or, after the prompt's end, the last sampled token. While
-    a row still reads its prompt, -1 is yielded for it.
+    token of each row per step: the next token of the prompt or, after the prompt's end, the last sampled token. While
+    the model still reads the prompt of a row, -1 is yielded for that row.
     """
     cache: Cache = {}
     lengths = [tokens.shape[1]] * len(tokens) if lengths is None else list(lengths)
@@ -96,10 +96,10 @@ def generate(
 def continuations(
     model: Any, prompts: Sequence[Sequence[int]], *, ends: Collection[int] = (), most: int, **options: Any
 ) -> Iterator[list[int | None]]:
-    """Yield at each step the next token of each of `prompts`, and None for prompts whose continuation has ended.
+    """Yield at each step a list with the next token of each of `prompts`, or None where the continuation has ended.
 
-    A continuation ends before a token of `ends`, or after `most` tokens. The iterator ends with the last continuation.
-    `options`: keyword arguments of `generate`.
+    A continuation ends before a token of `ends`, or after `most` tokens. The iterator ends when all continuations have
+    ended. `options`: keyword arguments of `generate`.
     """
     lengths = [len(prompt) for prompt in prompts]
     tokens = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)

@@ -19,9 +19,9 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     `logits`: [..., vocabulary]. `labels`: [...] int64. Returns a scalar, or NaN if every label is -100. It is computed
     in float32, or in float64 for float64 logits.
 
-    Forward also computes the gradient, in the dtype of `logits` and a few rows at a time. The gradient is the only
-    other tensor of the logits' size. Without autograd it is not computed. Backward scales the gradient in place, so a
-    loss can be backpropagated only once, even with `retain_graph`. A second backward raises `RuntimeError`.
+    Forward also computes the gradient, in the dtype of `logits` and a few rows at a time, unless gradients are
+    disabled. The gradient is the only tensor of the logits' size that is allocated. Backward scales the gradient in
+    place, so a loss can be backpropagated only once, even with `retain_graph`. A second backward raises `RuntimeError`.
     """
     check_labels(logits, labels)
     return _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten())
@@ -71,7 +71,7 @@ class _CrossEntropy(torch.autograd.Function):
             )
         ctx.spent = True
         gradient, count = ctx.saved_tensors
-        # The factor (1 / count, times the loss's gradient) is applied here in full precision. Rounded to half
+        # The factor (1 / count, times the gradient of the loss) is applied here in full precision. Rounded to half
         # precision first, it would bias every gradient, and small ones would underflow in float16.
         scale = loss_gradient / count.clamp(min=1)
         for part in rows_at_a_time(gradient):

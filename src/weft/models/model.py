@@ -33,14 +33,15 @@ from weft.pipeline.actions import LOOP
 class HybridModel(nn.Module):
     """A language model: an embedding, the layers that `cfg.pattern` describes, and a head that scores the next token.
 
-    The pattern may also describe multi-token prediction depths. Initial weights depend only on the seed. They depend
-    neither on `meshes` nor, on the meta device, on the order in which modules are materialized (`to_empty` and
+    The pattern may also describe multi-token prediction depths. Initial weights depend only on the seed: neither on
+    `meshes` nor, for a model on the meta device, on the order in which modules are materialized (`to_empty` and
     `reset_parameters`). With tied embeddings the head uses the weight of the embedding.
 
-    With a pipeline (`meshes.pp`) this rank has only `chunks` of the stages (default: as many as the segments of the
-    pattern need, or 1). The model is cut at the `|` of the pattern or, without `|`, into segments of equal cost.
-    `placement` ("loop" or "v", see `weft.pipeline.placement`) assigns the stages to ranks. Names and initial weights
-    are the same as in the whole model. Run the model with `weft.overlap.forward_backward`.
+    With a pipeline (`meshes.pp`), this rank has only `chunks` of the stages (default: the number of the pattern's
+    segments divided by the number of pipeline ranks, or 1 without `|`). The model is cut at the `|` of the pattern or,
+    without `|`, into segments of equal cost. `placement` ("loop" or "v", see `weft.pipeline.placement`) assigns the
+    stages to ranks. Names and initial weights are the same as in the whole model. Run the model with
+    `weft.overlap.forward_backward`.
 
     With `meshes.tp` the ranks of that axis share every layer (see `weft.models.tensor_parallel`). Each of them calls
     the model with the same tokens and gets the same loss. Parameters are DTensors.
@@ -83,7 +84,8 @@ class HybridModel(nn.Module):
                 dispatcher_of(cfg, meshes)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "HybridModel":
-        """Restore attributes of parameters after a move to another dtype or device: torch drops those of DTensors."""
+        """Restore attributes of parameters after a move to another dtype or device, in which torch drops those of
+        DTensors."""
         before = [
             (module, name, vars(p))
             for module in self.modules()
@@ -149,8 +151,8 @@ class HybridModel(nn.Module):
     def prediction_logits(self, tokens: Tensor, documents: Borders | None = None) -> list[Tensor]:
         """Compute the logits of each prediction depth, [B, S, vocabulary] each.
 
-        The first depth predicts the token after the next. At the end of a document, where a depth has no token to read,
-        it reads token 0. See `forward` for the arguments.
+        The first depth predicts the token after the next one. At the end of a document, where a depth has no token to
+        read, it reads token 0. See `forward` for the arguments.
         """
         return self(tokens, documents=documents, depths=True)  # a call, so that hooks of sharding run
 
@@ -217,7 +219,8 @@ class HybridModel(nn.Module):
         return sum(losses, loss)
 
     def _require_slices(self, documents: Borders | None) -> None:
-        """Raise `ValueError` if the model has context ranks and `documents` are not slices."""
+        """Raise `ValueError` if the model has context ranks and `documents` are not the `Slices` from
+        `context_part`."""
         if self.context_ranks > 1 and not isinstance(documents, Slices):
             raise ValueError(
                 f"cp={self.context_ranks}: each context rank has a part of every row, but this batch is not cut: cut "
@@ -241,8 +244,8 @@ class HybridModel(nn.Module):
         return scores if self.cfg.logits_scaling == 1 else scores / self.cfg.logits_scaling
 
     def _to_read(self, tokens: Tensor, cache: Cache) -> Tensor:
-        """Return `tokens`. If earlier positions are rotated differently now, empty the cache and return the whole
-        sequence."""
+        """Return the tokens to read: `tokens` or, if they change the rotation of earlier positions, the whole sequence,
+        with an emptied cache."""
         if (scaling := self.decoder.scaling_by_length) is None:
             return tokens
         known = cache.get(self, {}).get("tokens", tokens[:, :0])
@@ -266,10 +269,10 @@ class HybridModel(nn.Module):
             tokens: [batch, seq] int64.
             labels: [batch, seq] int64. `labels[b, s]` is the token that follows `tokens[b, s]` (already shifted), or
                 -100 to ignore the position.
-            cache: a dict for generation, empty at first. Each call updates it. `tokens` follow those of earlier calls.
-                Several calls with parts of a sequence return the logits of one call with the whole sequence. If
-                `rope_scaling` is "dynamic" or "longrope", they return the logits of one call with the sequence so far:
-                if a call changes the rotation of earlier positions, it reads these positions again.
+            cache: a dict for generation, empty at first. Each call updates it, and its `tokens` continue those of
+                earlier calls. Several calls with parts of a sequence return the logits of one call with the whole
+                sequence. If `rope_scaling` is "dynamic" or "longrope", they return the logits of one call with the
+                sequence so far: if a call changes the rotation of earlier positions, it reads these positions again.
             documents: the documents and the padding in the rows. No information crosses documents. The label at a
                 document's last position is ignored (see `Documents.continues`).
             depths: return a list with the logits of each prediction depth, as `prediction_logits` does.

@@ -1,4 +1,4 @@
-"""Chooses the weights of a hybrid model that are quantized.
+"""Chooses which weights of a hybrid model are quantized when they are gathered.
 
 quantized        projections of attention, recurrent layers and MLPs; shared and routed experts
 unquantized      norms, biases, convolutions, decays, routers and other gates, embedding, head, projections of depths
@@ -60,7 +60,7 @@ def _blocks(model: HybridModel) -> Iterator[tuple[int, nn.Module]]:
 def _weights(block: nn.Module) -> Iterator[nn.Parameter]:
     for module in block.modules():
         if isinstance(module, nn.Linear):
-            if module.out_features > 1:  # a projection to one number is a gate
+            if module.out_features > 1:  # a projection to one number is a gate, and not quantized
                 yield cast(nn.Parameter, module.weight)
         elif isinstance(module, GroupedExperts):
             yield from (each for each in module.parameters(recurse=False) if each.ndim == 3)

@@ -39,7 +39,8 @@ class LogicalLayer:
 
 @dataclass(frozen=True)
 class Pattern:
-    """A parsed pattern: the logical layers of each pipeline segment, and those of one prediction part."""
+    """A parsed pattern: the logical layers of each pipeline segment, and those of one prediction part (all are
+    alike)."""
 
     text: str
     segments: tuple[tuple[LogicalLayer, ...], ...]

@@ -29,13 +29,14 @@ from weft.overlap import StagedLayer
 
 
 class PredictionDepth(Stack):
-    """One depth: a projection of the next tokens' embeddings and the previous depth's output, and a stack of layers.
+    """One depth: a projection, whose input is the next tokens' embeddings and the previous depth's output, and a stack
+    of layers.
 
     It is a `weft.overlap.StagedDepth`.
     """
 
     added_loss: Tensor
-    """The sum of this depth's cross-entropies in training since the last `prediction_losses`, fp32."""
+    """The sum of this depth's cross-entropies in training since the last call of `prediction_losses`, fp32."""
 
     def __init__(self, cfg: HybridConfig, source: WeightSource, meshes: Meshes | None) -> None:
         super().__init__(cfg, cfg.parsed.prediction, source, meshes)
@@ -101,7 +102,7 @@ class Predictions(nn.Module):
             if isinstance(documents, Slices):
                 loss, count = documents.mean(loss, targets), documents.total(count)
             loss = loss.where(count > 0, 0.0)  # without labels the mean is NaN
-            if not in_backward():  # recomputation must not count a loss twice
+            if not in_backward():  # a recomputation in backward must not count a loss twice
                 depth.added_loss += loss.detach()
             yield loss * (self.coef / len(self.layers))
 

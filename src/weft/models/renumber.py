@@ -1,4 +1,5 @@
-"""Loads checkpoints of the same layers in other groups: a model `[*-][*E]` loads those of `*-*E`, and the reverse.
+"""Loads checkpoints of models that group the same layers differently: `[*-][*E]` loads those of `*-*E`, and the
+reverse.
 
 Two patterns with the same symbols differ only in the numbers of their logical layers:
 
@@ -25,7 +26,8 @@ Numbers = Mapping[tuple[str, int, str], int]
 
 
 def renumbered(state: Mapping[str, Any], cfg: HybridConfig) -> dict[str, Any]:
-    """Wrap `state` for `CheckpointManager.load` from a checkpoint that groups the symbols of `cfg` differently.
+    """Wrap `state` so that `CheckpointManager.load` can fill it from a checkpoint that groups the symbols of `cfg`
+    differently.
 
     The first entry of `state` must be the model. If the checkpoint has other symbols, keys are unchanged, and loading
     lists the differences.
@@ -59,7 +61,8 @@ class _Spelling:
 
 
 def _numbers(stack: str, layers: Iterable[LogicalLayer], stored: Mapping[int, set[str]]) -> Numbers:
-    """Map the model's numbers to the stored ones. Empty if the stored blocks are not those of `layers`, in order."""
+    """Map the model's numbers to the stored ones. {} if the stored blocks are not those of `layers`, in the same
+    order."""
     mine = [(layer.index, LAYER_KEYS[symbol]) for layer in layers for symbol in layer.symbols]
     places, start = {}, 0
     for number, keys in sorted(stored.items()):

@@ -11,7 +11,8 @@ _DIVIDED = {
 }
 """The sizes that are cut over the ranks, by the kinds of layers that have them."""
 _KERNELS = {"MP": ("mamba_kernel", "mamba_ssm"), "G": ("delta_kernel", "fla")}
-"""Options and their kernels that cannot start from the state of another slice, by the kinds of layers."""
+"""By kinds of layers: the option that selects a kernel, and the kernel that cannot start from the state of another
+slice."""
 _CONVOLUTIONS = {"MP": "conv_kernel", "G": "linear_conv_kernel_dim", "K": "kda_conv_kernel"}
 _FEW = {"*P": "num_key_value_heads", "MP": "mamba_n_groups", "G": "linear_num_key_heads"}
 """The sizes that may be smaller than the number of ranks, by the kinds of layers that have them."""

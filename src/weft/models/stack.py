@@ -34,7 +34,8 @@ class Layer(nn.Module):
         super().__init__()
         self.symbols = layer.symbols
         for number, symbol in enumerate(layer.symbols, start=layer.physical):
-            # Seeded by the physical layer, so that initial weights do not depend on the groups of the pattern.
+            # Seeded by the number of the physical layer, so that initial weights do not depend on how the pattern
+            # groups layers.
             block: Any = layer_class(symbol)(cfg, source / str(number), beside)
             if ranks is not None:
                 share(block, cuts_of(symbol, cfg, ranks.experts), ranks)
@@ -63,13 +64,13 @@ class Layer(nn.Module):
 
     @property
     def dispatcher(self) -> Dispatcher | None:
-        """The dispatcher of this layer's tokens if its experts are spread over ranks. Otherwise None."""
+        """The dispatcher that sends tokens to experts on other ranks, or None if this layer has no experts there."""
         moves = self._terminal.dispatcher if self._terminal is not None else None
         return moves if moves is not None and len(moves.experts) < moves.num_experts else None
 
     @property
     def _terminal(self) -> Any:
-        """The MLP or the experts at the end of the layer, or None without one."""
+        """The MLP or the experts at the end of the layer, or None if it has neither."""
         if self.symbols[-1] not in TERMINAL:
             return None
         key = LAYER_KEYS[self.symbols[-1]]

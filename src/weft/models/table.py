@@ -1,4 +1,4 @@
-"""A pattern as a table: the layer, the sharding unit and the number of parameters of each symbol."""
+"""A pattern as a table: for each symbol, its layer, its sharding unit and its number of parameters."""
 
 from dataclasses import dataclass
 

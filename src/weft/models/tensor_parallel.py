@@ -6,8 +6,8 @@ computes with its heads, groups or columns. The output of its last projection is
     x [B, S/tp, D]   norm   gather   [B, S, D]   this rank's heads   last projection   sum, scatter   [B, S/tp, D]
 
 `cuts_of` lists how each parameter is divided. A parameter that is not cut has a partial gradient on each rank: norms
-see only this rank's positions, and modules between gathering and scattering see only this rank's heads. These gradients
-are summed over the ranks. See `weft.moe.parts`.
+see only this rank's positions, and modules between the gather and the scatter see only this rank's heads. These
+gradients are summed over the ranks. See `weft.moe.parts`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,8 +36,8 @@ class TensorRanks:
 
     mesh: DeviceMesh
     experts: str = CUT
-    """`CUT`: experts are cut over the ranks. `ALIKE`: each rank has all experts. `SPREAD`: each rank has some
-    experts."""
+    """`CUT`: each expert is cut over the ranks. `ALIKE`: each rank has all experts, whole. `SPREAD`: each rank has some
+    experts, whole."""
 
     @cached_property
     def group(self) -> dist.ProcessGroup:
@@ -104,13 +104,13 @@ def tensor_ranks(meshes: Meshes | None) -> TensorRanks | None:
 # --- how every parameter is divided -----------------------------------------------------------------------------------
 
 WHOLE = None
-"""The parameter is whole on every rank, with a partial gradient."""
+"""Marks a parameter that is whole on every rank, with a partial gradient."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The last projection of a block. Its input columns are cut, its output is summed over the ranks, and its bias is
-    added once."""
+    """Marks the last projection of a block. Its input columns are cut, its output is summed over the ranks, and its
+    bias is added once."""
 
     units: int
     width: int = 1
@@ -118,7 +118,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """The parameter is not divided in this file: `GroupedExperts.spread` distributes experts over ranks."""
+    """Marks a parameter that is not divided in this file: `GroupedExperts.spread` distributes whole experts over
+    ranks."""
 
 
 Lies = Cut | Rows | Elsewhere | None
@@ -129,9 +130,10 @@ def _columns(*sections: tuple[int, int], dim: int = 0) -> Cut:
 
 
 def cuts_of(symbol: str, cfg: HybridConfig, experts: str = CUT) -> dict[str, Lies]:
-    """Return how each parameter of a block is divided, by its name or by the name of its module.
+    """Return how each parameter of a block with `symbol` is divided.
 
-    `experts`: see `TensorRanks`.
+    The keys are names in the block, of a parameter or of a module, for all of the module's parameters. `experts`: see
+    `TensorRanks`.
     """
     norms: dict[str, Lies] = {"norm": WHOLE, "post_norm": WHOLE}
     lies = norms | _KINDS[symbol](cfg)
@@ -254,7 +256,7 @@ _KINDS = {
 
 
 def ends_of(cfg: HybridConfig) -> dict[str, Lies]:
-    """Return how each parameter outside of blocks is divided, by the name of its module."""
+    """Return how each parameter outside of blocks is divided. The keys are the names of modules."""
     tokens = _columns((cfg.vocab_size, 1))
     norms = dict.fromkeys(("final_layernorm", "embedding_norm", "hidden_norm"), WHOLE)
     return {"embedding": tokens, "output_layer": tokens, "project": WHOLE, **norms}
@@ -263,8 +265,7 @@ def ends_of(cfg: HybridConfig) -> dict[str, Lies]:
 def share(module: nn.Module, lies: Mapping[str, Lies], ranks: TensorRanks, path: str = "") -> None:
     """Replace the parameters of `module` by this rank's parts.
 
-    `lies`: how each parameter is divided, by its name or by the name of its module. `path`: the name of `module` in
-    `lies`.
+    `lies`: how each parameter is divided, as `cuts_of` returns it. `path`: the name of `module` in the keys of `lies`.
     """
     for owner_name, owner in module.named_modules():
         where = ".".join(filter(None, (path, owner_name)))

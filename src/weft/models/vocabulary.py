@@ -1,6 +1,6 @@
 """The next-token loss over logits that are cut along the vocabulary: no rank has all logits.
 
-Ranks all-reduce the largest logit of each row, then the sum of its exponentials and the logit of its label.
+Ranks all-reduce the largest logit of each row, then the sum of the row's exponentials and the logit of its label.
 """
 
 from typing import Any
@@ -16,9 +16,9 @@ WHAT = "scores of tensor-parallel ranks"
 
 
 def require_tokens(name: str, tokens: Tensor, vocab_size: int) -> None:
-    """Raise RuntimeError for a number that is no token. On a device, the next synchronization raises the error.
+    """Raise RuntimeError for a number that is no token. On an accelerator, the next synchronization raises the error.
 
-    Without this check, no rank would have the token, and nothing would fail.
+    Without this check, no rank would have the token, and no error would be raised.
     """
     inside = (tokens >= 0) & (tokens < vocab_size)
     torch._assert_async(inside.all(), f"{name} outside of the vocabulary: must be from 0 to {vocab_size - 1}")
@@ -28,7 +28,7 @@ def cut_cross_entropy(logits: Tensor, labels: Tensor, first: int, vocab_size: in
     """Return `weft.models.loss.cross_entropy` of logits that are cut over `group`. Collective.
 
     `logits`: [..., tokens of this rank], for the tokens from `first` on. Every rank returns the same loss. Backward
-    gives the whole gradient of this rank's logits.
+    computes the whole gradient of this rank's logits, not a partial one.
     """
     check_labels(logits, labels)
     require_tokens("labels", labels.masked_fill(labels == IGNORED_LABEL, 0), vocab_size)

@@ -1,4 +1,4 @@
-"""Mixture of experts: routing, token exchange and grouped expert MLPs."""
+"""Mixture of experts: routing, exchange of tokens between ranks, and expert MLPs computed in groups."""
 
 from typing import TYPE_CHECKING
 

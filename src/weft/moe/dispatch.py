@@ -10,8 +10,8 @@
 The dispatcher's `rows_per` defines a row. "rank": one row of a token for all of its experts on one rank (see
 `weft.moe.visits`). "expert": one row of a token for each of its experts, sorted by expert.
 
-`dispatch` and `combine` only move rows, so each is the backward of the other. They do not use autograd. `exchange` is
-the autograd function around them, for callers that wait immediately.
+`dispatch` and `combine` only move rows, so each is the backward of the other. Autograd does not record them. `exchange`
+is their differentiable form, which waits for the rows before it returns.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,11 +40,11 @@ class Handle:
     """The sizes and the order of one exchange: integers and index tensors, nothing differentiable.
 
     - `sent`, `received`: the numbers of rows that this rank sends and receives.
-    - `assignments`: the number of pairs of a token and an expert that this rank computes.
-    - `offsets` [local experts] int32: the end of each expert's rows, once the rows are sorted by expert.
-    - `by_expert`, `by_arrival` [received] int64: indices that sort arrived rows by expert, and back. None if the rows
-      arrive sorted, or with one row per rank.
-    - `permutation`, `visits`, `arrived`: which token and expert each row belongs to. The layer sets them.
+    - `assignments`: the number of pairs (token, expert) that this rank's experts compute.
+    - `offsets` [local experts] int32: the index after each expert's last row, once the rows are sorted by expert.
+    - `by_expert` [received] int64: the index that sorts arrived rows by expert. `by_arrival` [received] int64: its
+      inverse. Both are None if the rows arrive sorted, or if `rows_per` is "rank".
+    - `permutation`, `visits`, `arrived`: set by the layer, to find the tokens and experts of the rows.
 
     All but the last three are valid after `ready`, or after the dispatched rows have arrived.
     """
@@ -85,7 +85,8 @@ class Arrival:
     def __init__(
         self, rows: Tensor | Callable[[], Tensor], ticket: Ticket | None = None, source: Tensor | None = None
     ) -> None:
-        """`rows`: the output, or a function that returns it when `ticket` has ended. `source`: the sent tensor."""
+        """`rows`: the rows, or a function that returns them after `ticket`, the exchange in flight. `source`: the sent
+        tensor."""
         self._rows = rows
         self._ticket = ticket
         self._source = source
@@ -106,39 +107,39 @@ class Arrival:
 
 
 class Dispatcher(Protocol):
-    """The protocol of an object that moves rows between the ranks that share a set of experts.
+    """The protocol of an object that moves rows between the ranks over which a set of experts is spread.
 
     All layers with `num_experts` experts can share one dispatcher.
     """
 
     num_experts: int
     experts: range
-    """The experts of this rank. Each rank has the same number."""
+    """The numbers of the experts on this rank. Each rank has equally many."""
     rows_per: str
-    """What a row stands for: "rank" or "expert", as in `weft.moe.kinds.ROWS_PER`."""
+    """"rank": a row stands for all of a token's experts on one rank. "expert": for one of them."""
 
     def plan(self, counts: Tensor, rows: Tensor | None = None) -> Handle:
         """Start to exchange the numbers of rows between the ranks.
 
-        `counts` [num_experts] int64: the number of assignments to each expert. `rows` [ranks] int64: the number of rows
-        to each rank, only with `rows_per="rank"`.
+        `counts` [num_experts] int64: the number of tokens to each expert. `rows` [ranks] int64: the number of rows to
+        each rank; pass it only if `rows_per` is "rank".
         """
         ...
 
     def dispatch(self, rows: Tensor, handle: Handle, behind: Any = None) -> Arrival:
         """Start to send rows, sorted by rank, to their experts' ranks; [sent or more, hidden] -> [received, hidden].
 
-        Rows after the first `handle.sent` are not sent. On a device with streams the host waits for the sizes. On CPU
-        the rows are sent in the background once the sizes are known. `behind`: an event (`weft.comm.streams.moment`) at
-        which `rows` are complete. The exchange then waits only for this event. With None, it waits for all work issued
-        so far.
+        Only the first `handle.sent` rows are sent. On a device with streams, the host waits until it knows the numbers
+        of rows. On CPU, the rows are sent in the background once these numbers are known. `behind`: an event
+        (`weft.comm.streams.moment`) at which `rows` are complete. The exchange then waits only for this event. With
+        None, it waits for all work issued to the current stream so far.
         """
         ...
 
     def combine(self, rows: Tensor, handle: Handle) -> Arrival:
         """Start to send rows back to the ranks of their tokens; [received, hidden] -> [dispatched rows, hidden].
 
-        The returned rows after the first `handle.sent` are zeros.
+        Of the returned rows, those after the first `handle.sent` are zeros.
         """
         ...
 
@@ -172,7 +173,7 @@ class _LocalHandle(Handle):
 
     @cached_property
     def sent(self) -> int:  # type: ignore[override]
-        """The number of rows. Reading it on CUDA synchronizes with the device: only code that drops rows does so."""
+        """The number of rows. On CUDA, reading it waits for the device, so only code that drops rows reads it."""
         return int(self.offsets[-1])
 
     @property
@@ -185,15 +186,16 @@ class _LocalHandle(Handle):
 
 
 class AllToAll:
-    """All-to-all with uneven splits over a group of `ep` ranks. Rank r holds the r-th equal part of the experts.
+    """A dispatcher for experts spread over the `ep` ranks of a group: all-to-all with uneven splits. Rank r has the
+    r-th equal part of the experts.
 
-    `rows_per`: "rank" sends a token once to each rank that has any of its experts. "expert" sends it once to each of
-    its experts; sums are then bit-equal to those of one process.
+    `rows_per`: "rank" sends a token once to each rank that has any of its experts. "expert" sends a token once for each
+    of its experts; the layer's outputs are then bit-equal to those of one process.
 
-    Collective: every rank of the group builds the dispatcher, in the same order. Rows use a lane (a queue of operations
-    beside the computation), and counts use a second lane, so that they never queue behind rows. If a communicator runs
-    one operation after another, counts also use a second communicator. If ranks run different numbers of expert layers,
-    the rank that waits for an exchange raises CollectiveMismatch within seconds (on CPU, over gloo).
+    Collective: every rank of the group must build its dispatchers in the same order. Rows use a lane (a queue of
+    operations beside the computation). The numbers of rows use a second lane, so that they never queue behind rows,
+    and, if communicators run one operation after another, a second communicator. If ranks run different numbers of
+    expert layers, the rank that waits for an exchange raises CollectiveMismatch within seconds (on CPU, over gloo).
     """
 
     def __init__(self, group: dist.ProcessGroup | DeviceMesh, num_experts: int, *, rows_per: str = "rank") -> None:
@@ -222,8 +224,8 @@ class AllToAll:
         return self  # copies of a model share the group
 
     def plan(self, counts: Tensor, rows: Tensor | None = None) -> Handle:
-        """Start the all-to-all of the counts. Raises ValueError if `rows` is missing with "rank", or given with
-        "expert"."""
+        """Start the all-to-all of the counts. Raises ValueError if `rows` is missing though `rows_per` is "rank", or
+        given though it is "expert"."""
         if (rows is None) != (self.rows_per == "expert"):
             given = "no numbers of rows" if rows is None else "numbers of rows"
             raise ValueError(
@@ -298,8 +300,8 @@ class AllToAll:
 
 
 class _ExchangeHandle(Handle):
-    """The handle of an all-to-all. `sent_to`, `received_from`: rows per rank. `room`: the number of rows in the layer's
-    buffer, at least `sent`."""
+    """The handle of an all-to-all. `sent_to`, `received_from`: the number of rows to and from each rank. `room`: the
+    number of rows in the layer's buffer, at least `sent`."""
 
     def __init__(
         self, ranks: int, has_visits: bool, counts: Tensor, received: Tensor, host: Tensor, ticket: Ticket
@@ -321,12 +323,12 @@ class _ExchangeHandle(Handle):
         return None if self._arriving is None else self._arriving[-1]
 
     def leaving(self) -> list[int]:
-        """Return the number of rows to each rank. This rank's own counts determine them, so nothing waits."""
+        """Return the number of rows to each rank, without waiting: this rank's own counts determine them."""
         return self.sent_to if self._arriving is None else self._rows(self._arriving[0].view(self._ranks, -1))
 
     def arriving(self) -> list[int]:
-        """Return the number of rows from each rank. The counts must be in host memory; `ready` need not have been
-        called."""
+        """Return the number of rows from each rank. Call it when the counts have arrived in host memory, with or
+        without `ready`."""
         return self.received_from if self._arriving is None else self._rows(self._arriving[2][1].view(self._ranks, -1))
 
     def _rows(self, counts: Tensor) -> list[int]:
@@ -384,7 +386,7 @@ Direction = Literal["dispatch", "combine"]
 
 
 def exchange(rows: Tensor, dispatcher: Dispatcher, handle: Handle, direction: Direction) -> Tensor:
-    """Run `dispatcher.dispatch` or `dispatcher.combine`, and wait for the rows. It can be differentiated once."""
+    """Run `dispatcher.dispatch` or `dispatcher.combine`, wait for the rows and return them. Differentiable once."""
     return _Exchange.apply(rows, dispatcher, handle, direction)
 
 

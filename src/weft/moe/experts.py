@@ -40,23 +40,24 @@ class GroupedExperts(nn.Module):
         clamp: the constants of "clamped_swiglu".
         bias: whether each projection has a bias for every expert.
         backend: "grouped_mm" multiplies the rows of all experts in one call. "loop", the reference, multiplies expert
-            by expert, and the host reads the offsets. In three cases "grouped_mm" runs the loop, with a warning in the
-            log: in dtypes wider than fp32, for sizes whose rows are not multiples of 16 bytes, and on GPUs where
-            `grouped_mm` leaves the gradients of experts without rows uninitialized.
-        first_expert: the number of the first expert on this rank. With it, expert n gets the same initial weights on
-            any rank.
+            by expert; the host must wait for `offsets`. In three cases "grouped_mm" runs the loop, with a warning in
+            the log: in dtypes wider than fp32, for widths of a number of bytes that is not a multiple of 16, and on
+            GPUs where `grouped_mm` leaves the gradients of experts without rows uninitialized.
+        first_expert: the global number of the first expert on this rank. The initial weights depend on the global
+            number, so expert n gets the same on any rank.
         source: the source of the initial weights.
     """
 
     graph_scopes: ClassVar = {"forward": ("experts", None)}
     has_fixed_rows = False
-    """Whether each expert gets the same number of rows in every call."""
+    """Whether an expert gets the same number of rows in every call."""
     recomputes = False
     """Whether backward recomputes `forward`."""
     multiplies_quantized = True
     """Whether the products support quantized weights."""
     fills_slices = True
-    """Whether `reset_parameters` fills the local parts of DTensors. It fills each expert by the expert's own number."""
+    """Whether `reset_parameters` can fill DTensors by their local parts, with the values that a whole tensor would
+    get."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class GroupedExperts(nn.Module):
         self.reset_parameters()
 
     def graph_refused(self, scope: str) -> str | None:
-        """Return why `weft.Graphs` cannot capture this scope; None if it can."""
+        """Return why `weft.Graphs` cannot capture `scope` in a CUDA graph; None if it can."""
         return (
             None
             if self.has_fixed_rows
@@ -117,7 +118,8 @@ class GroupedExperts(nn.Module):
                 expert.copy_(whole.narrow(how.dim - 1, *how.spans[0]))
 
     def spread(self, mesh: DeviceMesh) -> None:
-        """Turn the parameters into DTensors of all experts, sharded over the 1-D `mesh`.
+        """Turn the parameters into DTensors that hold all experts, sharded over the 1-D `mesh`, the ranks of the
+        experts.
 
         Call it before `fully_shard`. Norms, optimizers and checkpoints then see each expert once, by its global number.
         With tensor parallelism inside experts, `mesh` is 2-D, and its last axis is the tensor-parallel axis.
@@ -133,7 +135,7 @@ class GroupedExperts(nn.Module):
     def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
         """Apply each expert to its rows; [rows, hidden], sorted by expert -> [rows, hidden].
 
-        `offsets`: [experts] int32, the end of each expert's rows.
+        `offsets`: [local experts] int32, the index after each expert's last row.
         """
         return recomputed(self._computed, rows, offsets) if self.recomputes else self._computed(rows, offsets)
 
@@ -188,7 +190,7 @@ class GroupedExperts(nn.Module):
 @cache
 @torch.no_grad()
 def leaves_zeros(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether `grouped_mm` writes zero gradients for experts without rows. It is tried once on each device."""
+    """Return whether `grouped_mm` writes zero gradients for experts without rows: a trial for each device and dtype."""
     side = 64
     rows = torch.ones(side, side, device=device, dtype=dtype)
     offsets = torch.tensor([0, side, side], dtype=torch.int32, device=device)

@@ -8,11 +8,13 @@ GATED = ("silu", "clamped_swiglu", "gelu_tanh")
 
 
 ROWS_PER = ("rank", "expert")
-"""What a row that is sent between ranks stands for: all of a token's experts on one rank, or one expert."""
+"""What a row that is sent between ranks stands for: "rank" for all of a token's experts on one rank, "expert" for one
+of them."""
 
 
 class Clamp(NamedTuple):
-    """The constants of the clamped SwiGLU: `limit` bounds gate and up, `alpha` is the factor inside the sigmoid."""
+    """The constants of the clamped SwiGLU: `limit` is the bound of the gate and the up projection, `alpha` the factor
+    inside the sigmoid."""
 
     limit: float = 7.0
     alpha: float = 1.702

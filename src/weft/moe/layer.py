@@ -23,7 +23,7 @@ class Sent(NamedTuple):
     """The results of `MoE.send`.
 
     - `rows` [rows, hidden]: the rows to send.
-    - `weights` [tokens, k] fp32: the routing weights. None if the rows carry them.
+    - `weights` [tokens, k] fp32: the routing weights. None if the rows contain them.
     - `shared` [batch, seq, hidden]: the shared expert's output, or None.
     - `loss`: the router's loss, a scalar, or None.
     - `handle`: the handle of the exchange.
@@ -39,9 +39,9 @@ class Sent(NamedTuple):
 class MoE(nn.Module):
     """Mixture-of-experts layer: `top_k` of `num_experts` experts process each token.
 
-    The experts are spread over the ranks of the dispatcher. `forward` is `send`, `exchange`, `run_experts`, `exchange`,
-    `receive`. A schedule calls these parts separately, with the dispatcher's `dispatch` and `combine` in place of
-    `exchange`.
+    The experts are spread over the ranks of the dispatcher. `forward` calls `send`, `exchange` (dispatch),
+    `run_experts`, `exchange` (combine) and `receive`. A schedule calls these parts separately, with the dispatcher's
+    `dispatch` and `combine` in place of `exchange`.
 
     Args:
         hidden_size: the width of tokens.
@@ -55,8 +55,8 @@ class MoE(nn.Module):
         bias: whether the shared expert and the latent projections have biases.
         experts_bias: whether the routed experts have biases.
         router_bias: whether the router has a bias.
-        latent_size: the width of tokens in the exchange and in the routed experts, with a projection before and one
-            after (Nemotron-H). Default: `hidden_size`.
+        latent_size: the width of tokens in the exchange and in the routed experts. A linear layer before projects to
+            this width, and one after projects back (Nemotron-H). Default: `hidden_size`, without these layers.
         shared_intermediate_size: the inner width of an expert that processes every token. 0: there is none.
         shared_expert_gate: multiply the shared expert's output by a learned sigmoid (Qwen2-MoE, arXiv:2407.10671).
         backend: the backend of `GroupedExperts`.
@@ -68,14 +68,14 @@ class MoE(nn.Module):
         "_sorted": ("moe_preprocess", ("latent_in",)),
         "_shared": ("mlp", ("shared_expert", "shared_expert_gate")),
     }
-    """The methods that `weft.Graphs` may capture, with the scope and the modules that each uses (None: all)."""
+    """The methods that `weft.Graphs` may capture: for each, the name of its scope, and the modules that it uses (None:
+    all)."""
     other_positions: DeviceMesh | None = None
     """The mesh of ranks that hold the other positions of the same sequences. None if this rank holds all positions."""
     load: Tensor
     """The number of assignments to each expert in training forwards, [num_experts] int64."""
     exchanged: Tensor
-    """The numbers of assignments to experts on other ranks, and of rows sent for them, in training forwards, [2]
-    int64."""
+    """Two counts over training forwards, [2] int64: assignments to experts on other ranks, and rows sent for them."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class MoE(nn.Module):
         self.reset_parameters()
 
     def graph_refused(self, scope: str) -> str | None:
-        """Return why `weft.Graphs` cannot capture this scope; None if it can."""
+        """Return why `weft.Graphs` cannot capture `scope` in a CUDA graph; None if it can."""
         if scope != "moe_preprocess":
             return None
         if self.router.capacity_factor is not None and not self.router.pad_to_capacity:
@@ -201,7 +201,8 @@ class MoE(nn.Module):
     def run_experts(self, rows: Tensor, handle: Handle) -> Tensor:
         """Apply this rank's experts to the rows that arrived; [received, hidden] -> [received, hidden].
 
-        With one row per rank, each result is the weighted sum over the experts of its row.
+        If a row stands for a rank (`rows_per="rank"`), each result is the weighted sum of the outputs of the row's
+        experts.
         """
         if handle.visits is None:
             rows = reorder(rows, handle.by_expert, handle.by_arrival)
@@ -218,7 +219,8 @@ class MoE(nn.Module):
         return self.experts(rows, offsets)
 
     def receive(self, rows: Tensor, weights: Tensor | None, shared: Tensor | None, handle: Handle) -> Tensor:
-        """Return the weighted sum of the rows that came back, plus `shared`; [rows, hidden] -> [batch, seq, hidden]."""
+        """Return each token's weighted sum of the rows that came back, plus `shared`; [rows, hidden] -> [batch, seq,
+        hidden]."""
         if isinstance(handle, Halves):
             parts = zip(rows.split(handle.sizes), handle.parts)
             sums = [gather(some, part.visits) for some, part in parts if part.visits is not None]
@@ -246,7 +248,7 @@ class MoE(nn.Module):
 
     def _shared(self, hidden: Tensor) -> Tensor:
         assert self.shared_expert is not None
-        # The view sums the gradients of all uses below before others are added, with or without a CUDA graph.
+        # Autograd sums the gradients of all uses of this view before it adds others, with or without a CUDA graph.
         hidden = hidden.view_as(hidden)
         shared = self.shared_expert(hidden)
         if self.shared_expert_gate is not None:

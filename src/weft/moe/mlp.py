@@ -1,4 +1,4 @@
-"""MLPs, with a gate and without.
+"""MLPs, with a gate and without. `gate`, `up` and `down` are linear layers.
 
 silu             down(silu(gate(x)) * up(x))                     SwiGLU (Shazeer 2020, arXiv:2002.05202)
 clamped_swiglu   down(g * sigmoid(alpha g) * (u + 1))            GPT-OSS (arXiv:2508.10925), which has
@@ -19,7 +19,7 @@ from weft.moe.swiglu import swiglu
 class FeedForward(nn.Module):
     """A dense MLP of the kind `act`; [..., hidden] -> [..., hidden].
 
-    `gate_multiplier`, `out_multiplier`: factors of the gate and of the output.
+    `gate_multiplier`: a factor of the output of `gate`. `out_multiplier`: a factor of the MLP's output.
     """
 
     gate_multiplier: float = 1.0
@@ -55,7 +55,8 @@ def scaled(tensor: Tensor, multiplier: float) -> Tensor:
 
 
 def activated(act: str, gate: Tensor | None, up: Tensor, clamp: Clamp) -> Tensor:
-    """Return the input of the last projection. `gate`: None for kinds without a gate."""
+    """Return the input of the down projection. `gate`, `up`: outputs of these projections; `gate` is None for kinds
+    without one."""
     if gate is None:
         return F.relu(up).square()
     if act == "gelu_tanh":

@@ -1,4 +1,4 @@
-"""The part of a parameter with which a rank computes under tensor parallelism.
+"""The part of each parameter with which a rank computes under tensor parallelism.
 
 parameter            at rest                  in a product         its gradient
 -------------------  -----------------------  -------------------  ------------------------------------
@@ -8,8 +8,8 @@ read in parts        DTensor, Replicate()     this rank's spans    partial: summ
 whole                DTensor, Replicate()     whole                partial: summed over the ranks
 
 A parameter is read in parts if this rank's rows are not one slice of the parameter. Examples are the fused projections
-of recurrences, and heads, groups or tokens that cannot be divided evenly. The gradient of a whole parameter is always
-partial.
+of recurrences, and heads, groups or vocabularies that cannot be divided evenly. The gradient of a whole parameter is
+always partial.
 """
 
 from collections.abc import Sequence
@@ -39,8 +39,8 @@ class Cut:
 class Part:
     """The part of one parameter that a rank uses in its computation.
 
-    `spans`: (start, length) along `dim`, for a parameter that is cut or read in parts. `share`: divide by the number of
-    ranks. This is for parameters whose products are summed over the ranks, such as the bias of a row-parallel
+    `spans`: (start, length) along `dim`, for a parameter that is cut or read in parts. `share`: divide the parameter by
+    the number of ranks, because the ranks add up what it contributes. An example is the bias of a row-parallel
     projection.
     """
 
@@ -93,9 +93,9 @@ def place(module: nn.Module, name: str, mesh: DeviceMesh, cut: Cut | None, *, sh
 
 
 def spans_of(sections: Sequence[tuple[int, int]], ranks: int, rank: int) -> list[tuple[int, int]]:
-    """Return the span (start, length) of `rank` in each section (units, width of a unit).
+    """Return the span (start, length) of `rank` in each section (number of units, width of a unit).
 
-    If there are fewer units than ranks, several ranks have the same unit.
+    If a section has fewer units than there are ranks, several ranks have the same unit.
     """
     found, before = [], 0
     for units, width in sections:
@@ -109,7 +109,7 @@ def units_of(units: int, ranks: int, rank: int) -> tuple[int, int]:
     """Return the units of `rank` as (first, count).
 
     If `units` is a multiple of `ranks`, the parts are equal. If `ranks` is a multiple of `units`, several ranks share
-    one unit. Otherwise the last ranks have fewer.
+    one unit. Otherwise the last ranks have fewer units, or none.
     """
     if ranks % units == 0:
         return rank * units // ranks, 1

@@ -4,7 +4,8 @@
     weigh    the reverse: the weighted sum over a token's assignments, in fp32 and always in the same order
     reorder  any permutation
 
-An assignment is a pair (token, slot), slot in 0 .. k-1, numbered token * k + slot.
+An assignment of a token to one of its k experts is a pair (token, slot), slot in 0 .. k-1. Its number is token * k +
+slot.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,8 @@ class Permutation:
     - `rows` [tokens, k]: the row of each assignment. Arbitrary for dropped assignments.
     - `kept` [tokens, k] bool: whether an assignment has a row. None: all have one.
     - `shape`: (batch, seq).
-    - `is_padded`: there are also rows of zeros. Their assignment is tokens * k, a number that no token has.
+    - `is_padded`: there are also rows of zeros. `assignments` holds tokens * k for them, which is no assignment's
+      number.
     """
 
     assignments: Tensor
@@ -45,8 +47,7 @@ class Permutation:
     def bags(self) -> tuple[Tensor, Tensor]:
         """Return the rows sorted by token, then by slot, [rows], and the offsets at which each token's rows begin.
 
-        The last offset is the end. If the host does not know the number of rows, the unused rows at the end form one
-        more bag.
+        The last offset is the number of rows. If `kept` is given, the unused rows at the end form one more bag.
         """
         tokens, k = self.rows.shape
         if self.kept is None:
@@ -103,8 +104,8 @@ def weigh(rows: Tensor, weights: Tensor, places: Permutation, *, exact: bool = T
     """Return the sum of weight * row over slots; [rows, hidden] and [tokens, k] -> [tokens, hidden], in the rows'
     dtype.
 
-    `exact`: sum with `sum_slots`. Otherwise sum with `sum_bags`, which rounds differently and is faster if slots are
-    empty.
+    `exact`: sum with `sum_slots`. Otherwise sum with `sum_bags`, which rounds differently and is faster if many
+    assignments have no row.
     """
     return _Weigh.apply(rows, weights, places, sum_slots if exact else sum_bags)
 
@@ -185,8 +186,8 @@ def sum_slots(rows: Tensor, weights: Tensor | None, places: Permutation) -> Tens
 
 
 def sum_bags(rows: Tensor, weights: Tensor | None, places: Permutation) -> Tensor:
-    """Return the sum of `sum_slots`, computed in one pass over existing rows. Products are not rounded before they are
-    added.
+    """Return the same sum as `sum_slots`, in one pass over the rows that exist. Products are not rounded before they
+    are added.
 
     Assignments without a row add nothing.
     """

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def require(name: str, value: object, fits: bool, rule: str) -> None:
-    """Raise ValueError with the value and the rule, if not `fits`."""
+    """Raise ValueError with the argument's name, `value` and `rule`, unless `fits`."""
     if not fits:
         raise ValueError(f"{name}={value!r}: {name} must be {rule}")
 

@@ -29,7 +29,7 @@ class Routing(NamedTuple):
     - `experts` [tokens, k] int64: the chosen experts, best first. Among equal scores the lower number comes first.
     - `weights` [tokens, k] fp32, differentiable: the weight of each chosen expert. 0 for dropped assignments.
     - `loss`: the sum of the auxiliary losses, times their coefficients, a scalar. None if there are none.
-    - `counts` [num_experts] int64: the number of rows to send to each expert. It includes padding, and excludes dropped
+    - `counts` [num_experts] int64: the number of tokens to send to each expert, with padding, without dropped
       assignments.
     - `kept` [tokens, k] bool: False for assignments that the capacity drops. None without a capacity.
     """
@@ -57,19 +57,20 @@ class Router(nn.Module):
             score is the sum of the scores of its two best experts (DeepSeek-V3, section 2.1.2).
         topk_groups: the number of best groups from which experts are chosen.
         expert_bias: add a buffer `expert_bias` to the scores for the choice, but not for the weights. `update_bias`
-            moves the buffer towards a balanced load (auxiliary-loss-free balancing, arXiv:2408.15664). It is always
-            fp32.
+            changes the buffer so that the load becomes balanced (auxiliary-loss-free balancing, arXiv:2408.15664). The
+            buffer is always fp32.
         aux_loss_coef: the coefficient of the balance loss of DeepSeek-V3 (equations 17 to 20). The loss of a sequence
-            is the sum over experts of (share of assignments, 1 when balanced) * (mean normalised score). It is averaged
-            over sequences. Sequences are independent, so the mean over data-parallel ranks equals the loss of one
-            process on all sequences. The share counts assignments before any are dropped.
+            is the sum over experts of (share of assignments, 1 when balanced) * (mean normalised score). The result is
+            the mean over sequences. Sequences are independent, so the mean over data-parallel ranks equals the loss of
+            one process on all sequences. The share counts assignments before any are dropped.
         z_loss_coef: the coefficient of the mean over tokens of logsumexp(logits)^2 (ST-MoE, arXiv:2202.08906, equation
             5).
         capacity_factor: an expert accepts at most ceil(factor * seq * k / num_experts) assignments of a sequence: those
             with the highest scores, and among equal scores the earlier ones. The others are dropped and contribute
             nothing (GShard, arXiv:2006.16668). The limit is per sequence, so that the result does not depend on the
             rest of the batch. Default: no limit.
-        pad_to_capacity: pad each expert's rows with zeros to the capacity, so that shapes do not depend on values.
+        pad_to_capacity: add rows of zeros until each expert has as many as its capacity, so that shapes do not depend
+            on values. It needs `capacity_factor`.
         source: the source of the initial weights.
     """
 
@@ -154,7 +155,7 @@ class Router(nn.Module):
         return self
 
     def share_positions(self, over_positions: Callable[[Tensor], Tensor]) -> None:
-        """Compute losses over the positions of several ranks. `over_positions`: see the attribute of this name."""
+        """Compute the losses over the positions of several ranks. `over_positions`: see the attribute of this name."""
         self.over_positions = over_positions
         vars(self)["graph_scopes"] = {"_scored": ("moe_router", None)}  # without the exchange of means that follows
 

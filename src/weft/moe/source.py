@@ -1,4 +1,4 @@
-"""Random initial weights that depend only on the seed and on a weight's name."""
+"""Random initial weights that depend only on the seed and on the name of the weight."""
 
 import hashlib
 
@@ -25,8 +25,8 @@ class WeightSource:
     """A source of random numbers that depend only on the seed and on a weight's name.
 
     A weight that is filled from `source / "decoder" / "0"` gets the same values on any rank, in any order, and every
-    time. Therefore a pipeline stage draws only its own layers, and a rank draws only its own experts. A model on the
-    meta device can be materialised unit by unit. Values differ between device types: a weight that is filled on an
+    time. Therefore a pipeline stage can draw only its own layers, a rank only its own experts, and a model on the meta
+    device can be materialised unit by unit. Values differ between device types: a weight that is filled on an
     accelerator is not equal to one that is filled on the CPU.
     """
 

@@ -16,12 +16,12 @@ Ranks = dist.ProcessGroup | DeviceMesh | None
 def load_statistics(model: nn.Module, reset: bool = True, group: Ranks = None) -> dict[str, Tensor]:
     """Return the number of assignments to each expert since the last reset, for each expert layer.
 
-    Each value is a tensor [num_experts] int64; the keys are the layers' names in `model`. Forward passes in training
-    mode are counted, without recomputation. Dropped assignments count.
+    Each value is a tensor [num_experts] int64; the keys are the layers' names in `model`. Forwards in training mode are
+    counted, but not their recomputation in backward. Assignments that a capacity drops are included.
 
-    `reset`: set the counters to zero. `group`: sum over the ranks of this process group or mesh; for a mesh, over all
-    its axes. All its ranks must call this function. The sum also includes tensor-parallel ranks, if each of them counts
-    only its positions. None: this rank's counts.
+    `reset`: set the counters to zero afterwards. `group`: sum over the ranks of this process group, or over all axes of
+    this mesh. All these ranks must call this function. If each tensor-parallel rank counts only its own positions, the
+    sum includes them too. None: this rank's counts.
     """
     return _read(model, "load", reset, group)
 
@@ -30,8 +30,9 @@ def load_statistics(model: nn.Module, reset: bool = True, group: Ranks = None) -
 def router_losses(model: nn.Module, reset: bool = True, group: Ranks = None) -> dict[str, Tensor]:
     """Return the router loss of each expert layer since the last reset, summed over forwards: an fp32 scalar by name.
 
-    Coefficients are applied. Divide by the number of forwards to get the mean. The arguments and the counted forwards
-    are the same as in `load_statistics`.
+    The losses are already multiplied by their coefficients. Divide by the number of forwards (times the number of
+    ranks, if summed over ranks) to get the mean. The arguments and the counted forwards are the same as in
+    `load_statistics`.
     """
     return _read(model, "router.added_loss", reset, group)
 
@@ -40,7 +41,7 @@ def router_losses(model: nn.Module, reset: bool = True, group: Ranks = None) -> 
 def exchanged_rows(model: nn.Module, reset: bool = True, group: Ranks = None) -> dict[str, Tensor]:
     """Return the traffic of each expert layer to other ranks since the last reset, [2] int64 by name.
 
-    The two numbers are assignments to experts on other ranks, and rows sent for them. With one row per expert they are
+    The two numbers are assignments to experts on other ranks, and rows sent for them. With `rows_per="expert"` they are
     equal, unless `pad_to_capacity` adds rows. Dropped assignments do not count. The arguments and the counted forwards
     are the same as in `load_statistics`.
     """

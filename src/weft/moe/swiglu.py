@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Return `silu(gate) * up` (Shazeer 2020, arXiv:2002.05202), of any shape. Differentiable once.
 
-    The result is bit-equal to the two operations. Backward recomputes silu(gate), which autograd would otherwise keep.
+    The result is bit-equal to `silu(gate) * up`. Backward recomputes `silu(gate)`, which autograd would otherwise keep.
     """
     return _SwiGLU.apply(gate, up)
 

@@ -1,4 +1,4 @@
-"""One row for each rank that a token visits, with the numbers and weights of its experts there.
+"""Exchanged rows with `rows_per="rank"`: one for each rank that has experts of a token, with their numbers and weights.
 
     on the token's rank                              on the rank of the experts
     ----------------------------------------------   ---------------------------------------------------------
@@ -8,10 +8,10 @@
 
     row   | hidden ...... | weight 0 .. m-1 | expert 0 .. m-1 |     m: as many experts as a token can visit on one rank
 
-The bits of the weights and expert numbers are stored in the row's dtype, so that each row is one message. In backward
-the gradients of the weights take the place of the weights. An expert's weight is applied once, on the expert's rank.
-The expert's rank sums the outputs of a row in the order in which the router ranked the experts. The token's rank sums
-over ranks in rank order. Both sums are in fp32 or wider, and the same in every run.
+The bits of the weights and expert numbers are stored as elements of the row's dtype, so that a row is one piece of one
+tensor. In backward, rows contain the gradients of the weights in place of the weights. An expert's weight is applied
+once, on the expert's rank. The expert's rank sums the outputs of a row in the order in which the router ranked the
+experts. The token's rank sums over ranks in rank order. Both sums are in fp32 or wider, and the same in every run.
 """
 
 import threading
@@ -31,13 +31,13 @@ from weft.moe.router import Routing, count
 
 @dataclass(frozen=True)
 class Visits:
-    """The ranks that this rank's tokens visit.
+    """The ranks that this rank's tokens visit: those that have any of a token's experts.
 
     - `counts` [ranks] int64: the number of rows to each rank.
-    - `permutation`: the rows of each token, sorted by rank, then by token.
+    - `permutation`: maps tokens to their rows, which are sorted by rank, then by token.
     - `places` [tokens, k]: the index of each assignment in the weights of all rows, row * m + slot. Arbitrary for
       dropped assignments.
-    - `kept` [tokens, k] bool: which assignments have an index. None: all.
+    - `kept` [tokens, k] bool: which assignments are not dropped. None: all.
     - `experts` [rows, m]: the local numbers of each row's experts. Unused slots hold the number of experts per rank.
     - `dtype`: the dtype of the weights.
     """
@@ -91,7 +91,7 @@ def visits_of(routing: Routing, ranks: int, local: int, shape: tuple[int, int]) 
 
 
 class _Mode(threading.local):
-    """A thread-local flag, because ranks may be threads of one process, and wait inside `in_halves`."""
+    """A flag for each thread: ranks may be threads of one process, and switch while one is inside `in_halves`."""
 
     halves = False
 
@@ -101,7 +101,7 @@ _mode = _Mode()
 
 @contextmanager
 def in_halves(on: bool) -> Iterator[None]:
-    """If `on`, layers in this context that send one row per rank build separate rows for each half of the tokens."""
+    """If `on`, layers with `rows_per="rank"` build separate rows for each half of their tokens in this context."""
     before, _mode.halves = _mode.halves, on
     try:
         yield
@@ -110,7 +110,7 @@ def in_halves(on: bool) -> Iterator[None]:
 
 
 def goes_in_halves() -> bool:
-    """Return whether layers build separate rows for each half of the tokens."""
+    """Return whether the code runs inside `in_halves(True)`."""
     return _mode.halves
 
 
@@ -141,7 +141,8 @@ def gather(rows: Tensor, visits: Visits) -> Tensor:
 
 
 def columns(width: int, weights: torch.dtype, rows: torch.dtype) -> int:
-    """Return the number of columns for the `width` weights of a row. Its expert numbers take as many again.
+    """Return the number of columns that the `width` weights of a row take. Its `width` expert numbers take as many
+    again.
 
     `weights`, `rows`: the dtypes of the weights and of the rows.
     """

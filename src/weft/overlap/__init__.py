@@ -1,4 +1,5 @@
-"""Schedules that overlap the token exchange of one microbatch with the computation of another."""
+"""Schedules that run the token exchange of one microbatch (for experts on other ranks) during the computation of
+another."""
 
 from weft.overlap.hidden import hidden_fraction
 from weft.overlap.layer import Crossing, StagedDepth, StagedLayer, StagedModel, StagedPredictor, run_stages

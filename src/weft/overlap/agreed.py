@@ -37,7 +37,7 @@ _computes_in: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDicti
 
 @dataclass
 class _Word:
-    """A number that must be equal on all ranks. `differs`: whether a comparison has failed."""
+    """A number that must be equal on all ranks. `differs`: whether it differed in any comparison so far."""
 
     value: int
     differs: bool = False
@@ -58,11 +58,11 @@ def agree_on_schedule(
     microbatches: Sequence[Microbatch],
     order: Any = (),
 ) -> bool:
-    """Raise CollectiveMismatch on all ranks that communicate if one rank calls a schedule with other arguments.
+    """Raise CollectiveMismatch on all communicating ranks if the ranks call the schedule with different arguments.
 
-    `what`: the schedule's name in messages. `order`: all that determines the order of exchanges. Returns whether the
-    model's compute dtypes have changed on any rank of the pipeline since the model's last schedule. Messages between
-    stages then change too.
+    `what`: the schedule's name in error messages. `order`: all options that determine the order of exchanges. Returns
+    whether the model's compute dtypes have changed on any rank of the pipeline since the model's last schedule. If so,
+    the dtypes of the messages between stages change too.
     """
     experts = _groups_of_experts(layers)
     if cut.group is None and not experts:
@@ -88,7 +88,7 @@ def agree_on_schedule(
         high, low, other = agree([*common.both_ways, bad], [group], f"{_MOMENT}, experts", channel=channel)
         common.compare(high, low)
         bad = bool(other) or common.differs
-    if cut.group is not None and anywhere:  # stages without experts learn of a difference among experts
+    if cut.group is not None and anywhere:  # so that stages without experts also raise if the ranks of experts differ
         bad = any(agree([bad], [cut.group], f"{_MOMENT}, all stages", channel=cut.channel))
     if bad:
         _computes_in.pop(model, None)

@@ -39,7 +39,7 @@ def layers_of(model: Any) -> Sequence[StagedLayer]:
 
 
 def depths_of(model: Any) -> list[Sequence[StagedLayer]]:
-    """Return the layers of each prediction depth that a run uses. In evaluation mode there are none."""
+    """Return, for each prediction depth, its layers. In evaluation mode the depths do not run: the list is empty."""
     depths = getattr(model, "depths", ())
     if not depths or not model.training:
         return []
@@ -98,7 +98,7 @@ def _refuse_hooks(model: nn.Module, layers: Sequence[StagedLayer]) -> None:
 
 
 def require_taken(model: Any, layers: Sequence[StagedLayer], cut: Cut, microbatches: Sequence[Microbatch]) -> None:
-    """Raise ValueError if a microbatch has an entry that no part of the model takes, on any rank of the pipeline."""
+    """Raise ValueError if a microbatch has an entry that no part of the model, on any rank of the pipeline, takes."""
     names = names_beside(microbatches)
     known = _taken.setdefault(model, set())
     if names <= known:
@@ -139,7 +139,7 @@ _taken: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictio
 
 
 def checked_scales(loss_scale: Any, count: int) -> list[float]:
-    """Return a factor for each of `count` microbatches. Raises for a factor that is not a finite number."""
+    """Return a loss scale for each of `count` microbatches. Raises for one that is not a finite number."""
     several = isinstance(loss_scale, Sequence)
     factors = list(loss_scale) if several else [loss_scale] * count
     if len(factors) != count:

@@ -1,4 +1,4 @@
-"""Borders between stages, which pass values to the next stage and gradients back.
+"""Borders between pipeline stages, which pass values to the next stage and gradients back.
 
 both stages are     the next stage gets         gradients
 ------------------  --------------------------  -----------------------------------------------
@@ -17,11 +17,11 @@ from weft.pipeline.transport import BACKWARD, FORWARD, Channel, Transport
 class Border:
     """The border between two stages. At least one of the stages is on this rank.
 
-    The values that cross the border are the activations, followed by scalar losses.
+    The values that cross the border are the activations, followed by the scalar losses of layers before the border.
     """
 
     def __init__(self, forward: Channel | None, backward: Channel | None) -> None:
-        """`forward`, `backward`: the channels to the other rank, or None if both stages are on this rank."""
+        """`forward`, `backward`: the channels for values and for gradients. None if both stages are on this rank."""
         self._forward = forward
         self._backward = backward
         self._here: dict[int, list[Value]] = {}

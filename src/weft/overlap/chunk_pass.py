@@ -1,4 +1,4 @@
-"""Forward and backward of one microbatch through one chunk of a model.
+"""Forward and backward of one microbatch through one chunk of a model: the layers of one pipeline stage.
 
 embed, or receive from the previous stage -> layer -> layer -> ... -> the loss, or send to the next stage
 
@@ -26,12 +26,12 @@ from weft.overlap.wgrad import DelayedWeights
 class ChunkPass:
     """The steps of one microbatch in one chunk, each called once. The last backward step of a layer frees its state.
 
-    - `delay_wgrad`: compute weight gradients of layers in separate steps. `apart`: also those of the head.
-    - `halves`: exchange rows in halves.
-    - `before`, `behind`: the borders to the previous and the next stage. None at the ends of the model.
+    - `delay_wgrad`: compute the weight gradients of layers in separate steps. `apart`: also those of the head.
+    - `halves`: exchange the rows of each half of the tokens separately.
+    - `before`: the border to the previous stage, None for the first. `behind`: to the next stage, None for the last.
     - `key`: equal for microbatches of the same shape.
-    - `check`: search for tensors that bypass the `Crossing`.
-    - `scores`: keep the model's logits as `outputs`.
+    - `check`: raise UndeclaredTensor if a layer passes a tensor between its stages outside its `Crossing`.
+    - `scores`: compute the model's logits, and keep them as `outputs`.
     """
 
     loss: Tensor | None = None

@@ -1,4 +1,4 @@
-"""The nodes around the layers of one prediction depth, in one microbatch.
+"""The nodes around the layers of one depth of multi-token prediction, in one microbatch.
 
     hidden -> [enter] -> x -> layer -> ... -> layer -> [leave] -> hidden -> the next depth, or the head
                  +-> previous, for the head
@@ -20,10 +20,10 @@ from weft.overlap.wgrad import DelayedWeights
 
 
 class DepthPass:
-    """The steps "enter" and "leave" of depth `number` of `model`. Each is called once in each direction.
+    """The steps "enter" and "leave" of depth `number` of `model`. Each runs once forward and once backward.
 
-    `policy`: the casts of the depth's inputs and outputs. `owner`: the module whose parameters the nodes may use. With
-    None, nothing is checked.
+    `policy`: the casts of the depth's inputs and outputs. `owner`: the only module whose parameters the steps may use:
+    others raise UndeclaredTensor. None: no check.
     """
 
     previous: Value
@@ -50,7 +50,7 @@ class DepthPass:
         self._leave = ComputeNode(f"{name}.leave")
 
     def run(self, direction: str, slot: str, hidden: Value) -> Value:
-        """Run one step. In a forward, returns the next hidden states; in a backward, returns `hidden`."""
+        """Run the step `slot` ("enter" or "leave"). Forward: return its output. Backward: return `hidden`."""
         if direction == FORWARD:
             return self._entered(hidden) if slot == "enter" else self._left(hidden)
         if slot == "leave":

@@ -1,4 +1,4 @@
-"""Expansion of a rank's entries of a table into steps."""
+"""Expands a rank's entries of a schedule's table, such as a forward beside a backward, into steps of layers."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -20,8 +20,8 @@ def table_order(
     """Yield the steps of one rank's entries of a table. `part(microbatch, chunk)` returns the `Part` of an action.
 
     `overlap=False`: the forward and the backward of a pair run one after the other. `queues`: the device has streams.
-    The delayed weight gradients of a backward's last layer have no exchange left with which they could overlap. They
-    are moved to the first exchange of the next backward.
+    In a backward, no exchange follows the delayed weight gradients of the layer that runs last. They are computed
+    during the first exchange of the next backward.
     """
     switches = {"early_release": early_release, "queues": queues}
     owed: list[Step] = []
@@ -56,8 +56,8 @@ def _entry_order(
 def _beside_first(steps: Sequence[Step], owed: Sequence[Step]) -> int:
     """Return the index in `steps` at which the `owed` weight gradients run, during the first exchange of a backward.
 
-    The index is 0 if there is no such exchange. It is also 0 if the exchange belongs to the same layer, whose next
-    gradients would otherwise be added first.
+    The index is 0 if there is no such exchange. It is also 0 if the exchange belongs to the layer of the `owed`
+    gradients: they must be added before that layer's next gradients.
     """
     layers = {step.layer for step in owed}
     for number, step in enumerate(steps):
@@ -68,7 +68,7 @@ def _beside_first(steps: Sequence[Step], owed: Sequence[Step]) -> int:
 
 
 def _last_weights(steps: Sequence[Step]) -> list[Step]:
-    """Return the steps of weight gradients that follow the last exchange of a backward."""
+    """Return the steps of a backward that compute weight gradients after its last exchange."""
     data = (
         number
         for number, step in enumerate(steps)

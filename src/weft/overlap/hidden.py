@@ -1,4 +1,4 @@
-"""The fraction of communication that was hidden by computation.
+"""The fraction of the time of communication that was hidden by computation.
 
     with Timeline() as timeline:
         forward_backward(model, microbatches)
@@ -21,9 +21,9 @@ Piece = tuple[float, float]
 def hidden_fraction(intervals: Iterable[Interval], lane: str = EXCHANGE) -> float:
     """Return the fraction (0 to 1) of the time of communication on `lane` that computation hid on this rank.
 
-    Communication is hidden while the rank computes and does not wait. `intervals`: the intervals of a
-    `weft.debug.timeline.Timeline`. `lane`: a queue of communication, such as "exchange" (rows of experts) or "stage"
-    (messages between pipeline stages). Raises ValueError if nothing ran on `lane`.
+    Communication is hidden while the rank computes at the same time and does not wait for communication. `intervals`:
+    the intervals of a `weft.debug.timeline.Timeline`. `lane`: a queue of communication, such as "exchange" (rows of
+    experts) or "stage" (messages between pipeline stages). Raises ValueError if nothing ran on `lane`.
     """
     intervals = list(intervals)
     moving = busy(intervals, lane)
@@ -40,7 +40,7 @@ def busy(intervals: Iterable[Interval], *lanes: str) -> float:
 
 
 def overlap(intervals: Iterable[Interval], one: str, other: str, *, without: str = "") -> float:
-    """Return the seconds during which both lanes were busy. With `without`, that lane must not have been busy."""
+    """Return the seconds during which lanes `one` and `other` were both busy, and lane `without`, if given, was not."""
     intervals = list(intervals)
     alone = busy(intervals, one, without) + busy(intervals, other, without) - busy(intervals, without)
     return alone - busy(intervals, one, other, without)

@@ -8,7 +8,8 @@
     combine    exchange   all-to-all back
     finish     compute    weighting, residual
 
-A layer's `forward` is `run_stages`, so a scheduled run and a plain run use the same code. Stages pass tensors to later
+Rows are tokens, as they are sent to experts. The lane `exchange` is a queue of communication beside the computation. A
+layer's `forward` is `run_stages`, so a scheduled run and a plain run use the same code. Stages pass tensors to later
 stages in the `Crossing`. If a tensor bypasses the `Crossing`, the schedule raises an error.
 """
 
@@ -22,7 +23,7 @@ from weft.moe.dispatch import Dispatcher, exchange
 
 COMPUTE_STAGES = ("attend", "experts", "finish")
 STAGES = (("attend",), COMPUTE_STAGES, ("attend", "dispatch", "experts", "combine", "finish"))
-"""The stages that a layer may have: `attend` alone, with a separate MLP, or with experts on other ranks."""
+"""The stages that a layer may have: `attend` alone, with a separate MLP, or with experts and their exchange of rows."""
 
 
 @dataclass
@@ -32,7 +33,7 @@ class Crossing:
     - `rows`: the input of the experts.
     - `kept`: tensors for `finish`, by name. They may be differentiable.
     - `handle`: other data for the later stages, not differentiable.
-    - `loss`: a scalar that the layer adds to the model's loss, or None.
+    - `loss`: a scalar that is added to the model's loss, or None.
     """
 
     rows: Tensor
@@ -45,13 +46,13 @@ class Crossing:
 class StagedLayer(Protocol):
     """The protocol of a layer, a `torch.nn.Module`, that a schedule can run in stages.
 
-    If the stages are ("attend",), `attend` is the whole layer, and `Crossing.rows` is the layer's output. A stage must
-    not modify its inputs in place.
+    If `stages` is ("attend",), `attend` computes the whole layer, and `Crossing.rows` is the layer's output. A stage
+    must not modify its inputs in place.
     """
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """The names of the layer's stages: one of the entries of `STAGES`."""
+        """The names of the layer's stages, one of the tuples in `STAGES`."""
         ...
 
     @property
@@ -64,7 +65,7 @@ class StagedLayer(Protocol):
         ...
 
     def experts(self, rows: Tensor, handle: Any) -> Tensor:
-        """Apply the experts to the rows that arrived. Return the same number of rows."""
+        """Apply the experts to the rows that arrived. Return the same number of rows. `handle`: `Crossing.handle`."""
         ...
 
     def finish(self, rows: Tensor, kept: dict[str, Tensor], handle: Any) -> Tensor:
@@ -81,12 +82,12 @@ class StagedModel(Protocol):
     """The protocol of a model, a `torch.nn.Module`, that a schedule can run: `embed`, its layers in order, `loss`.
 
     A model in pipeline stages has an attribute `cut`, a `weft.pipeline.Cut`. Its `staged_layers` are only the layers of
-    its rank's chunks, chunk by chunk. `embed` is called on the rank of the first stage, and `loss` on the rank of the
-    last stage. If `cut.shares_ends`, the model has an attribute `shared_ends` on both of these ranks. It lists the
-    modules whose parameters the two stages share. An optional attribute `tied_ends` lists the modules that both `embed`
-    and `loss` use.
+    this rank's chunks, chunk by chunk. `embed` is called on the rank of the first stage, and `loss` on the rank of the
+    last stage. If `cut.shares_ends` is true, the model has an attribute `shared_ends` on both of these ranks. It lists
+    the modules whose parameters the two stages share. An optional attribute `tied_ends` lists the modules that both
+    `embed` and `loss` use.
 
-    A model with prediction depths is a `StagedPredictor` on the rank of the last stage.
+    A model with depths of multi-token prediction follows `StagedPredictor` too, on the rank of the last stage.
     """
 
     @property
@@ -106,7 +107,7 @@ class StagedModel(Protocol):
 
 @runtime_checkable
 class StagedDepth(Protocol):
-    """The protocol of a depth of multi-token prediction, a `torch.nn.Module`: `enter`, its layers, `leave`."""
+    """The protocol of a depth of multi-token prediction, a `torch.nn.Module`. It runs `enter`, its layers, `leave`."""
 
     @property
     def staged_layers(self) -> Sequence[StagedLayer]:
@@ -125,7 +126,7 @@ class StagedDepth(Protocol):
 
 @runtime_checkable
 class StagedPredictor(Protocol):
-    """The members that a `StagedModel` with multi-token prediction has in addition. They are used in training mode."""
+    """The further members of a `StagedModel` with multi-token prediction. They are called only in training mode."""
 
     @property
     def depths(self) -> Sequence[StagedDepth]:
@@ -147,7 +148,8 @@ class StagedPredictor(Protocol):
 
 
 def beside_forward(module: nn.Module) -> str:
-    """Return why calling the parts of `module` differs from calling `module`: "is compiled", "has hooks", or ""."""
+    """Return why calling parts of `module` differs from calling `module`: "is compiled" or "has hooks"; "" if it does
+    not differ."""
     if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
         return "is compiled"
     kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

@@ -32,13 +32,14 @@ from weft.overlap.wgrad import DelayedWeights
 
 
 class LayerPass:
-    """The steps of one layer in one microbatch, each called once: `run(direction, slot)`.
+    """The steps of one layer in one microbatch, each called once with `run`.
 
     - `hidden`: the input. The last forward step sets `output`. `attend` sets `loss`, if the layer has one.
     - `policy`: the casts of the layer's inputs and outputs.
     - `beside`: further arguments of `attend`.
-    - `owner`: the module whose parameters the nodes may use. With None, nothing is checked.
-    - `halves`: exchange rows in halves. The layer must send one row per rank.
+    - `owner`: the only module whose parameters the steps may use: others raise UndeclaredTensor. None: no check.
+    - `halves`: exchange the rows of each half of the tokens separately. The layer's dispatcher must send a token once
+      to each rank that has any of its experts (`rows_per` is "rank").
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class LayerPass:
         self._kept: list[Value] = []
 
     def run(self, direction: str, slot: str) -> None:
-        """Run one step."""
+        """Run one step. `slot`: a stage such as "attend", or its delayed weight gradients, as in "attend.weights"."""
         stage, _, weights = slot.partition(".")
         if weights:
             self._delayed[stage].run()
@@ -214,12 +215,12 @@ class Part:
         self.moving: Arrival | None = None
 
     def arrive(self) -> Tensor:
-        """Wait for the rows in flight and return them."""
+        """Wait for the rows in flight to arrive, and return them."""
         moving, self.moving = self.moving, None
         assert moving is not None
         return moving.wait()
 
     def collect(self, sent: Value) -> None:
-        """Store the gradient of `sent`, if a gradient is in flight."""
+        """Wait for the gradient of `sent`, if one is in flight, and store it in `sent`."""
         if self.moving is not None:
             sent.gradient = self.arrive()

@@ -3,9 +3,9 @@
     {"tokens": ..., "labels": ..., "documents": ..., "images": ...}      the long form
     (tokens, labels)                                                     the short form
 
-A further entry is passed to each part of the model that has an optional parameter of the same name. The parts are
-`embed`, the `attend` of layers, `following`, `loss` or `total_loss`, and `logits`. Every rank of a pipeline has all
-microbatches, so entries are not sent between stages.
+A further entry is passed to each part of the model that has an optional parameter of the same name. The parts are the
+methods `embed`, `attend` (of layers), `following`, `loss` or `total_loss`, and `logits`. Every rank of a pipeline has
+all microbatches, so entries are not sent between stages.
 """
 
 import inspect
@@ -37,8 +37,7 @@ class Microbatch:
         return tuple(self.tokens.shape), *sorted(beside)
 
     def said(self) -> str:
-        """Return the text that the ranks of a pipeline compare. It has the shapes of tensors, and other values in
-        full."""
+        """Return a text that must be equal on all ranks of a pipeline: shapes of tensors, other values in full."""
         labels = "" if self.labels is not None else " without labels"
         beside = {
             name: list(value.shape) if isinstance(value, Tensor) else value for name, value in self.beside.items()

@@ -1,9 +1,10 @@
-"""Nodes: pieces of a forward. Each has a separate autograd graph, and its backward runs on request.
+"""Nodes: parts of a forward. Each has its own autograd graph, whose backward runs when it is called.
 
     Value --> [ border | computation ] --> Value --> ...       forward: each node has a separate autograd graph
     Value <-- [ border | computation ] <-- Value <-- ...       backward: gradients wait in the values between nodes
 
-A value keeps its gradient. It does not keep its data, which is freed when no later node or autograd graph needs it.
+A value keeps its gradient until it is taken. It gives its data to the node that takes it, so that the data is freed
+when no autograd graph needs it.
 """
 
 import functools
@@ -41,7 +42,7 @@ class Value:
         return self._zeros() if gradient is None else gradient
 
     def add_gradient(self, gradient: Tensor | None) -> None:
-        """Add the gradient from one reader of the value."""
+        """Add `gradient`, from one of the nodes that read the value. None adds nothing."""
         if gradient is not None:
             self.gradient = gradient if self.gradient is None else self.gradient + gradient
 
@@ -59,7 +60,8 @@ class ComputeNode:
     ) -> list[Value]:
         """Run `function` on the data of `inputs` and return its results.
 
-        `owner`: raise UndeclaredTensor if the graph uses tensors other than `inputs` and the parameters of `owner`.
+        `owner`: if not None, raise UndeclaredTensor if the graph uses tensors other than `inputs` and the parameters of
+        `owner`.
         """
         with span(COMPUTE), self._around:
             entered = _enter(inputs)

@@ -1,7 +1,8 @@
 """The order of a combined forward and backward, as tables.
 
-F is the forward of layer k of a chunk in one microbatch, B the backward of layer n-1-k of a chunk in another. Entries
-in the right column are issued first and run on the exchange lane under the computation to their left.
+F is the forward of layer k of a chunk (the layers of one pipeline stage) in one microbatch, B the backward of layer
+n-1-k of a chunk in another. Entries in the right column are issued first and run on the exchange lane under the
+computation to their left.
 
     compute lane                     exchange lane
     -------------------------------  -------------
@@ -40,8 +41,8 @@ has separate entries for weight gradients, these compute the weight gradients of
 backward of embed.
 
 A pair may also consist of two forwards or of two backwards. In such a pair, F and S are the first and the second
-microbatch. The second is half a layer behind, so that one computes while the rows of the other are in flight. A is the
-previous layer of F in the steps marked "of F", and otherwise the previous layer of S.
+microbatch. S runs half a layer behind F, so that one computes while the rows of the other are in flight. A is the layer
+that ran just before: that of F in the steps marked "of F", and otherwise that of S.
 
     two forwards                    two backwards
     compute lane    exchange lane   compute lane                      exchange lane
@@ -71,8 +72,8 @@ COMPUTE, EXCHANGE, STAGE = "compute", "exchange", "stage"
 
 
 class Step(NamedTuple):
-    """One node in one direction. `layer`: None for steps around a chunk's layers. `slot`: the node's name in the
-    table."""
+    """One node in one direction. `layer`: the layer's number, None for steps before and after the layers of a chunk.
+    `slot`: the node's name in the tables of this module."""
 
     direction: str
     microbatch: int
@@ -167,9 +168,9 @@ BACKWARD_ALONE = tuple(entry for entry in COMBINED if entry[0] != FORWARD)
 
 FIRST, SECOND = "first", "second"
 ABOVE = "first, before"
-"""The layer of the first microbatch whose backward ran just before."""
+"""The layer of the first microbatch that ran just before (in backward order)."""
 LATE = "second, before"
-"""The previous layer of the second microbatch, which ends with this step."""
+"""The layer of the second microbatch that ran just before, and whose last steps are still to run."""
 
 FORWARDS = (
     (FIRST, "enter"),
@@ -229,7 +230,8 @@ BACKWARDS = (
 
 
 def queued(entries: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the order for a device with streams, which has queued work while the host waits for a dispatch's sizes."""
+    """Reorder `entries` for a device with streams, so that it has queued work while the host waits for the sizes of a
+    dispatch."""
     late, ahead = (FORWARD, "dispatch"), (BACKWARD, "experts")
     found = [entry for entry in entries if entry != late]
     found.insert(found.index(ahead) + 1, late)
@@ -247,8 +249,8 @@ def combined_order(
 ) -> Iterator[Step]:
     """Yield the steps of the forward of `ahead` and the backward of `behind`. Either may be None.
 
-    Pairs of layers come first. Then follow the remaining layers of the longer side, backward first. `queues`: the
-    device has streams. `apart`: the table has a separate entry for the weight gradients of `behind`.
+    Pairs of layers come first. The remaining layers follow, first those of the backward. `queues`: the device has
+    streams. `apart`: the table has a separate entry for the weight gradients of `behind`.
     """
     entries: Sequence[tuple[str, str]] = EARLY_RELEASE if early_release else COMBINED
     entries = [entry for entry in (queued(entries) if queues else entries) if delay_wgrad or "." not in entry[1]]

@@ -1,4 +1,5 @@
-"""Runs this rank's entries of a table: the steps, the units that the steps need, and messages between stages."""
+"""Runs this rank's entries of a schedule's table: steps, gathers of the sharded units they need, and messages between
+stages."""
 
 import weakref
 from collections import Counter, defaultdict
@@ -49,7 +50,7 @@ class ScheduledRun:
         *,
         converted: bool = False,
     ) -> None:
-        """`converted`: the model's compute dtypes have changed on some rank since its last schedule."""
+        """`converted`: whether the model's compute dtypes have changed on any rank since its last schedule."""
         self._model = model
         self._layers = [*layers, *(layer for depth in depths for layer in depth)]
         self._cut = cut
@@ -68,7 +69,7 @@ class ScheduledRun:
         self._apart: set[tuple[int, int]] = set()
         """The (microbatch, chunk) pairs whose weight gradients, with the head's, are separate entries of the table."""
         self._halves: set[tuple[int, int]] = set()
-        """The (microbatch, chunk) pairs whose rows are exchanged in halves."""
+        """The (microbatch, chunk) pairs that exchange the rows of each half of the tokens separately."""
         self._losses: dict[int, Tensor] = {}
         self._outputs: dict[int, Tensor] | None = None
         """The outputs of the last stage by microbatch, if requested."""
@@ -119,7 +120,7 @@ class ScheduledRun:
     def outputs(self, *, everywhere: bool) -> Tensor | None:
         """Return the outputs of all microbatches, concatenated along the batch, or None.
 
-        With `everywhere` all ranks have them, otherwise only the rank of the last stage.
+        With `everywhere`, all ranks get them. Otherwise only the rank of the last stage does; the others get None.
         """
         found = None
         if self._outputs:
@@ -211,7 +212,7 @@ class ScheduledRun:
         return self._microbatches[number].shapes, self._model.training
 
     def _foresee(self, program: Sequence[Around]) -> None:
-        """Announce to the channels the messages that they will receive."""
+        """Tell each channel, in order, the messages that it will receive."""
         if self._transport is None:
             return
         coming: dict[Any, list] = defaultdict(list)
@@ -237,10 +238,11 @@ class ScheduledRun:
 
 
 class SharedEnds:
-    """The parameters that the first and the last stage share. Each stage adds the other's gradients, so both sums are
-    equal.
+    """The parameters that the first and the last stage share. Each stage adds the other's gradients to its own, so that
+    both have the same sum.
 
-    On the last rank the gradients start as None, so that those of an earlier call are not added twice.
+    On the rank of the last stage the gradients are None at the start, so that those of an earlier call are not added
+    twice.
     """
 
     def __init__(self, model: Any, cut: Cut, transport: Transport | None) -> None:
@@ -268,8 +270,9 @@ class SharedEnds:
     def add_up(self) -> None:
         """Exchange and add the gradients.
 
-        If the reduction is deferred to a later call, neither rank has gradients yet. If one end has not used the
-        parameter, only the other has gradients. An example is the embedding in depths that did not run.
+        If the reduction of gradients is deferred to a later call, neither rank has gradients yet. If one stage has not
+        used a parameter, only the other has its gradient. An example is the embedding, which the last stage uses only
+        in prediction depths.
         """
         if self._transport is None or not self._parameters:
             return
@@ -305,7 +308,8 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def _shared(losses: dict[int, Tensor], count: int, cut: Cut, device: torch.device) -> list[Tensor]:
-    """Return the last stage's losses on all ranks of the pipeline. The other ranks add zeros to their sum."""
+    """Return the last stage's losses on all ranks of the pipeline, with an all-reduce to which the other ranks
+    contribute zeros."""
     words = torch.zeros(count + 1, dtype=torch.float64, device=device)
     if losses:
         words[:count] = torch.stack([losses[number] for number in range(count)])

@@ -1,4 +1,4 @@
-"""Forward and backward of many microbatches in the order of a table, with overlap, pipeline stages and sharding."""
+"""Run forward and backward of many microbatches in the order of a table, with overlap, pipeline stages and sharding."""
 
 from collections.abc import Sequence
 from typing import Literal, overload
@@ -39,9 +39,9 @@ def forward_backward(
     """Run forward and backward of all microbatches. Return the unscaled loss of each, a detached scalar.
 
     The gradients are those of `(loss_scale * model(tokens, labels)).backward()` for each microbatch. They are
-    accumulated, and reduced if the model is sharded. Two microbatches run as a pair, such as the forward of
-    one and the backward of the one before. While one exchanges tokens, its partner computes (`weft.overlap.order` has
-    the order).
+    accumulated, and reduced if the model is sharded. Two microbatches run as a pair, such as the forward of one and the
+    backward of the previous one. While one exchanges tokens, the other computes (`weft.overlap.order` documents the
+    order).
 
     A model in pipeline stages (`weft.init_meshes(pp=...)`) runs on all ranks of its pipeline. Each rank calls this
     function with the same arguments and gets all losses.
@@ -51,33 +51,34 @@ def forward_backward(
         microbatches: tuples (tokens, labels), [batch, seq] int64 each, or dicts. A dict has "tokens", "labels" and
             further entries that parts of the model take by name, such as "documents" (see `weft.overlap.microbatch`).
             Shapes may differ between microbatches. All ranks must pass the same number of microbatches.
-        schedule: the order of microbatches on each stage, a name or a `weft.pipeline.Table`. Default: "combined" with
-            `overlap`, otherwise "1f1b".
+        schedule: the order of microbatches on each pipeline stage, a name or a `weft.pipeline.Table`. Default:
+            "combined" with `overlap`, otherwise "1f1b".
         overlap: False runs the two microbatches of a pair one after the other, as a reference.
         delay_wgrad: compute the weight gradients of linear and expert layers separately, during an exchange.
-        early_release: free a layer's activations before the experts of the partner run: less memory, less overlap.
-        halves: if a forward or backward has no partner, exchange its rows in two halves. The experts then compute one
-            half while the other is in flight. This needs one row per rank (`moe_rows_per="rank"`), and the gradients of
-            experts are summed in another order.
-        loss_scale: the factor of the gradients, such as 1 / len(microbatches). Or one factor for each microbatch, such
-            as its share of the tokens.
+        early_release: free a layer's activations before the experts of the pair's other microbatch run. This takes less
+            memory and hides less communication.
+        halves: if a forward or backward is not in a pair, exchange the rows of each half of its tokens separately. The
+            experts then compute one half while the other is in flight. This needs a model with `moe_rows_per="rank"`.
+            It sums the gradients of experts in another order, which changes their rounding.
+        loss_scale: the factor of the gradients, such as 1 / len(microbatches), or a list with a factor for each
+            microbatch, such as its share of the tokens.
         trace: a list that receives each step in issue order, a named tuple (direction, microbatch, layer, slot, lane,
-            chunk). `layer` is None for steps around the layers of a chunk. The layers of prediction depths are numbered
-            after the others.
+            chunk). `layer` is None for steps before and after the layers of a chunk. The layers of prediction depths
+            are numbered after the others.
 
     Raises:
         TypeError: `model` or one of its layers is not a module or does not follow the protocol, a microbatch is neither
             a pair of tensors nor a dict with them, or a factor of `loss_scale` is not a number.
-        ValueError: there are no microbatches, or one has an entry that no part of the model takes; layers are inside an
-            activation checkpoint; modules whose `forward` a schedule does not call have hooks; `overlap` without a
-            `schedule` has no exchange to hide; `early_release` or `halves` without `overlap`; `halves` without one row
-            per rank, or with a table in which no microbatch runs without a partner; `loss_scale` has factors that are
-            not finite, or their number is not that of the microbatches; the table does not fit the model or the
-            microbatches.
+        ValueError: there are no microbatches, or a microbatch has an entry that no part of the model takes; layers are
+            inside an activation checkpoint; modules whose `forward` a schedule does not call have hooks; `overlap`
+            without a `schedule`, if the model has no exchange to hide; `early_release` or `halves` without `overlap`;
+            `halves` without layers that exchange tokens with `moe_rows_per="rank"`, or with a table in which all
+            microbatches run in pairs; `loss_scale` has factors that are not finite, or their number is not that of the
+            microbatches; the table does not fit the model or the microbatches.
         RuntimeError: gradients are disabled (`torch.no_grad` or `torch.inference_mode`).
         UndeclaredTensor: a layer passes a tensor between stages outside its `Crossing`.
-        CollectiveMismatch: ranks of a pipeline, or of a set of experts, called different schedules, or ranks of a
-            pipeline passed different tokens or labels.
+        CollectiveMismatch: ranks of one pipeline, or ranks that share a set of experts, called different schedules, or
+            ranks of one pipeline passed different microbatches.
     """
     layers, depths = layers_of(model), depths_of(model)
     assert isinstance(model, nn.Module)  # layers_of has refused others
@@ -151,12 +152,12 @@ def evaluate(
     """Return the loss of each microbatch, without a backward. Gradients are not changed.
 
     For a model in pipeline stages, all ranks of the pipeline call this function with the same microbatches and get all
-    losses. Call `model.eval()` first to leave out the losses that layers and prediction depths add in training.
+    losses. Call `model.eval()` before, to leave out the losses that layers and prediction depths add in training mode.
 
     `outputs`: with "last" or "all", return (losses, outputs). The outputs are the results of `model.logits` for all
-    microbatches, concatenated along the batch. With "all" they are on every rank. With "last" they are on the rank of
-    the last stage, and None on the others. If you request outputs, microbatches need no labels. Without labels,
-    `losses` is empty.
+    microbatches, concatenated along the batch. With "all", every rank gets them. With "last", only the rank of the last
+    stage does, and the others get None. If you request outputs, microbatches need no labels. Without labels, `losses`
+    is empty.
 
     Raises the errors of `forward_backward` about `model` and `microbatches`. If you request outputs, also raises
     TypeError for a model without `logits`, and ValueError for microbatches of different lengths, for labels in only

@@ -1,12 +1,13 @@
-"""Sharded units in a schedule: the steps at which each is gathered, released and reduced.
+"""Sharded units (modules whose weights are gathered together) in a schedule: when the weights of each are gathered and
+released, and its gradients reduced.
 
     before a layer's first step of a direction        acquire
     after its last forward or data-gradient step      release
     after its last weight gradient of a microbatch    reduce
 
-Units that only `experts` reads are held during that stage. Units of a prediction depth are held during the whole depth.
-Units outside the layers (embedding, head) are held during the whole schedule. The program is known before it runs, so
-the units that are acquired next are gathered ahead.
+Units that only the stage `experts` reads are held during that stage only. Units of a prediction depth are held during
+the whole depth. Units outside the layers (embedding, head) are held during the whole schedule. The steps are known
+before they run, so the units that are acquired next are gathered ahead.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,8 +33,8 @@ AHEAD = 2
 
 @dataclass(frozen=True)
 class LayerUnits:
-    """The units of one layer. `whole`: the units held throughout the layer. `experts`: the units held for that stage
-    only. `policy`: the casts of the layer's inputs and outputs."""
+    """The units of one layer. `whole`: the units held throughout the layer. `experts`: the units held only during the
+    stage `experts`. `policy`: the casts of the layer's inputs and outputs."""
 
     whole: tuple[Unit, ...]
     experts: tuple[Unit, ...]
@@ -42,8 +43,8 @@ class LayerUnits:
 
 @dataclass(frozen=True)
 class DepthUnits:
-    """The units of a prediction depth outside its layers. `layers`: the numbers of its layers. `policy`: the casts of
-    its inputs and outputs."""
+    """The units (`whole`) of a prediction depth outside its layers. `layers`: the numbers of its layers. `policy`: the
+    casts of its inputs and outputs."""
 
     whole: tuple[Unit, ...]
     layers: range
@@ -51,8 +52,8 @@ class DepthUnits:
 
 
 class Around(NamedTuple):
-    """A step with the units to acquire before it, and the units to release and reduce after it. A `Hold` names the
-    holder of an acquired unit."""
+    """A step with the units to acquire before it, and the units to release, or whose gradients to reduce, after it. A
+    `Hold` stands for the steps that use a unit: they release it with the `Hold` that acquired it."""
 
     step: Step
     acquire: list[tuple[Unit, Hold]]
@@ -62,7 +63,8 @@ class Around(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ModelUnits:
-    """The units of a model: of layers, of depths, and outside of both. `engine`: None for a model without units."""
+    """The units of a model: of layers, of prediction depths, and outside of both. `engine`: None for a model without
+    units."""
 
     layers: tuple[LayerUnits, ...]
     depths: tuple[DepthUnits, ...]
@@ -102,7 +104,8 @@ class ModelUnits:
     def program(self, steps: Iterable[Step], together: Iterable[set[tuple[int, int]]] = ()) -> list[Around]:
         """Return `steps`, each with the units to acquire, release and reduce.
 
-        `together`: for each pair of backwards, their two (microbatch, chunk). Each unit reduces once for both of them.
+        `together`: for each pair of backwards that run together, the (microbatch, chunk) of both. The gradients of each
+        unit are reduced once, after both.
         """
         around = [Around(step, [], [], []) for step in steps]
         visits: dict[tuple, list[Around]] = {}
@@ -142,7 +145,7 @@ class ModelUnits:
             yield "experts", step.layer, self.layers[step.layer].experts
 
     def scheduled(self, program: Sequence[Around], *, backward: bool = True) -> AbstractContextManager:
-        """Return a context manager for the run of `program`. Units are sharded before and after the run.
+        """Return a context manager in which `program` runs. Units are sharded before and after it.
 
         When the context ends, gradients have been reduced. `backward`: whether the program has backward steps.
         """
@@ -162,7 +165,8 @@ class ModelUnits:
     def before(self, around: Around, graph: Any, *, last: bool) -> None:
         """Acquire the units that the step needs.
 
-        `graph`: an object that lives from the microbatch's forward to its backward. `last`: no microbatch follows.
+        `graph`: an object that lives from the microbatch's forward to its backward. `last`: whether no microbatch
+        follows.
         """
         if self.engine is None:
             return
@@ -178,7 +182,7 @@ class ModelUnits:
                 unit.calls.add(ref(self if unit in self.outside else graph, unit.calls.discard))
 
     def after(self, around: Around, graph: Any) -> None:
-        """Release and reduce the units that no later step needs."""
+        """Release the units, and reduce the gradients, that no later step of the microbatch needs."""
         if self.engine is None:
             return
         for unit, hold in around.release:
@@ -197,8 +201,8 @@ class ModelUnits:
 
 
 def _hold(held: Sequence[Unit], mine: Sequence[Around]) -> None:
-    """Acquire the units `held` before the steps `mine` of one microbatch in one direction, and release them
-    afterwards."""
+    """Note in `mine`, the steps of one microbatch in one direction, that they acquire `held` before and release it
+    after."""
     data = [each for each in mine if "." not in each.step.slot]
     backward = mine[0].step.direction == BACKWARD
     holds = [(unit, Hold(f"{data[0].step} to {data[-1].step.slot}", backward=backward)) for unit in held]

@@ -3,7 +3,7 @@
 A product with a parameter needs two products in backward: one for the gradient of its input, and one for the gradient
 of the weight. If the forward ran under `DelayedWeights`, the second product is queued, and `run` computes it during an
 exchange. The mode intercepts the product functions, so it works with any layer. The backward runs under the mode too,
-because an activation checkpoint must recompute in backward exactly what the forward computed.
+because activation checkpointing must recompute in backward exactly what the forward computed.
 
     product              delayed                                         left to autograd
     -------------------  ----------------------------------------------  --------------------------------------------
@@ -29,7 +29,8 @@ from weft.overlap.order import COMPUTE
 
 
 class DelayedWeights(TorchFunctionMode):
-    """A mode in which products with parameters queue their weight gradients. Each node has a separate mode."""
+    """A mode under which the backward of products with parameters queues their weight gradients. Each node has its own
+    mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,11 +38,11 @@ class DelayedWeights(TorchFunctionMode):
 
     @property
     def queued(self) -> int:
-        """The number of products that wait for `run`."""
+        """The number of weight gradients that `run` will compute."""
         return len(self._queue)
 
     def run(self) -> None:
-        """Compute the queued gradients, directly into the buffers that are reduced."""
+        """Compute the queued gradients, directly into the buffers from which they are reduced, and empty the queue."""
         with span(COMPUTE), torch.no_grad():
             for compute in self._queue:
                 compute()
@@ -62,7 +63,7 @@ class DelayedWeights(TorchFunctionMode):
         self._queue.append(compute)
 
     def repeatable(self) -> Callable[[], None]:
-        """Return a function that computes all products queued now, and can be called repeatedly."""
+        """Return a function that computes the gradients queued now. It can be called repeatedly."""
         queued = list(self._queue)
 
         def compute() -> None:
@@ -84,8 +85,7 @@ class DelayedWeights(TorchFunctionMode):
 
 
 def _operands(kind: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """Return the operands of the product if its weight gradient can be queued. None: backward must compute the
-    gradient."""
+    """Return the operands of the product, or None if backward must compute its weight gradient immediately."""
     given = dict(zip(kind.arguments, args))
     if len(args) > len(kind.arguments) or given.keys() & kwargs.keys():
         return None

@@ -24,7 +24,8 @@ class Cut:
     - `placement`: "loop" or "v" (see `weft.pipeline.placement`).
     - `group`: the process group of the pipeline's ranks. None for a single rank.
     - `rank`: this rank in `group`.
-    - `shares_ends`: whether the first and the last stage are on two ranks and share a parameter (a tied embedding).
+    - `shares_ends`: whether the first and the last stage are on different ranks and share a parameter (a tied
+      embedding).
     """
 
     segments: tuple[range, ...]
@@ -115,8 +116,8 @@ class Cut:
 def balanced(costs: Sequence[float], stages: int, *, last: float = 0.0) -> tuple[range, ...]:
     """Cut layers into `stages` segments so that the cost of the most expensive segment is as low as possible.
 
-    `costs`: the cost of each layer. `last`: the cost of the head and the loss on the last stage. With fewer layers than
-    stages, some segments are empty.
+    `costs`: the cost of each layer. `last`: the cost of the head and the loss, which is added to that of the last
+    segment. With fewer layers than stages, some segments are empty.
     """
     total = [0.0]
     for cost in costs:

@@ -30,14 +30,16 @@ Visit = tuple[int, int]
 
 
 def gpipe(ranks: int, chunks: int, microbatches: int) -> Table:
-    """Return the table of GPipe: all forwards run before the first backward, so all activations are alive at once."""
+    """Return the table of GPipe: all forwards run before the first backward, so all activations are in memory at
+    once."""
     forwards = [(Action("F", m, c),) for c in range(chunks) for m in range(microbatches)]
     backwards = [(Action("B", m, c),) for c in reversed(range(chunks)) for m in range(microbatches)]
     return Table("gpipe", (tuple(forwards + backwards),) * ranks, chunks, microbatches)
 
 
 def one_forward_one_backward(ranks: int, chunks: int, microbatches: int) -> Table:
-    """Return the table of 1F1B: each backward runs as early as possible, so at most `ranks` microbatches are alive."""
+    """Return the table of 1F1B: each backward runs as early as possible, so a rank has activations of at most `ranks`
+    microbatches."""
     rows = [_alternating(ranks - 1 - rank, ranks, 1, microbatches) for rank in range(ranks)]
     return Table("1f1b", tuple(tuple(_apart(row)) for row in rows), chunks, microbatches)
 
@@ -54,7 +56,7 @@ def interleaved(ranks: int, chunks: int, microbatches: int) -> Table:
 def combined(ranks: int, chunks: int, microbatches: int) -> Table:
     """Return the table of `interleaved` with one more forward at the start, so that each F can pair with the next B.
 
-    Without this forward, the last rank's backward would need the forward with which it is paired.
+    Without this forward, each backward of the last rank would need the result of the forward in its own pair.
     """
     rows = _interleaved(ranks, chunks, microbatches, extra=1)
     return Table("combined", tuple(tuple(_paired(row)) for row in rows), chunks, microbatches)
@@ -64,7 +66,7 @@ def paired(ranks: int, chunks: int, microbatches: int) -> Table:
     """Return the table of `combined`, where single forwards at the start and backwards at the end also form pairs.
 
     On one rank with one chunk, the table has a second forward at the start, for a pair of two forwards. Such a pair
-    keeps one more microbatch alive.
+    keeps the activations of one more microbatch in memory.
     """
     rows = _interleaved(ranks, chunks, microbatches, extra=2 if ranks == chunks == 1 else 1)
     return Table("paired", tuple(tuple(_alike(_paired(row))) for row in rows), chunks, microbatches)
@@ -77,9 +79,9 @@ def dualpipev(ranks: int, chunks: int, microbatches: int) -> Table:
 
 
 def zbv(ranks: int, chunks: int, microbatches: int) -> Table:
-    """Return the table of ZB-V: stages form a V, and weight gradients run when a rank would otherwise idle.
+    """Return the table of ZB-V: stages form a V, and weight gradients are computed when a rank would otherwise be idle.
 
-    If F, I and W take equal time, no rank idles between its entries.
+    If F, I and W take equal time, no rank is idle between its entries.
     """
     rows = [_zbv(ranks, rank, max(microbatches, 2 * ranks - 1)) for rank in range(ranks)]
     kept = [tuple(entry for entry in row if entry[0].microbatch < microbatches) for row in rows]
@@ -87,8 +89,9 @@ def zbv(ranks: int, chunks: int, microbatches: int) -> Table:
 
 
 class Schedule(NamedTuple):
-    """A function that returns tables, and its limits. `chunks`: the default. `any_chunks`: whether other numbers of
-    chunks are possible. `microbatches_per_rank`: the least number of microbatches, divided by the number of ranks."""
+    """A function that returns tables, and its limits. `chunks`: the default number of chunks. `any_chunks`: whether
+    other numbers are possible. `microbatches_per_rank`: the least number of microbatches, divided by the number of
+    ranks."""
 
     generate: Callable[[int, int, int], Table]
     chunks: int
@@ -112,9 +115,9 @@ def table(name: str, ranks: int | None = None, chunks: int | None = None, microb
     """Return the checked table of a published schedule, or of the file `name`.
 
     `ranks`, `chunks`, `microbatches`: the number of pipeline ranks, of stages on each rank, and of microbatches. A
-    published schedule needs `ranks` and `microbatches`, and has a default for `chunks`. A file needs none of the three;
-    those that are given must equal the file's. Raises ValueError for an unknown name, and for numbers that the schedule
-    does not support.
+    published schedule needs `ranks` and `microbatches`, and has a default for `chunks`. For a file, leave them out: any
+    that you pass must equal the file's. Raises ValueError for an unknown name, and for numbers that the schedule does
+    not support.
     """
     sizes = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
     if name in SCHEDULES:

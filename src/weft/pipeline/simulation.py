@@ -86,7 +86,8 @@ class Simulation:
 
     @property
     def live(self) -> tuple[float, ...]:
-        """The peak number of live activations on each rank. One microbatch in all of the rank's chunks counts as 1.
+        """The peak number of microbatches whose activations are in the memory of each rank. One in all of the rank's
+        chunks counts as 1, one in half of them as 0.5.
 
         The activations of a chunk live from the start of its F to the end of its B or W.
         """
@@ -148,8 +149,8 @@ class _Run:
         return len(spans) - before
 
     def _needs(self, rank: int, entry: Entry) -> Iterator[Arrival]:
-        """Yield the results that `entry` needs from other stages. `check_ranks` has checked results of the same
-        stage."""
+        """Yield the results that `entry` needs from other stages. Those that it needs from its own stage exist:
+        `check_ranks` has run."""
         for kind, microbatch, chunk in entry:
             stage = self.table.stage(rank, chunk)
             if kind == "F" and stage > 0:

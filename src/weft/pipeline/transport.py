@@ -1,4 +1,4 @@
-"""Messages between stages: activations to the next stage, and their gradients back.
+"""Messages between pipeline stages: activations to the next stage, and their gradients back.
 
     stage 0                        border 0                        stage 1
     ------------------------------ ------------------------------- ------------------------------
@@ -7,8 +7,8 @@
 
 Each border has one channel in each direction, so messages of different borders cannot overtake or block one another.
 The receive of a message is issued before the computation on the previous message. The message then arrives during that
-computation. The receive needs the shapes of the message. The sender sends them once for each `key`, such as the shape
-of a microbatch. Gradients have the shapes of their activations.
+computation. The receive needs the shapes of the message. The sender sends them with the first message of each `key`,
+such as the shape of a microbatch. Gradients have the shapes of their activations.
 """
 
 from collections import deque
@@ -32,7 +32,7 @@ FORWARD, BACKWARD = "forward", "backward"
 ENDS = -1
 """The border between the last stage and the first, which exchanges gradients of shared parameters."""
 FAREWELL = timedelta(seconds=1)
-"""The time in which messages may still arrive after an exception in a schedule."""
+"""How long to wait, after an exception in a schedule, for messages that are still in flight."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MOST_TENSORS, _MOST_DIMS = 2, 6
@@ -63,7 +63,7 @@ class Channel:
         self._told: list[Any] = []
 
     def open(self, *, sends: bool) -> None:
-        """Send or receive one number. The first use creates the communicator, which both ends must do at the same
+        """Send or receive one number: the first message creates the communicator, which both ends must do at the same
         time."""
         number = [torch.zeros(1, dtype=torch.float32, device=self._device)]
         self._run(send if sends else receive, number).wait()
@@ -103,7 +103,7 @@ class Channel:
     # --- receiver ---------------------------------------------------------------------------------------------------
 
     def foresee(self, keys: Iterable[Hashable]) -> None:
-        """Announce the messages that will arrive, in order."""
+        """Note the keys of the messages that will arrive, in order, so that their receives can be issued ahead."""
         self._coming.extend(keys)
         self._expect()
 
@@ -133,7 +133,7 @@ class Channel:
         self._known.clear()
 
     def forget(self) -> None:
-        """Give up all announced and all sent messages. The other end notices it when the connection closes."""
+        """Give up all messages that are expected or sent. The other end learns of it when the connection closes."""
         self._coming.clear()
         for ticket in (*(ticket for _, ticket in self._expected), *(ticket for ticket, _ in self._sent)):
             ticket.abandon(FAREWELL)
@@ -155,7 +155,7 @@ class Channel:
         return self._lane.run(collective, tensors, self.group, self._peer, channel=self._number)
 
     def _tell(self, shapes: Shapes) -> None:
-        """Send the shapes of a message between the hosts."""
+        """Send the shapes of a message from host to host."""
         words = []
         for shape, dtype in shapes:
             if dtype not in _DTYPES or len(shape) > _MOST_DIMS:
@@ -217,7 +217,7 @@ class Transport:
             channel.finish()
 
     def swap(self, tensor: Tensor) -> Tensor:
-        """Exchange `tensor` with the rank that has the other end of the model, and return that rank's tensor."""
+        """Exchange `tensor` between the ranks of the first and the last stage. Return the other rank's tensor."""
         ways = (FORWARD, BACKWARD) if self._is_first else (BACKWARD, FORWARD)
         out, into = (self._channels[ENDS, way] for way in ways)
         key = shapes = ((tuple(tensor.shape), tensor.dtype),)

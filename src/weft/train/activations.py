@@ -17,7 +17,7 @@ class Activations(TorchDispatchMode):
     """Measures the peak of memory that operations allocate in the `with` block and free before its end.
 
     This memory holds activations, their gradients and temporary tensors. Gathered weights do not count, because their
-    buffers already exist.
+    buffers exist before the block.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Activations(TorchDispatchMode):
         self.peak = 0
         """The peak in bytes; known after the block."""
         self._changes: list[tuple[int, int]] = []
-        """(number of a storage, bytes that it allocates, negative if freed) in order."""
+        """(number of a storage, bytes allocated, negative if freed), in order of time."""
         self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._made = 0
 

@@ -4,8 +4,8 @@
     "mean"        after each step all ranks take the mean; integer buffers are those of rank 0
     "own"         each rank keeps its own buffers, and a checkpoint holds those of every rank
 
-With the first two, buffers are equal on all ranks, so validation and checkpoints do not depend on the rank. Both rules
-apply after every step, not only before a save, so that a resumed run equals an uninterrupted one.
+With "broadcast" and "mean", buffers are equal on all ranks, so validation and checkpoints do not depend on the rank.
+These rules apply after every step, not only before a save, so that a resumed run equals an uninterrupted one.
 """
 
 from collections import defaultdict
@@ -28,7 +28,7 @@ Rule = Literal["broadcast", "mean", "own"]
 def buffers_of(model: nn.Module, rule: Rule) -> "Buffers | None":
     """Return the `Buffers` of your own `model`, or None for a HybridModel, whose buffers are equal on all ranks.
 
-    Raises ConfigError for a rule other than the default on a HybridModel.
+    Raises ConfigError for a HybridModel with a rule other than the default.
     """
     if not isinstance(model, HybridModel):
         return Buffers(model, rule)

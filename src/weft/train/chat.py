@@ -1,8 +1,8 @@
 """Conversations as text: the chat template of a published tokenizer, and the text that the assistant writes.
 
-A template is Jinja: `chat_template.jinja`, or `chat_template` in tokenizer_config.json. The assistant writes the text
-between {% generation %} and {% endgeneration %}. In a template without these tags, the assistant writes the text that
-each of its messages adds after the message's prompt.
+A template is written in Jinja. It is the file `chat_template.jinja`, or `chat_template` in tokenizer_config.json. The
+assistant writes the text between {% generation %} and {% endgeneration %}. In a template without these tags, the
+assistant writes the text that each of its messages adds after the message's prompt.
 """
 
 import json
@@ -39,7 +39,7 @@ class _Generation(Extension):
 
 
 class ChatTemplate:
-    """A template with the special tokens of its tokenizer. Raises ConfigError for an invalid template."""
+    """A template together with the special tokens of its tokenizer. Raises ConfigError for an invalid template."""
 
     def __init__(self, text: str, special: Mapping[str, str], name: str = "chat template") -> None:
         self.name, self.special = name, dict(special)
@@ -93,8 +93,8 @@ class ChatTemplate:
 
 
 def template_of(files: Mapping[str, bytes], name: str) -> ChatTemplate | None:
-    """Return the template in `files` of a tokenizer (name -> content), or None without a template. `name`: for
-    errors."""
+    """Return the template in `files` of a tokenizer (name -> content), or None if they have none. `name`: the
+    template's name in errors."""
     try:
         config = json.loads(files.get("tokenizer_config.json", b"{}"))
         text = files["chat_template.jinja"].decode() if "chat_template.jinja" in files else config.get("chat_template")

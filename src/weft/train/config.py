@@ -3,8 +3,8 @@
     [section]          ->  TrainConfig.section
     name = value           .name
 
-Every field has a default, so a configuration lists only the values that differ. Nothing is ignored: an unknown name, a
-value of the wrong type and a value out of its range each raise `ConfigError`.
+Every field has a default, so a configuration lists only the values that differ from it. Nothing is ignored: an unknown
+name, a value of the wrong type and a value out of its range each raise `ConfigError`.
 """
 
 import dataclasses
@@ -125,8 +125,8 @@ class TrainConfig:
 
     @property
     def _own_chunks(self) -> int:
-        """`chunks` if the configuration or the segments of the pattern determine it. 0 if the schedule determines
-        it."""
+        """The number of pipeline stages on each rank, if `sharding.chunks` or the segments of the pattern determine it.
+        0 if the default of the schedule does."""
         segments = len(self.hybrid.parsed.segments)
         return self.sharding.chunks or (max(1, segments // self.sharding.pp) if segments > 1 else 0)
 
@@ -146,7 +146,8 @@ class TrainConfig:
         """Check the settings against the number of ranks and the tokenizer's file.
 
         Raises ConfigError for a batch that does not divide evenly over the ranks, a sharding size that does not fit the
-        number of ranks, an overlap with only one microbatch, and a vocabulary smaller than that of the tokenizer.
+        number of ranks, `train.overlap` with only one microbatch per step, and a vocabulary smaller than that of the
+        tokenizer.
         """
         pp = self.sharding.pp
         fits = [size for size in range(1, world_size + 1) if world_size % size == 0]
@@ -249,7 +250,7 @@ def to_dict(config: TrainConfig, *, own_task: bool = False) -> dict[str, dict[st
 
 
 def to_toml(config: TrainConfig, *, own_task: bool = False) -> str:
-    """Return the configuration of `to_dict` as TOML. `parse_config` reads it as an equal configuration."""
+    """Return the configuration of `to_dict` as TOML, from which `parse_config` makes an equal configuration."""
     tables = []
     for section, values in to_dict(config, own_task=own_task).items():
         lines = [f"[{section}]", *(f"{name} = {show(value)}" for name, value in values.items())]
@@ -316,7 +317,7 @@ def _no_table(section: str, value: Any) -> str:
 
 
 def _unpin_warmup(tables: dict[str, Any]) -> tuple[str, ...]:
-    """Unset `schedule.warmup_steps` of the file if the `train.steps` of an override is too small for it.
+    """Unset `schedule.warmup_steps` if an override sets `train.steps` to a number too small for it.
 
     Any configuration can then be tried for a few steps. Returns the lines to print.
     """

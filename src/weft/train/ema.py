@@ -24,7 +24,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Use the averages as the model's weights inside the block."""
+        """Use the averages as the model's weights inside this context."""
         self._exchange()
         try:
             yield

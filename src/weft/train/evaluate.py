@@ -47,9 +47,9 @@ def move(microbatch: Any, device: torch.device) -> Any:
 
 @torch.no_grad()
 def validate(task: Task, device: torch.device, moved: Callable[[], None]) -> dict[str, float]:
-    """Return means over the validation sets of all ranks, or nothing without a validation set. Collective.
+    """Return the means, by name, over the validation sets of all ranks, or {} without a validation set. Collective.
 
-    Calls `moved` before each forward, to show progress.
+    `moved`: a function that tells the watchdog that this rank makes progress; called before each forward.
     """
     numbers = OwnNumbers(device)
     total, count = torch.zeros((), dtype=torch.float64, device=device), 0
@@ -80,14 +80,15 @@ def evaluate(
     trust: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> dict[str, float]:
-    """Return the validation loss of a checkpoint of a run, in this process alone.
+    """Return the validation loss of a checkpoint of a run, with other numbers, by name. Runs in this process alone.
 
     Args:
         run: the directory of the run.
         step: the step of the checkpoint. Default: the newest intact checkpoint.
         average: use the moving average of the weights.
         overrides: changes of the run's settings, as for `--set`.
-        trust: import the code that the configuration names even if this user did not create the run on this machine.
+        trust: import the code that the run's configuration names, even if this user did not create the run on this
+            machine.
         say: called with lines about damaged checkpoints that are skipped, and about the text.
 
     Raises ConfigError for an override that does not affect the loss.

@@ -1,4 +1,4 @@
-"""Tracks the load of experts during a run, and moves the router biases that balance it."""
+"""Tracks the load of experts during a run, and changes the router biases so that it becomes balanced."""
 
 import torch
 from torch import nn
@@ -11,7 +11,8 @@ from weft.moe import exchanged_rows, expert_layers, load_statistics, router_loss
 class ExpertBalance:
     """The load balance of a model's expert layers over the ranks of `mesh`. The model may have no expert layers.
 
-    `bias_rate`: how far one step moves the bias of an expert, if the routers have biases.
+    `bias_rate`: how much one step adds to the bias of an expert, or subtracts from it, if the routers have
+    `expert_bias`.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, bias_rate: float) -> None:
@@ -30,7 +31,7 @@ class ExpertBalance:
         return sum(router_losses(self._model).values(), zero)
 
     def after_step(self, *, show: bool, skipped: bool) -> dict[str, list[int]]:
-        """Move the biases by the loads of the step, unless the step is `skipped`. Collective.
+        """Change the biases according to the loads of the step, unless the step is `skipped`. Collective.
 
         With `show`, return the assignments per expert over all ranks, by layer name. Otherwise return an empty
         dictionary.

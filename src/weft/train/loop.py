@@ -61,7 +61,7 @@ class Trainer:
     - `task`: model, data and loss. Default: the task of the configuration.
     - `optimizer`: a function that builds an optimizer for the sharded model. Default: that of the
       configuration's table [optimizer].
-    - `command`: as in `open_run`.
+    - `command`: the command line without `--resume`, for messages. None in a script.
     - `memory`: a folder in host memory for the copies of the training state that `checkpoint.memory_every` makes. None:
       no copies.
     """
@@ -164,7 +164,7 @@ class Trainer:
             raise ConfigError(f"optimizer: cannot be in a checkpoint: {error}") from error
 
     def _go_on(self) -> None:
-        """Load the newest intact checkpoint, and apply the settings that differ from it."""
+        """Load the newest intact checkpoint, and apply the settings that have changed since it was saved."""
         options = configured_options(self.optimizer, self._optimizer_config)
         try:
             state = self.state()
@@ -182,10 +182,12 @@ class Trainer:
             self.say(line)
 
     def run(self) -> bool:
-        """Train until the run is complete, or to the step after which all ranks agreed to stop.
+        """Train until the run is complete, or until the step after which the ranks agree to stop because one was asked
+        to.
 
-        Returns whether the run is complete: at the last step, or ended by `train.stop_after`. A committed checkpoint
-        holds the last step in both cases. Raises RuntimeError if the loss or the gradient norm is not finite.
+        Returns whether the run is complete: at its last step, or ended by `train.stop_after`. Complete or not, the step
+        that it reached is in a committed checkpoint. Raises RuntimeError if the loss or the gradient norm is not
+        finite.
         """
         try:
             return self._run()
@@ -279,7 +281,8 @@ class Trainer:
         return f"{position.worse} validations in a row did not lower the loss below {best} (train.stop_after)"
 
     def moment(self, name: str, numbers: dict[str, Any]) -> None:
-        """Do nothing. Called on all ranks at "start", after each "step" and "validation", at "save" and at "end"."""
+        """Do nothing; for subclasses. Called on all ranks at "start", after each "step" and "validation", at "save" and
+        at "end"."""
 
     def _step(self, metrics: Metrics) -> tuple[dict[str, float], bool]:
         """Run one optimizer step. Return the values to log, and whether any rank was asked to stop."""
@@ -347,7 +350,7 @@ class Trainer:
         return values, stops > 0
 
     def _diverged(self, what: str, value: float) -> RuntimeError:
-        """Return the error that ends the run on all ranks. It names the first parameters that are not finite.
+        """Return the error with which all ranks end the run. It names the first parameters that are not finite.
         Collective."""
         found = weft.find_nonfinite(self.model)
         where = "; ".join(map(str, found[:3])) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")

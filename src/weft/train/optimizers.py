@@ -62,7 +62,7 @@ def made_by(make: Callable[[nn.Module], torch.optim.Optimizer], model: nn.Module
 
 
 def clip_gradients(model: nn.Module, largest: float) -> torch.Tensor:
-    """Scale all gradients to a norm of at most `largest` (0: unchanged). Return the norm before scaling.
+    """Scale all gradients so that their norm is at most `largest` (0: do not scale). Return the norm before scaling.
 
     If the norm is not finite, the gradients stay unchanged, so that they show which parameter is the cause.
     """
@@ -78,12 +78,12 @@ def clip_gradients(model: nn.Module, largest: float) -> torch.Tensor:
 
 
 def configured_options(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None) -> list[dict[str, Any]]:
-    """Return, for each group, the options that a resumed run takes from its configuration. Others are in the
-    checkpoint.
+    """Return, for each parameter group, the options that a resumed run takes from its configuration. It takes all
+    others from the checkpoint.
 
-    `config`: None for your own optimizer. Its code may have changed options during the run, so only the learning rate
-    is taken. If [optimizer] names a class by its path, groups may hold state, such as a count of steps. Values that are
-    no argument of the class are therefore taken from the checkpoint.
+    `config`: None for an optimizer that your own code builds. The code may have changed options during the run, so only
+    the learning rate is taken. If [optimizer] names a class by its path, groups may hold state, such as a count of
+    steps. Values that are no argument of the class are therefore taken from the checkpoint.
     """
     known: Collection[str] | None = None
     if config is None:
@@ -132,7 +132,7 @@ def whole_matrices(model: nn.Module, config: OptimizerConfig) -> Callable[[nn.Pa
 
 
 class Joined(torch.optim.Optimizer):
-    """Several optimizers of disjoint parameters as one optimizer. It has all their groups and states."""
+    """Several optimizers of disjoint parameters, as one optimizer with all their groups and states."""
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
         self.parts = parts
@@ -200,8 +200,8 @@ def _decay_groups(
 
 
 def _options(cls: type[torch.optim.Optimizer], config: OptimizerConfig) -> dict[str, Any]:
-    """Return the options of [optimizer] that `cls` takes. Raises ConfigError if another option is not at its
-    default."""
+    """Return the options of [optimizer] that `cls` takes. Raises ConfigError if an option that it does not take is not
+    at its default."""
     takes = inspect.signature(cls).parameters
     found: dict[str, Any] = {"lr": config.lr}
     for name in ("betas", "eps", "weight_decay"):

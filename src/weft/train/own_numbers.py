@@ -18,7 +18,7 @@ _MARK_BITS = 16
 
 
 class OwnNumbers:
-    """Sums the numbers of microbatches. `means` requires the same names on every rank."""
+    """Sums the numbers of microbatches by name. For `means`, every rank must have the same names."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

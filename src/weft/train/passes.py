@@ -22,8 +22,8 @@ from weft.train.task.task import Task
 
 
 class Passes:
-    """The passes of one rank. Counts operations and activations in the first step, and records a timeline of the last
-    step."""
+    """The passes of one rank. In the first step, it counts operations and measures activation memory. In the last, it
+    records a timeline."""
 
     def __init__(
         self,
@@ -42,11 +42,11 @@ class Passes:
         self.table = config.table(dist.get_world_size()) if config.sharding.pp > 1 else None
         """The pipeline schedule of a step; None without stages."""
         self._are_counted = not counts
-        """Whether the first step, in which operations are counted, is over."""
+        """Whether operations have been counted, or need not be."""
         self.operations: Operations | None = None
-        """The operations of this rank in a step; None until they are counted."""
+        """The number of operations of this rank in a step; None until they are counted."""
         self.activations: Activations | None = None
-        """The activations of a step on this rank; None until they are counted."""
+        """The activation memory of a step on this rank; None until it is measured."""
         self.timeline: Timeline | None = None
         """The timeline of the run's last step, with overlap or a pipeline."""
         self.computed: list[float] = []
@@ -71,14 +71,14 @@ class Passes:
         return losses
 
     def utilisation(self, seconds: float) -> dict[str, float]:
-        """Return {"mfu": the used fraction of the device's peak} for a step of `seconds`. Empty if the peak is
+        """Return {"mfu": fraction of the device's peak speed} for a step that took `seconds`. {} if the peak is
         unknown."""
         peak = self._config.train.peak_tflops * 1e12
         return {"mfu": self.operations.total / seconds / peak} if self.operations and peak else {}
 
     def _counted(self, step: int, microbatches: list[Any]) -> torch.Tensor:
-        """Run `_forward_backward` and measure activations, unless layers are compiled. With `train.peak_tflops`, also
-        count operations; compiled layers then run eagerly."""
+        """Run `_forward_backward`, and measure activation memory unless layers are compiled. With `train.peak_tflops`,
+        also count operations; compiled layers then run eagerly."""
         loop = self._config.train
         with ExitStack() as looking:
             if loop.peak_tflops:
@@ -126,7 +126,8 @@ class Passes:
 
 
 def _weighted(losses: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """Return losses times weights. A loss with weight 0 becomes 0, because without labels its mean is NaN."""
+    """Return losses times weights. A loss with weight 0 is replaced by 0: its microbatch has no labels, so it is
+    NaN."""
     counted = (
         loss if weight == 1 else loss.new_zeros(()) if weight == 0 else loss * weight
         for loss, weight in zip(losses, weights)

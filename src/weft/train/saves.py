@@ -3,7 +3,7 @@
 checkpoint.every           a checkpoint on disk
 checkpoint.memory_every    a copy in memory, which survives the ranks but not the host
 
-A restart by `weft train --restarts` resumes from the newer of the two.
+A restart by `weft train --restarts` resumes from whichever is newer.
 """
 
 import shutil
@@ -29,7 +29,7 @@ _MOMENTS = 2
 class Saves:
     """The checkpoints and copies of a run. All ranks call every method. `memory`: the folder of copies, or None.
 
-    Raises ConfigError if copies are configured and `memory` is None.
+    Raises ConfigError if `checkpoint.memory_every` asks for copies and `memory` is None.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Saves:
     def load(self, state: Mapping[str, Any]) -> int:
         """Fill `state` from the copy in memory or the newest intact checkpoint. Return its step.
 
-        The copy is loaded if it is intact and newer than every checkpoint, damaged checkpoints included. Copies that
+        The copy is loaded if it is intact and newer than every checkpoint on disk, damaged ones included. Copies that
         are not loaded are removed: the run will copy their steps again.
         """
         newest = self.checkpoints.latest() or 0
@@ -84,7 +84,7 @@ class Saves:
         return self.saved_step
 
     def check_room(self) -> None:
-        """Raise ConfigError if two copies do not fit into memory.
+        """Raise ConfigError if two copies do not fit into host memory.
 
         An optimizer that has not stepped yet counts as two tensors for each parameter.
         """

@@ -10,7 +10,8 @@ from weft.train.config import ScheduleConfig
 class Schedule:
     """Sets the learning rate of each step to `config.factor` times the initial learning rate of the optimizer.
 
-    The factor depends only on the configuration and the step. A resumed run therefore follows its new configuration.
+    The factor depends only on the configuration and the step, so a run that resumes with a changed [schedule] follows
+    the new one.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: ScheduleConfig, steps: int) -> None:

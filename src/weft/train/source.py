@@ -24,9 +24,9 @@ from weft.train.run.runs import CHECKPOINTS, CONFIG, ORIGIN, refuse_own_task
 from weft.train.tokenizer import Tokenizer, load_tokenizer
 
 CONTEXT = 8
-"""The number of tokens at the end of a prompt that are decoded again, together with the tokens that follow."""
+"""The number of tokens at the end of a prompt that are decoded together with the generated tokens."""
 UNFINISHED = "\ufffd"
-"""The character that is decoded in place of another one, some of whose bytes are not generated yet."""
+"""The character that a decoder returns in place of one whose bytes are not all generated yet."""
 DEFAULTS = Sampling(temperature=0.8, top_p=0.95)
 """The sampling options if the model's files have none."""
 
@@ -34,9 +34,9 @@ DEFAULTS = Sampling(temperature=0.8, top_p=0.95)
 class Source:
     """Weights on disk, with the configuration and the tokenizer that belong to them.
 
-    For a run, these are the weights of its newest intact checkpoint at the time of loading. `say`: called with a line
-    about each damaged checkpoint that is skipped. `ignored`: fields of config.json to ignore (see `hf.config_of`).
-    Raises ConfigError for a path that is not a run, a checkpoint or a model directory.
+    If the path is a run, these are the weights of its newest intact checkpoint at the time of loading. `say`: called
+    with a line about each damaged checkpoint that is skipped. `ignored`: fields of config.json to ignore (see
+    `hf.config_of`). Raises ConfigError for a path that is not a run, a checkpoint or a model directory.
     """
 
     def __init__(
@@ -155,8 +155,8 @@ class Source:
     ) -> Iterator[tuple[int, str]]:
         """Generate continuations of `prompts`, each a text or tokens. Yield (index of a prompt, next part of its text).
 
-        For a published tokenizer, a text is preceded by the special tokens that the tokenizer puts before texts. For a
-        run there are none, as in training.
+        If the tokenizer is that of a published model, a text is preceded by the special tokens that the tokenizer puts
+        before texts. In a run there are none, as in training.
 
         A continuation has at most `tokens` tokens, and ends earlier at an end token. `choices`: fields of `Sampling`
         that replace those of generation_config.json. The same seed gives the same texts. The vocabulary of a model is

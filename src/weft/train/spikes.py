@@ -10,9 +10,10 @@ _IN_A_ROW = 10
 
 
 class Spikes:
-    """Detects spikes: norms not finite, or above `times` (0: never) times the median of the last 100 norms kept.
+    """Detects spikes: gradient norms that are not finite, or above `times` times the median of the last 100 kept norms.
 
-    The norms of skipped steps and norms that are not finite are not kept. Detection starts with 20 kept norms.
+    `times` = 0 detects none. Norms of skipped steps and norms that are not finite are not kept. Detection starts when
+    20 norms are kept.
     """
 
     def __init__(self, times: float) -> None:
@@ -25,7 +26,7 @@ class Spikes:
         """The number of steps skipped in a row; 0 if the last step was not skipped."""
 
     def is_one(self, norm: float) -> bool:
-        """Return whether to skip the step with this norm. At most 10 steps in a row are skipped.
+        """Return whether to skip the step with the gradient norm `norm`. At most 10 steps in a row are skipped.
 
         All ranks must pass the same norm.
         """

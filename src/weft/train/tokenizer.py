@@ -22,7 +22,7 @@ class Tokenizer(Protocol):
     ids: np.ndarray
     """The token numbers that exist, sorted. Numbers below `vocab_size` may be missing."""
     identity: str
-    """A string that differs between two tokenizers if they tokenize any text differently."""
+    """A string that is different for two tokenizers if they tokenize any text differently."""
 
     def encode(self, text: bytes) -> np.ndarray:
         """Return the tokens of UTF-8 text, a 1-D array of unsigned integers."""
@@ -58,7 +58,8 @@ class BytesTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A Hugging Face tokenizer.json. `encode` leaves out the special tokens that its template adds around a text."""
+    """A Hugging Face tokenizer.json. `encode` leaves out the special tokens that the file's post-processor adds around
+    a text."""
 
     def __init__(self, path: str | Path) -> None:
         try:
@@ -95,11 +96,12 @@ class HuggingFaceTokenizer:
         return np.asarray(encoding.ids, dtype=np.uint32)
 
     def prompt(self, text: str) -> np.ndarray:
-        """Return the tokens of `text`, uint32, with the special tokens of the tokenizer's template."""
+        """Return the tokens of `text`, uint32, with the special tokens that the file's post-processor puts before
+        it."""
         return np.asarray(self._tokenizer.encode(text).ids, dtype=np.uint32)
 
     def placed(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the tokens of `text`, and the first and end character position of each token."""
+        """Return the tokens of `text`, and the start and the end of each token as character positions."""
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         places = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
         return np.asarray(encoding.ids, dtype=np.uint32), places[:, 0], places[:, 1]

@@ -40,8 +40,8 @@ class Trainer(loop.Trainer):
         )
         trainer.run()
 
-    Uses the default process group if there is one. Otherwise joins the ranks of torchrun or SLURM, or runs alone. A
-    rank runs `train.global_batch_size / (ranks x train.microbatch_size)` microbatches per step.
+    Uses the default process group if there is one. Otherwise joins the ranks that torchrun or SLURM started, or runs in
+    this process alone. A rank runs `train.global_batch_size / (ranks x train.microbatch_size)` microbatches per step.
 
     Args:
         model: an `nn.Module`, or a function that builds one. The function is called on the meta device.
@@ -50,14 +50,16 @@ class Trainer(loop.Trainer):
         data: an iterable of this rank's microbatches, or a function (rank, ranks) -> iterable.
         config: the path of a TOML file, its tables as a dictionary, or a `TrainConfig`.
         validation: like `data`, but finite, with the same number of microbatches on every rank.
-        shard: a function `shard(model, **options)` that calls `weft.fully_shard(module, **options)` on each unit, the
-            model last. Default: one unit for each block in a sequence of similar blocks.
-        optimizer: a function that builds an optimizer for the sharded model. Default: that of the
+        shard: a function `shard(model, **options)` that calls `weft.fully_shard(module, **options)` on each module that
+            is to be a unit, and on the model last. Default: one unit for each block in a `ModuleList` or `Sequential`
+            of blocks of the same type.
+        optimizer: a function that takes the sharded model and returns its optimizer. Default: the optimizer of the
             configuration's table [optimizer].
         callbacks: a dictionary from an event ("start", "step", "validation", "save" or "end") to a function (trainer,
             dictionary of numbers), which is called on all ranks.
         resume: True (the newest run named `run.name`), the directory of a run, or "or-start" (the newest run of this
-            name, or a new run if none has a checkpoint). False: a new run, unless the configuration has `run.resume`.
+            name, or a new run if none has a checkpoint). False: a new run, unless `run.resume` is true in the
+            configuration.
         say: called with lines of text. Default: print them on rank 0.
 
     Raises ConfigError for an invalid configuration or argument, and CheckpointError or CheckpointMismatch for a
@@ -110,7 +112,7 @@ class Trainer(loop.Trainer):
                 task = OwnTask(model, loss, data, validation, shard, settings, device)
                 options: Any = {"optimizer": optimizer, "device": device, "stop": stop, "say": say}
                 super().__init__(settings, run, task=task, watchdog=watchdog, **options)
-            watchdog.rest()  # the watchdog does not watch the program before `run`
+            watchdog.rest()  # the watchdog must not watch what the program does before it calls `run`
         except BaseException as error:
             stop.release()
             if watchdog is not None:
@@ -121,9 +123,9 @@ class Trainer(loop.Trainer):
     def run(self) -> bool:
         """Train until the run is complete or is asked to stop, and restore the handlers of SIGINT, SIGTERM and SIGHUP.
 
-        Returns whether the run is complete: at the last step, or ended by `train.stop_after`. If a step has
-        run, a committed checkpoint holds the last step. Raises RuntimeError if the loss or the gradient norm is not
-        finite.
+        Returns whether the run is complete: at its last step, or ended by `train.stop_after`. If any step has run, a
+        committed checkpoint holds the step that the run reached. Raises RuntimeError if the loss or the gradient norm
+        is not finite.
         """
         try:
             return super().run()

@@ -67,8 +67,8 @@ def dense_first(cfg: HybridConfig, family: str) -> int:
 
 
 def _scale(width: int, scaling: Raw | None) -> float | None:
-    """Return the attention scale if YaRN has `mscale_all_dim`, which scales both queries and keys. Otherwise return
-    None."""
+    """Return the attention scale if `scaling` (YaRN) has `mscale_all_dim`, which scales queries and keys. Otherwise
+    return None."""
     all_dim = (scaling or {}).get("mscale_all_dim")
     return width**-0.5 * yarn_scale(scaling["factor"], all_dim) ** 2 if scaling and all_dim else None
 

@@ -10,7 +10,7 @@
     Nemotron-H             mtp.layers.{k * layers of a depth + i}.  enorm, hnorm, eh_proj in the first layer,
                                                                     final_layernorm in the last layer
 
-A model has as many depths as the files have weights for. `config.json` may not mention them.
+A model has as many depths as the files have weights for, even if `config.json` does not mention them.
 """
 
 from collections.abc import Callable, Container, Mapping
@@ -27,8 +27,8 @@ class Depths:
     - `symbols(config_json)`: returns the layer symbols of one depth.
     - `prefix(trunk, length, number, place)`: returns the prefix of the names of layer `place` in depth `number`. The
       main model has `trunk` layers, and each depth has `length` layers.
-    - `around`: maps the names of a depth's modules that are in none of its layers from weft's to those on
-      disk. In these {first} and {last} stand for the prefixes of the depth's first and last layer.
+    - `around`: maps weft's names of a depth's modules that are in none of its layers to their names on disk. In the
+      latter, {first} and {last} stand for the prefixes of the depth's first and last layer.
     - `copies`: modules of the main model that each depth stores again.
     - `most`: the maximum number of depths.
     - `counted`: the field of config.json with the number of depths.
@@ -42,7 +42,7 @@ class Depths:
     counted: str = "num_nextn_predict_layers"
 
     def names(self, trunk: int, length: int, number: int) -> dict[str, str]:
-        """Return the modules of depth `number` outside its layers, each with its name on disk."""
+        """Return weft's names of the modules of depth `number` outside its layers, each with the name on disk."""
         first, last = (self.prefix(trunk, length, number, place) for place in (0, length - 1))
         return {ours: theirs.format(first=first, last=last) for ours, theirs in self.around.items()}
 

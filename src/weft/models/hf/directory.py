@@ -19,7 +19,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 THEIRS, OURS = "config.json", "weft-model.json"
 """The configuration file in a Hugging Face directory and in weft's own."""
 FILE_BYTES = 1 << 32
-"""The largest size of a file, unless one tensor is larger."""
+"""The largest size of a file in bytes, unless one tensor is larger."""
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -37,11 +37,11 @@ DTYPES = {
 """The names of dtypes in safetensors files."""
 OF_NAMES = {name: dtype for dtype, name in DTYPES.items()}
 OF_WEIGHTS = ("F64", "F32", "F16", "BF16")
-"""The dtypes that weights may have. Tensors of other dtypes, such as float8, need a scale or are no weights."""
+"""The dtypes that weights may have. Tensors of other dtypes need a scale, as float8 does, or are not weights."""
 
 
 class TensorFiles:
-    """A mapping from names to the tensors in a directory. A tensor is read when it is accessed."""
+    """A mapping from names to the tensors in a directory. Data is read only when a slice of a tensor is read."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -106,7 +106,7 @@ def make_directory(path: Path) -> None:
 
 
 def names_in(directory: Path) -> frozenset[str]:
-    """Return the names of the tensors in a directory. The set is empty if the directory has only a configuration."""
+    """Return the names of the tensors in a directory: an empty set if it has only a configuration."""
     there = any((directory / name).exists() for name in (INDEX, WEIGHTS))
     return frozenset(TensorFiles(directory)) if there else frozenset()
 
@@ -202,7 +202,8 @@ class _File:
         path.write_bytes(b"")
 
     def takes(self, size: int, dtype: torch.dtype, most: int) -> bool:
-        """Return whether a tensor of `size` bytes fits and would be aligned: safetensors allows no gaps."""
+        """Return whether a tensor of `size` bytes fits into `most` bytes, and would be aligned (safetensors allows no
+        gaps)."""
         aligned = self.end % dtype.itemsize == 0
         return aligned and self.end + size <= most and self._header_bytes < self.HEADER_BYTES - 2000
 

@@ -1,6 +1,6 @@
 """Falcon-H1 (arXiv:2507.22448): attention and Mamba-2 side by side, with fixed multipliers in many places.
 
-Falcon-H1 also multiplies the inputs of projections. weft folds these factors into the multipliers of the outputs.
+Falcon-H1 also multiplies the inputs of projections by factors. weft folds these into the multipliers of the outputs.
 """
 
 import math
@@ -81,7 +81,8 @@ def write(cfg: HybridConfig) -> Raw:
 
 
 def solved(function: Callable[[float], float], result: float, about: float) -> float:
-    """Return the float among `about` and its neighbours for which `function` is exactly `result`; if none, `about`."""
+    """Return `about` or a neighbouring float, whichever `function` maps exactly to `result`. If none does, return
+    `about`."""
     near = (about, math.nextafter(about, math.inf), math.nextafter(about, 0.0))
     return next((each for each in near if function(each) == result), about)
 

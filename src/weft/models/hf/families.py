@@ -92,7 +92,8 @@ def config_of(directory: str | Path, *, ignored: Collection[str] = ()) -> Hybrid
 def described(
     directory: Path, raw: Raw, names: Collection[str], ignored: Collection[str] = ()
 ) -> tuple[Family, HybridConfig, Spelling]:
-    """Return the family and the configuration of a config.json, and the spelling of `names`, the tensors on disk."""
+    """Return the family and the configuration of the config.json `raw`, and how `names`, the tensors on disk, are
+    spelled."""
     try:
         text = full_text_of(raw)
         family = family_of(text)
@@ -104,9 +105,9 @@ def described(
 
 
 def opened(directory: Path, cfg: HybridConfig) -> tuple[dict[str, Place], Any]:
-    """Return the `Place` in a directory of each of weft's tensors, and the directory's tensors by name.
+    """Return where each of weft's tensors is in a directory (name -> `Place`), and the directory's tensors by name.
 
-    The pattern in the directory may group the symbols of `cfg` differently.
+    The pattern in the directory's configuration may group the symbols of `cfg` differently.
     """
     files = TensorFiles(directory)
     if (directory / OURS).exists():

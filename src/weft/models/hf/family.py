@@ -1,4 +1,4 @@
-"""A family of published models: tables of names that serve both reading and writing."""
+"""A family of published models: tables of names, used to read and to write its files."""
 
 import dataclasses
 import re
@@ -33,15 +33,15 @@ REQUIRED = {"attention_dropout": 0.0}
 class Family:
     """The tables of a family of published models.
 
-    - `fields`: maps names in config.json to names in `HybridConfig`, each with the family's default.
-    - `required`: fields of config.json for which weft supports only this value.
+    - `fields`: maps names in config.json to (name in `HybridConfig`, the family's default).
+    - `required`: fields of config.json, each with the only value that weft supports.
     - `kept`: fields of config.json that do not affect the result.
     - `read`, `write`: convert the fields that the table cannot express.
     - `outer`: maps weft's modules outside of layers to names on disk.
     - `layer`: the prefix of the names in a layer, with {} for its number. A layer on disk has `symbols_per_layer` of
       the pattern's symbols.
-    - `tensors`: a table for each layer symbol.
-    - `depths`: the prediction depths. None if none are published.
+    - `tensors`: for each layer symbol, a table of the names in such a layer.
+    - `depths`: the names of prediction depths. None if no model of the family has depths.
     - `memory`: maps parts of names on disk to the parts that replace them in transformers' `state_dict()`. Files of a
       saved `state_dict()` have these names too.
     """
@@ -151,7 +151,7 @@ class Family:
         return self._place(layer.symbols[place], inner, prefix, cfg)
 
     def projections(self, cfg: HybridConfig) -> set[str]:
-        """Return the names of the weights from which `Depths.count` counts the depths of a model of `cfg`."""
+        """Return the names on disk from which `Depths.count` finds the number of depths of a model of `cfg`."""
         if self.depths is None:
             return set()
         trunk, length = self._layers(cfg), len(cfg.parsed.symbols[1]) // self.symbols_per_layer
@@ -216,7 +216,7 @@ def flat(cfg: HybridConfig) -> str:
 
 
 def relevant(cfg: HybridConfig) -> list[str]:
-    """Return the names of the fields on which the result of a model of `cfg` depends."""
+    """Return the names of the fields on which the output of a model of `cfg` depends."""
     return [field.name for field in fields_of("".join(cfg.parsed.symbols[:2])) if field.metadata["rule"].result]
 
 
@@ -256,17 +256,17 @@ def written_windows(cfg: HybridConfig) -> Raw:
 
 
 def experts(template: str) -> Bound:
-    """Return a function that gives the `Place` of the matrices of all experts.
+    """Return a function that returns the `Place` of the matrices of all experts.
 
-    `template`: their names on disk, with {} for the expert.
+    `template`: their names on disk, with {} for the expert's number.
     """
     return lambda prefix, cfg: PerExpert(prefix + template, cfg.num_experts)
 
 
 def differences(cfg: HybridConfig, other: HybridConfig) -> list[str]:
-    """Return a line for each field by which the results of `cfg` and `other` differ, even if all shapes fit.
+    """Return a line for each field that makes the outputs of `cfg` and `other` differ, even if all shapes fit.
 
-    How the pattern groups symbols is ignored. Equivalent configurations give an empty list.
+    How the pattern groups symbols is ignored. For equivalent configurations the list is empty.
     """
     if cfg.parsed.symbols != other.parsed.symbols:
         return [f"pattern={cfg.pattern!r}, there {other.pattern!r}"]

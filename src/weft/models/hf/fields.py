@@ -51,7 +51,8 @@ WITHOUT_EFFECT: Mapping[str, Any] = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window", "residual_in_fp32"), False),
     "pretraining_tp": 1,
 }
-"""Fields that a family may not know, each with the value that switches it off. Fields with this value are accepted."""
+"""Fields, each with the value that switches it off. With this value, a family accepts the field even if it does not
+know it."""
 
 
 def lacking(raw: Raw, known: Collection[str]) -> set[str]:
@@ -105,7 +106,7 @@ LISTS = frozenset(
 )
 TABLES = frozenset(("rope_parameters", "rope_scaling", "quantization_config", "text_config", "linear_attn_config"))
 TEXTS = frozenset(("hybrid_override_pattern", "mtp_hybrid_override_pattern", "position_embedding_type"))
-"""Names of fields whose values are strings, for fields that families read without a table. null is allowed for all."""
+"""Names of the fields that must be strings among those that families read without a table. null is allowed for all."""
 
 
 def check_values(raw: Raw, fields: Mapping[str, tuple[str, Any]]) -> None:

@@ -47,7 +47,7 @@ MOST_LIKELY = 50
 @dataclass(frozen=True)
 class Generation:
     """The generation settings of a model. `sampling`: None if the files have none. `ends`: the tokens that end a text.
-    `not_followed`: fields that have an effect but that weft does not support, as "name=value"."""
+    `not_followed`: fields, as "name=value", that would have an effect but that weft does not support."""
 
     sampling: Sampling | None = None
     ends: frozenset[int] = frozenset()

@@ -20,7 +20,7 @@ YARN = {
 
 
 def by_turns(name: str, part: int) -> Bound:
-    """Return a function that gives the `Place` of gate (`part` 0) or up (1).
+    """Return a function that returns the `Place` of the gate (`part` 0) or the up projection (1).
 
     Both are in one tensor, interleaved in its last dimension.
     """

@@ -13,9 +13,10 @@ NAMES = {"M": "linear_attention", "*": "full_attention"}
 
 
 def half(name: str, part: int, *, of_experts: bool = False) -> Bound:
-    """Return a function that gives the `Place` of gate (`part` 0) or up (1) in a matrix that holds both.
+    """Return a function that returns the `Place` of the gate (`part` 0) or the up projection (1) in a matrix that holds
+    both.
 
-    `of_experts`: a matrix of each expert.
+    `of_experts`: whether each expert has such a matrix.
     """
     return lambda prefix, cfg: Half(prefix + name, part, dim=1 if of_experts else 0, turned=of_experts)
 

@@ -88,8 +88,8 @@ def read(raw: Raw) -> Raw:
 
 
 def _mixers(raw: Raw, layers: int, given: Raw) -> list[str]:
-    """Return the type of each layer, as transformers does. The types come from layer_types or from both lists of
-    linear_attn_config. Otherwise every fourth layer has full attention."""
+    """Return the type of each layer as transformers determines it: from layer_types, or from both lists of
+    linear_attn_config. Without either, every fourth layer has full attention."""
     if raw.get("layer_types") is not None:
         check_layer_types(raw, layers, MIXERS, "kimi_linear")
         return raw["layer_types"]

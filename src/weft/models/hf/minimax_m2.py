@@ -1,4 +1,5 @@
-"""MiniMax-M2: attention with norms over all heads that rotates half of each; sigmoid-scored experts in all layers."""
+"""MiniMax-M2: attention that rotates half of each head, with norms over all heads; sigmoid-scored experts in all
+layers."""
 
 from weft.errors import ConversionError
 from weft.models.config import HybridConfig

@@ -45,8 +45,8 @@ def read(raw: Raw) -> Raw:
 
 
 def of_a_depth(raw: Raw) -> str:
-    """Return the symbols of one prediction depth: of mtp_layers_block_type or, if that has its default, of the older
-    field mtp_hybrid_override_pattern."""
+    """Return the symbols of one prediction depth, from mtp_layers_block_type or, if that has its default, from the
+    older field mtp_hybrid_override_pattern."""
     blocks = raw.get("mtp_layers_block_type") or ["full_attention", "moe"]
     symbols = "".join(SYMBOLS.get(name, name) for name in blocks)
     return raw.get("mtp_hybrid_override_pattern", symbols) if symbols == "*E" else symbols

@@ -8,7 +8,7 @@ from weft.models.hf.places import Half, Part
 
 
 def projection(number: int) -> Bound:
-    """Return a function that gives the `Place` of queries (0), keys (1) or values (2) in the fused QKV matrix."""
+    """Return a function that returns the `Place` of queries (0), keys (1) or values (2) in the fused QKV matrix."""
 
     def place(prefix: str, cfg: HybridConfig) -> Part:
         queries, keys = (heads * cfg.attention_head_dim for heads in (cfg.num_attention_heads, cfg.num_key_value_heads))
@@ -19,7 +19,8 @@ def projection(number: int) -> Bound:
 
 
 def half(number: int) -> Bound:
-    """Return a function that gives the `Place` of gate (0) or up (1) in the matrix that holds both."""
+    """Return a function that returns the `Place` of the gate (0) or the up projection (1) in the matrix that holds
+    both."""
     return lambda prefix, cfg: Half(f"{prefix}mlp.gate_up_proj.weight", number, dim=0)
 
 

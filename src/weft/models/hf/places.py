@@ -8,7 +8,8 @@
     Turned      [experts, in, out] from one tensor [experts, out, in]
     Flat        one dimension from a tensor whose other dimensions are 1
 
-All are read by rows, so a rank reads only its shard. Values are only moved: a saved tensor equals the loaded one.
+All are read by rows, so that a rank reads only its shard. Values are moved but not changed: a saved tensor equals the
+loaded one.
 """
 
 import math
@@ -48,8 +49,9 @@ class Place(Protocol):
 
 @dataclass(frozen=True)
 class Same:
-    """One tensor, unchanged. `copies`: other names under which files may store it again. These are also written.
-    `repeats`: other such names, which are not written, for example the output layer of a tied model."""
+    """One tensor, unchanged. `copies`: other names under which files may store it again, and under which it is also
+    written. `repeats`: other names under which files may store it again, but under which it is not written, for example
+    the output layer of a tied model."""
 
     name: str
     copies: tuple[str, ...] = ()
@@ -99,7 +101,8 @@ class PerExpert:
         return [self.experts, inputs, outputs]
 
     def fused(self, gated: bool) -> "Turned | Half":
-        """Return the `Place` if one tensor holds all experts. `gated`: whether gate and up are also in one tensor."""
+        """Return the `Place` for files in which one tensor holds all experts. `gated`: whether the gate and the up
+        projection are in the same tensor."""
         stem, name = self.template.removesuffix(".weight").split("{}.")
         part = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}.get(name)
         if part is None or not gated:
@@ -213,7 +216,8 @@ class Flat:
 class Half:
     """Half number `part` (0 or 1) of one tensor that is split along dimension `dim`.
 
-    `by_turns`: the halves are interleaved, not concatenated. `turned`: weft swaps the last two dimensions.
+    `by_turns`: whether the halves are interleaved, not concatenated. `turned`: whether weft swaps the last two
+    dimensions.
     """
 
     name: str
@@ -293,7 +297,7 @@ class Rooms(Protocol):
 def write(places: Mapping[str, Place], tensors: Iterable[tuple[str, Tensor]], rooms: Rooms) -> None:
     """Copy weft's tensors to their places on disk. A tensor that holds several of weft's tensors is filled part by
     part."""
-    waiting: dict[str, tuple[Tensor, int]] = {}  # unfinished tensors, with the number of elements to fill
+    waiting: dict[str, tuple[Tensor, int]] = {}  # unfinished tensors, each with the number of elements still to fill
     for ours, tensor in tensors:
         place = places[ours]
         for name, part in place.split(tensor):

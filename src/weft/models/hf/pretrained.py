@@ -19,7 +19,7 @@ def from_pretrained(
     dtype: torch.dtype | None = None,
     ignored: Collection[str] = (),
 ) -> HybridModel:
-    """Load the model in a directory, in evaluation mode.
+    """Load the model in a directory and return it, in evaluation mode.
 
     `meshes`: the meshes over which the model is sharded. Default: it is not sharded. `dtype`: the dtype of the weights.
     Default: fp32. `ignored`: unknown fields of config.json to ignore. Raises `ConversionError` as `config_of` and

@@ -17,7 +17,8 @@ EXPERTS: Table = {
 
 
 def ends(raw: Raw, layers: int) -> list[str]:
-    """Return the last symbol of each layer: "-" in `mlp_only_layers` and between sparse steps, otherwise "E"."""
+    """Return the last symbol of each layer: "-" for those in `mlp_only_layers` and those that `decoder_sparse_step`
+    skips, otherwise "E"."""
     dense, step = raw.get("mlp_only_layers") or (), raw.get("decoder_sparse_step", 1)
     if type(step) is not int or step < 1:
         raise ConversionError(f"decoder_sparse_step={step!r}: must be at least 1; with 1 every layer ends in experts")
@@ -25,7 +26,7 @@ def ends(raw: Raw, layers: int) -> list[str]:
 
 
 def written_ends(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json, the inverse of `ends`."""
+    """Return the fields of config.json from which `ends` reads the symbols."""
     places: Sequence[int] = [number for number, symbol in enumerate(flat(cfg)[1::2]) if symbol == "-"]
     return {"mlp_only_layers": places, "decoder_sparse_step": 1}
 

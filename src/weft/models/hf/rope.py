@@ -17,7 +17,8 @@ def read(raw: Raw, *, theta: float = 10000.0, partial: float | None = None, unus
     """Return the RoPE fields of `HybridConfig`. `theta`: the family's default base.
 
     `partial`: the default fraction of a head that is rotated. None for families that rotate only whole heads. `unused`:
-    names in the table to ignore. If the file has both tables, `rope_scaling` applies, as in transformers.
+    names in the table to ignore. If the file has both `rope_parameters` and `rope_scaling`, the latter applies, as in
+    transformers.
     """
     return of_table(raw.get("rope_scaling") or raw.get("rope_parameters") or {}, raw, theta, partial, unused)
 
@@ -66,7 +67,7 @@ def write(cfg: HybridConfig, *, partial: bool = False) -> Raw:
 
 
 def by_layer_type(raw: Raw, theta: float, local: float) -> Raw:
-    """Return the RoPE fields of `HybridConfig` for a family whose windowed layers have another base and no scaling.
+    """Return the RoPE fields of `HybridConfig` for a family whose windowed layers have their own base and no scaling.
 
     `theta`, `local`: the default bases of layers without and with a window.
     """

@@ -1,4 +1,4 @@
-"""How the tensor names in a directory differ from the names in a family's tables.
+"""Describes how the tensor names in a directory differ from the names in a family's tables.
 
 difference         name in the tables                  name in the directory
 -----------------  ----------------------------------  ---------------------------------------------------------------

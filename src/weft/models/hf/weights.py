@@ -50,11 +50,11 @@ def load(model: HybridModel, directory: str | Path, *, ignored: Collection[str] 
 def save(model: HybridModel, directory: str | Path, model_type: str | None = None) -> None:
     """Write `model`, sharded or not, as a directory of Hugging Face files. Collective.
 
-    `model_type`: the family to write. Default: the family from which the model was loaded, or one that can represent
-    it. A loaded model keeps its config.json, except for the dtype, and its tokenizer and generation files. All ranks
-    gather one weight at a time, and rank 0 writes. Raises `ConversionError` if no family can represent the model, if
-    it has pipeline stages on several ranks, if the directory cannot be created, or if the directory already contains a
-    model: old files could be mistaken for new ones.
+    `model_type`: the family to write. Default: the family from which the model was loaded or, for another model, the
+    first that can represent it. A loaded model keeps its config.json, except for the dtype, and its tokenizer and
+    generation files. All ranks gather one weight at a time, and rank 0 writes it. Raises `ConversionError` if no family
+    can represent the model, if it has pipeline stages on several ranks, if the directory cannot be created, or if the
+    directory already contains a model: old files could be mistaken for new ones.
     """
     if model.cut is not None and model.cut.ranks > 1:
         raise ConversionError(
@@ -124,7 +124,7 @@ def check_fits(shapes: Mapping[str, list[int]], places: Mapping[str, Place], fil
 
 
 class Renamed:
-    """A writer that translates names in a family's tables to the spelling of a directory."""
+    """A writer that replaces names from a family's tables by the names in a directory."""
 
     def __init__(self, writer: TensorWriter, spelling: Spelling) -> None:
         self.writer, self.spelling = writer, spelling
@@ -137,7 +137,7 @@ class Renamed:
 def _prepare(directory: Path) -> None:
     """Create the directory, or raise `ConversionError` on all ranks.
 
-    Only rank 0 checks the directory, because it may begin to write before other ranks have checked.
+    Only rank 0 checks it: other ranks might check after rank 0 has begun to write.
     """
     refusal: ConversionError | None = None
     if not dist.is_initialized() or dist.get_rank() == 0:

@@ -27,20 +27,20 @@ class AnyAttention(Trunk):
     num_attention_heads: int = size(4)
     """The number of query heads of `*`, and of heads of `+`."""
     attention_bias: str = choice("none", ("none", "qkv", "all"))
-    """Which projections of attention have a bias: "none", "qkv" or "all". In `+`, "all" means those from and to the
-    hidden size."""
+    """Which projections of attention have a bias: "none", "qkv" or "all". In `+`, "all" means those whose input or
+    output has the hidden size."""
     attention_scale: float | None = optional_positive()
     """Factor of the dot products of queries and keys; None: 1 / sqrt(width of a key)."""
     rope_theta: float = amount(10000.0)
     """Base of the rotary position embedding's wavelengths; 0: no rotation."""
     rope_interleave: bool = switch(False)
-    """Whether the two elements of a rotated pair are adjacent. False: they are element i of the first and of the second
-    half of the rotated elements."""
+    """Whether the two elements of a rotated pair are adjacent. False: they are element i of the first half and element
+    i of the second half of the rotated elements."""
     rope_scaling: dict | None = declared(  # noqa: RUF009
         None, lambda table: table is None or isinstance(table, Mapping), "a table with a rope_type, or None"
     )
     """Scaling of the rotation for longer contexts, as in transformers: a table with rope_type ("linear", "llama3",
-    "yarn", "dynamic" or "longrope") and its numbers."""
+    "yarn", "dynamic" or "longrope") and the parameters of this type."""
 
     @property
     def rotated(self) -> int:
@@ -66,7 +66,7 @@ class Attention(AnyAttention, kind=KIND):
     """The number of key and value heads of `*`. It must divide the number of query heads, which share them in equal
     groups."""
     head_dim: int | None = optional_size()
-    """Width of one head of `*`; None: hidden_size / num_attention_heads. Its rotated part has an even width."""
+    """Width of one head of `*`; None: hidden_size / num_attention_heads. The rotated part must have an even width."""
     attention_output_gate: bool = switch(False)
     """Whether the output of each head of `*` is multiplied by a sigmoid gate, projected together with the queries."""
     qk_norm: str = choice("none", ("none", "head", "full"))
@@ -78,7 +78,7 @@ class Attention(AnyAttention, kind=KIND):
     """Numbers of the layers `*` that have a sliding window. They count from 0, and from 0 again in each prediction
     depth; None: all layers `*`, and the attention of `P`."""
     attention_sinks: bool = switch(False)
-    """Whether each head of `*` has an attention sink: a learned logit in the softmax that has no value."""
+    """Whether each head of `*` has an attention sink: a learned logit in the softmax to which no value belongs."""
     partial_rotary_factor: float = declared(
         1.0, lambda factor: is_number(factor) and 0 < factor <= 1, "more than 0 and at most 1"
     )
@@ -104,7 +104,7 @@ class Attention(AnyAttention, kind=KIND):
         return int(self.attention_head_dim * self.partial_rotary_factor)
 
     def window_of(self, number: int) -> int | None:
-        """Return the window of layer `*` number `number`, in positions. None: it has no window."""
+        """Return the window of the layer `*` with this number, in positions, or None if it has no window."""
         return self.sliding_window if self.windowed is None or number in self.windowed else None
 
     def check(self) -> None:

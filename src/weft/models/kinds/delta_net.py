@@ -23,7 +23,7 @@ class DeltaNet(Trunk, kind=KIND):
     linear_conv_kernel_dim: int = size(4)
     """Kernel width of the convolution of `G`, in positions."""
     delta_kernel: str = choice("auto", ("auto", "torch", "fla"), result=False)
-    """Kernel of the delta rule of `G`: "fla", "torch", or "auto" (the first of the two that is usable)."""
+    """Kernel for the delta rule of `G`: "fla", "torch", or "auto" (fla if it is usable, otherwise torch)."""
 
     def check(self) -> None:
         """Raise `ValueError` if the numbers of key and value heads do not fit."""

@@ -33,7 +33,7 @@ class Experts(AnyMLP, kind=KIND):
     """Inner width of one expert."""
     moe_rows_per: str = choice("rank", ROWS_PER, result=False)
     """With expert parallelism, how often a token is sent: once per "rank" that has some of its experts, or once per
-    "expert". "expert" sends more rows, but sums the rows bit for bit as one process does."""
+    "expert". "expert" sends more rows, but the sums of rows are bit-equal to those of one process."""
     moe_latent_size: int | None = optional_size()
     """Width of the experts' inputs and outputs; None: hidden_size."""
     shared_expert_intermediate_size: int = declared(
@@ -49,9 +49,9 @@ class Experts(AnyMLP, kind=KIND):
     router_score: str = choice("softmax", ("softmax", "sigmoid"))
     """Function that turns router logits into scores: "softmax" or "sigmoid"."""
     norm_topk_prob: bool = switch(True)
-    """Whether the scores of a token's experts are scaled to sum to 1."""
+    """Whether the scores of a token's experts are scaled so that their sum is 1."""
     routed_scaling_factor: float = positive(1.0)
-    """Factor of the scores of a token's experts."""
+    """Factor of the scores of a token's experts, after the scaling by `norm_topk_prob`."""
     n_group: int = size(1)
     """The number of groups of experts. A token's experts are in its best `topk_group` groups."""
     topk_group: int = size(1)

@@ -2,8 +2,8 @@
 
     hidden_size: int = size(128)   # a docstring follows, which is the field's line in the documentation
 
-`check_values` applies the rule of each field. Rules that involve several fields are in the `check` of the class that
-declares them.
+`check_values` applies the rule of each field. Rules that involve several fields are in the method `check` of the class
+that declares them.
 """
 
 import dataclasses
@@ -97,7 +97,7 @@ def check_values(configuration: Any) -> None:
 
 
 def require(configuration: Any, name: str, fits: bool, rule: str) -> None:
-    """Raise `ValueError` with the value and the rule of field `name`, if not `fits`."""
+    """Raise `ValueError` with the value of field `name` and `rule`, unless `fits`."""
     if not fits:
         raise ValueError(f"{name}={getattr(configuration, name)!r}: {name} must be {rule}")
 

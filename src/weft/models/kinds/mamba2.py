@@ -40,9 +40,10 @@ class Mamba2(Trunk, kind=KIND):
     time_step_limit_max: float | None = optional_positive()
     """Upper bound of all time steps of `M`; None: no bound."""
     chunk_size: int = size(128, result=False)
-    """Chunk length of the state space of `M`, in positions; affects only rounding and speed."""
+    """Length, in positions, of the chunks in which `M` computes its recurrence; affects only rounding and speed."""
     mamba_kernel: str = choice("auto", ("auto", "torch", "mamba_ssm"), result=False)
-    """Kernel of the state space of `M`: "mamba_ssm", "torch", or "auto" (the first of the two that is usable)."""
+    """Kernel for the recurrence of `M`: "mamba_ssm", "torch", or "auto" (mamba_ssm if it is usable, otherwise
+    torch)."""
 
     def check(self) -> None:
         """Raise `ValueError` if groups do not divide the heads, or a minimum is above its maximum."""

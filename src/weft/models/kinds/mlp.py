@@ -15,11 +15,11 @@ class AnyMLP(Trunk):
     """Activation of all MLPs: "silu" (SwiGLU), "clamped_swiglu" (SwiGLU with clamped inputs), "gelu_tanh" (GEGLU, GELU
     by its tanh formula), or "relu2" (squared ReLU, without a gate)."""
     swiglu_limit: float = positive(7.0)
-    """Bound of the gate and the up projection of "clamped_swiglu"."""
+    """Bound to which "clamped_swiglu" clamps its two inputs, the gate and the up projection."""
     swiglu_alpha: float = positive(1.702)
     """The factor inside the sigmoid of "clamped_swiglu"."""
     mlp_bias: bool = switch(False)
-    """Whether projections of `-`, of the shared expert and of the latent of `E` have a bias."""
+    """Whether projections of `-`, of the shared expert of `E`, and to and from the latent of `E` have a bias."""
 
     @property
     def clamp(self) -> Clamp:
@@ -40,6 +40,6 @@ class MLP(AnyMLP, kind=KIND):
     """Two factors of `-`: of its gate and of its output."""
 
     def check(self) -> None:
-        """Raise `ValueError` if an MLP without a gate has a factor for it."""
+        """Raise `ValueError` if `mlp_multipliers` has a factor for the gate of an MLP without a gate."""
         gated = self.hidden_act in GATED or self.mlp_multipliers[0] == 1
         require(self, "mlp_multipliers", gated, f"1, because hidden_act={self.hidden_act!r} has no gate")

@@ -55,7 +55,7 @@ class Trunk:
     """Epsilon of RMS norms, added to the mean square before its square root is taken."""
     zero_centered_norm: bool = switch(False)
     """Whether norms, also of queries and keys, multiply by 1 + weight instead of by the weight. Gated norms (of `M`,
-    `P`, `G`, `K`) and norms of the latents of `+` never do."""
+    `P`, `G`, `K`) and norms of the latents of `+` always multiply by the weight."""
     norm_order: str = choice("pre", ("pre", "post", "both"))
     """What is normalised in each layer: its input ("pre"), its output ("post"), or "both"."""
     pad_token_id: int | None = any_value(None)
@@ -71,11 +71,11 @@ class Trunk:
     logits_scaling: float = positive(1.0)
     """Divisor of the logits."""
     mtp_loss_coef: float = amount(0.3, result=False)
-    """Weight of the mean loss of the prediction depths (multi-token prediction)."""
+    """Factor of the mean loss of the prediction depths (multi-token prediction), which is added to the loss."""
     recompute: tuple[str, ...] = declared(
         (), lambda stages: set(stages) <= {"attend", "experts"}, "some of 'attend' and 'experts'", False
     )
-    """Stages of each layer that backward recomputes instead of saving activations: "attend" (the blocks before the
+    """Parts of each layer that backward recomputes instead of saving activations: "attend" (everything before the
     experts or the MLP), "experts" (the experts or the MLP)."""
 
     def __init_subclass__(cls, kind: Kind | None = None, **more: Any) -> None:

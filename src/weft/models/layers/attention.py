@@ -31,7 +31,8 @@ Where = tuple[int, Borders | None]
 
 
 class Attention(Block):
-    """Grouped-query attention. Its state has the keys and values of earlier positions, [B, T, heads, C]."""
+    """Grouped-query attention. Its state for decoding has the keys and values of earlier positions, [B, T, heads,
+    C]."""
 
     graph_scopes: ClassVar = {"forward": ("attn", None)}
 
@@ -58,7 +59,7 @@ class Attention(Block):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the initial sinks. The parts reset their own parameters."""
+        """Set the initial sinks. Submodules reset their own parameters."""
         if self.sinks is not None:
             (self.source / "sinks").normal_(self.sinks, INITIAL_STD)
 
@@ -151,8 +152,8 @@ def attention_over(
 ) -> Tensor:
     """Compute attention of the queries of this rank's slices to the keys and values of the whole rows.
 
-    `before`: keys and values are those of `Slices.haloing`, with this number of positions before each slice. `how`:
-    options of `causal_attention`. Returns [B, S, H, C of v].
+    `before`: if given, keys and values are not those of whole rows: they come from `Slices.haloing`, with this number
+    of positions before each slice. `how`: options of `causal_attention`. Returns [B, S, H, C of v].
     """
     q_NHC, k_NHC, v_NHC = (each.flatten(0, 1) for each in (q_BSHC, k_BTHC, v_BTHC))
     found, places = [q_NHC.new_zeros(0, q_BSHC.shape[2], v_BTHC.shape[3])], []
@@ -225,7 +226,8 @@ def causal_attention(
 def _in_blocks(
     q_BSHC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor, window: int, *, scale: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Compute `causal_attention` in a window, at a cost of S x window: a block sees its keys and `window` - 1 before.
+    """Compute `causal_attention` in a window at a cost of S x window: each block of queries sees its own keys and the
+    `window` - 1 before.
 
     queries   head   block   block   tail         head: queries that see all earlier keys
     keys      ====
@@ -290,7 +292,8 @@ def _attend(
     scale: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Compute attention with a mask of visible positions (bool), or of numbers added to scores. None: causal.
+    """Compute attention with a mask of visible positions (bool), or of numbers that are added to scores. None: a causal
+    mask.
 
     With sinks, the first column of the mask is that of the sinks.
     """
@@ -312,14 +315,16 @@ def _attend(
 
 
 def _step(q_B1HC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor, scale: float | None) -> Tensor:
-    """Compute attention of one position to all keys. Queries that share a key are rows of one product, unmasked."""
+    """Compute attention of one position to all keys, without a mask. Queries that share a key are rows of one
+    product."""
     shared = q_B1HC[:, 0].unflatten(1, (k_BTHC.shape[2], -1))
     o_BGRC = F.scaled_dot_product_attention(shared, k_BTHC.transpose(1, 2), v_BTHC.transpose(1, 2), scale=scale)
     return o_BGRC.flatten(1, 2).unsqueeze(1)
 
 
 CHANNELS = 8
-"""The number of channels added to a head for its sink. CUDA kernels copy heads whose width is not a multiple of it."""
+"""The number of channels added to a head for its sink. CUDA kernels copy heads if their width is not a multiple of
+8."""
 
 
 def _with_sinks(
@@ -330,8 +335,8 @@ def _with_sinks(
 
         q = [q ; score ; 0]     k = [0 ; 1 ; 0], [k ; 0 ; 0], ...     v = [0 ; 0], [v ; 0], ...
 
-    So sinks need no mask, which would be as large as all scores. `causal`: also add a query that sees only the sink, so
-    that the causal mask remains triangular.
+    Sinks then need no mask, which would be as large as all scores. `causal`: also add a query that sees only the sink,
+    so that the causal mask remains triangular.
     """
     width = q_BSHC.shape[3]
     scores_HC = F.pad(scores_H.to(q_BSHC.dtype).unsqueeze(-1), (width, CHANNELS - 1))

@@ -19,7 +19,7 @@ from weft.moe.recompute import recomputed
 from weft.moe.source import INITIAL_STD, WeightSource
 
 State = dict[str, Tensor]
-"""The tensors that one block caches of earlier positions, by name, such as keys. Empty before the first position."""
+"""The tensors that one block caches of earlier positions, such as keys, by name. {} before the first position."""
 Cache = dict[nn.Module, State]
 """The state of each block of a model. If the rotation depends on the length, also the tokens so far, with the
 model as key."""
@@ -37,7 +37,7 @@ class Beside(NamedTuple):
 
 
 UNNUMBERED = -1
-"""The number of attention that is not a layer `*`."""
+"""The number of an attention layer that is not counted as a layer `*`."""
 
 
 class Embedding(nn.Embedding):
@@ -75,12 +75,13 @@ class Block(nn.Module):
     """A residual layer: `x + post_norm(mix(norm(x)))`. `norm_order` says which of the two norms it has.
 
     Each kind of layer implements `mix` and is constructed as `kind(cfg, source, beside)`. With tensor parallelism
-    (`ranks`), `forward` takes a part of the positions. `mix` takes all positions, and returns a summand of the sum over
-    the ranks.
+    (`ranks`), `forward` takes this rank's positions. `mix` takes all positions, and returns this rank's summand: the
+    output is the sum over the ranks.
     """
 
     graph_scopes: ClassVar[dict[str, tuple[str, Any]]] = {}
-    """Methods that `weft.Graphs` may capture: name -> scope and the names of the submodules used (None: all)."""
+    """Methods that `weft.Graphs` may capture: name -> (scope, names of the submodules that the method uses; None:
+    all)."""
     ranks: TensorRanks | None = None
     recomputes = False
     """Whether backward recomputes `forward`. If `weft.Graphs` captures the block, it captures the recomputation too."""

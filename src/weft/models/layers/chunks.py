@@ -1,7 +1,7 @@
 """Divides sequences into chunks of equal length, for recurrences with a decay.
 
-Within a chunk a position reads earlier positions, weighted by the decay between the two. A state carries earlier chunks
-to the next chunk. At the border of a document the decay is 0, so that documents are independent.
+Within a chunk, a position reads earlier positions, weighted by the decay between the two. A state carries the effect of
+earlier chunks to the next chunk. At the border of a document the decay is 0, so that documents are independent.
 """
 
 import math
@@ -43,7 +43,7 @@ def entering(numbers_BKL: Tensor, before_B: Tensor | None) -> Tensor:
 def summed(log_decay: Tensor, numbers: Tensor | None = None) -> Tensor:
     """Return cumulative sums along the last dimension. With `numbers`, sums restart at each document.
 
-    No number of another document enters a sum, not even by its rounding. `numbers`: the document of each position.
+    The numbers of other documents do not affect a sum, not even by rounding. `numbers`: the document of each position.
     """
     if numbers is None:
         return log_decay.cumsum(-1)

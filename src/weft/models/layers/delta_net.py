@@ -37,9 +37,10 @@ from weft.moe.source import WeightSource
 
 CHUNK = 64
 CHUNK_OF_CHANNELS = 16
-"""The chunk length if each channel has a decay. It is smaller, because the decay between two positions is a vector."""
+"""The chunk length if each channel has its own decay. It is smaller than otherwise, because the decay between two
+positions is a vector."""
 TINY = 1e-6
-"""Added to the squared length of a key or query before its root."""
+"""Added to the squared length of a key or query before the square root is taken."""
 
 
 class GatedDeltaNet(Block):
@@ -195,7 +196,8 @@ def delta_chunked(
         S = fade * S + k_L @ written[-1]
 
     if slices is not None:
-        # The state S before a slice adds T S to a state in it; T is computed chunk after chunk as the states are.
+        # The state S before a slice adds T S to each state in the slice. T is computed chunk after chunk, as the states
+        # are.
         T = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device).expand(*S.shape[:-1], -1)
         of_first = []
         for w_L, k_L, fade in zip(w.unbind(3), to_end, fades):

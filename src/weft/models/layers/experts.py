@@ -83,7 +83,8 @@ class Experts(MoE):
         return super().run_experts(rows, handle)
 
     def split(self, x_BSD: Tensor) -> Crossing:
-        """Run the part before the experts: norm, router, shared expert, and sorting rows for dispatch."""
+        """Run the part before the experts: the norm, the router, the shared expert, and the sorting of rows for
+        dispatch."""
         with Positions(self.ranks, normed(self.norm, x_BSD)) as positions:
             rows, weights, shared, loss, handle = self.send(positions.whole)
         if (knows_loss := self.ranks or self.positions) is not None and loss is not None:

@@ -6,7 +6,7 @@
     exchanged   forward     send keys and values       meanwhile: queries, send them   attention, send its output back
 
 Gathered keys and values, masks and scores over whole rows are not saved for backward. A rank saves only its own
-positions. With exchanged heads, a rank saves its heads at all positions. The two ways take the same memory.
+positions. With exchanged heads, a rank saves its heads at all positions. Both ways take the same memory.
 """
 
 import math
@@ -21,7 +21,8 @@ from weft.models.layers.positions import Positions
 
 
 class Gathered:
-    """Keys and values of all context ranks. The constructor starts `gather(*parts)` of this rank's `parts` [B, S, ...].
+    """Keys and values of all context ranks. The constructor starts `gather(*parts)`, with this rank's `parts` [B, S,
+    ...].
 
     If hooks on saved tensors are active, such as those of a checkpoint around the block, they decide what is saved.
     """
@@ -46,8 +47,8 @@ class Gathered:
         return checkpoint(run, queries, *self._parts, use_reentrant=False, preserve_rng_state=False)
 
     def before(self, output: Tensor) -> Tensor:
-        """Return `output`, which is computed from the result of `attend`. Backward starts the next gather when
-        the gradient of `output` is computed."""
+        """Return `output`, which is computed from the result of `attend`. When backward has computed the gradient of
+        `output`, it starts to gather keys and values again."""
         if self._parts and output.requires_grad:
             output.register_hook(self._send)
         return output
@@ -87,7 +88,7 @@ class Exchanged:
         return self._slices.exchanging_back(attention(*coming(), *parts))()
 
     def before(self, output: Tensor) -> Tensor:
-        """Return `output`. Backward needs no further communication here."""
+        """Return `output`, as `Gathered.before` does. Backward has nothing to gather here."""
         return output
 
 

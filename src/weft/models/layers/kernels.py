@@ -5,8 +5,9 @@
     G       fla         ops.gated_delta_rule.chunk_gated_delta_rule           CUDA, in half precision, with heads of
                                                                               keys up to 256 wide
 
-"auto" uses a kernel if it is usable. Otherwise it uses torch's operations and logs the reason once. Selecting a kernel
-by name raises `KernelError` if it is not usable. The kernels round differently from the chunked forms in torch.
+"auto" uses a kernel if it is usable. Otherwise it uses torch's operations and logs the reason once. If you select a
+kernel by name and it is not usable, `KernelError` is raised. The kernels round differently from the chunked forms in
+torch.
 """
 
 import importlib

@@ -68,7 +68,7 @@ class LatentAttention(Block):
         """Return the layer's output [B, S, D] before the residual sum (see `Block.mix`)."""
         where = positions_of(documents, state["rope"].shape[1] if state else 0, x_BSD)
         if isinstance(documents, Slices):
-            others = Gathered(documents.gathering, *self._latents(x_BSD, where))  # overlaps with computing queries
+            others = Gathered(documents.gathering, *self._latents(x_BSD, where))  # while queries are computed
             o_BSHC = others.attend(partial(self._over, documents), self._queries(x_BSD, where))
             return others.before(self.o_proj(o_BSHC.flatten(-2)))
         else:

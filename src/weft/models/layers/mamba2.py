@@ -1,4 +1,4 @@
-"""Mamba-2 (Dao and Gu 2024, arXiv:2405.21060): a state space of one decay per head and position.
+"""Mamba-2 (Dao and Gu 2024, arXiv:2405.21060): a state space model with one decay per head and position.
 
 h_t = exp(dt_t A) h_(t-1) + dt_t x_t B_t^T      h [P, N] for each head, in fp32
 y_t = h_t C_t + D x_t
@@ -137,7 +137,7 @@ def ssd_stepwise(
 ) -> tuple[Tensor, Tensor]:
     """Compute the recurrence position after position. Return y [B, S, H, P] fp32 without D x, and the last state.
 
-    `numbers_BS`: the number of each position's document. The first position starts a document.
+    `numbers_BS`: the number of each position's document. With it, the first position of a row starts a document.
     """
     x, dt, A, B, C, h = _wide(x_BSHP, dt_BSH, A_H, B_BSGN, C_BSGN, state_BHPN)
     B, C = (each.repeat_interleave(x.shape[2] // each.shape[2], dim=2) for each in (B, C))

@@ -16,7 +16,8 @@ class RMSNorm(nn.Module):
     """
 
     mean_over_ranks: Callable[[Tensor], Tensor] | None = None
-    """Averages mean squares over the ranks that have parts of the width. None: this rank has the whole width."""
+    """A function that averages mean squares over the ranks that have parts of the width. None: this rank has the whole
+    width."""
 
     def __init__(self, width: int, eps: float, *, zero_centered: bool = False) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class GatedNorm(nn.Module):
     """
 
     mean_over_ranks: Callable[[Tensor], Tensor] | None = None
-    """Averages mean squares over the ranks that share a group. None: no group is shared."""
+    """A function that averages mean squares over the ranks that share a group. None: no group is shared."""
 
     def __init__(self, width: int, eps: float, *, groups: int = 1, gate_first: bool, sigmoid: bool = False) -> None:
         super().__init__()

@@ -20,13 +20,13 @@ from weft.models.tensor_parallel import LANE, TensorRanks
 class Positions:
     """A context in which autograd does not save the gathered input `whole` [B, S, D].
 
-    This rank has `part` [B, S / tp, D] of it. Autograd saves a reference to `part`, and backward gathers `whole` again.
-    If other hooks on saved tensors are active, such as those of a checkpoint, they decide what is saved. Without
-    `ranks`, `whole` is `part`, and nothing is gathered.
+    This rank has the positions `part` [B, S / tp, D] of it. Autograd saves a reference to `part` only, and backward
+    gathers `whole` again. If other hooks on saved tensors are active, such as those of a checkpoint, they decide what
+    is saved. Without `ranks`, `whole` is `part`, and nothing is gathered.
     """
 
     knows_graphs = True
-    """Tells `weft.Graphs` that it may capture inside this context. Graphs read a copy of `whole`."""
+    """Tells `weft.Graphs` that it may capture modules inside this context. The graphs read a copy of `whole`."""
     _dim = 1
 
     def __init__(self, ranks: TensorRanks | None, part: Tensor) -> None:

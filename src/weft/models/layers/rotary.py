@@ -1,8 +1,8 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864).
 
 Pair i of a head's elements at position p is rotated by the angle p * f_i, f_i = theta^(-2i / width). A pair has the
-elements i and i + width / 2, or with `interleave` 2i and 2i + 1. `scaling` changes f for contexts longer than the first
-context, with which the model was first trained (`original_max_position_embeddings`):
+elements i and i + width / 2, or with `interleave` 2i and 2i + 1. `scaling` changes f for contexts longer than the
+"first context", the length with which the model was first trained (`original_max_position_embeddings`):
 
     none      f
     linear    f / factor
@@ -34,7 +34,7 @@ class RotaryEmbedding(nn.Module):
 
     - `scaling`: {"rope_type": a type of the table above, and its numbers}, like `HybridConfig.rope_scaling`. None: no
       scaling.
-    - `local`: the rotation of layers with a window, if it differs.
+    - `local`: the `RotaryEmbedding` of layers with a window, if theirs differs.
 
     All layers of a stack share one instance. Its tables are buffers [positions, width] that are not in checkpoints.
     They grow for longer sequences, and stay at least fp32 if the module is cast.
@@ -75,7 +75,8 @@ class RotaryEmbedding(nn.Module):
             self.cos, self.sin = self._table(0, positions)
 
     def _table(self, start: int, end: int, length: int = 0) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of positions `start` to `end`, [positions, width]. `length`: the sequence's (0: short)."""
+        """Return cos and sin of positions `start` to `end`, [positions, width]. `length`: that of the sequence, or 0 if
+        it is within the first context."""
         device, dtype = self.cos.device, self.cos.dtype
         frequency, factor = frequencies(self.width, self.theta, self.scaling, device, length)
         angle = torch.outer(torch.arange(start, end, dtype=torch.float32, device=device), frequency)
@@ -141,7 +142,8 @@ class RotaryEmbedding(nn.Module):
 
 
 def changes_rotation(scaling: Mapping[str, Any], before: int, now: int) -> bool:
-    """Return whether a sequence of `now` positions rotates its first `before` ones unlike one of `before` positions.
+    """Return whether a sequence of `now` positions rotates its first `before` positions differently from a sequence
+    that has only these.
 
     `scaling`: a scaling whose type is in `BY_LENGTH`.
     """

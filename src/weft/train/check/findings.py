@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 CLOSE = 1e-7
-"""The largest relative difference that counts as rounding: runs are in fp64, but a few sums are in fp32."""
+"""The largest relative difference that counts as rounding: both steps run in fp64, but a few sums are in fp32."""
 _SHOWN = 6
-"""The largest number of names in a line."""
+"""The largest number of parameter names in a line."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Seen:
 
     - `at`: the rank's coordinate on each mesh axis.
     - `losses`: by microbatch.
-    - `squares`: for each parameter, the squared norm for clipping if only this parameter has a gradient, which is 1
-      everywhere.
-    - `factor`: the factor of clipping.
+    - `squares`: for each parameter, the squared norm that clipping would compute if only this parameter had a gradient,
+      of ones.
+    - `factor`: the factor by which clipping scaled the gradients.
     - `marks`: for each parameter, text on how it is sharded.
     - `missing`: parameters without a gradient on this rank that have a gradient in the step on one rank.
     """
@@ -62,7 +62,7 @@ class Seen:
 
 
 def findings(alone: Alone, seen: Sequence[Seen]) -> list[str]:
-    """Return a line for each fault, or no line if the steps are equal."""
+    """Return a line for each fault; an empty list if the steps are equal."""
     found = _names(alone, seen) or _weights(alone, seen)
     if found:
         return found
@@ -142,7 +142,8 @@ def _gradients(alone: Alone, seen: Sequence[Seen]) -> list[str]:
 def _explained(
     expected: Tensor, here: dict[int, Tensor], wrong: list[int], without: list[int], seen: Sequence[Seen]
 ) -> str:
-    """Return why the gradient is wrong: the axis over which it is not reduced, a factor, or the ranks.
+    """Return why the gradient is wrong: the axis over which it is not reduced, the factor by which it is wrong, or the
+    ranks on which it is wrong.
 
     `here`: rank -> gradient. `without`: ranks without a gradient.
     """
@@ -257,7 +258,8 @@ def _rows(axis: str, ranks: list[int], seen: Sequence[Seen]) -> list[list[int]]:
 
 
 def _unlike_along(seen: Sequence[Seen], here: Mapping[int, object]) -> str:
-    """Return text that names the axes along which values differ, or "" if there are none. `here`: rank -> value."""
+    """Return text that names the mesh axes along which values differ, or "" if they are equal. `here`: rank ->
+    value."""
     unlike = []
     for axis in seen[0].at:
         rows = _rows(axis, list(here), seen)

@@ -27,12 +27,13 @@ from weft.train.task.sharding import meshes_of
 from weft.train.task.text import TextTask, hybrid
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""The axes of the dense view of `weft.mesh`, the last one fastest."""
+"""The axes of the dense view of `weft.mesh`. Consecutive ranks differ in the last one."""
 
 
 @dataclass(frozen=True)
 class Checked:
-    """The result of a check. `found`: a line for each fault. `ranks`, `axes`: the size of the small mesh.
+    """The result of a check. `found`: a line for each fault. `ranks`, `axes`: the number of ranks and the axes of the
+    small mesh.
 
     `parameters`: the number of compared parameters.
     """
@@ -41,12 +42,12 @@ class Checked:
     axes: dict[str, int]
     parameters: int
     unseen: tuple[str, ...]
-    """Parameters whose gradient is 0 on one rank. Faults in such a gradient are not visible."""
+    """Parameters whose gradient is 0 in the step on one rank. Faults in such a gradient are not visible."""
     found: tuple[str, ...] = field(default=())
 
 
 def check(config: TrainConfig, ranks: int, *, sizes_are_small: bool = False) -> Checked:
-    """Compare one step on `ranks` ranks, the number of ranks of the training, with the step on one rank.
+    """Compare one step on several ranks with the same step on one rank. `ranks`: the number of ranks of the training.
 
     `sizes_are_small`: run the configuration with its own sizes, instead of a small copy. Raises ConfigError for your
     own model (model.factory), or for a configuration that cannot run on these ranks.
@@ -84,12 +85,13 @@ def check(config: TrainConfig, ranks: int, *, sizes_are_small: bool = False) -> 
 
 
 def _microbatches(config: TrainConfig, ranks: int) -> int:
-    """Return the number of microbatches of a step, on all data-parallel ranks together."""
+    """Return the number of microbatches of a step, summed over all data-parallel ranks."""
     return config.train.global_batch_size // config.train.microbatch_size
 
 
 def _microbatch(config: TrainConfig, number: int) -> dict[str, Any]:
-    """Return a microbatch of random tokens, some without a label, and of random documents if rows are packed."""
+    """Return a microbatch of random tokens, some without a label. If the configuration packs documents whole, it has
+    random documents."""
     generator = torch.Generator().manual_seed(number)
     shape = (2, config.train.microbatch_size, config.data.sequence_length)
     tokens, labels = torch.randint(config.hybrid.vocab_size, shape, generator=generator).unbind()
@@ -164,7 +166,8 @@ def _on_rank(config: TrainConfig, rank: int, ranks: int, rows: list[dict[str, An
 
 
 def _squares(model: nn.Module, names: Iterable[str]) -> dict[str, float]:
-    """Return, by parameter name, the squared norm for clipping if only this parameter's gradient is 1, others 0."""
+    """Return, by parameter name, the squared norm that clipping computes if this parameter's gradient is 1 and all
+    others are 0."""
     parameters = dict(model.named_parameters())
     for parameter in parameters.values():
         parameter.grad = torch.zeros_like(parameter)
@@ -191,7 +194,8 @@ def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _mark(parameter: Tensor) -> str:
-    """Return text that says, for each axis of a parameter's mesh, whether the parameter is cut over its ranks."""
+    """Return text that says, for each axis of a parameter's mesh, whether the parameter is cut over the ranks of the
+    axis."""
     if not isinstance(parameter, DTensor):
         return "the same on all ranks"
     names = parameter.device_mesh.mesh_dim_names or tuple(f"axis {n}" for n in range(parameter.device_mesh.ndim))

@@ -18,7 +18,7 @@ from weft.train.config import ShardingConfig, TrainConfig
 from weft.train.errors import ConfigError
 
 _FEW = 8
-"""The largest number of ranks with which all axes keep their sizes."""
+"""Up to this number of ranks, all axes keep their sizes."""
 _WIDTHS = {
     "head_dim": (8, 16, 32),
     "hidden_size": (16, 32, 64),
@@ -179,8 +179,8 @@ def _heads(model: HybridConfig, many: str, few: str, tp: int) -> Iterator[dict[s
 
 
 def _first(model: HybridConfig, sharding: ShardingConfig, candidates: object) -> HybridConfig:
-    """Return `model` with the first of `candidates` (field -> size) that the ranks can share. If there is none,
-    `model`."""
+    """Return `model` with the first of `candidates` (field -> size) that can be divided over the ranks. If none can,
+    return `model`."""
     for changes in candidates:  # type: ignore[attr-defined]
         try:
             changed = dataclasses.replace(model, **changes)

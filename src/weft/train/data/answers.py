@@ -1,6 +1,6 @@
-"""Sequences of conversations. Only tokens that the assistant writes are labels.
+"""Sequences made of conversations. Only tokens that the assistant writes are labels.
 
-In files, a token that is not a label is stored as the token plus the vocabulary's size. In rows it is -101 - token.
+In files, a token t that is not a label is stored as t + the vocabulary's size, and in rows as -101 - t.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ def marked(tokens: np.ndarray, labelled: np.ndarray, vocab_size: int) -> np.ndar
 
 
 class Answered:
-    """The sequences that have at least one label. Their tokens are in the form of `marked`."""
+    """The sequences that have at least one label, of tokens in the form that `marked` returns."""
 
     def __init__(self, sequences: Sequences, vocab_size: int) -> None:
         self.sequences, self.vocab_size = sequences, vocab_size

@@ -1,7 +1,8 @@
 """Cuts tokens into the microbatches of one rank.
 
-One global position counts the training sequences. For each microbatch every rank takes the next `microbatch_size`
-positions. A global batch therefore has the same sequences for any number of ranks, and the state is one integer:
+Training sequences are numbered by their position in the global order. For each microbatch, every rank takes the next
+`microbatch_size` positions, in turn. A global batch therefore has the same sequences for any number of ranks, and the
+state is one integer, the next position:
 
     position   0 1 2 3 | 4 5 6 7 | 8 ...     2 ranks, microbatches of 2
     rank       0 0 1 1 | 0 0 1 1 | 0 ...
@@ -30,9 +31,9 @@ class Batches:
     Step k has the same `global_batch_size` sequences for any `dp_size`.
 
     - `tokens`: a 1-D token array, or several texts, which `weights` mixes.
-    - `vocabulary`: tokens must be below this number. None: not checked.
+    - `vocabulary`: tokens must be smaller than this number. None: this is not checked.
     - `held`: the validation texts. They must be the same in a resumed run.
-    - `cut`: returns this context-parallel rank's part of a microbatch.
+    - `cut`: a function that returns this context-parallel rank's part of a microbatch.
     """
 
     def __init__(
@@ -64,8 +65,9 @@ class Batches:
         self.position = 0
         """The number of sequences that all ranks together have taken."""
         self.microbatch_weights: list[float] = []
-        """For each microbatch of the last step, its number of labels divided by the mean over all microbatches of all
-        ranks. Weighted with these, the mean of the microbatches' losses is the mean over all labels of the batch."""
+        """For each microbatch of the last step, its number of labels divided by the mean number over all microbatches
+        of all ranks. With these weights, the mean of the microbatches' losses is the mean over all labels of the
+        batch."""
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -144,8 +146,8 @@ class Validation:
     """A fixed set of `batches` global batches, evenly spread over the validation tokens.
 
     Iterating yields this rank's microbatches. All ranks have the same number of them. The set does not depend on
-    `dp_size`. It is smaller if the tokens contain fewer global batches. Raises ConfigError if they contain less than
-    one.
+    `dp_size`. It has fewer batches if the tokens do not suffice for `batches`. Raises ConfigError if they do not
+    suffice for one.
     """
 
     def __init__(
@@ -200,7 +202,7 @@ class Validation:
         return not all(isinstance(text, Windows) for text in self._mixture.texts)
 
     def pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens and labels of the whole set, [sequence, length] each, of all ranks. The baseline uses
+        """Return the tokens and labels of the whole set (of all ranks), [sequence, length] each. The baseline uses
         them."""
         rows = self._mixture.rows(self._texts, self._indices)
         return rows[:, :-1], rows[:, 1:]

@@ -1,4 +1,5 @@
-"""The baseline of a report: the loss of a bigram table on the validation text."""
+"""The baseline of a report: the loss on the validation text of a table that predicts each token from the previous
+one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +8,8 @@ import numpy as np
 
 _CHUNK = 1 << 22
 _DENSE = 1 << 24
-"""Tables with up to this number of pairs are counted densely, larger tables by sorting."""
+"""If up to this number of pairs are possible, each is counted in an array; otherwise the pairs of the text are
+sorted."""
 
 STRENGTHS = (0.1, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0)
 """The weights of the unigram frequencies from which `Bigram.fit` chooses."""
@@ -18,7 +20,8 @@ class Bigram:
     """P(next | token) = (count(token, next) + strength * P(next)) / (count(token) + strength).
 
     P(next) is the frequency of `next`, with one added to each count. For rare pairs, the table falls back smoothly to
-    P(next) (a Dirichlet prior; MacKay and Peto 1995). This predicts better than adding a constant.
+    P(next) (a Dirichlet prior; MacKay and Peto 1995). This predicts better than a constant added to each count of a
+    pair.
     """
 
     codes: np.ndarray
@@ -36,8 +39,8 @@ class Bigram:
     def fit(cls, tokens: np.ndarray, vocab_size: int, *, strengths: Sequence[float] = STRENGTHS) -> "Bigram":
         """Fit a table to 1-D `tokens`. Raises ValueError for fewer than two tokens.
 
-        The strength is that of `strengths` with which a table of the first nine tenths best predicts the last tenth of
-        the tokens.
+        `strength` is the one of `strengths` with which a table fitted to the first nine tenths of the tokens best
+        predicts the last tenth.
         """
         if len(tokens) < 2:
             raise ValueError(f"a bigram table needs at least 2 tokens, got {len(tokens)}")

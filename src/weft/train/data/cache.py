@@ -45,9 +45,11 @@ class Part:
     starts: np.ndarray
     """The offset of the first token of each document, int64, ascending."""
     fingerprint: str = ""
-    """A hash of tokens and starts, independent of file names. If it is empty, resumed runs do not compare it."""
+    """A hash of tokens and starts, independent of file names. If it is "", resumed runs do not check that the text is
+    the same."""
     conversations: int | None = None
-    """For conversations, the vocabulary's size: larger tokens are not labels (see `answers`). None for other texts."""
+    """For conversations, the vocabulary's size; tokens from this number on are not labels (see `answers`). None for
+    other texts."""
     name: str = "data.paths"
     """The setting that names the text, with its value. For messages."""
 

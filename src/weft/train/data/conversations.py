@@ -37,7 +37,7 @@ class ConversationTokenizer:
         self.identity = f"conversations {digest} {self.tokenizer.identity}"
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Return the marked tokens of a conversation in JSON."""
+        """Return the marked tokens of a conversation; `text` is its JSON."""
         tokens, labelled = self.labelled(json.loads(text))
         return marked(tokens, labelled, self.tokens)
 

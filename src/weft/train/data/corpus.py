@@ -63,7 +63,7 @@ class Text:
 def load_corpora(
     data: DataConfig, *, dp_size: int = 1, say: Say = lambda line: None, runs: str | None = None
 ) -> list[Corpus]:
-    """Load one corpus for each of `data.paths` if `data.weights` mixes them. Otherwise load one for all."""
+    """Load one corpus for each of `data.paths` if `data.weights` is set. Otherwise load one corpus for all paths."""
     if not data.weights:
         return [load_corpus(data, dp_size=dp_size, say=say, runs=runs)]
     return [load_corpus(data, dp_size=dp_size, say=say, runs=runs, paths=(path,)) for path in data.paths]
@@ -81,7 +81,8 @@ def load_corpus(
 
     Several processes may call this function at the same time with the same cache. The validation text is that of
     `data.validation_paths`, or a part of the documents (for large files, of their lines). It is the same for every
-    seed. `runs`: the folder of all runs. It is left out of the text, as is the cache. `paths` replaces `data.paths`.
+    seed. `runs`: the folder of all runs, whose files are not part of the text; nor are those of the cache. `paths`: if
+    given, replaces `data.paths`.
 
     Raises ConfigError for paths that do not exist or are of another kind, an empty text, and a text with less than one
     sequence for each of `dp_size` ranks.

@@ -27,7 +27,7 @@ File = tuple[str, int, int]
 """(path, size in bytes, modification time in ns)."""
 
 PATTERNS = {"jsonl": ("*.jsonl",), "messages": ("*.jsonl",), "parquet": ("*.parquet",), "tokens": ("*.npy", "*.bin")}
-"""The patterns of the files that are taken from folders, unless `data.include` is set."""
+"""The patterns of the files that are read from folders, unless `data.include` is set."""
 _LARGEST_PIECE = 16 << 20
 _LONGEST_LINE = 1 << 16
 _NO_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -50,8 +50,8 @@ class Document(NamedTuple):
 def find_files(data: DataConfig, setting: str, paths: Sequence[str], written: Sequence[str | Path] = ()) -> list[File]:
     """Return every file below `paths` in a fixed order. Raises ConfigError for missing files, or files of another kind.
 
-    `setting`: the setting that names the paths, for errors. `written`: folders to which runs write. They are left out
-    if they are below one of `paths`. If they are one of `paths`, ConfigError is raised.
+    `setting`: the setting that names the paths, for errors. `written`: folders to which runs write. Files in them are
+    left out. If one of `paths` is such a folder, ConfigError is raised.
     """
     try:
         stats = [(path, os.stat(path)) for path in dict.fromkeys(_paths(data, setting, paths, written))]
@@ -85,8 +85,8 @@ def _paths(data: DataConfig, setting: str, paths: Sequence[str], written: Sequen
 
 
 def documents(data: DataConfig, setting: str, files: Sequence[File], fraction: float) -> Iterator[Document]:
-    """Yield all documents of `files`, which the setting `setting` names. A fixed `fraction` of them is for
-    validation."""
+    """Yield all documents of `files`. `fraction`: how many of them are for validation, always the same ones. `setting`:
+    as in `find_files`."""
     if data.kind == "text":
         yield from _texts(setting, files, fraction)
         return
@@ -121,7 +121,7 @@ def _told(setting: str, path: str, rows: Iterator[tuple[str, float]]) -> Iterato
 
 
 def _hash(number: int) -> float:
-    """Return a pseudorandom number in [0, 1)."""
+    """Return a pseudorandom number in [0, 1) that depends only on `number`."""
     return int.from_bytes(hashlib.sha256(b"%d" % number).digest()[:6]) / (1 << 48)
 
 
@@ -316,8 +316,8 @@ def _read_lines(path: str, start: int, end: int) -> bytes:
 
 
 def _line_start(text: mmap.mmap, offset: int) -> int:
-    """Return the first line start at or after `offset`. Within a very long line, return the start of the next
-    character."""
+    """Return the offset of the first line that starts at or after `offset`. Within a very long line, return that of the
+    next character."""
     if offset == 0 or offset >= len(text):
         return min(offset, len(text))
     newline = text.find(b"\n", offset - 1, offset + _LONGEST_LINE)

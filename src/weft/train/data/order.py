@@ -1,6 +1,6 @@
 """A shuffled order that needs no memory: a keyed permutation of 0 .. count-1.
 
-A four-round Feistel network permutes the numbers of 2k bits. Numbers outside the range go through the network again
+A four-round Feistel network permutes the numbers of 2k bits. Results outside 0 .. count-1 go through the network again
 until they are inside ("cycle walking", Black and Rogaway 2002). Any rank can compute any part of the order without the
 rest. The order does not depend on the version of a library.
 """
@@ -13,7 +13,8 @@ _ROUNDS = 4
 def shuffled(positions: np.ndarray, count: int, seed: int) -> np.ndarray:
     """Return the permuted `positions`, int64 of the same shape, in 0 .. count-1.
 
-    `positions`: integers from 0. Positions from `count` on belong to later epochs. Each epoch has another permutation.
+    `positions`: integers from 0. Positions from `count` on belong to later epochs. Each epoch has a different
+    permutation.
     """
     positions = np.asarray(positions, dtype=np.uint64)
     epochs, places = np.divmod(positions, np.uint64(count))

@@ -10,18 +10,18 @@ class Sequences(Protocol):
 
     length: int
     apart: bool
-    """Whether documents are separate: no document attends to another or predicts the first token of the next."""
+    """Whether documents are separate: none attends to another, and none predicts the first token of the next."""
 
     def __len__(self) -> int: ...
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
-        """Return the tokens of sequences, int64 [len(indices), length + 1]. -100 marks empty places."""
+        """Return the tokens of the sequences `indices`, int64 [len(indices), length + 1]. -100 marks empty places."""
         ...
 
     def documents(self, indices: np.ndarray) -> np.ndarray:
-        """Return the number of the document of each place of `rows`. -1 marks empty places."""
+        """Return, for each place of `rows(indices)`, the number of its document. -1 marks empty places."""
         ...
 
     def labels(self, indices: np.ndarray) -> np.ndarray:
-        """Return the number of labels of each sequence."""
+        """Return the number of labels of each of the sequences `indices`."""
         ...

@@ -23,7 +23,7 @@ from weft.train.toml_values import show
 
 Batch = tuple[torch.Tensor, torch.Tensor] | dict[str, Any]
 """Tokens and labels, both int64 [microbatch, sequence]. A label is the next token, or -100. If documents are separate,
-a dictionary of "tokens", "labels" and "documents"."""
+a batch is a dictionary of "tokens", "labels" and "documents"."""
 Packing = Literal["stream", "whole"]
 NO_LABEL = -100
 _SLOTS = 1000
@@ -59,7 +59,8 @@ class Windows:
 
 
 class WholeDocuments:
-    """Documents packed whole. A document longer than a sequence is cut, and its rest is packed with other documents.
+    """Documents packed whole. A document longer than a sequence is cut, and the remainder is packed with other
+    documents.
 
     `apart`: whether documents are separate, so that none predicts the first token of the next.
     """
@@ -114,7 +115,8 @@ def _packed(part: Part, room: int) -> np.ndarray:
 def sequences(
     part: Part | np.ndarray, length: int, packing: Packing, at_least: int, *, cross_documents: bool = False
 ) -> Sequences:
-    """Cut a text into sequences. Raises ConfigError for fewer than `at_least`, the number of data-parallel ranks."""
+    """Cut a text into sequences. Raises ConfigError for fewer sequences than `at_least`, the number of data-parallel
+    ranks."""
     part = part if isinstance(part, Part) else Part(part, np.zeros(1, dtype=np.int64))
     found: Sequences = Windows(part, length)
     if packing == "whole":
@@ -137,7 +139,8 @@ def sequences(
 
 
 class Mixture:
-    """Several texts, mixed by weight. Each text has its share of every thousand sequences, evenly spread.
+    """Several texts, mixed by weight. Of every thousand sequences, each text has a number in proportion to its weight,
+    evenly spread.
 
     `place` maps a position in the mixture to a text and a sequence of that text.
     """
@@ -190,7 +193,7 @@ class Mixture:
             numbers[texts == text] = self.texts[text].documents(indices[texts == text])
         found = torch.from_numpy(numbers)
         labels = labels.where(found[:, 1:] == found[:, :-1], NO_LABEL)
-        # A document that the end of the row cuts off has a label for its last position: the token after the row.
+        # A document that is cut off at the end of a row has a label for its last position: the token after the row.
         documents = replace(Documents.from_ids(found[:, :-1]), continues=True)
         return {"tokens": tokens, "labels": labels, "documents": documents}
 

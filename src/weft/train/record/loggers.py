@@ -34,7 +34,7 @@ class Logger(Protocol):
 
 
 class TensorBoard:
-    """Writes event files. Removes entries that a resumed run will write again."""
+    """Writes event files for TensorBoard. Removes entries that a resumed run will write again."""
 
     def __init__(self, folder: Path, resumed_step: int, settings: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter

@@ -14,7 +14,7 @@ FOLDER = "profile"
 
 
 class ProfilerWindow:
-    """Profiles `steps` steps from step `first` on (0: no steps), and writes a trace of this rank."""
+    """Profiles `steps` steps from step `first` on, and writes a trace of this rank. `first` = 0: profiles none."""
 
     def __init__(self, folder: Path, first: int, steps: int, rank: int) -> None:
         self.first, self.last = first, first + steps - 1
@@ -34,7 +34,7 @@ class ProfilerWindow:
             self.close(note)
 
     def close(self, note: Callable[[str], None]) -> None:
-        """Write the trace, even if the run ended before the last step of the window."""
+        """Write the trace, even if the run ended before the last step to profile."""
         if self._profiler is not None:
             self._profiler.stop()
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ class ProfilerWindow:
 class Operations(TorchDispatchMode):
     """Counts multiplications and additions of matrix products, convolutions and attention, in forward and backward.
 
-    Recomputation in backward also counts.
+    Operations that activation checkpointing repeats in backward also count.
     """
 
     def __init__(self) -> None:

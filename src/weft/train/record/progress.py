@@ -98,7 +98,8 @@ class Progress:
         self._started = time.monotonic()
         self._times.append((self._step, self._started))
         if self._enabled and self._console.is_terminal:
-            # Redrawn by `update`: between two steps nothing changes, and a thread would take time from them.
+            # `update` redraws the panel: between two steps nothing changes, and a redrawing thread would slow down the
+            # steps.
             self._live = Live(self._panel(), console=self._console, auto_refresh=False)
             self._live.__enter__()
         return self
@@ -115,7 +116,8 @@ class Progress:
             self._live = None
 
     def update(self, step: int, **values: float) -> None:
-        """Show that `step` optimizer steps are done. On the panel, values that are not given keep their last number."""
+        """Show that `step` optimizer steps are done. On the panel, values that are not passed keep their last
+        number."""
         if step != self._step:
             self._times.append((step, time.monotonic()))
         self._step = step
@@ -139,7 +141,7 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """The estimated time left, from the mean of the last steps, or None before the first step."""
+        """The estimated time left in seconds, from the mean of the last steps; None before the first step."""
         (first, then), (last, now) = self._times[0], self._times[-1]
         if last == first:
             return None

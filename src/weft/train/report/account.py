@@ -30,7 +30,8 @@ from weft.train.task.task import Task
 
 
 class Account:
-    """Prints and writes facts about a run, on one rank. The first rank writes. `say`: called with lines to print."""
+    """One rank's part in printing and writing facts about a run. Only the first rank writes. `say`: called with lines
+    to print."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class Account:
     def begin(self, step: int) -> None:
         """Print and collect facts at the start of a run, or when it resumes from `step`.
 
-        A resumed run writes them only in `keep_start`.
+        A run that resumes writes them later, in `keep_start`.
         """
         ranks = dist.get_world_size()
         if self._writes:
@@ -81,11 +82,13 @@ class Account:
             self._say(note)
 
     def keep_start(self) -> None:
-        """Write configuration and facts on the first rank. Call it when the first checkpoint with them is committed."""
+        """Write the configuration and the facts of the start on the first rank. Call it after the first checkpoint of
+        this start."""
         if not self._facts:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        # A run keeps its name, by which a resume finds it, even if the resuming configuration has another.
+        # A run keeps its name, by which it is found to resume it, even if the configuration with which it resumes has
+        # another.
         run = dataclasses.replace(self._config.run, name=recorded_name(self._folder) or self._config.run.name)
         config = dataclasses.replace(self._config, run=run)
         replace_text(self._folder / CONFIG, to_toml(config, own_task=self._has_own_task))

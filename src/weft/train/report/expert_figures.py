@@ -55,7 +55,8 @@ def expert_load(steps: Sequence[int], loads: Loads) -> Draw:
 
 
 def lanes(intervals: Sequence[Interval], hidden: float) -> Draw:
-    """Draw computation, idle time and exchange of one step on two rows, with the hidden and exposed exchange.
+    """Draw computation and idle time of one step on one row, and the exchange on another, divided into hidden and
+    exposed.
 
     `hidden`: the fraction of the exchange that overlaps with computation.
     """

@@ -1,7 +1,7 @@
 """Pictures of a run, each drawn for light and for dark pages.
 
 Each function returns a `Draw`, which draws with the colours of a `Theme`. `render` turns a `Draw` into SVG or PNG. The
-same numbers give the same bytes. Sizes suit a phone: text of 10 points in a picture as wide as the screen.
+same numbers give the same bytes. Sizes are chosen for phones: a picture as wide as the screen has text of 10 points.
 """
 
 import io
@@ -232,7 +232,7 @@ def _mark_resumes(axes: Any, resumed: Sequence[int], theme: Theme, named: bool =
 
 
 def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return at most about `POINTS` points of a curve: the lowest and the highest point of each part."""
+    """Return about `POINTS` points of a longer curve: the lowest and the highest point of each of its parts."""
     size = -(-2 * len(values) // POINTS)
     if size < 2:
         return steps, values

@@ -1,6 +1,6 @@
 """Writes the report of a running training from time to time, in a separate process.
 
-Pictures take seconds of CPU time, for which no step should wait.
+The drawing of pictures takes seconds of CPU time, and no step should wait for it.
 """
 
 import os
@@ -11,12 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 _SHARE = 20
-"""The least ratio of the pause between two pages to the time of writing one."""
+"""The pause between two reports is at least this number times the time that one takes."""
 _LAST_S = 60.0
 
 
 class LiveReport:
-    """The live report of a run. `every`: seconds between two pages; 0: no pages. `say` prints the first failure."""
+    """The live report of a run. `every`: seconds between two reports; 0: none. `say`: called with a line about the
+    first failure."""
 
     def __init__(self, folder: Path, every: float, say: Callable[[str], None], *, enabled: bool = True) -> None:
         self._folder, self._every, self._say, self._enabled = folder, every, say, enabled and every > 0
@@ -26,7 +27,7 @@ class LiveReport:
         self._has_failed = False
 
     def after_step(self) -> None:
-        """Start to write a page, if it is due."""
+        """Start to write a report, if one is due."""
         if not self._enabled:
             return
         now = time.monotonic()
@@ -44,7 +45,7 @@ class LiveReport:
                 self._note(f"its process cannot be started: {error.strerror}")
 
     def close(self) -> None:
-        """Wait for a page that is being written, so that it cannot replace the final page."""
+        """Wait for a report that is being written, so that it cannot replace the final one."""
         if self._writer is None:
             return
         try:

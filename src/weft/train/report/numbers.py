@@ -11,7 +11,8 @@ Curve = list[tuple[float, float]]
 
 
 def memory_groups(memory: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) -> dict[str, dict[str, float]]:
-    """Return group -> role -> bytes without empty roles. A list of reports comes from the ranks of a pipeline."""
+    """Return group -> role -> bytes, without roles of 0 bytes. `memory`: a report, or a list of those of a pipeline's
+    ranks."""
     if not memory:
         return {}
     if not isinstance(memory, Mapping):
@@ -32,7 +33,7 @@ def curve(records: list[dict[str, Any]], kind: str, name: str) -> Curve:
 
 
 def median(points: Sequence[tuple[float, float]]) -> float:
-    """Return the median of the values that are not NaN, or NaN without any."""
+    """Return the median of the values that are not NaN, or NaN if there are none."""
     known = [value for _, value in points if value == value]
     return statistics.median(known) if known else math.nan
 

@@ -28,8 +28,9 @@ def write_report(run_directory: str | Path, *, live_s: float = 0) -> Path:
     """Write report.html and its pictures (`NAME.svg`, `NAME-dark.svg`) into a run's folder. Return the page's path.
 
     The content comes from the metrics, the configuration and the facts in the folder. Missing parts are left out.
-    Pictures are left out without matplotlib. The same files give the same bytes. `live_s`: for a training that runs,
-    the seconds after which the page reloads itself. Raises ConfigError if the report cannot be written.
+    Pictures are left out without matplotlib. The same files give the same bytes. `live_s`: for a run that is still
+    training, the seconds after which the page reloads itself; 0 for one that has ended. Raises ConfigError if the
+    report cannot be written.
     """
     try:
         return _written(Path(run_directory), live_s)
@@ -79,7 +80,7 @@ def can_draw() -> bool:
 def _about(records: list[dict[str, Any]], facts: Mapping[str, Any], coming: int) -> list[tuple[str, str]]:
     """Return (label, value) pairs: first the title of the page, then facts about the run.
 
-    `coming`: the total number of steps of a training that runs. 0 for a run that has ended.
+    `coming`: the total number of steps of a run that is still training; 0 for a run that has ended.
     """
     steps = max((record["step"] for record in records), default=0)
     what = f"A training run of weft, {steps:,} steps"
@@ -137,9 +138,9 @@ def _tiles(
 def _rows(
     records: list[dict[str, Any]], baselines: dict[str, float], units: Mapping[str, str]
 ) -> list[tuple[str, ...]]:
-    """Return the rows of the table of final numbers. The head is first: name, loss, and bits per byte if known.
+    """Return the rows of the table of final numbers. The first is its head: name, loss, and bits per byte if known.
 
-    Other values are in the column of the loss.
+    Values that are not losses are in the column of the loss too.
     """
     train, validation = losses(records)
     named = {}

@@ -20,7 +20,7 @@ GAP = 0.45
 APART = 1.9
 """The distance between the middles of two lines, in widths of a symbol."""
 Line = tuple[str, list[tuple[LogicalLayer, bool]]]
-"""(label, layers). Each layer comes with whether a pipeline segment starts at it."""
+"""(label, [(layer, whether a pipeline segment starts at it)])."""
 
 
 def pattern(text: str) -> Draw:

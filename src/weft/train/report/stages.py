@@ -1,4 +1,4 @@
-"""The measured schedule of one training step: when each stage computed and when it idled."""
+"""The measured schedule of one training step: when each stage computed and when it was idle."""
 
 import json
 from collections import defaultdict

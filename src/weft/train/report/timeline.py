@@ -1,4 +1,4 @@
-"""The timeline of one training step, kept in the run's folder for the report."""
+"""Writes and reads the timeline of one training step in the run's folder, for the report."""
 
 import json
 from collections.abc import Sequence

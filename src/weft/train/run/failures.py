@@ -1,4 +1,4 @@
-"""Exit codes, and errors that one line explains."""
+"""Exit codes, and errors for which one line is printed instead of a traceback."""
 
 import errno
 
@@ -17,7 +17,7 @@ class Refused(RuntimeError):
 
 
 class Interrupted(Exception):
-    """Raised if a request to stop arrives before training begins. `is_saved`: whether the run has a checkpoint."""
+    """Raised if a request to stop arrives before the first step. `is_saved`: whether the run has a checkpoint."""
 
     def __init__(self, message: str, *, is_saved: bool = False) -> None:
         super().__init__(message)

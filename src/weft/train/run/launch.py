@@ -45,7 +45,7 @@ any other error, which needs its traceback."""
 
 _POLL_S = 0.05
 _GRACE_S = 3.0
-"""The seconds after the first failure in which the other ranks may report why they failed."""
+"""How long, in seconds, the other ranks may take after the first failure to report why they failed."""
 
 
 def launch(
@@ -61,15 +61,15 @@ def launch(
     """Run `python -m weft *arguments` as `ranks` local processes. Return the exit code of the command.
 
     0: all ranks succeeded. 2: the configuration is invalid. 3: the ranks were asked to stop, and the run has a
-    checkpoint. 4: they were asked to stop before there was a checkpoint. 1: any other failure. stderr then names the
-    rank that failed or died first. If there is a checkpoint from which to resume, stderr also has `resume_command`. The
-    directory of a new run is removed if the run did not begin and one line explains the failure. Otherwise it stays,
-    for its logs.
+    checkpoint. 4: they were asked to stop before there was a checkpoint. 1: any other failure. After such a failure,
+    stderr names the rank that failed or died first. If there is a checkpoint from which to resume, stderr also has
+    `resume_command`. The directory of a new run is removed if the run failed before it began, with an error that one
+    line explains. Otherwise it stays, for its logs.
 
     `restarts`: how often all ranks are restarted from the newest checkpoint after a failure (exit code 1).
     `restart_ranks`: the number of ranks after a restart. If a restart fails with the same message at the same
     checkpoint as the start before it, there is no further restart. `keeps_copies`: whether ranks copy their state to
-    memory. A restart resumes from the copy if the copy is newer.
+    memory. A restart resumes from the copy in memory if it is newer than the newest checkpoint.
     """
     failed = ""
     requests = Requests()  # of all starts: a signal between two of them is obeyed by the next one
@@ -101,7 +101,7 @@ def launch(
 
 
 def report_failure(rank: int, kind: Kind, message: str, error: BaseException) -> None:
-    """Write the reason for which this rank ends to a file, for the process that started the rank.
+    """Write why this rank ends to a file, which the process that started the rank reads.
 
     The file is in the folder of the ranks' store. It is not in the run's directory, whose disk may be full.
     """
@@ -146,7 +146,7 @@ class _Supervisor:
         self.ranks: list[_Rank] = []
         self.requests = requests
         self.died: list[_Rank] = []
-        """Ranks that ended with an error without being killed by this process, in order of detection."""
+        """Ranks that ended with an error and were not killed by this process, in the order in which it noticed."""
         self.error = ""
         """The message of the error whose traceback was printed; empty if none was."""
 
@@ -258,7 +258,8 @@ class _Supervisor:
             rank.process.kill()
 
     def _explain(self) -> int:
-        """Print the first cause and return the exit code. Later reports say only that another rank was lost."""
+        """Print the cause of the first failure and return the exit code. Later reports of ranks say only that another
+        rank was lost."""
         killed = [rank for rank in self.died if rank.process.returncode < 0]
         reasons = sorted(self._reasons(), key=lambda reason: reason["time"])
         wrong = [reason for reason in reasons if reason["kind"] != "failure"]

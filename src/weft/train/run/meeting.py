@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks of a run, with messages about missing ranks.
+"""Rendezvous: each rank of a run waits for the others, and prints which ranks are missing.
 
 A store whose process is stopped accepts connections but never answers, and its calls have no timeout. Therefore each
 call runs in a separate thread. Meanwhile the main thread counts the time, prints which ranks are missing and obeys
@@ -24,7 +24,7 @@ FIRST_WORD_S = 5.0
 NEXT_WORD_S = 60.0
 _POLL_S = 0.1
 _ANSWER_S = 1.0
-"""Seconds within which a running store answers. A request to stop is obeyed after at most this time."""
+"""Seconds within which a store that runs answers. A request to stop is obeyed after at most this time."""
 COUNT = "count"
 """The key of the number of ranks that have arrived. The number is negative after a rank has withdrawn."""
 _AWAY = 1 << 32
@@ -77,7 +77,7 @@ def meet(
 
 
 def _leave(store: dist.Store, ranks: int) -> bool:
-    """Withdraw this rank, unless all ranks have arrived: another rank may then already have continued.
+    """Withdraw this rank from the meeting, unless all ranks have arrived: another rank may then already have continued.
 
     Returns whether this rank is withdrawn.
     """
@@ -123,7 +123,7 @@ def _absent(store: dist.Store, keys: list[str]) -> str:
 
 
 class _Wait:
-    """A wait with a time limit, `patience`. `silent`: text that names the store if the store does not answer."""
+    """A wait of at most `patience` seconds. `silent`: the text for messages that the store does not answer."""
 
     def __init__(self, patience: float, stop: StopRequest, say: Callable[[str], None], silent: str) -> None:
         self.patience, self.stop, self.say, self.silent = patience, stop, say, silent
@@ -160,8 +160,8 @@ class _Wait:
         return answers[0]
 
     def on(self, whom: Callable[[], str]) -> None:
-        """Wait for 0.1 more seconds, and print at intervals what `whom` names. Raises Refused if `patience` has run
-        out."""
+        """Wait for a moment. At intervals, print that this rank waits for `whom()`. Raises Refused if `patience` has
+        run out."""
         waited = time.monotonic() - self.started
         if waited > self.patience:
             raise Refused(f"waited {self.patience:g} s (run.patience) in vain for {whom()}")

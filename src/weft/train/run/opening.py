@@ -1,4 +1,4 @@
-"""Opens the run's directory on all ranks, and checks for requests to stop before the first step."""
+"""Opens a run's directory for all ranks, and checks for requests to stop before the first step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,7 +35,7 @@ def open_run_together(config: TrainConfig, resume: str | bool, command: str | No
 
 @contextmanager
 def beginning(run: Run) -> Iterator[None]:
-    """Wrap the construction of a trainer. If it fails, the directory of a new run is removed."""
+    """A context for the construction of a trainer. If that fails, the directory of a new run is removed."""
     try:
         yield
     except BaseException:

@@ -1,7 +1,7 @@
 """Direct connections between ranks, over which they request each other's state.
 
 Each rank listens and answers in a thread, so rank 0 and the job's store need not be alive. At the start, the ranks
-exchange their addresses once over the store. This runs in another thread, because a stopped store never answers.
+exchange their addresses once over the store. They do so in a second thread, because a stopped store never answers.
 """
 
 import json
@@ -26,8 +26,8 @@ _ANSWER_S = 5.0
 
 
 class Peers:
-    """The other ranks of a job. `state()` returns this rank's answer. `heard` is called with the messages of other
-    ranks."""
+    """The other ranks of a job. `state`: a function that returns what this rank answers to `ask`. `heard`: a function
+    that is called with each message that another rank sends by `tell`."""
 
     def __init__(self, state: Callable[[], Mapping[str, Any]], heard: Callable[[dict[str, Any]], None]) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
@@ -50,7 +50,7 @@ class Peers:
 
     @property
     def store_is_silent(self) -> bool:
-        """Whether the store has not answered, so that some addresses are unknown."""
+        """Whether the store has not answered in time, so that the addresses of some ranks are unknown."""
         return self._asked is not None and time.monotonic() - self._asked > _ANSWER_S
 
     def close(self) -> None:

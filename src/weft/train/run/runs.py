@@ -37,8 +37,8 @@ class Run:
 
     directory: Path
     step: int | None = None
-    """The step of the newest committed checkpoint when the directory was chosen. None for a new run. The run chooses
-    the checkpoint from which it resumes after it has locked the directory."""
+    """The step of the newest committed checkpoint when the directory was chosen. None for a new run. The checkpoint
+    from which the run resumes is chosen later, when it has locked the directory."""
     note: str = ""
     """A line to print about the choice of directory."""
 
@@ -56,9 +56,9 @@ def open_run(
       that has a committed checkpoint. A string: the directory of a run, or its config.toml.
     - `or_start`: start a new run if there is nothing to resume.
     - `command`: the command line without `--resume`, for messages. None in a script.
-    - `own_task`: whether a program passes model and data.
+    - `own_task`: whether a program passes model and data to `weft.train.Trainer`.
 
-    Raises ConfigError if there is nothing to resume, or if `own_task` differs from that of the run.
+    Raises ConfigError if there is nothing to resume, or if `own_task` is not as it was when the run was started.
     """
     asked = "run.resume = true" if not resume else f"resume={resume!r}" if command is None else "--resume"
     resume = resume or config.resume
@@ -85,7 +85,8 @@ def open_run(
 
 
 def run_directory(named: str | Path) -> Path:
-    """Return the directory of the run that a path names: the path, or the folder of a run's config.toml."""
+    """Return the directory of the run that a path names: the path itself or, if it is a run's config.toml, its
+    folder."""
     path = Path(named)
     return path.parent if path.name == CONFIG and path.is_file() and (path.parent / CHECKPOINTS).is_dir() else path
 
@@ -165,8 +166,8 @@ def refuse_described_task(directory: Path) -> None:
 
 
 def _describes_task(directory: Path) -> bool | None:
-    """Return whether the configuration of a run describes its model and data, or None if it cannot be read. Another
-    function reports that."""
+    """Return whether the configuration of a run describes its model and data, or None if it cannot be read (another
+    function reports this)."""
     try:
         tables = read_tables(directory)
     except (OSError, ValueError):

@@ -1,8 +1,9 @@
 """Decides whether code that the configuration of a run directory names may be imported.
 
 The config.toml of a run directory may name code: `model.factory`, loggers, an optimizer. The code is imported without
---trust only for directories that this user made on this machine. Their facts.json has a mark: an HMAC of the path and
-the names, with a key in the user's state folder. A directory that was copied or moved has no valid mark.
+--trust only for directories that this user made on this machine. The facts.json of such a directory has a mark: an HMAC
+of its path and the named code, with a key in the user's state folder. A directory that was copied or moved has no valid
+mark.
 """
 
 import hashlib

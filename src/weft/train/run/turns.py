@@ -14,9 +14,10 @@ _POLL_S = 0.05
 
 
 def first_rank_first(make: Callable[[], Result]) -> Result:
-    """Call `make()` on the first rank, and then on all others. Return its result on each rank. There is no timeout.
+    """Call `make()` on the first rank and, when it has returned, on all others. Return the result of each rank's own
+    call. There is no timeout.
 
-    Collective. All ranks raise a ConfigError of the first rank.
+    Collective. If the first rank raises ConfigError, all ranks raise it.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if ranks == 1:

@@ -10,10 +10,10 @@ takes longer than the limit counts as a hang. A rank without progress for longer
     all are in collectives                       the ranks wait for each other
 
 The hang detector of the engine (`weft.comm.watch`) is a separate thread. It tells the watchdog what a rank waits for.
-The detector needs the job's store, because programs without a run have no other connection. A request to a store whose
-host is stopped never returns. In that case the watchdog must end the process. Therefore the watchdog is another thread,
-which does not use the store. The first rank that knows the cause sends it to the others, so that the user reads one
-line. A rank that fails sends its cause too.
+The detector uses the job's store, because outside of runs the ranks have no other connection. A request to a store
+whose host is stopped never returns. In that case the watchdog must end the process. Therefore the watchdog is another
+thread, which does not use the store. The first rank that knows the cause of a hang sends it to the others, so that all
+print the same line. A rank that fails sends the cause of its failure too.
 """
 
 import os
@@ -35,7 +35,7 @@ from weft.train.run.peers import Peers
 _MOMENT_S = 2.0
 """The seconds within which a running rank answers, even on a busy machine."""
 _GRACE_S = 3.0
-"""The seconds after which the watchdog ends a rank, once another rank has sent why it failed."""
+"""How long, in seconds, the watchdog waits before it ends a rank to which another rank has sent why it failed."""
 _COMPUTES = 0.01
 """A thread computes if it uses more than this fraction of a core. A thread that polls uses a tenth of it."""
 _COLLECTIVE = (
@@ -43,7 +43,7 @@ _COLLECTIVE = (
     os.path.join("weft", "comm"),
     os.path.join("run", "turns.py"),
 )
-"""Files in which a rank waits for other ranks."""
+"""Files whose functions wait for other ranks."""
 
 
 class Watchdog:
@@ -57,7 +57,7 @@ class Watchdog:
         self.limit, self.bark = limit, bark
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.said: str | None = None
-        """The reason that another rank gave for its failure; None without one."""
+        """Why another rank failed, as it said; None if no rank has said so."""
         self._said_at = 0.0
         self._moves, self._what, self._loosely = 0, "", False
         self._since = time.monotonic()
@@ -91,7 +91,7 @@ class Watchdog:
             self._peers.close()
 
     def at(self, what: str, *, loosely: bool = False) -> None:
-        """Note progress: this rank begins `what`, a phase for messages. `loosely`: see the class."""
+        """Note progress: this rank begins the phase `what`, a text for messages. `loosely`: see the class."""
         self._since = time.monotonic()
         self._what, self._loosely = what, loosely
         self._moves += 1
@@ -101,7 +101,7 @@ class Watchdog:
         self.at("")
 
     def tell(self, line: str) -> None:
-        """Send the other ranks the reason for which this rank fails."""
+        """Send to the other ranks why this rank fails."""
         if self._peers is not None:
             self._peers.tell({"rank": self.rank, "line": line, "failed": True}, 1.0)
 
@@ -165,7 +165,8 @@ class Watchdog:
         }
 
     def _who_hangs(self) -> str | None:
-        """Return which rank hangs, as a part of a sentence, or None if the others wait for one that makes progress."""
+        """Return which rank hangs, as a part of a sentence, or None if a rank makes progress: the others wait for
+        it."""
         if self._peers is None:
             return None
         if self._peers.store_is_silent:
@@ -190,7 +191,7 @@ def _in_operation(operation: str, seconds: float) -> str:
 
 
 def _seconds_of(thread: int) -> float:
-    """Return the CPU seconds of a thread, or 0 if the thread has ended, because its clock must then not be read."""
+    """Return the CPU seconds of a thread, or 0 if the thread has ended: its clock must then not be read."""
     if thread not in sys._current_frames():
         return 0.0
     return time.clock_gettime(time.pthread_getcpuclockid(thread))

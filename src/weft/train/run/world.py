@@ -74,7 +74,7 @@ def begin_alone() -> None:
 def end_with_interpreter() -> None:
     """Destroy the current default process group when the interpreter exits, unless it was destroyed before.
 
-    gloo's threads may abort an interpreter that exits before they do.
+    An interpreter that exits while threads of gloo run may be aborted by them.
     """
     import torch.distributed as dist
 

@@ -20,7 +20,7 @@ class DataConfig:
     field: str = "text"
     """Field of a record (JSON lines, Parquet, datasets) with its text. For conversations, "text" means "messages"."""
     weights: tuple[float, ...] = ()
-    """Relative frequency of sequences from each of `paths`; empty: all paths are one text."""
+    """Relative frequency of the sequences of each of `paths`; empty: all `paths` together are one text."""
     separator: str = ""
     """Text after each document, such as a tokenizer's end token; empty: none."""
     packing: Literal["stream", "whole"] = "stream"
@@ -28,7 +28,7 @@ class DataConfig:
     token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
     """With `kind = "tokens"`: dtype of files other than .npy."""
     validation_paths: tuple[str, ...] = ()
-    """Text to validate on; empty: a part of `paths`."""
+    """Files or folders of the text to validate on; empty: a part of `paths`."""
     tokenizer: str = "bytes"
     """"bytes", or the path of a Hugging Face tokenizer.json."""
     sequence_length: int = 256

@@ -31,13 +31,13 @@ class LoopConfig:
     sample_tokens: int = 64
     """With `sample`: number of tokens to add, each the most likely one."""
     ema_decay: float = 0.0
-    """Decay of a moving average of the weights. The average is also validated and saved. 0: no average."""
+    """Decay of a moving average of the weights, which is also validated and saved; 0: no average."""
     stop_after: int = 0
     """The run ends after this many consecutive validations without a new lowest loss; 0: never."""
     gradient_clip: float = 1.0
     """Largest norm of the whole gradient; 0: no clipping."""
     skip_spikes: float = 0.0
-    """Skip steps whose gradient norm exceeds this multiple of the median of the last 100 unskipped steps; 0: none."""
+    """Skip steps whose gradient norm exceeds this multiple of the median norm of the last 100 kept steps; 0: none."""
     log_every: int = 10
     """Steps between two lines of output if the output is not a terminal."""
     parameter_norms_every: int = 0
@@ -67,9 +67,9 @@ class LoopConfig:
     early_release: bool = False
     """With `overlap`: free a layer's activations earlier, which takes less memory but hides less communication."""
     halves: bool = False
-    """With `overlap`: exchange unpaired microbatches in two halves; experts start on the first half."""
+    """With `overlap`: exchange a microbatch without a partner in two halves; experts start on the first half."""
     check: bool = False
-    """Before the first step, run a step of a small copy of the model and compare it with one process (`weft check`)."""
+    """Before the first step, compare a step of a small copy of the model with that of one process (`weft check`)."""
     watchdog: float = 600.0
     """Seconds without progress after which the run ends and names the rank that hangs; 0: never."""
     buffers: Literal["broadcast", "mean", "own"] = "broadcast"

@@ -7,14 +7,14 @@ from weft.train.sections.rules import require
 
 @dataclass(frozen=True)
 class OwnModelConfig:
-    """[model]: your own model, which a function builds, instead of a pattern."""
+    """[model] for your own model: a function builds it, and no pattern describes it."""
 
     factory: str
-    """A function that builds an nn.Module, on the meta device: "package.module:function"."""
+    """Import path of a function that builds an nn.Module: "package.module:function". It runs on the meta device."""
     loss: str = ""
-    """Your own `loss(model, microbatch)`; empty: the cross-entropy of what `model(tokens)` gives."""
+    """Import path of `loss(model, microbatch)`; empty: the cross-entropy of the logits of `model(tokens)`."""
     options: dict = field(default_factory=dict)
-    """Arguments of the factory."""
+    """Keyword arguments of `factory`."""
 
     def __post_init__(self) -> None:
         for name in ("factory", "loss"):

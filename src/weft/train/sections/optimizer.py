@@ -26,7 +26,7 @@ class OptimizerConfig:
     lr: float = 1e-3
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the running means of the gradient and of its square, if the optimizer has them."""
+    """Decays of the running means of the gradient and of its square, if the optimizer has them."""
     eps: float = 1e-8
     """Added to the square root of the second moment, if the optimizer has one."""
     weight_decay: float = 0.1
@@ -36,7 +36,7 @@ class OptimizerConfig:
     flat: bool = False
     """Update a few flat tensors instead of each parameter (`weft.optim.flat`): same results, fewer kernels."""
     adamw_for: tuple[str, ...] = ("*embed*", "*wte*", "*wpe*", "*lm_head*", "head.*", "output_layer.*")
-    """With "Muon": patterns of parameter names. AdamW updates the matrices that match."""
+    """With "Muon": patterns of the names of matrices that AdamW updates instead."""
 
     def __post_init__(self) -> None:
         package, colon, attribute = self.name.partition(":")

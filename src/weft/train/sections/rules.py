@@ -1,4 +1,4 @@
-"""Checks of values, whose errors are one line."""
+"""Checks of values. An error is one line."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ from weft.train.toml_values import show
 
 
 def require(name: str, value: Any, holds: bool, rule: str) -> None:
-    """Raise ConfigError with the setting, its value and the rule, if not `holds`."""
+    """Raise ConfigError with the setting `name`, its value and the rule, unless `holds`."""
     if not holds:
         raise ConfigError(f"{name} = {show(value)}: {rule}")
 
 
 def microbatches_per_step(global_batch_size: int, microbatch_size: int, ranks: int) -> int:
-    """Return the number of microbatches of each data-parallel rank in one step. Raises ConfigError if it is not
-    whole."""
+    """Return the number of microbatches of each data-parallel rank in one step. Raises ConfigError if it is not an
+    integer."""
     unit = ranks * microbatch_size
     if global_batch_size % unit == 0:
         return global_batch_size // unit

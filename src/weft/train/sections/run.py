@@ -42,7 +42,7 @@ class RunConfig:
     patience: float = 1800.0
     """Seconds that a rank waits for the other ranks at the start."""
     report_every: float = 60.0
-    """Seconds between two reports during training, written by a separate process; 0: only one, at the end."""
+    """Seconds between two reports during training, which a separate process writes; 0: only one report, at the end."""
     loggers: tuple[str, ...] = ("tensorboard",)
     """Loggers in addition to metrics.jsonl: "tensorboard", "wandb", or any "package.module:Class"."""
     units: dict = field(default_factory=dict)

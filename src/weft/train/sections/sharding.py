@@ -30,7 +30,7 @@ class ShardingConfig:
     pp: int = 1
     """Number of pipeline ranks. Layers are divided at `|` in the pattern, or into segments of equal cost."""
     chunks: int | None = None
-    """With `pp`: number of stages per rank; unset: from the pattern's segments, else the schedule's default."""
+    """With `pp`: stages per rank; unset: segments of the pattern / `pp`, or without `|` the schedule's default."""
     reshard_after_forward: bool | int | None = None
     """Whether to free weights after forward, or over how many ranks to reshard; unset: free all except the root's."""
     offload: bool = False
@@ -40,11 +40,11 @@ class ShardingConfig:
     bucket_bytes: int | None = None
     """Neighbouring units up to this many bytes are gathered in one message; 0: each unit alone; unset: weft chooses."""
     max_live_reduce_buffers: int = 2
-    """Number of units whose partial gradients may be in memory at once; with 1, reductions do not overlap."""
+    """Number of units whose unreduced gradients may be in memory at once; with 1, backward waits for each reduction."""
     separate_all_gather_group: bool = False
     """Use separate communicators for gathers, so that gathers run concurrently with reductions."""
     allocator: Literal["trace", "caching"] = "trace"
-    """ "trace" plans two slabs, for gathered weights and for gradients, in the first step; "caching" allocates each."""
+    """ "trace": gathered weights and gradients lie in two slabs planned in step 1; "caching": torch's allocator."""
     check_collectives: bool = True
     """After each backward, compare the collectives that the ranks issued."""
     graphs: tuple[str, ...] = ()
@@ -127,11 +127,11 @@ class ShardingConfig:
 
     @property
     def expert_ranks(self) -> int:
-        """The number of ranks over which each expert is cut."""
+        """The number of ranks over which each expert is sharded (`etp`)."""
         return self.tp if self.etp is None else self.etp
 
     def check(self, ranks: int) -> None:
-        """Raise ConfigError for sizes that do not fit `ranks`: data-parallel ranks times context ranks."""
+        """Raise ConfigError for sizes that do not fit `ranks`, the number of data-parallel ranks times `cp`."""
         fits = [size for size in range(1, ranks + 1) if ranks % size == 0]
         require("sharding.cp", self.cp, self.cp in fits, f"must divide the {ranks} ranks; choose from {fits}")
         among = ranks * self.tp // self.expert_ranks  # whole experts are spread over tensor-parallel ranks too

@@ -1,4 +1,4 @@
-"""Checks sizes against the memory of this host."""
+"""Checks that the sizes in a configuration fit into the memory of this host."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Checks functions that you pass to the trainer, before the run begins."""
+"""Checks, before the run begins, the functions that you pass to the trainer."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from weft.train.errors import ConfigError
 def check_callable(
     name: str, value: Any, arguments: Sequence[str], wanted: str, options: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """Raise ConfigError if `value` cannot be called with arguments of these names and the keyword arguments `options`.
+    """Raise ConfigError if `value` cannot be called with positional `arguments` and the keyword arguments `options`.
 
     `name`: the trainer's argument. `wanted`: a description of a correct value. Both are for the message.
     """

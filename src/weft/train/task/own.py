@@ -107,7 +107,7 @@ class OwnTask:
 
 
 def _refuse_no_validation(given: Data | None, found: Iterable[Any], config: TrainConfig) -> None:
-    """Raise ConfigError for an empty validation set, and for settings that have no effect without a validation set."""
+    """Raise ConfigError for an empty validation set and, without one, for settings that then have no effect."""
     if given is None:
         rule = "has no effect without a validation set; pass one, or leave it out"
         require("train.stop_after", config.train.stop_after, not config.train.stop_after, rule)
@@ -139,11 +139,12 @@ class Stream:
     """Microbatches of an iterable, repeated without end. The position is saved and restored exactly.
 
     An iterable with `state_dict` and `load_state_dict` restores itself. Any other iterable is iterated again up to its
-    position, with the random state from the start of the pass. A shuffling loader then yields the same order. Such an
-    iterable must be deterministic. If it has `set_epoch`, it must be deterministic for each epoch.
+    position, with the random state from the start of the pass, so that a shuffling loader yields the same order. Such
+    an iterable must be deterministic: for the same random state and, if it has `set_epoch`, the same epoch, it must
+    yield the same microbatches.
 
-    On another number of `ranks`, the position is the total of all ranks divided by `ranks`. This is exact if the ranks
-    take the microbatches of a pass in turn.
+    If the number of `ranks` has changed, the position becomes the sum of the positions of all ranks, divided by
+    `ranks`. This is exact if the ranks take the microbatches of a pass in turn.
     """
 
     per_rank = True

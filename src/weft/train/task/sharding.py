@@ -65,7 +65,7 @@ _RECIPES: dict[str, Callable[[], quantize.Quantization]] = {
 
 
 def mixed_precision(name: str, unquantized_ends: int = 0) -> weft.MixedPrecisionPolicy:
-    """Return the policy of `train.precision`. All but "fp32" compute in bf16.
+    """Return the policy for `name`, a value of `train.precision`. All but "fp32" compute in bf16.
 
     Gradients are reduced, and main weights kept, in fp32. "bf16" gathers weights in bf16. The other
     precisions quantize gathered weights. `unquantized_ends`: the number of layers at each end that are not quantized.

@@ -38,7 +38,7 @@ class Task(Protocol):
     description: str
     """A line of text about the data."""
     at_once: int
-    """The number of validation microbatches to compute together. Several keep all pipeline stages busy."""
+    """The number of validation microbatches to compute together: more than one keeps all pipeline stages busy."""
     adds_losses: bool
     """Whether the loss includes the losses of routers and prediction depths, which are logged separately."""
 
@@ -49,7 +49,8 @@ class Task(Protocol):
 
     @property
     def validation(self) -> Iterable[Any]:
-        """This rank's microbatches of the validation set: the same number on every rank, none without a set."""
+        """This rank's microbatches of the validation set: equally many on every rank. Empty without a validation
+        set."""
         ...
 
     @property

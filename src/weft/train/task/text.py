@@ -32,7 +32,8 @@ from weft.train.task.task import Losses
 
 
 class TextTask:
-    """The task on one rank. Raises ConfigError for an unusable text, or a model that does not fit into memory."""
+    """The task of a text on one rank. Raises ConfigError for an unusable text, or a model that does not fit into
+    memory."""
 
     unit = "tokens"
     adds_losses: bool = True
@@ -104,7 +105,7 @@ class TextTask:
     def baseline(self) -> float | None:
         """Return the loss of the bigram table on the same text, in nats per byte.
 
-        None for several texts, for token files, and for texts with positions without labels.
+        None for several texts, for token files, and for texts in which some positions have no label.
         """
         corpus, size = self.corpora[0], self._bytes_per_token
         if size is None or corpus.vocab_size is None or self.validation.has_gaps:
@@ -145,10 +146,9 @@ def _context_part(batch: Batch, meshes: weft.Meshes) -> Batch:
 
 
 def for_own_model(microbatch: Batch) -> Batch:
-    """Return a microbatch with documents as a dictionary for models of transformers. Return any other microbatch
-    unchanged.
+    """Return a microbatch in the form that models of the package transformers take. Only one with documents changes.
 
-    The keys are "tokens", "labels", "position_ids" and "cu_seqlens".
+    It becomes a dictionary of "tokens", "labels", "position_ids" and "cu_seqlens".
     """
     if not isinstance(microbatch, dict):
         return microbatch
@@ -161,7 +161,8 @@ DOCUMENT_NAMES = ("position_ids", "cu_seqlens")
 
 
 def _require_documents(model: nn.Module, text: torch.Tensor) -> None:
-    """Raise ConfigError for a model that does not take document positions, or whose documents attend to each other.
+    """Raise ConfigError for a model that does not take the positions of tokens in documents, or in which documents
+    attend to each other.
 
     `text`: tokens with the shape of a microbatch, so that nothing is compiled for another shape.
     """
@@ -184,7 +185,7 @@ def _require_documents(model: nn.Module, text: torch.Tensor) -> None:
 
 @torch.no_grad()
 def _seen_of_others(model: nn.Module, text: torch.Tensor) -> float:
-    """Return the largest change of a document's logits that the tokens of the previous document cause.
+    """Return the largest change of a document's logits if the tokens of the previous document change.
 
     The change is a fraction of the largest logit. It is 0 if it is within rounding. `text`: tokens [batch, seq].
     """
@@ -225,7 +226,7 @@ def _scores(model: nn.Module, microbatch: Batch) -> torch.Tensor:
 
 
 def _vocabulary(config: TrainConfig) -> int | None:
-    """Return the exclusive upper bound of tokens in token files, or None if it is checked elsewhere, or unknown."""
+    """Return the number that tokens in token files must be below, or None if it is checked elsewhere, or unknown."""
     known = config.data.kind == "tokens" and isinstance(config.model, HybridConfig)
     return config.model.vocab_size if known else None  # type: ignore[union-attr]
 
@@ -237,7 +238,7 @@ def hybrid(
     device: torch.device,
     dtype: torch.dtype | None = None,
 ) -> HybridModel:
-    """Build and shard the model. If `dtype` is given, the initial weights are cast to it."""
+    """Build and shard the model that `sizes` describe. If `dtype` is given, the initial weights are cast to it."""
     model = _build(config, sizes, meshes, device)
     if dtype is not None:
         model = model.to(dtype)

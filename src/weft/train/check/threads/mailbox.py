@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Mailbox:
-    """The messages between all ranks. A thread runs only while it holds `turn`."""
+    """The messages between all ranks. A thread runs only while it holds the lock `turn`."""
 
     def __init__(self, ranks: int) -> None:
         self.turn = threading.Lock()

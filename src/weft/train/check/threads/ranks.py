@@ -93,7 +93,7 @@ _current = threading.local()
 
 
 class InProcess(dist.ProcessGroup):
-    """A process group whose ranks are threads. weft sees it as gloo, and uses the transport of gloo."""
+    """A process group whose ranks are threads. weft sees a gloo group, and uses the code that it has for gloo."""
 
     def __init__(self, store: Any, rank: int, size: int, members: Sequence[int]) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -230,7 +230,8 @@ def _shown(tensors: Sequence[Tensor]) -> str:
 
 
 def _module_of_caller() -> str:
-    """Return the innermost waiting function outside of `weft.comm`. For a module's method, also return the module."""
+    """Return the name of the innermost function outside of `weft.comm` that waits. For a method of a module, also
+    return the module's name."""
     frame: Any = sys._getframe(1)
     place = ""
     while frame is not None:
