@@ -53,9 +53,9 @@ class Ticket:
             self.abandon()
 
     def abandon(self, timeout: timedelta = ABANDONED_TIMEOUT) -> None:
-        """Complete transfers whose result is not used, so that their memory can be reused.
+        """Wait for this ticket's transfer and discard its result, so that its memory can be reused.
 
-        Otherwise unreceived messages would be matched with the next messages of the lane.
+        Without this, the next receives of the lane would take messages that were not received.
         """
         self._order(self._home)
         transfer, self._transfer = self._transfer, None

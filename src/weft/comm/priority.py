@@ -17,7 +17,7 @@ _gate: threading.Event | None = None
 
 
 def expect() -> None:
-    """From now until `let_go`, hold back gathers and reductions of units that are issued."""
+    """Hold back the gathers and reductions that units issue from now until `let_go`, for an exchange to come."""
     global _gate
     if _gate is None:
         _gate = threading.Event()

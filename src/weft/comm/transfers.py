@@ -30,7 +30,7 @@ GOODBYE_S = 2.0
 
 
 class Transfer:
-    """One collective in flight. The first thread that waits for it completes it."""
+    """One collective in flight. The first thread that calls `wait` also does what follows the transfer."""
 
     def __init__(
         self,

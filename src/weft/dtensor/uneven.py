@@ -138,7 +138,7 @@ class UnevenDTensor(RuledDTensor):
 
     @property
     def slice_placements(self) -> tuple[Placement, ...]:
-        """The placements of gathered slices: they are sharded over tensor-parallel axes only."""
+        """The placements after a gather over the cut axes: replicated there, and sharded over tensor-parallel axes."""
         cut = self._cuts.axes
         return tuple(Replicate() if axis in cut else p for axis, p in enumerate(self._spec.placements))
 

@@ -171,7 +171,7 @@ class ParameterGroup:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the model weights must be made from the main weights before they are used or sent."""
+        """Whether the model weights must be made from the main weights again before their next use or gather."""
         return self.refreshes and self._gathered_from is None
 
     def outdate(self, *, agreed: bool = False) -> None:

@@ -26,8 +26,8 @@ from weft.fsdp.runtime.joint_backward import finish_backwards
 
 @dataclass(frozen=True)
 class Patch:
-    """The replacement of attribute `name` of `torch.<of>`, a module or "module:Class", by `replacing(original)`.
-    `parameters`: parameter names that torch's function must have, because the replacement depends on them."""
+    """Replaces attribute `name` of torch by `replacing(original)`. `of`: its module or class, as "module" or "module:Class".
+    `parameters`: exactly the parameter names of torch's function, if the replacement depends on them."""
 
     of: str
     name: str

@@ -45,8 +45,8 @@ _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
 class Lease:
-    """A replayed forward, which keeps its capture busy until its backward has ended or its graph is freed. `queue`:
-    receives the recording of the delayed gradients."""
+    """A replayed forward. Its capture is busy until the backward has ended, or autograd has freed the forward's nodes.
+    `queue`: receives the recording of the delayed gradients."""
 
     def __init__(self, captured: "Captured", queue: Delays | None) -> None:
         self._captured = captured

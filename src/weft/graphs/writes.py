@@ -167,7 +167,7 @@ class Targets:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Allow any number of writes inside this context. Restore the buffers at its end."""
+        """Restore the buffers' values at the end of this context, in which the backward may run any number of times."""
         buffers = self._buffers()
         with torch.no_grad():
             before = [each.clone() for each in buffers]

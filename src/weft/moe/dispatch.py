@@ -137,7 +137,7 @@ class Dispatcher(Protocol):
         ...
 
     def combine(self, rows: Tensor, handle: Handle) -> Arrival:
-        """Start to send rows back to the ranks of their tokens; [received, hidden] -> [dispatched rows, hidden].
+        """Start to send rows back to their tokens' ranks; [received, hidden] -> [rows given to `dispatch`, hidden].
 
         Of the returned rows, those after the first `handle.sent` are zeros.
         """

@@ -42,7 +42,7 @@ class Value:
         return self._zeros() if gradient is None else gradient
 
     def add_gradient(self, gradient: Tensor | None) -> None:
-        """Add `gradient`, from one of the nodes that read the value. None adds nothing."""
+        """Add `gradient`, from the backward of a node that took the value. None adds nothing."""
         if gradient is not None:
             self.gradient = gradient if self.gradient is None else self.gradient + gradient
 

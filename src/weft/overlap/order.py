@@ -250,7 +250,7 @@ def combined_order(
     """Yield the steps of the forward of `ahead` and the backward of `behind`. Either may be None.
 
     Pairs of layers come first. The remaining layers follow, first those of the backward. `queues`: the device has
-    streams. `apart`: the table has a separate entry for the weight gradients of `behind`.
+    streams. `apart`: the pipeline schedule has a separate entry, W, for the weight gradients of `behind`.
     """
     entries: Sequence[tuple[str, str]] = EARLY_RELEASE if early_release else COMBINED
     entries = [entry for entry in (queued(entries) if queues else entries) if delay_wgrad or "." not in entry[1]]

@@ -91,7 +91,7 @@ class Quantization:
 
     @property
     def shares_maximum(self) -> bool:
-        """Whether a scale belongs to a whole matrix. Ranks with parts of the matrix must then agree on its maximum."""
+        """Whether a scale is computed from a whole matrix. Ranks with parts of it must agree on its maximum."""
         return self.kind in ("tensorwise", "nvfp4")
 
     @property

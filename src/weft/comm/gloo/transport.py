@@ -38,7 +38,7 @@ class Gloo:
     def all_gather_bundle(
         self, fulls: Wanted, sources: Several, group: ProcessGroup, tag: int, dtype: torch.dtype
     ) -> Pending:
-        """Send the small tensors to each rank concatenated, in one message. Send each large tensor unchanged.
+        """Concatenate the small tensors and send them to each rank in one message. Send each large tensor by itself.
 
         Row r of `table`, below, is the message from rank r.
         """
@@ -83,7 +83,7 @@ class Gloo:
     def reduce_scatter_bundle(
         self, outputs: Several, partials: Several, scales: Scales, adds: Adds, group: ProcessGroup, tag: int
     ) -> Pending:
-        """Send the small tensors to each rank concatenated, in one message. Send each large tensor unchanged.
+        """Concatenate the small tensors and send them to each rank in one message. Send each large tensor by itself.
 
         The sums are bitwise equal to those of one reduction per tensor.
         """

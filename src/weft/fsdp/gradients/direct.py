@@ -58,7 +58,7 @@ def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
     The buffer has the parameter's shape, and the dtype in which gradients are reduced or, over several microbatches,
     accumulated. If the second value is False, overwrite the whole buffer, which is uninitialised; otherwise add to it.
     Call this once before each write, and return None to autograd for the parameter. Gradients from other uses of the
-    parameter are added. It may be called in backward, or later until the reduction of the unit starts.
+    parameter are added. Call it in backward, or later, until the reduction of the parameter's unit starts.
 
     `parameter`: the full parameter that forward used, or its sharded parameter. For a parameter of no unit, the buffer
     is its `.grad`. Raises ValueError for a frozen parameter.

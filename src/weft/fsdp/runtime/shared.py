@@ -78,7 +78,7 @@ class Shared:
             unit.channels = self.channels
 
     def change(self, **options: Any) -> None:
-        """Replace the given fields of the model's `RuntimeOptions`. Collective for `separate_all_gather_group`."""
+        """Replace these fields of the model's `RuntimeOptions`. Collective if one is `separate_all_gather_group`."""
         self.options = dataclasses.replace(self.options, **options)
         self.channels.separate_gathers(self.process_groups, self.options.separate_all_gather_group)
         self._helper.offer(self.units)

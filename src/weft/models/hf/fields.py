@@ -110,7 +110,7 @@ TEXTS = frozenset(("hybrid_override_pattern", "mtp_hybrid_override_pattern", "po
 
 
 def check_values(raw: Raw, fields: Mapping[str, tuple[str, Any]]) -> None:
-    """Raise `ConversionError` for a value of the wrong type or out of range. `fields`: the fields of a `Family`."""
+    """Raise `ConversionError` for a value of the wrong type or out of range. `fields`: `Family.fields`."""
     for name, value in raw.items():
         if name in fields:
             kinds = _kinds_of(fields[name][0])

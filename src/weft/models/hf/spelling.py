@@ -72,7 +72,7 @@ def spelling_of(family: Family, names: Iterable[str]) -> Spelling:
 
 
 class Spelled:
-    """The tensors of a directory that the text model uses, under the names of the tables."""
+    """Gives access to a directory's tensors that belong to the text model, by their names in the family's tables."""
 
     def __init__(self, files: Any, spelling: Spelling) -> None:
         self.files, self.spelling = files, spelling

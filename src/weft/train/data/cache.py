@@ -55,7 +55,7 @@ class Part:
 
 
 def cache_folder(name: str) -> Path:
-    """Return the folder of `data.cache_dir`. If that is empty, return weft's folder in the user's cache directory."""
+    """Return the folder `name`, the value of `data.cache_dir`; if it is empty, weft's folder in the user's caches."""
     if name:
         return Path(name)
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")

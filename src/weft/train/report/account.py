@@ -102,7 +102,7 @@ class Account:
         return broadcast_object(written, what="whether the report was written")
 
     def end(self, position: Position, optimizer: torch.optim.Optimizer, passes: Passes) -> None:
-        """Write the report of a complete run. Collective over the ranks of the first rank's pipeline.
+        """Write the report of a complete run. Called by all ranks of the pipeline of rank 0, which writes.
 
         If the report cannot be written, prints a line with the reason and raises nothing.
         """
