@@ -37,7 +37,7 @@ class LoopConfig:
     gradient_clip: float = 1.0
     """Largest norm of the whole gradient; 0: no clipping."""
     skip_spikes: float = 0.0
-    """Skip steps whose gradient norm exceeds this multiple of the median norm of the last 100 kept steps; 0: none."""
+    """Skip steps with a gradient norm above this multiple of the median of the last 100 unskipped steps; 0: none."""
     log_every: int = 10
     """Steps between two lines of output if the output is not a terminal."""
     parameter_norms_every: int = 0
