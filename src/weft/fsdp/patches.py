@@ -26,7 +26,7 @@ from weft.fsdp.runtime.joint_backward import finish_backwards
 
 @dataclass(frozen=True)
 class Patch:
-    """Replaces attribute `name` of torch by `replacing(original)`. `of`: its module or class, as "module" or "module:Class".
+    """Replaces attribute `name` of torch by `replacing(original)`. `of`: where it is, as "module" or "module:Class".
     `parameters`: exactly the parameter names of torch's function, if the replacement depends on them."""
 
     of: str

@@ -87,8 +87,8 @@ class Pool:
     """Provides and plans the memory of a model's gathered weights, or of its partial gradients. `plan`: the plan of the
     slab, None before the first plan. `plans`: the number of plans so far. `lower_bound`: the peak of live bytes in the
     steps that the plan covers; no slab can be smaller. `peak`: the peak of all steps. `allocations`: the number of
-    calls of torch's allocator, for the slab or for a buffer's separate memory. `fallbacks`: how often a buffer had no free place in the slab.
-    `outdated`: whether something happened that the plan does not cover."""
+    calls of torch's allocator, for the slab or for a buffer's separate memory. `fallbacks`: how often a buffer had no
+    free place in the slab. `outdated`: whether something happened that the plan does not cover."""
 
     def __init__(self, planned: bool) -> None:
         self.planned = planned
