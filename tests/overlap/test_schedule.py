@@ -496,6 +496,41 @@ def test_a_crossing_with_what_is_no_tensor_is_refused():
         forward_backward(model, [batch], overlap=False)
 
 
+def test_what_parts_of_a_model_return_is_checked():
+    """A loss for each label has a gradient too: that of its sum."""
+    model = HybridModel(dataclasses.replace(CFG, pattern="[*-]"))
+    batch = torch.randint(CFG.vocab_size, (2, 2, 6)).unbind()
+    kind, hidden = type(model.decoder.layers[0]), torch.ones(2, 6, 16)
+    for owner, name, result, said in (
+        (
+            HybridModel,
+            "loss",
+            torch.ones(12, requires_grad=True),
+            r"the loss of HybridModel is a tensor \[12\]: return the mean",
+        ),
+        (HybridModel, "loss", (torch.ones(()), {}), r"the loss of HybridModel is a tuple: .* a scalar tensor"),
+        (HybridModel, "loss", torch.ones(()), r"is a number that depends on no trainable parameter"),
+        (HybridModel, "loss", 1.0, r"the loss of HybridModel is a float"),
+        (kind, "attend", hidden, r"microbatch 0, layer 0: its attend returned a Tensor: return weft.overlap.Crossing"),
+        (kind, "attend", Crossing(hidden, [hidden]), r"layer 0: its attend returned a Crossing whose kept is a list"),
+        (
+            kind,
+            "attend",
+            Crossing(hidden, loss=torch.ones(3)),
+            r"0: the loss of its Crossing has the shape \(3,\)",
+        ),
+        (kind, "experts", (hidden, None), r"microbatch 0, layer 0\.experts returned a tuple, not a tensor"),
+        (kind, "finish", None, r"microbatch 0, layer 0\.finish returned a NoneType, not a tensor"),
+    ):
+        wrong = mock.patch.object(owner, name, lambda *args, result=result, **beside: result)
+        with wrong, pytest.raises(TypeError, match=said):
+            forward_backward(model, [batch], overlap=False)
+    one = mock.patch.object(HybridModel, "loss", lambda self, hidden, *rest: hidden.mean().view(1))
+    with one:
+        (loss,) = forward_backward(model, [batch], overlap=False)
+    assert loss.shape == ()
+
+
 @pytest.mark.slow
 @distributed(2)
 def test_a_checkpoint_inside_a_layer_is_recomputed_with_delayed_weights_and_around_its_experts_refused():
