@@ -104,12 +104,9 @@ class OptimizerState:
         self._targets = targets
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if len(state["groups"]) != len(self.groups):
-            raise CheckpointMismatch("the checkpoint groups the optimizer's parameters differently")
+        _compare_groups([saved["names"] for saved in state["groups"]], self._all_names[: len(self.groups)])
         groups = []
         for index, saved in enumerate(state["groups"]):
-            if sorted(saved["names"]) != sorted(self._all_names[index]):
-                raise CheckpointMismatch("the checkpoint groups the optimizer's parameters differently")
             options = {key: value for key, value in saved.items() if key != "names"}
             if set(options) != set(self._options(index)) - {"names"}:
                 raise CheckpointMismatch(
@@ -197,6 +194,20 @@ def _room_for(field: str, stored: Stored, parameter: torch.Tensor) -> Any:
     if field != "step" and stored.size == parameter.shape:
         return torch.zeros_like(parameter, dtype=stored.properties.dtype, requires_grad=False)
     return torch.zeros(stored.size, dtype=stored.properties.dtype)
+
+
+def _compare_groups(saved: list[list[str]], here: list[list[str]]) -> None:
+    """Raise CheckpointMismatch, with a parameter that is elsewhere, unless the groups have the same parameters."""
+    if [sorted(names) for names in saved] == [sorted(names) for names in here]:
+        return
+    there, own = ({name: f"group {index}" for index, names in enumerate(g) for name in names} for g in (saved, here))
+    elsewhere = [name for name in {**there, **own} if there.get(name) != own.get(name)]
+    which = f": {elsewhere[0]} is in {there.get(elsewhere[0], 'none')} there and {own.get(elsewhere[0], 'none')} here"
+    raise CheckpointMismatch(
+        f"the checkpoint groups the optimizer's parameters differently (groups of {[*map(len, saved)]} parameters, "
+        f"here {[*map(len, here)]}{which if elsewhere else ''}): build the optimizer as for the save. "
+        f"weft.optim.flat makes two groups, with and without weight decay"
+    )
 
 
 def _over_stages(model: nn.Module, groups: list[list[str]]) -> list[list[str]]:
