@@ -466,6 +466,16 @@ def test_hooks_run_on_what_stages_call():
     assert called == modules
 
 
+@distributed(1)
+def test_a_schedule_of_a_model_inside_one_of_its_own_is_refused():
+    model = build(CFG, weft.init_meshes("cpu"), strategy="optim")
+    hook = model.embedding.register_forward_hook(lambda *args: evaluate(model, data(1)) and None)
+    with pytest.raises(RuntimeError, match=r"'begin schedule' is not possible while its schedule runs: call it before"):
+        forward_backward(model, data(1), overlap=False)
+    hook.remove()
+    assert len(forward_backward(model, data(1), overlap=False)) == 1
+
+
 class Adapter:
     """The protocol, around a model of somebody else's."""
 
