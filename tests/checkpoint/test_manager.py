@@ -210,6 +210,16 @@ def test_another_optimizer_is_an_error(tmp_path):
         manager.save(1, {"optimizer": OptimizerState(model, optimizer)})
     with pytest.raises(CheckpointMismatch, match="saved with another optimizer"):
         manager.load({"optimizer": OptimizerState(model, torch.optim.SGD(model.parameters(), lr=0.1))})
+    *most, last = model.parameters()
+    other = torch.optim.AdamW([{"params": most}, {"params": [last]}])
+    said = r"\(groups of \[6\] parameters, here \[5, 1\]: 3.bias is in group 0 there and group 1 here\): build"
+    with pytest.raises(CheckpointMismatch, match=said):
+        manager.load({"optimizer": OptimizerState(model, other)})
+    model, optimizer = make(sharded=False)
+    other = torch.optim.AdamW([{"params": [], "lr": 0.5}, {"params": list(model.parameters())}])
+    manager.load({"optimizer": OptimizerState(model, other)})
+    assert [group["lr"] for group in other.param_groups] == [0.5, 0.1], "a group without parameters is no difference"
+    assert len(other.state) == 6
 
 
 def test_debris_is_ignored_and_removed_by_the_next_save(tmp_path):

@@ -303,3 +303,9 @@ def test_a_wrong_value_is_an_error_that_names_it_and_the_rule(message, options):
     with pytest.raises(ValueError) as error:
         MoE(HIDDEN, INNER, EXPERTS, K, **options)
     assert str(error.value).startswith(message)
+
+
+def test_tokens_without_a_batch_are_refused():
+    layer = MoE(HIDDEN, INNER, EXPERTS, K)
+    with pytest.raises(ValueError, match=rf"the shape \(6, {HIDDEN}\): experts take \[batch, seq, hidden\].*unsqueeze"):
+        layer(torch.ones(6, HIDDEN))

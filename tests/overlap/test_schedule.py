@@ -466,6 +466,16 @@ def test_hooks_run_on_what_stages_call():
     assert called == modules
 
 
+@distributed(1)
+def test_a_schedule_of_a_model_inside_one_of_its_own_is_refused():
+    model = build(CFG, weft.init_meshes("cpu"), strategy="optim")
+    hook = model.embedding.register_forward_hook(lambda *args: evaluate(model, data(1)) and None)
+    with pytest.raises(RuntimeError, match=r"'begin schedule' is not possible while its schedule runs: call it before"):
+        forward_backward(model, data(1), overlap=False)
+    hook.remove()
+    assert len(forward_backward(model, data(1), overlap=False)) == 1
+
+
 class Adapter:
     """The protocol, around a model of somebody else's."""
 
@@ -494,6 +504,41 @@ def test_a_crossing_with_what_is_no_tensor_is_refused():
     wrong = r"microbatch 0, layer 0: the kept\['shared'\] .* a NoneType, not a tensor"
     with mock.patch.object(type(layer), "attend", lambda self, hidden: crossing), pytest.raises(TypeError, match=wrong):
         forward_backward(model, [batch], overlap=False)
+
+
+def test_what_parts_of_a_model_return_is_checked():
+    """A loss for each label has a gradient too: that of its sum."""
+    model = HybridModel(dataclasses.replace(CFG, pattern="[*-]"))
+    batch = torch.randint(CFG.vocab_size, (2, 2, 6)).unbind()
+    kind, hidden = type(model.decoder.layers[0]), torch.ones(2, 6, 16)
+    for owner, name, result, said in (
+        (
+            HybridModel,
+            "loss",
+            torch.ones(12, requires_grad=True),
+            r"the loss of HybridModel is a tensor \[12\]: return the mean",
+        ),
+        (HybridModel, "loss", (torch.ones(()), {}), r"the loss of HybridModel is a tuple: .* a scalar tensor"),
+        (HybridModel, "loss", torch.ones(()), r"is a number that depends on no trainable parameter"),
+        (HybridModel, "loss", 1.0, r"the loss of HybridModel is a float"),
+        (kind, "attend", hidden, r"microbatch 0, layer 0: its attend returned a Tensor: return weft.overlap.Crossing"),
+        (kind, "attend", Crossing(hidden, [hidden]), r"layer 0: its attend returned a Crossing whose kept is a list"),
+        (
+            kind,
+            "attend",
+            Crossing(hidden, loss=torch.ones(3)),
+            r"0: the loss of its Crossing has the shape \(3,\)",
+        ),
+        (kind, "experts", (hidden, None), r"microbatch 0, layer 0\.experts returned a tuple, not a tensor"),
+        (kind, "finish", None, r"microbatch 0, layer 0\.finish returned a NoneType, not a tensor"),
+    ):
+        wrong = mock.patch.object(owner, name, lambda *args, result=result, **beside: result)
+        with wrong, pytest.raises(TypeError, match=said):
+            forward_backward(model, [batch], overlap=False)
+    one = mock.patch.object(HybridModel, "loss", lambda self, hidden, *rest: hidden.mean().view(1))
+    with one:
+        (loss,) = forward_backward(model, [batch], overlap=False)
+    assert loss.shape == ()
 
 
 @pytest.mark.slow

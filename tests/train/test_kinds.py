@@ -142,6 +142,18 @@ def test_whole_documents_are_never_cut_as_long_as_they_fit():
     assert begins >= {0}
 
 
+def test_sequences_without_a_label_are_left_out_where_documents_are_separate():
+    """A step of documents of one token would have no mean loss."""
+    lengths = [1] * 9 + [3] + [1] * 9
+    part = Part(np.arange(sum(lengths), dtype=np.uint16), np.cumsum([0, *lengths[:-1]]))
+    packed = sequences(part, 4, "whole", 1)
+    assert len(packed) == 1 and packed.labels(np.zeros(1, dtype=int)) == 2
+    assert len(sequences(part, 4, "whole", 1, cross_documents=True)) == 5
+    ones = Part(np.zeros(20, dtype=np.uint16), np.arange(20))
+    with pytest.raises(ConfigError, match="20 tokens are 0 sequences with a label"):
+        sequences(ones, 4, "whole", 1)
+
+
 def parts(*sizes):
     """Texts whose tokens tell which text they are of."""
     return [

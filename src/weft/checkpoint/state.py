@@ -105,19 +105,18 @@ class OptimizerState:
         self._targets = targets
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if len(state["groups"]) != len(self.groups):
-            raise CheckpointMismatch("the checkpoint groups the optimizer's parameters differently")
-        groups = []
-        for index, saved in enumerate(state["groups"]):
-            if sorted(saved["names"]) != sorted(self._all_names[index]):
-                raise CheckpointMismatch("the checkpoint groups the optimizer's parameters differently")
-            options = {key: value for key, value in saved.items() if key != "names"}
-            if set(options) != set(self._options(index)) - {"names"}:
+        here = [index for index in range(len(self.groups)) if self._all_names[index]]
+        there = [saved for saved in state["groups"] if saved["names"]]  # stages have the same groups, even empty ones
+        _compare_groups([saved["names"] for saved in there], [self._all_names[index] for index in here])
+        groups = [_without_names(self._options(index)) for index in range(len(self.groups))]
+        for index, saved in zip(here, there):
+            options = _without_names(saved)
+            if set(options) != set(groups[index]):
                 raise CheckpointMismatch(
                     f"the checkpoint was saved with another optimizer: its options are {sorted(options)}, "
-                    f"here {sorted(set(self._options(index)) - {'names'})}"
+                    f"here {sorted(groups[index])}"
                 )
-            groups.append(options)
+            groups[index] = options
         # An ordinary optimizer identifies its parameters by number, a flat one by name.
         keys = self._given if self.is_flat else {name: number for number, name in enumerate(self.parameters)}
         own = {key: dict(state["state"].get(name, {})) for name, key in keys.items()}
@@ -198,6 +197,23 @@ def _room_for(field: str, stored: Stored, parameter: torch.Tensor) -> Any:
     if field != "step" and stored.size == parameter.shape:
         return torch.zeros_like(parameter, dtype=stored.properties.dtype, requires_grad=False)
     return torch.zeros(stored.size, dtype=stored.properties.dtype)
+
+
+def _without_names(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "names"}
+
+
+def _compare_groups(saved: list[list[str]], here: list[list[str]]) -> None:
+    """Raise CheckpointMismatch, with a parameter that is elsewhere, unless the groups have the same parameters."""
+    if [sorted(names) for names in saved] == [sorted(names) for names in here]:
+        return
+    there, own = ({name: f"group {index}" for index, names in enumerate(g) for name in names} for g in (saved, here))
+    name = next(name for name in {**there, **own} if there.get(name) != own.get(name))
+    raise CheckpointMismatch(
+        f"the checkpoint groups the optimizer's parameters differently (groups of {[*map(len, saved)]} parameters, "
+        f"here {[*map(len, here)]}: {name} is in {there.get(name, 'none')} there and {own.get(name, 'none')} here): "
+        f"build the optimizer as for the save. weft.optim.flat makes two groups, with and without weight decay"
+    )
 
 
 def _over_stages(model: nn.Module, groups: list[list[str]]) -> list[list[str]]:

@@ -55,6 +55,8 @@ class GroupedExperts(nn.Module):
     """Whether backward recomputes `forward`."""
     multiplies_quantized = True
     """Whether the products support quantized weights."""
+    differs_between_ranks = False
+    """Whether other ranks hold other experts of the same layer. `fully_shard` then requires `spread`."""
     fills_slices = True
     """Whether `reset_parameters` can fill DTensors by their local parts, with the values that a whole tensor would
     get."""

@@ -123,6 +123,7 @@ class MoE(nn.Module):
             source=source / "experts",
         )
         self.experts.has_fixed_rows = self.router.pad_to_capacity
+        self.experts.differs_between_ranks = len(self.dispatcher.experts) < held
         self.latent_in = self.latent_out = None
         if latent_size is not None:
             require_size("latent_size", latent_size)

@@ -160,7 +160,12 @@ class Router(nn.Module):
         vars(self)["graph_scopes"] = {"_scored": ("moe_router", None)}  # without the exchange of means that follows
 
     def forward(self, hidden: Tensor) -> Routing:
-        """Route the tokens of `hidden`, [batch, seq, hidden]."""
+        """Route the tokens of `hidden`, [batch, seq, hidden]. Raises ValueError for other dimensions."""
+        if hidden.dim() != 3:
+            raise ValueError(
+                f"hidden has the shape {tuple(hidden.shape)}: experts take [batch, seq, hidden], because losses and "
+                f"capacity are per sequence; hidden.unsqueeze(0) is one sequence of all tokens"
+            )
         experts, weights, counts, kept, *means = self._scored(hidden)
         return Routing(experts, weights, self._loss(hidden.shape[1], *means), counts, kept)
 

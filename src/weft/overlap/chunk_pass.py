@@ -177,11 +177,23 @@ class ChunkPass:
                 loss = self._model.total_loss(hidden, labels, losses, **batch.given(self._model.total_loss))
             else:
                 loss = self._model.loss(*hidden, batch.tokens, labels, losses, **batch.given(self._model.loss))
-            return [self._units.policy.cast_output(loss)]
+            return [self._scalar(self._units.policy.cast_output(loss))]
 
         inputs = [*self._previous, self._hidden, *self._losses]
         (self._scored,) = self._head.forward(function, inputs, self._owner(self._model))
         self.loss = self._scored.take()
+
+    def _scalar(self, loss: Any) -> Tensor:
+        """Return `loss` without dimensions. Raises TypeError unless it is one number, with a gradient or 0."""
+        what = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            if loss.requires_grad or not torch.is_grad_enabled() or not loss:
+                return loss if not loss.dim() else loss.reshape(())
+            what = "a number that depends on no trainable parameter"
+        raise TypeError(
+            f"{self._name}: the loss of {type(self._model).__name__} is {what}: return the mean loss of the "
+            f"microbatch, a scalar tensor with a gradient"
+        )
 
     def _head_backward(self) -> None:
         assert self.loss is not None

@@ -156,13 +156,40 @@ def beside_forward(module: nn.Module) -> str:
     return "has hooks" if any(getattr(module, kind) for kind in kinds) else ""
 
 
+def checked_crossing(crossing: Any, name: str) -> Crossing:
+    """Return what `attend` of the layer `name` returned. Raises TypeError for anything but a `Crossing` of tensors."""
+    if not isinstance(crossing, Crossing) or not isinstance(crossing.kept, dict):
+        what = f"a {type(crossing).__name__}"
+        if isinstance(crossing, Crossing):
+            what = f"a Crossing whose kept is a {type(crossing.kept).__name__}"
+        raise TypeError(
+            f"{name}: its attend returned {what}: return weft.overlap.Crossing(rows, kept, handle, loss), where kept "
+            f"is a dict of tensors"
+        )
+    parts = {"rows": crossing.rows, **{f"kept[{key!r}]": value for key, value in crossing.kept.items()}}
+    if crossing.loss is not None:
+        parts["loss"] = crossing.loss
+    for key, value in parts.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"{name}: the {key} of its Crossing is a {type(value).__name__}, not a tensor: leave it "
+                f"out, or put values without gradient into the handle"
+            )
+    if crossing.loss is not None and crossing.loss.dim():
+        raise TypeError(
+            f"{name}: the loss of its Crossing has the shape {tuple(crossing.loss.shape)}: return a scalar, such as "
+            f"its mean"
+        )
+    return crossing
+
+
 def run_stages(layer: StagedLayer, hidden: Tensor, **beside: Any) -> tuple[Tensor, Tensor | None]:
     """Run the layer's stages in order.
 
     Returns the output, [batch, seq, hidden], and the layer's loss, a scalar or None. `beside`: further arguments of the
     layer's `attend`, such as a cache.
     """
-    crossing = layer.attend(hidden, **beside)
+    crossing = checked_crossing(layer.attend(hidden, **beside), type(layer).__name__)
     rows = crossing.rows
     if layer.stages == ("attend",):
         return rows, crossing.loss

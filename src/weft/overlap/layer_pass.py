@@ -25,7 +25,7 @@ from weft.comm import priority, streams
 from weft.fsdp.precision import MixedPrecisionPolicy
 from weft.moe.dispatch import Arrival, Dispatcher, Halves
 from weft.moe.visits import in_halves
-from weft.overlap.layer import COMPUTE_STAGES, Crossing, StagedLayer
+from weft.overlap.layer import COMPUTE_STAGES, StagedLayer, checked_crossing
 from weft.overlap.node import ComputeNode, Value
 from weft.overlap.order import FORWARD
 from weft.overlap.wgrad import DelayedWeights
@@ -91,7 +91,7 @@ class LayerPass:
     def _attended(self, hidden: Tensor) -> list[Tensor]:
         beside = self._policy.cast_inputs(dict(self._beside))
         with in_halves(self._halves):
-            crossing = self._checked(self._layer.attend(self._policy.cast_inputs(hidden), **beside))
+            crossing = checked_crossing(self._layer.attend(self._policy.cast_inputs(hidden), **beside), self._name)
         self._handle, self._names = crossing.handle, list(crossing.kept)
         if self._layer.dispatcher is not None:
             self._attended_at = streams.moment(crossing.rows.device)
@@ -176,18 +176,6 @@ class LayerPass:
     def _divided(self, rows: Tensor) -> Sequence[Tensor]:
         """Split `rows` into the rows of each part."""
         return rows.split(self._handle.sizes) if isinstance(self._handle, Halves) else [rows]
-
-    def _checked(self, crossing: Crossing) -> Crossing:
-        parts = {"rows": crossing.rows, **{f"kept[{name!r}]": value for name, value in crossing.kept.items()}}
-        if crossing.loss is not None:
-            parts["loss"] = crossing.loss
-        for name, value in parts.items():
-            if not isinstance(value, Tensor):
-                raise TypeError(
-                    f"{self._name}: the {name} of its Crossing is a {type(value).__name__}, not a tensor: leave it "
-                    f"out, or put values without gradient into the handle"
-                )
-        return crossing
 
     @property
     def exchanges(self) -> bool:

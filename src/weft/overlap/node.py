@@ -58,7 +58,7 @@ class ComputeNode:
     def forward(
         self, function: Callable[..., Sequence[Tensor]], inputs: Sequence[Value], owner: nn.Module | None
     ) -> list[Value]:
-        """Run `function` on the data of `inputs` and return its results.
+        """Run `function` on the data of `inputs` and return its results. Raises TypeError if one is not a tensor.
 
         `owner`: if not None, raise UndeclaredTensor if the graph uses tensors other than `inputs` and the parameters of
         `owner`.
@@ -70,6 +70,8 @@ class ComputeNode:
             results = function(*entered)
         outputs = []
         for result in results:
+            if not isinstance(result, Tensor):
+                raise TypeError(f"{self.name} returned a {type(result).__name__}, not a tensor: return only a tensor")
             outputs.append(Value(result, result.requires_grad))
             if result.requires_grad:
                 self._edges.append((get_gradient_edge(result), outputs[-1]))

@@ -67,8 +67,9 @@ def forward_backward(
             are numbered after the others.
 
     Raises:
-        TypeError: `model` or one of its layers is not a module or does not follow the protocol, a microbatch is neither
-            a pair of tensors nor a dict with them, or a factor of `loss_scale` is not a number.
+        TypeError: `model` or one of its layers is not a module or does not follow the protocol, or returns something
+            other than the protocol says; a microbatch is neither a pair of tensors nor a dict with them; or a factor of
+            `loss_scale` is not a number.
         ValueError: there are no microbatches, or a microbatch has an entry that no part of the model takes; layers are
             inside an activation checkpoint; modules whose `forward` a schedule does not call have hooks; `overlap`
             without a `schedule`, if the model has no exchange to hide; `early_release` or `halves` without `overlap`;

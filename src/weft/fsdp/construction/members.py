@@ -50,6 +50,11 @@ class Members:
         choice, mesh, replicas = request.choice_of(parameter)
         where = f"parameter {name!r} of {kind_of(request.modules[0])}"
         parallel = checked_parameter(parameter, mesh, request.device, where, replicas)
+        if parallel is None and any(getattr(owner(), "differs_between_ranks", False) for owner, _ in slot.owners):
+            raise ValueError(
+                f"{where} differs between ranks: other ranks hold other experts, which norms, checkpoints and a mesh "
+                f"of these ranks would take for the same. Call experts.spread(mesh of these ranks) before fully_shard"
+            )
         recipe = recipe_of(parameter, name, slot.owners, parallel, request.policy, request.device)
         reshard = request.reshard_after_forward
         if recipe.gathered.itemsize == 1 and isinstance(reshard, int) and not isinstance(reshard, bool):

@@ -67,7 +67,10 @@ class Passes:
     def _to(self, event: str) -> None:
         following = TRANSITIONS.get((self.current, event))
         if following is None:
-            raise RuntimeError(f"{self._model}: '{event}' while its pass is '{self.current.value}'")
+            raise RuntimeError(
+                f"{self._model}: '{event}' is not possible while its {self.current.value} runs: call it before or "
+                f"after, not from a hook inside"
+            )
         self.current = following
 
 

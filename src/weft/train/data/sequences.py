@@ -62,13 +62,15 @@ class WholeDocuments:
     """Documents packed whole. A document longer than a sequence is cut, and the remainder is packed with other
     documents.
 
-    `apart`: whether documents are separate, so that none predicts the first token of the next.
+    `apart`: whether documents are separate, so that none predicts the first token of the next. Sequences without a
+    label, such as those of documents of one token, are left out: a step of them would have no mean loss.
     """
 
     def __init__(self, part: Part, length: int, *, apart: bool = True) -> None:
         self.tokens, self.length, self.apart = part.tokens, length, apart
         self.starts = np.unique(part.starts)
         self.borders = _packed(part, length + 1)
+        self.borders = self.borders[self.labels(np.arange(len(self.borders))) > 0]
 
     def __len__(self) -> int:
         return len(self.borders)
@@ -122,8 +124,9 @@ def sequences(
     if packing == "whole":
         found = WholeDocuments(part, length, apart=not cross_documents)
     if len(found) < at_least:
+        what = "sequences with a label" if found.apart else "sequences"
         raise ConfigError(
-            f"data.sequence_length = {length}: {len(part.tokens)} tokens are {len(found)} sequences, "
+            f"data.sequence_length = {length}: {len(part.tokens)} tokens are {len(found)} {what}, "
             f"fewer than one for each of {at_least} ranks; use more text or lower data.sequence_length"
         )
     if part.conversations is None:
