@@ -26,7 +26,7 @@ from weft.comm.backends import transport_of
 from weft.comm.lanes import Ticket
 from weft.comm.ranges import profiled
 from weft.fsdp.channels import Channels
-from weft.fsdp.driver import USER, Hold, TiedHold, is_users
+from weft.fsdp.driver import USER, Hold, TiedHold, in_backward, is_users
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.parameter import FULL, SHARDED, register
 from weft.fsdp.precision import MixedPrecisionPolicy
@@ -50,7 +50,7 @@ TRANSITIONS = {  # caused by: what happens
     (State.HELD, "hold"): State.HELD,  # another holder
     (State.HELD, "let go"): State.HELD,  # a holder, not the last one
     (State.HELD, "let go last"): State.HERE,  # the last holder
-    (State.HELD, "renew"): State.HELD,  # a pass that finds them stale or needs their other copy: gathers them again
+    (State.HELD, "renew"): State.HELD,  # they are stale, or their other copy is needed: gathers them again
     (State.HERE, "free"): State.AT_REST,  # a driver that expects no use of the unit soon: frees the memory
 }
 
@@ -161,7 +161,9 @@ class Unit:
         if self.state is State.AT_REST:
             self.prefetch()
         if self.state is State.ON_THE_WAY:
-            self._arrive()
+            stale = self._arrive()
+        else:
+            stale = holder.computes and not holder.backward and self.is_stale
         self.keeps_post_forward = False
         if holder.computes:
             for each in self.gathered:
@@ -169,6 +171,8 @@ class Unit:
                     self.channels.weights.come_back(each)
         self.state = TRANSITIONS.get((self.state, "hold")) or self._refuse("hold")
         self.holders[holder] = None
+        if stale and not in_backward():  # a forward around this one has written to the main weights in this pass
+            self.renew()
         if not self._shows_full and (holder.computes or is_users(holder)):
             try:
                 self._show(full=True)
@@ -332,17 +336,22 @@ class Unit:
                     return
             self._show(full=False)
 
-    def _arrive(self) -> None:
-        if self.state is State.ON_THE_WAY:
-            self._wait()
-            self.state = TRANSITIONS.get((self.state, "arrive")) or self._refuse("arrive")
+    def _arrive(self) -> bool:
+        """Wait for a gather in flight. Return whether main weights were written since it began."""
+        if self.state is not State.ON_THE_WAY:
+            return False
+        stale = self._wait()
+        self.state = TRANSITIONS.get((self.state, "arrive")) or self._refuse("arrive")
+        return stale
 
-    def _wait(self) -> None:
+    def _wait(self) -> bool:
         tickets, self._tickets = self._tickets, []
         for ticket in tickets:
             ticket.wait()
+        stale = False
         for group in self.groups:
-            group.arrived()
+            stale |= group.arrived()
+        return stale
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
