@@ -74,4 +74,11 @@ MUTATIONS = [
         "pass",
         "checkpoint/test_manager.py::test_dictionaries_in_an_optimizer_s_state_come_back",
     ),
+    Mutation(
+        "a rank saves step counts of parameters of which it has no part",
+        "OptimizerState.state_dict",
+        "name in own and not _is_empty_here(p)",
+        "name in own",
+        "checkpoint/test_resharding.py::test_a_rank_saves_no_step_count_of_a_parameter_of_which_it_has_no_part",
+    ),
 ]

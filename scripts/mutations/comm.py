@@ -174,4 +174,25 @@ MUTATIONS = [
         "moved",
         "fsdp/test_surroundings.py::test_parameters_and_buffers_of_integers_are_filled_copied_and_measured[2]",
     ),
+    Mutation(
+        "sums of narrow terms are rounded at each term",
+        "sum_into",
+        "torch.promote_types(output.dtype, torch.float32)",
+        "output.dtype",
+        "comm/test_collectives.py::test_sums_of_narrow_terms_are_rounded_once",
+    ),
+    Mutation(
+        "transfers that were held back and are given up do not start",
+        "Transfer.abandon",
+        "if self._gate is not None: ...",
+        "if False: ...",
+        "comm/test_priority.py::test_a_gather_that_is_held_back_begins_when_it_is_waited_for_or_let_go[2]",
+    ),
+    Mutation(
+        "other ranks read for ever that a queued collective has not begun",
+        "_has_begun",
+        "watch.issued.off.discard((call.key, call.number))",
+        "pass",
+        "comm/test_lanes.py::test_an_outer_gather_and_the_inner_one_after_it_overlap_with_the_computation[4]",
+    ),
 ]

@@ -4,6 +4,7 @@ from mutation import Mutation
 from mutations.tests import (
     BETWEEN,
     COPIES,
+    EARLIER_FORWARD,
     MEMBERSHIP,
     NARROW,
     ORDER,
@@ -478,5 +479,27 @@ MUTATIONS = [
         "self.keeps_post_forward = False",
         "",
         "fsdp/test_post_forward.py::test_half_of_each_unit_stays_and_backward_asks_the_neighbour_alone[4]",
+    ),
+    Mutation(
+        "gradients that the user dropped are added to the next ones",
+        "MainGradients._exclusive",
+        "views[each.number].zero_()",
+        "pass",
+        SEAMS + "test_gradient_owner.py::"
+        "test_a_gradient_that_the_user_has_dropped_is_not_added_to_beside_those_that_he_keeps[2]",
+    ),
+    Mutation(
+        "a weight whose main_grad no module used has a gradient of zeros",
+        "GroupGradients.offer",
+        "each.gradient.written = written",
+        "",
+        "fsdp/test_direct_gradient.py::test_a_weight_to_whose_main_grad_no_module_adds_has_no_gradient[2]",
+    ),
+    Mutation(
+        "after a failed backward, parameters that were not used have gradients",
+        "GroupGradients.discard",
+        "each.gradient.filled = each.gradient.present = False",
+        "each.gradient.filled = False",
+        EARLIER_FORWARD,
     ),
 ]

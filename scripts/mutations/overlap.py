@@ -121,4 +121,11 @@ MUTATIONS = [
         "f'{shapes}'",
         AGREED + "test_stages_that_read_different_data_say_so_before_anything_runs[2-tokens]",
     ),
+    Mutation(
+        "after a refused call, stages expect messages in the dtype before a conversion",
+        "agree_on_schedule",
+        "_computes_in.pop(model, None)",
+        "",
+        AGREED + "test_a_model_that_is_converted_between_calls_crosses_stages_in_its_new_dtype[2]",
+    ),
 ]

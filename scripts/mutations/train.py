@@ -338,4 +338,18 @@ MUTATIONS = [
         '""',
         "train/test_data.py::test_what_only_the_first_rank_finds_wrong_ends_all[2]",
     ),
+    Mutation(
+        "the gradients of a skipped step are added to those of the next one",
+        "Trainer._step",
+        "self.optimizer.zero_grad()",
+        "None if skipped else self.optimizer.zero_grad()",
+        "train/test_ema.py::test_a_step_that_is_skipped_does_not_count_in_the_average",
+    ),
+    Mutation(
+        "the trainer reduces the gradients of each microbatch",
+        "Passes._forward_backward",
+        "number == len(microbatches)",
+        "True",
+        "train/test_loop.py::test_the_model_is_told_which_microbatch_is_the_last_of_a_step",
+    ),
 ]

@@ -219,6 +219,9 @@ CRAFTED = {
     ),
     "json with other types": lambda c, mark: put_json(c, lambda fields: fields.update(files=[1, 2])),
     "json without end": lambda c, mark: (c / "weft.json").write_text("[" * 200_000),
+    "a file without checksums": lambda c, mark: Manifest(
+        1, 1, {name: File(file.bytes, ()) for name, file in Manifest.read(c).files.items()}
+    ).write(c),
     "json of another step": lambda c, mark: Manifest(7, 1, Manifest.read(c).files).write(c),
     "a shard that is a link": lambda c, mark: link_to_a_copy(c, SHARD),
     "metadata that is a link": lambda c, mark: link_to_a_copy(c, ".metadata"),

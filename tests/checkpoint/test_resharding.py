@@ -101,6 +101,21 @@ def test_what_two_ranks_saved_loads_on_any_ranks_under_any_strategy(pool, tmp_pa
         assert torch.equal(again[key], value), key
 
 
+def states_and_parts():
+    """The names of parameters of which this rank saves a state of the optimizer, and those of which it has a part."""
+    model, optimizer = make("optim_grads_params")
+    train(model, optimizer, 1)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    here = {name for name, parameter in trained.items() if parameter.to_local().numel()}
+    return set(OptimizerState(model, optimizer).state_dict()["state"]), here, set(trained)
+
+
+def test_a_rank_saves_no_step_count_of_a_parameter_of_which_it_has_no_part(pool):
+    both = pool.run(2, states_and_parts)
+    assert all(states == here for states, here, _ in both)
+    assert any(here < trained for _, here, trained in both)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_saves_what_a_single_process_loads(pool, tmp_path, strategy):

@@ -12,6 +12,7 @@ from tests.pool import distributed
 from weft.comm import backends, collectives
 from weft.comm.builtin import BuiltIn
 from weft.comm.gloo import Gloo, sends, transport
+from weft.comm.gloo.transport import sum_into
 from weft.comm.groups import exchange_objects, twin_group
 from weft.comm.lanes import Lane, Ticket
 from weft.comm.transport import Pending, Sum
@@ -91,6 +92,12 @@ def test_reductions_are_bit_equal_from_run_to_run():
         ).wait()
         runs.append(output)
     assert torch.equal(runs[0], runs[1]) and torch.equal(runs[0], runs[2])
+
+
+def test_sums_of_narrow_terms_are_rounded_once():
+    total = torch.empty(1, dtype=torch.bfloat16)
+    sum_into(total, [torch.tensor([term], dtype=torch.bfloat16) for term in (256.0, 1.0, 1.0, 1.0, 1.0)], 1.0)
+    assert total.item() == 260  # in bf16, 256 + 1 is 256
 
 
 @distributed(2, 4)

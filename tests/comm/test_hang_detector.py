@@ -178,6 +178,10 @@ def test_every_collective_of_weft_that_waits_for_another_one_is_named_with_that(
 def test_a_detector_that_has_said_goodbye_is_still_that_of_its_world_and_explains_after_it(tmp_path):
     watch, other = hang_detector.start_hang_detector(), 1 - dist.get_rank()
     call = watch.issue("key", "gather of a unit", dist.group.WORLD)
+    watch.fail("left the forward of a model inside")
+    watch.fail("left the forward of the model around it")
+    assert watch._last_words() == "left the forward of a model inside, then its program ended"
+    watch.begin_pass()
     watch.leave()
     watch.let_go()
     assert hang_detector.start_hang_detector() is watch  # a last evaluation at the end starts no thread

@@ -147,7 +147,7 @@ def test_an_error_while_preparing_is_the_callers():
 @distributed(4)
 def test_an_outer_gather_and_the_inner_one_after_it_overlap_with_the_computation():
     """As with weights cut over two axes: pairs gather over the outer axis, then all over the shard axis."""
-    rank = dist.get_rank()
+    rank, watch = dist.get_rank(), start_hang_detector()
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     outer, inner = Lane("outer", CPU), Lane("gather", CPU)
@@ -165,6 +165,7 @@ def test_an_outer_gather_and_the_inner_one_after_it_overlap_with_the_computation
     assert (outside.lane, inside.lane, inside.label) == ("outer", "gather", "unit")
     assert outside.end <= inside.issued < inside.end <= computed.end, "nobody has waited"
     assert full.mean(1).tolist() == [1, 3, 2, 4]
+    assert not watch.issued.off, "both have begun, and no rank is told otherwise"
 
 
 @distributed(4)

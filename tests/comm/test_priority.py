@@ -1,5 +1,7 @@
 """What yields begins behind the exchange that is expected, or when it is waited for."""
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 
@@ -40,3 +42,8 @@ def test_a_gather_that_is_held_back_begins_when_it_is_waited_for_or_let_go():
         _, ticket = gather("later", lane)
         assert begun[-1] == "later", "nothing is expected any more"
         ticket.wait()
+    priority.expect()
+    _, ticket = gather("given up", lane)
+    ticket.abandon(timedelta(seconds=3))
+    assert begun[-1] == "given up", "the other ranks wait for it"
+    priority.let_go()

@@ -169,6 +169,9 @@ def test_parameters_tied_across_units_stay_tied(strategy):
     assert len(list(sharded.parameters())) == len(list(plain.parameters()))
     compare(plain, sharded, one_backward)
     assert sharded.head.weight is sharded.embedding.weight
+    sharded.unshard()
+    sharded.reshard()
+    assert weft.memory_report(sharded)["transient"]["gathered weights"]["live"] == 0, "not the embedding's either"
 
 
 class Nested(nn.Module):

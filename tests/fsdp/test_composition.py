@@ -175,6 +175,7 @@ def test_the_state_reduces_what_backwards_without_sync_have_left_as_pipelining_a
     state = weft.fully_shard.state(model)
     assert not state._state_ctx.all_states, "nothing is left for torch to reduce"
     state._root_post_backward_final_callback()
+    assert weft.memory_report(model)["transient"]["gathered weights"]["live"] == 0
     actual = [nets.full(parameter.grad) for parameter in model.parameters()]  # the sharded ones are registered
     torch.testing.assert_close(actual, backward(make(), rows()))
 

@@ -206,6 +206,29 @@ class Late(nn.Module):
         return x.square().mean()
 
 
+class Declared(nn.Module):
+    """Two weights of which modules write the gradients by Megatron's convention; only one of them is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = (nn.Parameter(torch.ones(WIDTH, WIDTH)) for _ in range(2))
+        for weight in (self.used, self.unused):
+            weight.grad_added_to_main_grad = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Writing.apply(x, self.used, by_megatron_s_convention, dummy).sum()
+
+
+@distributed(2)
+def test_a_weight_to_whose_main_grad_no_module_adds_has_no_gradient():
+    net = weft.fully_shard(Declared())
+    for _ in range(2):
+        net.zero_grad()
+        net(torch.ones(3, WIDTH)).backward()
+        torch.testing.assert_close(nets.full(net.used.grad), torch.full((WIDTH, WIDTH), 3.0))
+        assert net.unused.grad is None
+
+
 @distributed(2)
 def test_a_frozen_parameter_has_no_place_for_a_gradient():
     frozen = weft.fully_shard(nn.Linear(4, 4).requires_grad_(False))

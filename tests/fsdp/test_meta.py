@@ -190,6 +190,11 @@ def test_a_meta_model_with_tensor_parallel_slices_is_filled_by_its_own_initialis
     scale = model[0]
     scale.weight = nn.Parameter(distribute_tensor(scale.weight.data, mesh["tp"], [Shard(0)]))
     weft.fully_shard(model, mesh=mesh["dp"])
+    here = scale.weight.to_local().detach()
+    if mesh.get_local_rank("tp"):  # ranks with other slices learn of it too
+        here.copy_(torch.ones_like(here))
+    with pytest.raises(ValueError, match=r"parameters '0\.weight' have values"):
+        model(torch.ones(2, 8))
     with torch.no_grad():
         scale.weight.copy_(torch.arange(8.0))
     torch.testing.assert_close(nets.full(scale.weight), torch.arange(8.0))

@@ -144,6 +144,22 @@ def test_slices_of_tensor_parallelism_hold_whole_blocks_and_share_maxima():
             parallel(recipe)
 
 
+@distributed(2)
+def test_tensor_parallel_ranks_that_drew_other_frozen_weights_compute_with_those_of_the_first():
+    mesh, rank = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), dist.get_rank()
+    net = nn.Sequential(nn.Linear(32, 32, bias=False).requires_grad_(False), Pair())
+    with torch.no_grad():
+        net[0].weight.fill_(1.0 + rank)
+    parallelize_module(net[1], mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    for each in (net[0], net):
+        weft.fully_shard(
+            each, mesh=mesh["dp"], mp_policy=weft.MixedPrecisionPolicy(param_quantization=blockwise(16, 16))
+        )
+    net(torch.ones(3, 32))
+    net[0].unshard()
+    torch.testing.assert_close(net[0].weight.detach(), torch.ones(32, 32))
+
+
 class Packed(torch.Tensor):
     """A weight that comes quantized, as torchao's do: a payload, its scales, and `dequantize`."""
 

@@ -80,6 +80,8 @@ def test_a_model_that_is_converted_between_calls_crosses_stages_in_its_new_dtype
     forward_backward(model, data(3), schedule="1f1b")
     model.zero_grad()
     model.to(torch.float64)
+    with pytest.raises(CollectiveMismatch, match="different arguments"):
+        forward_backward(model, data(3, seed=dist.get_rank()), schedule="1f1b")
     torch.manual_seed(0)
     reference = HybridModel(DENSE).to(torch.float64)
     found = forward_backward(model, data(3), schedule="1f1b")

@@ -37,6 +37,7 @@ def averaged_with_a_skipped_step(path, directory):
 
     def follow(name, numbers):
         if name == "step":
+            assert all(parameter.grad is None for parameter in trainer.model.parameters()), "none for the next step"
             found.append({key: full(value) for key, value in trainer.average.state_dict().items()})
 
     trainer.moment = follow
@@ -55,8 +56,13 @@ def test_what_is_frozen_has_no_average_and_stays():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).requires_grad_(False))
     average, frozen = WeightAverage(model, DECAY), model[1].weight.clone()
     assert set(average.state_dict()) == {"0.weight", "0.bias"}
-    with average.in_place():
-        assert torch.equal(model[1].weight, frozen)
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    trained = model[0].weight.clone()
+    with pytest.raises(RuntimeError), average.in_place():
+        assert torch.equal(model[1].weight, frozen) and not torch.equal(model[0].weight, trained)
+        raise RuntimeError
+    assert torch.equal(model[0].weight, trained), "also after a validation that fails"
 
 
 @pytest.mark.slow

@@ -189,6 +189,20 @@ def test_a_finished_run_says_that_there_is_nothing_to_do(pool, tmp_path):
     assert f"nothing to do: {reached}" in said
 
 
+def told_of_microbatches(path, folder):
+    """What the model was told before each backward of two steps: whether it is the last one before the optimizer."""
+    stop, told = StopAt(2), []
+    stop.trainer = trainer = Trainer(load_config(path), Run(folder), stop=stop, say=lambda line: None)
+    trainer.model.set_is_last_backward = told.append
+    trainer.run()
+    return told
+
+
+def test_the_model_is_told_which_microbatch_is_the_last_of_a_step(pool, tmp_path):
+    path = write_config(tmp_path, train__validate_every=0)
+    assert pool.run(1, told_of_microbatches, path, tmp_path / "run") == [([False] * 3 + [True]) * 2]
+
+
 def test_only_matrices_decay():
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Embedding(4, 3))
     optimizer = make_optimizer(model, OptimizerConfig(weight_decay=0.3))

@@ -242,6 +242,48 @@ def test_a_backward_that_fails_before_it_comes_to_a_model_takes_nothing_from_it(
     assert_gradients(sharded, plain)
 
 
+class Pair(nn.Module):
+    """Two layers in one unit, of which `both` says whether the second runs too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return self.left(x) + self.right(x) if both else self.left(x)
+
+
+class Choice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.pair = nn.Linear(5, 5), Pair()
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return self.pair(self.first(x), both).sum()
+
+
+@distributed(2)
+def test_a_backward_of_an_earlier_forward_runs_after_one_that_failed_and_has_nothing_of_it():
+    net = Choice()
+    for each in (net.first, net.pair, net):
+        weft.fully_shard(each)
+    kept = net(torch.ones(2, 5), False)
+    net.first.register_forward_hook(fails_later)
+    with pytest.raises(Oops):
+        net(torch.ones(2, 5), True).backward()
+    kept.backward()
+    given = {name for name, parameter in net.named_parameters() if parameter.grad is not None}
+    assert given == {"first.weight", "first.bias", "pair.left.weight", "pair.left.bias"}
+    torch.testing.assert_close(nets.full(net.pair.left.bias.grad), torch.full((5,), 2.0))
+
+
+@distributed(2)
+def test_of_nested_forwards_that_fail_the_innermost_is_told_to_other_ranks():
+    net = nets.shard(nets.make())
+    in_forward(net, nets.data(1, 4)[0])
+    assert start_hang_detector()._last_words().startswith("left the forward of blocks.1 by Oops")
+
+
 class Tries(nn.Module):
     """Goes on without its child if that cannot do it."""
 

@@ -166,6 +166,17 @@ def test_a_gradient_that_the_user_set_is_added_to(strategy, microbatches):
 
 
 @distributed(2)
+def test_a_gradient_that_the_user_has_dropped_is_not_added_to_beside_those_that_he_keeps():
+    plain, sharded = pair()
+    first, second = nets.data(2, 4)
+    backward(plain, sharded, tokens_loss, first)
+    for net in (plain, sharded):
+        net.blocks[0].up.weight.grad = net.embedding.weight.grad = None
+    backward(plain, sharded, tokens_loss, second)
+    assert_gradients(sharded, plain)
+
+
+@distributed(2)
 def test_a_gradient_that_the_user_set_between_forward_and_backward_is_added_to():
     plain, sharded = pair()
     ranks, rank = dist.get_world_size(), dist.get_rank()

@@ -1,6 +1,7 @@
 """Models beside each other: what one sends is never taken for what another does."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tests.fsdp import nets
 from tests.fsdp.seams.truth import STRATEGIES, assert_gradients, assert_weights, naming, sgd, step
 from tests.pairs import all_pairs
 from tests.pool import distributed
-from weft.fsdp.runtime.joint_backward import end_with_backward
+from weft.fsdp.runtime.joint_backward import JointBackward, end_with_backward
 
 
 class Routes(nn.Module):
@@ -241,6 +242,17 @@ def test_many_roots_of_which_each_rank_runs_others():
         for net in (plain, sharded):
             for parameter in net.parameters():
                 parameter.grad = None
+
+
+def test_a_backward_may_reach_another_model_while_that_has_a_forward_without_backward():
+    """Then a wait for room could be one for a rank that waits for this one, and gradients of more units are alive."""
+    one, other = (JointBackward([SimpleNamespace(place=place, calls=set())], lambda: None) for place in range(2))
+    other.begin()
+    assert not one.may_share_backward(), "it has evaluated"
+    other._units[0].calls.add("a forward")
+    assert one.may_share_backward() and not other.may_share_backward()
+    one.settle()
+    assert not one.may_share_backward(), "it was reached, and its forward is kept for another backward"
 
 
 def test_models_end_a_backward_in_the_order_of_their_places_whichever_was_reached_first():

@@ -33,8 +33,6 @@ class MainGradients:
 
     def claim(self) -> tuple[FlatBuffer, bool]:
         """Take the gradients from the user until `publish`. Return the buffer, and whether reductions add to it."""
-        if self.download is not None:
-            self.download.finish()
         if self._is_claimed:
             assert self.buffer is not None
             return self.buffer, True

@@ -285,8 +285,7 @@ class Runtime(Shared):
         """Mark the pass as failed, and register the sharded parameters."""
         left = self.passes.current
         evaluates = left in (Pass.FORWARD, Pass.EVALUATION) or (left is Pass.SCHEDULE and self._evaluates)
-        if left is not Pass.FAILED:
-            self._keeps_gradients = evaluates
+        self._keeps_gradients = evaluates
         self.passes.fail()
         if left in (Pass.BACKWARD, Pass.SCHEDULE) and not evaluates:
             self._drop_gradients()  # some units, on some ranks, have added theirs already, and others have not
