@@ -266,23 +266,6 @@ def never_resharded_after_backward(fsdp):
     return steps(net, seen=seen), seen
 
 
-def torchtitan_s_accumulation(fsdp):
-    """The three calls that torchtitan makes per microbatch."""
-    net, seen = bottom_up(fsdp, make()), []
-
-    def before(number, last):
-        net.set_is_last_backward(last)
-        net.set_requires_gradient_sync(last)
-        net.set_reshard_after_backward(last)
-
-    return steps(net, before=before, seen=seen), seen
-
-
-def kept_after_forward(fsdp):
-    net, seen = bottom_up(fsdp, make(), reshard_after_forward=False), []
-    return steps(net, seen=seen), seen
-
-
 def kept_after_forward_of_one_block(fsdp):
     net, seen = bottom_up(fsdp, make()), []
     net.blocks[0].set_reshard_after_forward(False)
@@ -450,9 +433,13 @@ def separate_communicators_and_more_buffers(fsdp):
     net = bottom_up(fsdp, make())
     net.set_separate_reduce_scatter_group()
     net.set_reduce_scatter_max_input_buffers(3)
-    numbers = steps(net)
-    net.set_separate_reduce_scatter_group(False)
-    return [numbers, steps(net)], None
+    backwards = iter(range(4))
+
+    def before(number, last):
+        if next(backwards) == 2:
+            net.set_separate_reduce_scatter_group(False)
+
+    return steps(net, before=before), None
 
 
 class Choosy(nn.Module):
@@ -517,8 +504,6 @@ SCRIPTS = [
     told_of_the_last_backward,
     resharded_after_the_last_only,
     never_resharded_after_backward,
-    torchtitan_s_accumulation,
-    kept_after_forward,
     kept_after_forward_of_one_block,
     kept_by_a_call_on_the_root,
     other_divisors,
