@@ -121,8 +121,7 @@ def tied() -> list[Student]:
     return models
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("runs", ["the first", "the second", "both", "in turn"])
+@all_pairs(runs=["the first", "the second", "both", "in turn"], strategy=STRATEGIES[::3])
 @distributed(2, timeout=40)
 def test_a_parameter_tied_across_two_roots(runs, strategy):
     def which(number: int) -> list[int]:
