@@ -190,9 +190,7 @@ class FusedHead(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tie", [False, True])
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+@all_pairs(strategy=["optim_grads", "optim_grads_params"], microbatches=[2, 1], tie=[True, False])
 @distributed(2)
 def test_a_root_that_returns_its_heads_weight_for_a_fused_loss(strategy, microbatches, tie):
     def make() -> FusedHead:
