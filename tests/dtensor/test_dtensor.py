@@ -332,7 +332,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, name", [(2, "Adam, amsgrad"), (2, "SGD, momentum"), (4, "AdamW")])
+@pytest.mark.parametrize("ranks, name", [(2, "Adam, amsgrad"), (2, "SGD, momentum"), (2, "AdamW")])
 @distributed()
 def test_optimizers_equal_the_reference_in_all_implementations(name):
     for implementation in ({"foreach": True}, {"foreach": False}, {"fused": True}):
@@ -629,7 +629,7 @@ def load_bags(folder):
 @pytest.mark.slow
 def test_checkpoints_of_four_ranks_load_on_other_numbers_and_under_every_strategy(pool, tmp_path):
     saved = pool.run(4, save, "optim_grads_params", str(tmp_path))
-    for ranks, strategy in ((1, "optim_grads_params"), (4, "optim_grads_params"), *((2, each) for each in STRATEGIES)):
+    for ranks, strategy in ((1, STRATEGIES[-1]), (4, STRATEGIES[-1]), *((2, each) for each in STRATEGIES)):
         for loaded in pool.run(ranks, load, strategy, str(tmp_path)):
             torch.testing.assert_close(loaded, saved[0], rtol=0, atol=0)
 
@@ -637,5 +637,5 @@ def test_checkpoints_of_four_ranks_load_on_other_numbers_and_under_every_strateg
 @pytest.mark.slow
 def test_checkpoints_of_any_shapes_load_on_other_numbers_of_ranks(pool, tmp_path):
     pool.run(4, save_bags, str(tmp_path))
-    for ranks in (4, 2, 1):
+    for ranks in (2, 1):
         pool.run(ranks, load_bags, str(tmp_path))

@@ -186,7 +186,9 @@ WAYS = [
 
 @pytest.mark.slow
 @distributed()
-@pytest.mark.parametrize("ranks, chosen", [(2, "all experts"), (2, "half of them"), (4, "half of them")])
+@pytest.mark.parametrize(
+    "ranks, chosen", [(2, "all experts"), (2, "half of them"), pytest.param(4, "half of them", marks=pytest.mark.long)]
+)
 def test_clipped_steps_with_experts_equal_one_process_that_has_them_all(chosen):
     """Expert parallel over two ranks and over all of them. Where two of four experts get all tokens, the ranks of the
     others get none, and half of the assignments exceed the capacity. Norms, clipping and optimizers count every expert

@@ -325,7 +325,7 @@ def test_an_exception_leaves_a_model_that_runs_again():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize("strategy", ["optim", pytest.param("optim_grads_params", marks=pytest.mark.long)])
 @distributed(2)
 def test_a_schedule_that_fails_takes_all_gradients_and_an_evaluation_takes_none(strategy):
     def accumulated(evaluation):

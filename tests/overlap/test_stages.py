@@ -155,7 +155,7 @@ def test_tied_weights_on_two_ranks_and_prediction_depths():
     same(mine["embedding.weight"], whole["embedding.weight"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @distributed(4)
 def test_tied_weights_and_a_prediction_depth_on_four_ranks():
     meshes = weft.init_meshes("cpu", pp=4)
