@@ -37,12 +37,19 @@ def step(net: nets.Net) -> None:
 @contextmanager
 def patience(**seconds: float) -> Iterator[None]:
     """Other times to wait than the detector of hangs's own, which the workers of later tests have again."""
-    own = {name: getattr(rules, name) for name in seconds}
-    vars(rules).update(seconds)
+    homes = {name: rules if hasattr(rules, name) else hang_detector for name in seconds}
+    own = {name: getattr(home, name) for name, home in homes.items()}
+    for name, home in homes.items():
+        setattr(home, name, seconds[name])
     try:
         yield
     finally:
-        vars(rules).update(own)
+        for name, home in homes.items():
+            setattr(home, name, own[name])
+
+
+QUICK = {"DELAY_S": 0.02, "SLOWEST_S": 0.1}
+"""A detector that looks more often, so that what it must not say would come sooner."""
 
 
 class Oops(Exception):
@@ -75,7 +82,7 @@ def test_a_rank_that_throws_in_forward_is_named_on_the_others():
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @distributed(2)
 def test_a_rank_that_stops_a_step_early_is_named_with_its_source_line(strategy):
-    with patience(ELSEWHERE_S=1.0):
+    with patience(ELSEWHERE_S=0.5, **QUICK):
         net = shard(strategy=strategy)
         step(net)
         if dist.get_rank() == 0:
@@ -87,11 +94,11 @@ def test_a_rank_that_stops_a_step_early_is_named_with_its_source_line(strategy):
 @pytest.mark.slow
 @distributed(2)
 def test_a_slow_rank_is_waited_for():
-    with patience(CERTAIN_S=0.2, ELSEWHERE_S=0.2):
+    with patience(CERTAIN_S=0.1, ELSEWHERE_S=0.1, **QUICK):
         net = shard()
         for _ in range(2):
             if dist.get_rank() == 1:
-                time.sleep(1.5)
+                time.sleep(0.7)
             step(net)
         dist.barrier()
     assert not hang_detector.hang_detector().verdict and not hang_detector.hang_detector().joins
@@ -101,11 +108,11 @@ def test_a_slow_rank_is_waited_for():
 @distributed(2)
 def test_a_rank_that_caught_an_exception_and_computes_is_waited_for():
     """As a parent does that goes another way when its child fails."""
-    with patience(CERTAIN_S=0.2, ELSEWHERE_S=0.2):
+    with patience(CERTAIN_S=0.1, ELSEWHERE_S=0.1, **QUICK):
         watch, lane, rank = hang_detector.start_hang_detector(), Lane("gather", torch.device("cpu")), dist.get_rank()
         if rank == 1:
             watch.fail("left the forward of blocks.1 by Oops: no such token")
-            time.sleep(2)
+            time.sleep(0.7)
         full = torch.full((2,), float(rank))
         lane.run(collectives.all_gather, full, full[rank : rank + 1], dist.group.WORLD).wait()
         assert full.tolist() == [0, 1] and not watch.verdict
@@ -114,7 +121,7 @@ def test_a_rank_that_caught_an_exception_and_computes_is_waited_for():
 @pytest.mark.slow
 @distributed(2)
 def test_a_rank_that_left_a_pass_and_does_nothing_is_told_of_in_the_end():
-    with patience(CERTAIN_S=0.2, ELSEWHERE_S=0.2, ABANDONED_S=1.0):
+    with patience(CERTAIN_S=0.2, ELSEWHERE_S=0.2, ABANDONED_S=0.5, **QUICK):
         group, watch = dist.new_group([0, 1]), hang_detector.start_hang_detector()
         if dist.get_rank() == 1:
             watch.fail("left the forward of blocks.1 by Oops: no such token")
@@ -163,7 +170,7 @@ WAITS = {
 @distributed(2)
 def test_every_collective_of_weft_that_waits_for_another_one_is_named_with_that():
     names = [*WAITS]
-    with patience(CERTAIN_S=0.2):
+    with patience(CERTAIN_S=0.1, **QUICK):
         for mine in range(len(names)):
             other = (mine + 1) % len(names)
             group = dist.new_group([0, 1])
@@ -222,7 +229,7 @@ def test_ranks_with_unequal_numbers_of_microbatches_that_then_need_full_weights_
 def test_experts_of_an_unsharded_model_are_watched_too():
     group = dist.new_group([0, 1])
     dispatcher = AllToAll(group, num_experts=4, rows_per="expert")
-    with patience(ELSEWHERE_S=1.0):
+    with patience(ELSEWHERE_S=0.5, **QUICK):
         if dist.get_rank() == 0:
             dispatcher.plan(torch.ones(4, dtype=torch.int64)).ready()
             with pytest.raises(

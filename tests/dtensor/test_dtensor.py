@@ -60,7 +60,7 @@ def random_shapes(seed: int) -> list[tuple[int, ...]]:
 
 def bags(**options):
     """`(shapes, plain, sharded)` for every list of shapes, the two holding the same values."""
-    for shapes in [*SHAPES.values(), *(random_shapes(seed) for seed in range(6))]:
+    for shapes in [*SHAPES.values(), *(random_shapes(seed) for seed in range(3))]:
         yield shapes, Bag(shapes), weft.fully_shard(Bag(shapes), **options)
 
 
@@ -80,8 +80,8 @@ def parts_of(tensor: DTensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-@distributed(2, 4)
+@pytest.mark.parametrize(("ranks", "strategy"), [(2, "optim"), (4, "optim_grads_params")])
+@distributed()
 def test_full_tensor_and_the_parts_are_the_original(strategy):
     empty = 0
     for _, plain, sharded in bags(strategy=strategy):
@@ -332,7 +332,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, name", [(2, "Adam, amsgrad"), (2, "SGD, momentum"), (4, "AdamW")])
+@pytest.mark.parametrize("ranks, name", [(2, "Adam, amsgrad"), (2, "SGD, momentum"), (2, "AdamW")])
 @distributed()
 def test_optimizers_equal_the_reference_in_all_implementations(name):
     for implementation in ({"foreach": True}, {"foreach": False}, {"fused": True}):
@@ -627,10 +627,9 @@ def load_bags(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_checkpoints_of_four_ranks_load_on_other_numbers_and_under_every_strategy(pool, tmp_path, ranks):
+def test_checkpoints_of_four_ranks_load_on_other_numbers_and_under_every_strategy(pool, tmp_path):
     saved = pool.run(4, save, "optim_grads_params", str(tmp_path))
-    for strategy in STRATEGIES if ranks == 2 else ["optim_grads_params"]:
+    for ranks, strategy in ((1, STRATEGIES[-1]), (4, STRATEGIES[-1]), *((2, each) for each in STRATEGIES)):
         for loaded in pool.run(ranks, load, strategy, str(tmp_path)):
             torch.testing.assert_close(loaded, saved[0], rtol=0, atol=0)
 
@@ -638,5 +637,5 @@ def test_checkpoints_of_four_ranks_load_on_other_numbers_and_under_every_strateg
 @pytest.mark.slow
 def test_checkpoints_of_any_shapes_load_on_other_numbers_of_ranks(pool, tmp_path):
     pool.run(4, save_bags, str(tmp_path))
-    for ranks in (4, 2, 1):
+    for ranks in (2, 1):
         pool.run(ranks, load_bags, str(tmp_path))

@@ -172,26 +172,48 @@ def assert_same(
 
 def whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The whole tensors, detached. All ranks call it, and send one message for all tensors."""
-    mine = {
-        name: (_places_of(value).flatten(), value.detach().to_local().flatten())
-        for name, value in tensors.items()
-        if isinstance(value, DTensor)
-    }
-    parts: list[Any] = [None] * dist.get_world_size() if mine else []
-    if mine:
-        dist.all_gather_object(parts, mine)
+    sharded = {name: value for name, value in tensors.items() if isinstance(value, DTensor)}
+    parts = _parts_of_ranks(sharded) if sharded else []
+    ranks: dict[int, list[int]] = {}
     found = {}
     for name, value in tensors.items():
-        if name in mine:
-            flat = mine[name][1].new_full((value.numel(),), -1)
+        if name in sharded:
+            mesh = value.device_mesh
+            if id(mesh) not in ranks:
+                ranks[id(mesh)] = mesh.mesh.flatten().tolist()
+            flat = torch.full((value.numel(),), -1, dtype=value.dtype)
             known = torch.zeros(value.numel(), dtype=torch.bool)
-            for rank in value.device_mesh.mesh.flatten().tolist():
+            for rank in ranks[id(mesh)]:
                 places, values = parts[rank][name]
                 flat[places], known[places] = values, True
             assert known.all(), f"parts of {name} lie on no rank"
-            found[name] = flat.view(value.shape)
+            found[name] = flat.view(value.shape).to(value.device)
         else:
             found[name] = value.detach().clone()
+    return found
+
+
+def _parts_of_ranks(tensors: dict[str, DTensor]) -> list[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """Of each rank: the places and the values of its part of each tensor.
+
+    They travel as one array for each dtype: to pickle every tensor takes longer than the steps of many tests.
+    """
+    arrays = {torch.int64: [_places_of(tensor).flatten() for tensor in tensors.values()]}
+    for tensor in tensors.values():
+        arrays.setdefault(tensor.dtype, []).append(tensor.detach().to_local().flatten())
+    mine = {
+        dtype: ([each.numel() for each in those], torch.cat(those).view(torch.uint8).cpu().numpy())
+        for dtype, those in arrays.items()
+    }
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, ({name: tensor.dtype for name, tensor in tensors.items()}, mine))
+    found = []
+    for dtypes, theirs in parts:  # ranks of other stages have other tensors
+        left = {
+            dtype: iter(torch.from_numpy(array).view(dtype).split(sizes)) for dtype, (sizes, array) in theirs.items()
+        }
+        places = [next(left[torch.int64]) for _ in dtypes]
+        found.append({name: (at, next(left[dtype])) for at, (name, dtype) in zip(places, dtypes.items())})
     return found
 
 

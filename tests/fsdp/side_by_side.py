@@ -94,8 +94,12 @@ def with_gradients(net: nn.Module) -> list[str]:
 
 def whole(net: nn.Module) -> dict[str, dict]:
     """Full weights and gradients, by name; a parameter without gradient is left out."""
-    gradients = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
-    return {"weights": nets.whole(net.state_dict()), "gradients": nets.whole(gradients)}
+    found: dict[str, dict] = {"weights": {}, "gradients": {}}
+    gradients = {("gradients", name): p.grad for name, p in net.named_parameters() if p.grad is not None}
+    weights = {("weights", name): value for name, value in net.state_dict().items()}
+    for (kind, name), value in nets.whole({**weights, **gradients}).items():
+        found[kind][name] = value
+    return found
 
 
 def both(script: Callable[..., Any], *args: Any) -> tuple[Any, Any]:

@@ -52,7 +52,7 @@ def compare(
     plain: nn.Module,
     sharded: nn.Module,
     work: Callable[[nn.Module, torch.Tensor, Callable, int], None],
-    steps: int = 4,
+    steps: int = 3,
     **tolerance,
 ) -> None:
     """Run `work(model, batch, part, step)`, which does forwards and backwards, with an optimizer step after each, on
@@ -373,7 +373,7 @@ def test_gradients_accumulate_with_and_without_synchronisation(strategy):
             nets.loss_of(model, part(micro)).backward()
 
     for work in (by_sync, by_last, by_itself):
-        compare(*pair(strategy=strategy), work)
+        compare(*pair(strategy=strategy), work, steps=2)
 
 
 @pytest.mark.slow
@@ -498,7 +498,7 @@ def test_training_goes_on_after_an_exception_in_forward(strategy):
     def fail(module, args):
         raise Oops
 
-    compare(plain, sharded, work)
+    compare(plain, sharded, work, steps=4)
 
 
 @pytest.mark.slow
@@ -519,7 +519,7 @@ def test_training_goes_on_after_an_exception_in_backward_and_a_reset(strategy):
             model.zero_grad()
         one_backward(model, batch, part, step)
 
-    compare(plain, sharded, work)
+    compare(plain, sharded, work, steps=4)
 
 
 # --- torch's methods ------------------------------------------------------------------------------------------------

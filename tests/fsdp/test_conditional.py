@@ -113,7 +113,8 @@ def test_units_that_do_not_run_in_the_last_microbatch_are_reduced_with_what_they
 @pytest.mark.parametrize("strategy", RESIDENT)
 @distributed(2)
 def test_units_that_run_on_some_ranks_only_have_correct_gradients(strategy):
-    for number, (name, way) in enumerate(WAYS.items()):
+    some = {"no_shard": slice(0, None, 2), "optim": slice(1, None, 2)}.get(strategy, slice(None))
+    for number, (name, way) in [*enumerate(WAYS.items())][some]:
         microbatches = 1 + (number + RESIDENT.index(strategy)) % 2
         try:
             assert_truth(way, microbatches, strategy=strategy)

@@ -147,7 +147,6 @@ def test_an_evaluation_leaves_everything_sharded_where_torch_leaves_the_root_who
 
 
 POLICIES = {
-    "bf16, reduced in fp32": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
     "bf16 throughout": {"param_dtype": torch.bfloat16},
     "fp32, reduced in bf16": {"reduce_dtype": torch.bfloat16},
     "fp32 outputs": {
@@ -169,7 +168,7 @@ def in_low_precision(fsdp, policy):
     net.blocks[1].up.register_forward_pre_hook(lambda _, args: seen.update({"input": args[0].dtype}))
     net.blocks[1].up.register_forward_hook(lambda *_: seen.update({"in a block's forward": kinds(net)}))
     numbers = []
-    for batch in batches():
+    for batch in batches(2):
         output = net(batch)
         seen["output"] = output.dtype
         F.cross_entropy(output.flatten(0, 1), batch.flatten()).backward()
@@ -263,23 +262,6 @@ def resharded_after_the_last_only(fsdp):
 def never_resharded_after_backward(fsdp):
     net, seen = bottom_up(fsdp, make()), []
     net.set_reshard_after_backward(False)
-    return steps(net, seen=seen), seen
-
-
-def torchtitan_s_accumulation(fsdp):
-    """The three calls that torchtitan makes per microbatch."""
-    net, seen = bottom_up(fsdp, make()), []
-
-    def before(number, last):
-        net.set_is_last_backward(last)
-        net.set_requires_gradient_sync(last)
-        net.set_reshard_after_backward(last)
-
-    return steps(net, before=before, seen=seen), seen
-
-
-def kept_after_forward(fsdp):
-    net, seen = bottom_up(fsdp, make(), reshard_after_forward=False), []
     return steps(net, seen=seen), seen
 
 
@@ -450,9 +432,13 @@ def separate_communicators_and_more_buffers(fsdp):
     net = bottom_up(fsdp, make())
     net.set_separate_reduce_scatter_group()
     net.set_reduce_scatter_max_input_buffers(3)
-    numbers = steps(net)
-    net.set_separate_reduce_scatter_group(False)
-    return [numbers, steps(net)], None
+    backwards = iter(range(4))
+
+    def before(number, last):
+        if next(backwards) == 2:
+            net.set_separate_reduce_scatter_group(False)
+
+    return steps(net, before=before), None
 
 
 class Choosy(nn.Module):
@@ -517,8 +503,6 @@ SCRIPTS = [
     told_of_the_last_backward,
     resharded_after_the_last_only,
     never_resharded_after_backward,
-    torchtitan_s_accumulation,
-    kept_after_forward,
     kept_after_forward_of_one_block,
     kept_by_a_call_on_the_root,
     other_divisors,

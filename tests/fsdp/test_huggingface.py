@@ -40,7 +40,7 @@ def shard(model: nn.Module, **options: Any) -> nn.Module:
     return weft.fully_shard(model, **options)
 
 
-def batches(steps: int = 3, rows: int = 4) -> torch.Tensor:
+def batches(steps: int = 2, rows: int = 4) -> torch.Tensor:
     """Tokens `[steps, rows, 10]`."""
     return torch.randint(0, SIZES["vocab_size"], (steps, rows, 10), generator=torch.Generator().manual_seed(1))
 
@@ -51,7 +51,7 @@ def mine(batch: torch.Tensor) -> torch.Tensor:
 
 
 def compare(plain: nn.Module, sharded: nn.Module) -> None:
-    """Three AdamW steps: losses, gradients and weights of the sharded model are those of the plain one."""
+    """Two AdamW steps: losses, gradients and weights of the sharded model are those of the plain one."""
     optimizers = [
         torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3) for model in (plain, sharded)
     ]

@@ -100,7 +100,7 @@ def test_a_module_that_was_removed_goes_at_once():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @distributed(2)
 def test_adapters_that_are_sharded_after_an_evaluation_train_as_in_one_process(strategy):
     plain, net = nets.make().double(), nets.shard(nets.make().double(), strategy=strategy)

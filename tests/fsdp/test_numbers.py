@@ -63,7 +63,9 @@ def test_one_axis_equals_one_process(recompute):
     """Over all kinds of recomputation, each strategy meets one microbatch and three."""
     odd = RECOMPUTE.index(recompute)
     counts = [(1, 3)[(number + odd) % 2] for number in range(len(STRATEGIES))]
-    check_steps([(count, True, {"strategy": each}) for count, each in zip(counts, STRATEGIES)], recompute)
+    check_steps(
+        [(count, True, {"strategy": each}) for count, each in zip(counts, STRATEGIES)], recompute, again=not recompute
+    )
 
 
 @pytest.mark.long

@@ -45,7 +45,7 @@ def check(options, microbatches):
     options = {"runtime": weft.RuntimeOptions(bucket_bytes=0), **options}
     net = nets.shard(nets.make(), **options)
     assert plan_of(net) is None, "nothing ran yet"
-    nets.train_here(net, nets.data(4, 4 * microbatches), microbatches=microbatches)
+    nets.train_here(net, nets.data(3, 4 * microbatches), microbatches=microbatches)
     plan = plan_of(net)
     assert plan.peak_bytes == peaks(net)
     assert max(plan.bytes_at(number) for number in range(len(plan.events))) <= sum(plan.peak_bytes.values())

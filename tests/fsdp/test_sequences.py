@@ -720,14 +720,14 @@ RANDOM = st.randoms(use_true_random=True)
 
 
 @pytest.mark.slow
-@settings_of(12)
+@settings_of(6)
 @given(random=RANDOM)
 def test_any_sequence_of_calls_computes_what_the_plain_models_do(pool, random):
     check(pool, random, parts=4)
 
 
 @pytest.mark.long
-@settings_of(10)
+@settings_of(7)
 @given(random=RANDOM)
 def test_any_long_sequence_of_calls_computes_what_the_plain_models_do(pool, random):
     check(pool, random, parts=6)

@@ -36,7 +36,7 @@ BOTH = ("attend", "experts")
 @distributed(2)
 def test_what_is_recomputed_inside_of_a_scope_is_replayed_with_it(pattern, schedule, microbatches, more):
     cfg = config(pattern, moe_rows_per="expert", recompute=BOTH, **more)
-    how = {"schedule": schedule, "steps": 5, "microbatches": microbatches}
+    how = {"schedule": schedule, "steps": 4, "microbatches": microbatches}
     scopes = compare(cfg, lambda: weft.init_meshes("cpu", ep=2 if more else 1), weft.Graphs().scopes, **how)
     assert all(each["replays"] for each in scopes.values()), scopes
 

@@ -41,7 +41,7 @@ def train(cfg, meshes, scopes, *, schedule, steps, microbatches, strategy="optim
     return seen + [local(each) for each in model.parameters()], scopes and weft.graph_report(model)
 
 
-def compare(cfg, scopes, *, schedule=None, steps=5, microbatches=2, ep=1, dp_replicate=1, without=(), **options):
+def compare(cfg, scopes, *, schedule=None, steps=4, microbatches=2, ep=1, dp_replicate=1, without=(), **options):
     meshes = weft.init_meshes("cpu", ep=ep, dp_replicate=dp_replicate)
     how = {"schedule": schedule, "steps": steps, "microbatches": microbatches, **options}
     plain, _ = train(cfg, meshes, None, **how)
@@ -90,7 +90,7 @@ def test_tied_weights_early_release_and_rows_per_rank():
 @distributed(2)
 def test_delayed_weight_gradients_are_replayed_after_the_backward_that_queues_them():
     schedule = {"overlap": True, "delay_wgrad": True}
-    report = compare(config("[*E]", moe_rows_per="expert"), ALL, schedule=schedule, ep=2, microbatches=3)
+    report = compare(config("[*E]", moe_rows_per="expert"), ALL, schedule=schedule, ep=2, microbatches=3, steps=5)
     assert report["scopes"]["attn"]["replays"] > 6
 
 
@@ -109,7 +109,7 @@ def test_a_pipeline_has_as_many_captures_as_microbatches_in_flight():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ep", "schedule"), [(1, None), (2, None), (2, {**OVERLAPPED, "delay_wgrad": True})])
+@pytest.mark.parametrize(("ep", "schedule"), [(1, None), (2, {**OVERLAPPED, "delay_wgrad": True})])
 @distributed(2)
 def test_experts_with_a_fixed_capacity_replay(ep, schedule):
     cfg = config("[*E]", moe_rows_per="expert", capacity_factor=1.0, pad_to_capacity=True)

@@ -77,7 +77,7 @@ def assert_sound(layout: Layout, itemsize: int) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(shapes, shard_counts, itemsizes)
 def test_every_element_has_one_place_and_every_shard_is_aligned(shapes, shards, itemsize):
     layout = plan_layout(shapes, shards, itemsize=itemsize)
@@ -86,7 +86,7 @@ def test_every_element_has_one_place_and_every_shard_is_aligned(shapes, shards, 
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(shapes, shard_counts, itemsizes)
 def test_padding_is_at_most_one_percent_or_one_alignment_unit_per_shard(shapes, shards, itemsize):
     layout = plan_layout(shapes, shards, itemsize=itemsize)
@@ -95,7 +95,7 @@ def test_padding_is_at_most_one_percent_or_one_alignment_unit_per_shard(shapes, 
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(shapes, shard_counts, itemsizes, st.data())
 def test_cuts_respect_the_demanded_granularity(shapes, shards, itemsize, data):
     demanded = []
@@ -109,7 +109,7 @@ def test_cuts_respect_the_demanded_granularity(shapes, shards, itemsize, data):
         assert all(cut % step == 0 for cut in layout.cuts(number))
 
 
-@settings(max_examples=100)
+@settings(max_examples=70)
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 90)), min_size=1, max_size=5), shard_counts, itemsizes)
 def test_no_cut_goes_through_a_block_where_the_last_one_is_smaller(tensors, shards, itemsize):
     layout = plan_layout(
@@ -125,7 +125,7 @@ blocks = st.tuples(st.integers(1, 40), st.integers(1, 6), st.integers(1, 9))
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(st.lists(blocks, min_size=1, max_size=6), shard_counts, itemsizes)
 def test_blocks_of_odd_sizes_pad_shards_to_a_multiple_of_them_or_by_one_tensor_at_most(tensors, shards, itemsize):
     demanded = [rows * row for _, rows, row in tensors]
@@ -142,7 +142,7 @@ def test_blocks_of_odd_sizes_pad_shards_to_a_multiple_of_them_or_by_one_tensor_a
     assert layout.shard_numel <= most * (1 + 1 / 64) + unit
 
 
-@settings(max_examples=100)
+@settings(max_examples=70)
 @given(st.lists(blocks, min_size=1, max_size=4), st.integers(2, 9) | st.just(64))
 @example([(1, 2, 5), (1, 2, 7), (6, 1, 7)], 3)  # cut at two borders the last has no place, at the second alone it has
 def test_no_shard_that_is_much_smaller_could_hold_the_blocks(tensors, shards):
@@ -156,7 +156,7 @@ def test_no_shard_that_is_much_smaller_could_hold_the_blocks(tensors, shards):
     assert smallest <= layout.shard_numel <= smallest * (1 + 1 / 64) + unit
 
 
-@settings(max_examples=100)
+@settings(max_examples=70)
 @given(st.sampled_from([1, 2, 4]), st.integers(1, 6), st.integers(0, 9), st.integers(1, 7), st.integers(1, 9))
 def test_a_tensor_begins_at_the_first_place_from_which_no_border_cuts_a_block(start, length, cursor, rows, step):
     shard, cursor, size = 4 * length, start * cursor, rows * step
@@ -176,7 +176,7 @@ def test_blocks_without_a_small_common_multiple_take_no_shard_larger_than_they_n
     assert layout.shard_numel <= 1.2 * math.prod(shapes[1]) / 2, "the smaller tensor over two shards"
 
 
-@settings(max_examples=100)
+@settings(max_examples=70)
 @given(shapes, shard_counts, itemsizes)
 def test_a_tensor_whose_granularity_is_its_size_is_never_cut(shapes, shards, itemsize):
     sizes = [max(math.prod(shape), 1) for shape in shapes]
@@ -185,7 +185,7 @@ def test_a_tensor_whose_granularity_is_its_size_is_never_cut(shapes, shards, ite
         assert set(layout.cuts(number)) <= {0, extent.numel}
 
 
-@settings(max_examples=100)
+@settings(max_examples=70)
 @given(shapes, itemsizes)
 def test_one_shard_pads_no_more_than_alignment_asks(shapes, itemsize):
     layout = plan_layout(shapes, 1, itemsize=itemsize)

@@ -127,18 +127,18 @@ def transient(model: nn.Module) -> dict[str, dict[str, int]]:
 
 
 def assert_steady_and_tight(name: str, **options) -> None:
-    """Ten steps after the plan take no memory, the plan is near its lower bound, and the numbers are right."""
+    """Six steps after the plan take no memory, the plan is near its lower bound, and the numbers are right."""
     sharded, plain = shard(MODELS[name](), **options), MODELS[name]()
     train_here(sharded, steps=3)
     planned = transient(sharded)
-    train_here(sharded, steps=10, seed=2)
+    train_here(sharded, steps=6, seed=2)
     for role, counts in transient(sharded).items():
         where = f"{role} of {name} with {options}: {counts}"
         assert counts["allocations"] == planned[role]["allocations"], where
         assert counts["fallbacks"] == 0 and counts["live"] == 0, where
         assert counts["lower bound"] <= counts["slab"] <= 1.1 * counts["lower bound"], where
     train(plain, steps=3)
-    train(plain, steps=10, seed=2)
+    train(plain, steps=6, seed=2)
     weights = nets.whole(sharded.state_dict())
     torch.testing.assert_close(weights, dict(plain.state_dict()), msg=lambda text: f"{name}, {options}: {text}")
 

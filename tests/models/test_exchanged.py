@@ -50,6 +50,7 @@ def test_exchanged_heads_of_every_kind_equal_one_process():
     models = [exchanging(f"{kind[0]}/[{kind[0]}-]", **options) for kind, options in KINDS.items()]
     cases = list(itertools.product(models, (batch(None), batch(ROWS["a document over three slices"]))))
     cases.append((models[-1], padded))
+    cases = cases if dist.get_world_size() == 2 else cases[1::2]  # with documents
     expected = each_on_one_rank(cases, lambda case: trained(build(case[0]), [case[1]]))
     for (cfg, given), alone in zip(cases, expected, strict=True):
         same(trained(build(cfg, meshes, {}), cut([given], meshes)), alone)

@@ -28,7 +28,7 @@ def test_the_best_tokens_are_those_of_full_forwards():
     assert first(model, 12, temperature=0) == tokens[0, 10:].tolist()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "qwen3_next", "nemotron_h"])  # others: test_published.py
 def test_the_best_tokens_are_those_of_transformers(tmp_path, kind):
     theirs = KINDS[kind].make()
     theirs.save_pretrained(tmp_path)

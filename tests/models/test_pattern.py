@@ -101,7 +101,7 @@ PARTS = st.sampled_from(["M", "G", "*", "+", "-", "E", "[*-]", "[M-]", "[G*E]", 
 
 
 @pytest.mark.slow
-@settings(max_examples=500)
+@settings(max_examples=300)
 @given(st.one_of(st.text(SIGNS, max_size=12), st.text(max_size=6), st.lists(PARTS, max_size=8).map("".join)))
 def test_any_string_is_a_pattern_or_an_error_that_points_into_it(text):
     try:

@@ -186,13 +186,15 @@ WAYS = [
 
 @pytest.mark.slow
 @distributed()
-@pytest.mark.parametrize("ranks, chosen", [(2, "all experts"), (2, "half of them"), (4, "half of them")])
+@pytest.mark.parametrize(
+    "ranks, chosen", [(2, "all experts"), (2, "half of them"), pytest.param(4, "half of them", marks=pytest.mark.long)]
+)
 def test_clipped_steps_with_experts_equal_one_process_that_has_them_all(chosen):
     """Expert parallel over two ranks and over all of them. Where two of four experts get all tokens, the ranks of the
     others get none, and half of the assignments exceed the capacity. Norms, clipping and optimizers count every expert
     once."""
     cfg, rank, ranks = ROUTERS[chosen], dist.get_rank(), dist.get_world_size()
-    tokens, labels = torch.randint(37, (2, 3, 2 * ranks, 9), generator=torch.Generator().manual_seed(1))
+    tokens, labels = torch.randint(37, (2, 2, 2 * ranks, 9), generator=torch.Generator().manual_seed(1))
     whole = with_experts(cfg)
     adamw = torch.optim.AdamW(whole.parameters(), **ADAMW)
     expected = clipped_steps(whole, list(zip(tokens, labels)), adamw, torchs_clip, one_after_another)
@@ -201,7 +203,7 @@ def test_clipped_steps_with_experts_equal_one_process_that_has_them_all(chosen):
     assert bool(load[2:].any()) == (chosen == "all experts")
 
     mine = [batch[:, rank::ranks] for batch in (tokens, labels)]
-    for ep, (strategy, run, flat) in zip(itertools.cycle(sorted({2, ranks}, reverse=True)), WAYS):
+    for ep, (strategy, run, flat) in zip(itertools.cycle(sorted({2, ranks}, reverse=True)), WAYS[: 4 - ranks // 2]):
         meshes = init_meshes("cpu", ep=ep)
         model = shard(with_experts(cfg, meshes), meshes, strategy=strategy)
         if flat:
@@ -248,6 +250,8 @@ MIXED = {
 }
 WITH_EXPERTS = ["M[*-]M[*E]", "[*E]", "M*E-", "[GE][*-]", "[+E]/[+E]", "[*-][*E]/[*E]/[*E]"]
 WITHOUT = ["M[M*]-", "[G-][*-]", "+-|M", "[P-]K"]
+ON_FOUR = ["M[*-]M[*E]", "[GE][*-]", "+-|M"]
+"""Of which shards have replicas. What layers compute is the same there as on two ranks."""
 
 
 def gradients_of_both(cfg, meshes, run, **options):
@@ -286,7 +290,7 @@ def test_two_runs_of_every_symbol_are_bit_equal(pattern):
 
 @pytest.mark.slow
 @distributed(2)
-@pytest.mark.parametrize("pattern", ["[M*E]", "[GE]/[*E]"])
+@pytest.mark.parametrize("pattern", ["[M*E]/[GE]"])
 def test_two_overlapped_runs_on_two_ranks_are_bit_equal(pattern):
     cfg, rank = dataclasses.replace(EXPERTS, pattern=pattern, **MIXED), dist.get_rank()
     meshes, runs = init_meshes("cpu", ep=2), []
@@ -328,21 +332,24 @@ def way_of(pattern, ranks):
     """One of all ways: recomputed, experts spread or not, replicas (of shards on four ranks), strategy, schedule."""
     ways = WAYS_OF_EXPERTS if "E" in pattern else WAYS_WITHOUT
     ways = [way for way in ways if way[2] == (1 if ranks == 2 else 2)]
-    return random.Random(f"{pattern} on {ranks}, draw 1158").choice(ways)
+    return random.Random(f"{pattern} on {ranks}, draw 109").choice(ways)
+
+
+CASES = [(2, pattern) for pattern in (*WITH_EXPERTS, *WITHOUT)] + [(4, pattern) for pattern in ON_FOUR]
 
 
 def test_the_ways_that_are_drawn_have_every_choice_with_experts_and_without():
     for patterns, ways in ((WITH_EXPERTS, WAYS_OF_EXPERTS), (WITHOUT, WAYS_WITHOUT)):
-        drawn = [way_of(pattern, ranks) for pattern in patterns for ranks in (2, 4)]
+        drawn = [way_of(pattern, ranks) for ranks, pattern in CASES if pattern in patterns]
         assert [set(choices) for choices in zip(*drawn)] == [set(choices) for choices in zip(*ways)]
-    ways = [way_of(pattern, ranks) for pattern in WITH_EXPERTS for ranks in (2, 4)]
+    ways = [way_of(pattern, ranks) for ranks, pattern in CASES if pattern in WITH_EXPERTS]
     strategies = {(way[1], way[3], way[4]) for way in ways}
     assert {(2, strategy, overlapped) for strategy in STRATEGIES} <= strategies
 
 
 @pytest.mark.slow
-@distributed(2, 4)
-@pytest.mark.parametrize("pattern", [*WITH_EXPERTS, *WITHOUT])
+@distributed()
+@pytest.mark.parametrize(("ranks", "pattern"), CASES)
 def test_every_mixed_pattern_has_the_gradients_of_one_process_in_every_way(pattern):
     """Spread experts and not, one after another, as nodes and overlapped, recomputed, by every strategy, HSDP too."""
     ranks = dist.get_world_size()

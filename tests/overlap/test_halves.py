@@ -48,11 +48,10 @@ def test_halves_change_no_loss_and_gradients_only_by_the_order_of_sums():
         assert_close(found[1][0], found[0][0])
         for name, gradient in found[0][1].items():
             assert_close(found[1][1][name], gradient, msg=lambda text, name=name: f"{name}: {text}")
-        for _ in range(2):
-            again = build(CFG, meshes, **options)
-            forward_backward(again, data(3), delay_wgrad=delay_wgrad, halves=True)
-            for name, gradient in gradients(again).items():
-                assert torch.equal(gradient, found[1][1][name]), "the same in every run"
+        again = build(CFG, meshes, **options)
+        forward_backward(again, data(3), delay_wgrad=delay_wgrad, halves=True)
+        for name, gradient in gradients(again).items():
+            assert torch.equal(gradient, found[1][1][name]), "the same in every run"
 
 
 @pytest.mark.slow

@@ -138,13 +138,15 @@ def test_experts_on_two_ranks_in_two_stages():
     meshes = weft.init_meshes("cpu", pp=2, ep=2)
     cfg = dataclasses.replace(MIXED, aux_loss_coef=0.0)
     expected = of_the_whole(cfg, 2, 4)
-    for schedule, how in (("combined", {"chunks": 2}), ("dualpipev", {"chunks": 2, "placement": "v"})):
-        for switches in ({}, {"delay_wgrad": True, "early_release": True}):
-            cfg = dataclasses.replace(cfg, recompute=("attend", "experts") if switches else ())
-            _, trace = in_stages(cfg, meshes, "optim_grads_params", schedule, 4, expected, switches, **how)
-            runs = [key for key, _ in groupby(trace, key=lambda step: (step.direction, step.microbatch, step.chunk))]
-            inside = [one for one, other in zip(runs, runs[2:]) if one == other and one[0] == "backward"]
-            assert inside, "no forward ran inside of a backward"
+    for schedule, switches, how in (
+        ("combined", {"delay_wgrad": True, "early_release": True}, {"chunks": 2}),
+        ("dualpipev", {}, {"chunks": 2, "placement": "v"}),
+    ):
+        cfg = dataclasses.replace(cfg, recompute=("attend", "experts") if switches else ())
+        _, trace = in_stages(cfg, meshes, "optim_grads_params", schedule, 4, expected, switches, **how)
+        runs = [key for key, _ in groupby(trace, key=lambda step: (step.direction, step.microbatch, step.chunk))]
+        inside = [one for one, other in zip(runs, runs[2:]) if one == other and one[0] == "backward"]
+        assert inside, "no forward ran inside of a backward"
 
 
 DEPTHS = dataclasses.replace(MIXED, pattern="[*E]*[*-]/[*E]/[*E]", recompute=("experts",))

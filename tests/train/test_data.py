@@ -50,7 +50,7 @@ def joined(*ranks):
 
 
 @given(st.integers(1, 300), st.integers(0, 2**63 - 1), st.integers(0, 5))
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_each_epoch_of_the_order_is_a_permutation(count, seed, epoch):
     positions = np.arange(count) + epoch * count
     assert sorted(shuffled(positions, count, seed).tolist()) == list(range(count))
@@ -90,7 +90,7 @@ def test_every_sequence_comes_once_per_epoch():
 
 @pytest.mark.slow
 @given(st.integers(0, 40), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3, 6]))
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_a_restored_position_continues_exactly_on_any_number_of_ranks(steps, before, after):
     source = batches(0, before)
     for _ in range(steps):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.train.command import committed, metrics, write_config
+from tests.train.command import committed, metrics, rewind, write_config
 from tests.train.test_loop import StopAt
 from weft.checkpoint import CheckpointError, CheckpointManager
 from weft.moe import expert_layers
@@ -99,13 +99,13 @@ def spiked(path, folder, stop_at, resume_from=None, poison=None):
 @pytest.mark.slow
 def test_a_step_with_a_spike_changes_no_weight_and_is_counted_and_a_resumed_run_knows(pool, tmp_path):
     experts = {"model__pattern": "[*E]", "model__num_experts": 4, "model__moe_intermediate_size": 16}
-    habits = {"train__skip_spikes": 5.0, "train__log_every": 1, "train__validate_every": 0, "checkpoint__every": 0}
+    habits = {"train__skip_spikes": 5.0, "train__log_every": 1, "train__validate_every": 0, "checkpoint__every": 21}
     path = write_config(tmp_path, train__steps=26, model__expert_bias=True, **experts, **habits)
     lines, same = pool.run(2, spiked, path, tmp_path / "run", 26, poison=23)[0]
     assert [step for step, is_same in same.items() if is_same] == [23]
     assert [line["skipped_steps"] for line in lines] == [0] * 22 + [1] * 4
-    pool.run(2, spiked, path, tmp_path / "parts", 21)
-    assert pool.run(2, spiked, path, tmp_path / "parts", 26, 21, poison=23)[0][0] == lines
+    rewind(tmp_path / "run", 21)
+    assert pool.run(2, spiked, path, tmp_path / "run", 26, 21, poison=23)[0][0] == lines
 
 
 def test_the_best_validation_and_those_since():

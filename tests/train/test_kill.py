@@ -31,7 +31,7 @@ from weft.checkpoint import CheckpointManager, committed_steps, verify
 
 pytestmark = pytest.mark.long
 
-MOMENTS = 12
+MOMENTS = 8
 ROOT = Path(__file__).parents[2]
 
 

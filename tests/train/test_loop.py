@@ -102,9 +102,7 @@ def reference(path, steps):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "ranks, strategy", [(1, "no_shard"), (2, "no_shard"), (2, "optim_grads_params"), (4, "optim_grads_params")]
-)
+@pytest.mark.parametrize("ranks, strategy", [(1, "no_shard"), (2, "no_shard"), (2, "optim_grads_params")])
 def test_training_on_any_ranks_is_training_in_one_process(pool, tmp_path, ranks, strategy):
     path = write_config(tmp_path, train__gradient_clip=0.5, train__validate_every=4, checkpoint__every=0)
     records, validation_loss, weights = reference(path, 4)
@@ -123,18 +121,18 @@ def test_training_on_any_ranks_is_training_in_one_process(pool, tmp_path, ranks,
 @pytest.mark.slow
 def test_all_ranks_stop_at_the_same_step_when_one_is_asked_to(pool, tmp_path):
     path = write_config(tmp_path, checkpoint__every=0, train__validate_every=0)
-    for lines, *_ in pool.run(4, train_on, path, tmp_path / "run", stop_at=3, overrides=["train.microbatch_size=1"]):
-        assert len(lines) == 3
-    assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000003"]
+    for lines, *_ in pool.run(2, train_on, path, tmp_path / "run", stop_at=2):
+        assert len(lines) == 2
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000002"]
 
 
 @pytest.mark.slow
 def test_a_run_resumes_on_another_number_of_ranks_and_under_another_strategy(pool, tmp_path):
     path = write_config(tmp_path, train__microbatch_size=1, train__validate_every=0)
-    whole = pool.run(2, train_on, path, tmp_path / "run", stop_at=6)[0]
-    pool.run(2, train_on, path, tmp_path / "parts", stop_at=3)
+    whole = pool.run(2, train_on, path, tmp_path / "run", stop_at=4)[0]
+    pool.run(2, train_on, path, tmp_path / "parts", stop_at=2)
     changes = ["sharding.strategy=optim"]
-    parts = pool.run(4, train_on, path, tmp_path / "parts", changes, stop_at=6, resume_from=3)[0]
+    parts = pool.run(4, train_on, path, tmp_path / "parts", changes, stop_at=4, resume_from=2)[0]
     # Other ranks add the same numbers in another order.
     for mine, theirs in zip(parts[0], whole[0]):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
@@ -145,9 +143,9 @@ def test_a_run_resumes_on_another_number_of_ranks_and_under_another_strategy(poo
 @pytest.mark.slow
 def test_on_the_same_ranks_a_run_resumes_bit_for_bit(pool, tmp_path):
     path = write_config(tmp_path, train__validate_every=2, train__precision="bf16")
-    whole = pool.run(2, train_on, path, tmp_path / "run", stop_at=6)[0]
-    pool.run(2, train_on, path, tmp_path / "parts", stop_at=3)
-    parts = pool.run(2, train_on, path, tmp_path / "parts", stop_at=6, resume_from=3)[0]
+    whole = pool.run(2, train_on, path, tmp_path / "run", stop_at=4)[0]
+    pool.run(2, train_on, path, tmp_path / "parts", stop_at=2)
+    parts = pool.run(2, train_on, path, tmp_path / "parts", stop_at=4, resume_from=2)[0]
     assert parts[:2] == whole[:2]
     for mine, theirs in zip(parts[2:4], whole[2:4]):
         assert mine.keys() == theirs.keys()
@@ -158,7 +156,7 @@ def test_on_the_same_ranks_a_run_resumes_bit_for_bit(pool, tmp_path):
 def test_bf16_trains_like_fp32_within_its_precision(pool, tmp_path):
     path = write_config(tmp_path, train__validate_every=0)
     fp32, bf16 = (
-        pool.run(2, train_on, path, tmp_path / precision, [f"train.precision={precision}"], stop_at=4)[0]
+        pool.run(2, train_on, path, tmp_path / precision, [f"train.precision={precision}"], stop_at=2)[0]
         for precision in ("fp32", "bf16")
     )
     assert all(value.dtype == torch.float32 for value in bf16[2].values())
@@ -171,7 +169,7 @@ def test_bf16_trains_like_fp32_within_its_precision(pool, tmp_path):
 def test_recomputing_activations_changes_no_number(pool, tmp_path):
     path = write_config(tmp_path, train__validate_every=0)
     kept, recomputed = (
-        pool.run(2, train_on, path, tmp_path / on, [f"train.activation_checkpointing={on}"], stop_at=3)[0]
+        pool.run(2, train_on, path, tmp_path / on, [f"train.activation_checkpointing={on}"], stop_at=2)[0]
         for on in ("false", "true")
     )
     assert kept[0] == recomputed[0]
@@ -283,10 +281,10 @@ def train_to_the_end(path):
 
 @pytest.mark.slow
 def test_norms_of_every_parameter_are_written_as_often_as_asked(pool, tmp_path):
-    path = write_config(tmp_path, train__parameter_norms_every=4, train__steps=9, train__gradient_clip=0.01)
+    path = write_config(tmp_path, train__parameter_norms_every=2, train__steps=5, train__gradient_clip=0.01)
     pool.run(2, train_to_the_end, path)
     lines = metrics(tmp_path / "runs" / "tiny", "norms")
-    assert [line["step"] for line in lines] == [4, 8]
+    assert [line["step"] for line in lines] == [2, 4]
     model = HybridModel(load_config(path).model)
     steps = {line["step"]: line for line in metrics(tmp_path / "runs" / "tiny")}
     for line in lines:

@@ -62,12 +62,21 @@ def damage(folder, step):
     file.write_bytes(content)
 
 
+@pytest.fixture(scope="module")
+def never_ended(pool, tmp_path_factory):
+    """A configuration and a run with it that nothing ended."""
+    folder = tmp_path_factory.mktemp("whole")
+    path = write_config(folder, **SETTINGS)
+    pool.run(2, train_once, path, folder / "run", folder / "memory", dies=False)
+    return path, folder / "run"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("state_of_copy", ["intact", "damaged"])
-def test_a_run_resumes_from_the_newer_copy_and_from_the_disk_where_that_is_damaged(pool, tmp_path, state_of_copy):
-    path = write_config(tmp_path, **SETTINGS)
-    whole, run, folder = tmp_path / "whole", tmp_path / "run", tmp_path / "memory"
-    pool.run(2, train_once, path, whole, tmp_path / "other", dies=False)
+def test_a_run_resumes_from_the_newer_copy_and_from_the_disk_where_that_is_damaged(
+    pool, tmp_path, never_ended, state_of_copy
+):
+    (path, whole), run, folder = never_ended, tmp_path / "run", tmp_path / "memory"
     pool.run(2, train_once, path, run, folder, dies=True)
     assert committed(run) == [10] and committed_steps(folder) == [12]
     if state_of_copy == "damaged":

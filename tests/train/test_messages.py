@@ -191,4 +191,3 @@ def test_a_run_that_ended_before_its_report_writes_it_when_it_is_resumed(pool, t
     done = weft("train", "--resume", run)
     assert done.returncode == 0 and "the report is missing" in done.stdout
     assert (run / "report.html").is_file() and committed(run) == [2]
-    assert "nothing to do" in weft("train", "--resume", run).stdout

@@ -29,7 +29,7 @@ def assert_trains_as_one(sharded: nets.Net) -> None:
         for one, other in zip(plain.parameters(), sharded.parameters()):
             one.copy_(nets.full(other))
     optimizers = sgd(plain, sharded)
-    for number, batch in enumerate(nets.data(3, 2 * dist.get_world_size())):
+    for number, batch in enumerate(nets.data(2, 2 * dist.get_world_size())):
         with naming("step", number):
             backward(plain, sharded, tokens_loss, batch)
             assert_gradients(sharded, plain)

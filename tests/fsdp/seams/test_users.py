@@ -15,6 +15,7 @@ from torch import nn
 import weft
 from tests.fsdp import nets
 from tests.fsdp.seams.truth import STRATEGIES, assert_gradients, assert_weights, naming, right_or_refused
+from tests.pairs import all_pairs
 from tests.pool import distributed
 
 
@@ -259,9 +260,7 @@ def _double(parameter: nn.Parameter) -> None:
     parameter.grad.mul_(2)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("hook", ["on the gradient", "on the accumulated gradient"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@all_pairs(strategy=STRATEGIES, hook=["on the gradient", "on the accumulated gradient"], when=["before", "after"])
 @distributed(2)
 def test_hooks_on_parameters_registered_before_or_after_sharding(strategy, hook, when):
     def hooked(net: nn.Module) -> nn.Module:
@@ -334,7 +333,7 @@ def test_clipping_counts_the_gradients_of_blocks_that_the_user_holds(strategy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 @distributed(2)
 def test_an_asynchronous_checkpoint_holds_the_weights_of_when_it_was_taken(strategy):
     plain, sharded = pair(strategy)

@@ -46,8 +46,12 @@ def there(tmp_path):
     return tmp_path / "theirs"
 
 
+VARIED = [case for case in CASES if case[1] != "plain" or case[0] == "llama"]
+"""Of other families test_released.py converts a release, and back."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, variation", CASES, ids=[" ".join(case) for case in CASES])
+@pytest.mark.parametrize("kind, variation", VARIED, ids=[" ".join(case) for case in VARIED])
 def test_a_directory_converted_and_back_is_the_same_bit_for_bit(tmp_path, kind, variation):
     model = KINDS[kind].make(variation).to(torch.bfloat16)
     theirs, ours, back = (tmp_path / name for name in ("theirs", "ours", "back"))

@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from tests.models.hf.released import IGNORED, NAMES, READ, REFUSED, config, make, table, tensors
+from tests.models.hf.released import FAMILIES, IGNORED, NAMES, READ, REFUSED, config, make, table, tensors
 from tests.models.hf.test_families import assert_same_gradients
 from weft.errors import ConversionError
 from weft.models import HybridModel, hf
@@ -41,7 +41,12 @@ def test_a_release_that_is_refused_is_refused_by_the_name_of_the_reason(tmp_path
         hf.config_of(tmp_path)
 
 
-@pytest.mark.parametrize("name", READ)
+OF_FAMILIES = {name for _, name in FAMILIES.values()} | set(IGNORED)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OF_FAMILIES else pytest.param(name, marks=pytest.mark.long) for name in READ]
+)
 def test_a_release_computes_what_transformers_computes_is_written_as_it_came_and_read_by_transformers(tmp_path, name):
     theirs = make(name, tmp_path / "theirs")
     ours = read(name, tmp_path / "theirs")

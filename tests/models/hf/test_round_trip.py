@@ -71,7 +71,7 @@ def published(tmp_path_factory):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_best_tokens_of_a_release_of_every_family_are_those_of_transformers(published):
     assert len(FAMILIES) == len(hf.families.FAMILIES)
     for name, (directory, text, _) in published.items():
