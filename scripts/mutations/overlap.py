@@ -60,9 +60,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a schedule gathers nothing ahead",
-        "AHEAD",
-        "AHEAD = 2",
-        "AHEAD = 0",
+        "SCHEDULED_AHEAD",
+        "SCHEDULED_AHEAD = 2",
+        "SCHEDULED_AHEAD = 0",
         "overlap/test_events.py::test_units_of_a_schedule_are_gathered_and_reduced_while_others_compute[2]",
     ),
     Mutation(

@@ -180,9 +180,8 @@ def test_weight_gradients_may_come_after_backward_before_the_reduction():
         sharded.zero_grad()
         (plain(x[0]) / 2).backward()
         (plain(x[1]) / 2).backward()
-        with runtime.scheduled(
-            Trace("schedule", (Event("use", unit.number), Event("done", unit.number))), 1
-        ):  # hooks stand back
+        events = Event("use", unit.number), Event("done", unit.number)
+        with runtime.scheduled(Trace("schedule", events)):  # hooks stand back
             runtime.use(unit, hold)
             sharded(x[dist.get_rank()]).backward()
             runtime.done(unit, hold)

@@ -281,7 +281,7 @@ def is_scheduled(net: nets.Net) -> None:
     """A driver that visits units itself, as a schedule does."""
     runtime, units = runtime_of(net), [block._weft_unit for block in net.blocks]
     for _ in range(2):
-        with runtime.scheduled(visits(units), 2):
+        with runtime.scheduled(visits(units)):
             for unit in units:
                 runtime.use(unit, DRIVER)
             for unit in units:

@@ -17,9 +17,10 @@ from tests.pool import distributed
 from weft.fsdp.gradients.group import GroupGradients
 from weft.fsdp.module import runtime_of, units_under
 from weft.fsdp.unit import State, Unit
+from weft.layout.gathers import SCHEDULED_AHEAD
 from weft.models import shard
 from weft.overlap import forward_backward
-from weft.overlap.units import AHEAD, ModelUnits
+from weft.overlap.units import ModelUnits
 
 MICROBATCHES = 4
 
@@ -30,7 +31,7 @@ def ahead(visits, budget):
     while coming and coming[0] is present:
         coming = coming[1:]
     if budget is None:
-        return set(coming[:AHEAD])
+        return set(coming[:SCHEDULED_AHEAD])
     wanted = []
     for unit in dict.fromkeys(coming):
         if sum(each.gathered_bytes for each in (*wanted, unit)) > budget:

@@ -80,7 +80,6 @@ class GatherOrder:
         """The last trace of each kind of pass."""
         self.off_plan: dict[str, int] = {}
         """The number of passes that deviated from their trace, by reason."""
-        self.depth = 1
         """The number of units that a schedule gathers ahead; hooks gather one."""
         self.current = _Pass("forward")
         self._around: _Pass | None = None
@@ -103,13 +102,12 @@ class GatherOrder:
             turned = self.traces["forward"].turned() if kind == "backward" and "forward" in self.traces else ()
             self._follow(kind, turned, (1,) * len(turned))
 
-    def foresee(self, trace: Trace, depth: int) -> bool:
-        """Begin a schedule with the events of `trace`, gathering `depth` units ahead. Return whether `trace` is new."""
+    def foresee(self, trace: Trace) -> bool:
+        """Begin a schedule with the events of `trace`. Return whether `trace` is new."""
         known = self.traces.get("schedule")
         new = known is None or (known.uses, known.backwards) != (trace.uses, trace.backwards)
         if new:
             self.traces["schedule"] = trace
-        self.depth = depth
         self._follow("schedule", trace.uses, trace.backwards)
         return new
 
@@ -152,7 +150,7 @@ class GatherOrder:
 
     def _keep_trace(self, kind: str) -> None:
         known, events = self.traces.get(kind), self.current.events
-        if events and (known is None or known.events != tuple(events)):
+        if self.current.position and (known is None or known.events != tuple(events)):
             self.traces[kind] = Trace(kind, tuple(Event(*event) for event in events))
 
     def waits(self, unit: int) -> None:
@@ -241,7 +239,7 @@ class GatherOrder:
         """Yield the units to gather ahead while the units `in_use` are used, perhaps several times in a row."""
         spent, seen = 0, set()
         following = dropwhile(in_use.__contains__, upcoming)
-        depth = self.depth if self.current.kind == "schedule" else 1
+        depth = SCHEDULED_AHEAD if self.current.kind == "schedule" else 1
         for number in following if self._budget is not None else islice(following, depth):
             if number in seen:
                 continue
@@ -300,4 +298,6 @@ class GatherOrder:
                 self._units[each].free()
 
 
+SCHEDULED_AHEAD = 2
+"""The number of units that a schedule gathers ahead: one for each layer of a pair, as their first steps are close."""
 _RECORDS = 16  # the number of traces for which the units to gather ahead are cached

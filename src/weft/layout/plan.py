@@ -68,14 +68,12 @@ class UnitFacts:
 
 
 class Limits(NamedTuple):
-    """Limits that the user sets with `RuntimeOptions`, and limits of a schedule. `depth`: the number of units that a
-    schedule gathers ahead. `order`: the units in the order in which their reductions start. None: from the last unit to
-    the first."""
+    """Limits that the user sets with `RuntimeOptions`. `order`: the units in the order in which their reductions start.
+    None: from the last unit to the first."""
 
     prefetch_bytes: int | None = None
     bucket_bytes: int = 0
     max_live_reduce_buffers: int = 2
-    depth: int = 2
     checked: bool = True
     order: tuple[int, ...] | None = None
 

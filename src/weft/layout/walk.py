@@ -195,7 +195,7 @@ class Walk:
                 unit.drop_shard()
                 unit.free()
         if trace.kind == "schedule":
-            self._gathers.foresee(trace, self._limits.depth)
+            self._gathers.foresee(trace)
         else:
             self._gathers.begin("backward" if trace.kind == "accumulation" else trace.kind)
         for position, event in enumerate(trace.events):

@@ -27,9 +27,6 @@ from weft.layout.trace import Event, Trace
 from weft.overlap.layer import StagedLayer
 from weft.overlap.order import BACKWARD, Step
 
-AHEAD = 2
-"""The number of units gathered ahead: one for each layer of a pair, because their first steps are close together."""
-
 
 @dataclass(frozen=True)
 class LayerUnits:
@@ -151,7 +148,7 @@ class ModelUnits:
         """
         if self.engine is None:
             return nullcontext()
-        return self.engine.scheduled(self.trace(program), AHEAD, backward=backward)
+        return self.engine.scheduled(self.trace(program), backward=backward)
 
     def trace(self, program: Sequence[Around]) -> Trace:
         """Return the events of units in `program`."""

@@ -27,11 +27,11 @@ class Planner:
 
     def plan(self) -> Plan:
         """Return the plan of a step whose passes repeat the last pass of each kind."""
-        return self._compiled(self.gathers.traces, self.gathers.depth, self.gathers.off_plan)
+        return self._compiled(self.gathers.traces, self.gathers.off_plan)
 
-    def foresee(self, trace: Trace, depth: int) -> None:
+    def foresee(self, trace: Trace) -> None:
         """Assign memory to all weights of a schedule with the events of `trace`, before the first is gathered."""
-        plan = self._compiled({"schedule": trace}, depth)
+        plan = self._compiled({"schedule": trace})
         self.channels.weights.foresee(map(self._memory_of, plan.alive))
 
     def end_pass(self) -> None:
@@ -53,12 +53,11 @@ class Planner:
     def _memory_of(self, numbers: Iterable[int]) -> list[Transient]:
         return [each for number in numbers for group in self.units[number].groups for each in group.transients]
 
-    def _compiled(self, traces: Mapping[str, Trace], depth: int, off_plan: Mapping[str, int] | None = None) -> Plan:
+    def _compiled(self, traces: Mapping[str, Trace], off_plan: Mapping[str, int] | None = None) -> Plan:
         limits = Limits(
             self.options.prefetch_bytes,
             self.reductions.bucket_bytes,
             self.reductions.most_alive,
-            depth,
             checked=self.options.check_collectives,
             order=self.reductions.agreed,
         )

@@ -163,16 +163,16 @@ class Runtime(Shared):
         return self.passes.current is Pass.SCHEDULE
 
     @contextmanager
-    def scheduled(self, trace: Trace, depth: int, *, backward: bool = True) -> Iterator[None]:
-        """A context for a schedule that drives the units, with the events of `trace`, and gathers `depth` units ahead.
-        Hooks do nothing in it. Its end acts as the end of a backward, unless the schedule is an evaluation."""
+    def scheduled(self, trace: Trace, *, backward: bool = True) -> Iterator[None]:
+        """A context for a schedule that drives the units, with the events of `trace`. Hooks do nothing in it. Its end
+        acts as the end of a backward, unless the schedule is an evaluation."""
         if self._depth or in_backward():
             raise RuntimeError("a schedule cannot run inside a forward or backward of the same model: call it outside")
         self._evaluates = not backward
         try:
             self._begin_pass(self.units[0], Pass.SCHEDULE)
-            if self.gathers.foresee(trace, depth):
-                self.planner.foresee(trace, depth)
+            if self.gathers.foresee(trace):
+                self.planner.foresee(trace)
             if backward:
                 self.reductions.take_turns(None)
             yield
