@@ -1,5 +1,7 @@
 """The plan of a step says to the byte what the step takes, for whatever the model is sharded with."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -95,7 +97,12 @@ def test_the_plan_lists_what_happens_and_what_travels():
     assert gathers == [(1,), (2,), (3,), (2,), (1,)], "the last unit of the forward stays for the backward"
     assert reduced == [(3,), (2,), (1,)]
     assert plan.peak_bytes["gathered weights"] == 2 * net[0]._weft_unit.gathered_bytes, "two layers are here at once"
-    assert {name for name, address in plan.addresses.items() if address == 0} != set(plan.addresses)
+    sizes = {unit.name: unit.gathered_bytes for unit in net._weft_driver.runtime.units}
+    for here in plan.alive:
+        places = sorted(
+            (plan.addresses[name], sizes[name]) for name in map(plan.names.__getitem__, here) if sizes[name]
+        )
+        assert all(start + size <= other for (start, size), (other, _) in pairwise(places)), "they do not overlap"
     assert "forward: use 0" in plan.table()
     with pytest.raises(IndexError):
         plan.bytes_at(len(plan.events))

@@ -342,7 +342,7 @@ def leaks(module: nn.Module, args: Any) -> None:
 
 
 def leak_in_a_schedule(net: nets.Net) -> None:
-    with runtime_of(net).scheduled(visits([net.blocks[1]._weft_unit]), 2):
+    with runtime_of(net).scheduled(visits([net.blocks[1]._weft_unit])):
         runtime_of(net).use(net.blocks[1]._weft_unit, LEAK)
 
 
@@ -583,7 +583,7 @@ def test_the_passes_of_a_model_are_what_its_calls_are(around, net):
         loss.backward()
         look()
         assert seen[3:] == [Pass.IDLE, Pass.BACKWARD, Pass.IDLE]
-    with runtime_of(net).scheduled(visits([]), 2):
+    with runtime_of(net).scheduled(visits([])):
         look()
     look()
     assert seen[-2:] == [Pass.SCHEDULE, Pass.IDLE]
@@ -650,7 +650,7 @@ def fails_in_a_backward_inside_of_a_forward(net: nets.Net) -> None:
 
 def fails_in_a_schedule(net: nets.Net) -> None:
     runtime, unit = runtime_of(net), net.blocks[1]._weft_unit
-    with pytest.raises(Oops), runtime.scheduled(visits([unit]), 2):
+    with pytest.raises(Oops), runtime.scheduled(visits([unit])):
         runtime.use(unit, DRIVER)
         raise Oops
 

@@ -244,8 +244,8 @@ class HookDriver:
                         f"{self.unit} returned a view of its gathered weights, which are freed when its forward ends: "
                         f"return a clone(), or pass reshard_after_forward=False"
                     )
-                if self._call is None and RETURNED not in self.unit.holders:  # with a graph, its call holds them
-                    self.unit.acquire(RETURNED)
+                if self._call is None:  # with a graph, its call holds them
+                    self.engine.keep(self.unit, RETURNED)
             if self._call is not None and tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(self._call.begin)
                 base = tensor._base

@@ -5,9 +5,8 @@ import hashlib
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from weft.layout.slab_plan import SlabPlan
 from weft.layout.trace import Event
 from weft.layout.turns import Due
 
@@ -106,17 +105,17 @@ class Step(NamedTuple):
 @dataclass(frozen=True)
 class Plan:
     """The plan of one training step of a model on one rank. `steps`: its events. `collectives`: in the order of their
-    start. `peak_bytes`: the largest number of live bytes, by role. `slab`: offsets of the units' weights in the memory
-    that they share. `alive`: the sets of units whose weights are gathered at the same time. `names`: the units' names,
-    by number. `off_plan`: the number of passes that differed from the pass before them, by reason."""
+    start. `peak_bytes`: the largest number of live bytes, by role. `alive`: the sets of units that are gathered at the
+    same time. `names`: the units' names, by number. `off_plan`: the number of passes that differed from the pass before
+    them, by reason. `addresses`: the byte offset of each unit's gathered weights in the slab, by the unit's name."""
 
     steps: tuple[Step, ...]
     collectives: tuple[Collective, ...]
     peak_bytes: Mapping[str, int]
-    slab: SlabPlan
     alive: tuple[frozenset[int], ...]
     names: tuple[str, ...]
     off_plan: Mapping[str, int] = field(default_factory=dict)
+    addresses: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
@@ -127,13 +126,6 @@ class Plan:
     def hash(self) -> str:
         """A hash of the collectives. It is equal on ranks with the same collectives."""
         return hashlib.blake2b(repr(self.collectives).encode(), digest_size=8).hexdigest()
-
-    @property
-    def addresses(self) -> dict[str, int]:
-        """The byte offset of each unit's gathered weights in the slab, which all units share, by the unit's name."""
-        offsets: dict[Any, int] = dict(self.slab.offsets)
-        first = {number: offsets[number, group] for number, group in sorted(offsets, reverse=True)}
-        return {self.names[number]: first[number] for number in sorted(first)}
 
     def bytes_at(self, number: int) -> int:
         """Return the bytes of transient memory after event `number`. Raises IndexError if there is no such event."""

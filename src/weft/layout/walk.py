@@ -11,7 +11,6 @@ from typing import Any
 
 from weft.layout.gathers import GatherOrder
 from weft.layout.plan import GRADIENTS, WEIGHTS, Action, Collective, GradientFacts, Limits, Plan, Step, UnitFacts
-from weft.layout.slab_plan import plan_slab
 from weft.layout.trace import Event, Trace
 from weft.layout.turns import ReductionOrder, turns_of
 
@@ -333,21 +332,11 @@ class _Gradients(ReductionOrder):
         self._walk.act("finish", (unit,))
 
 
-def compile_plan(
-    traces: Mapping[str, Trace], units: Sequence[UnitFacts], limits: Limits, off_plan: Mapping[str, int] | None = None
-) -> Plan:
+def compile_plan(traces: Mapping[str, Trace], units: Sequence[UnitFacts], limits: Limits, **known: Any) -> Plan:
     """Return the plan of a step. `traces`: the trace of each pass, by the kind of the pass. `units`: the bytes of each
-    unit. `limits`: the limits on memory and buckets. `off_plan`: see `Plan`."""
+    unit. `limits`: the limits on memory and buckets. `known`: fields of the plan that are not computed here."""
     walk = Walk(traces, units, limits)
     walk.step()
     walk.step()  # this one is the plan: it starts with everything that stays from step to step
-    together = {(one, other) for here in walk.alive for one in here for other in here}
-    sizes = {
-        (number, group): nbytes
-        for number, facts in enumerate(units)
-        for group, nbytes in enumerate(facts.gathered)
-        if nbytes
-    }
-    slab = plan_slab(sizes, lambda one, other: (one[0], other[0]) in together)  # type: ignore[index,arg-type]
-    names, alive = tuple(unit.name for unit in units), tuple(walk.alive)
-    return Plan(tuple(walk.steps), tuple(walk.collectives), walk.peak, slab, alive, names, dict(off_plan or {}))
+    names = tuple(unit.name for unit in units)
+    return Plan(tuple(walk.steps), tuple(walk.collectives), walk.peak, tuple(walk.alive), names, **known)

@@ -1,6 +1,6 @@
 """Plans a model's next step from its last passes with `weft.layout.walk`, and arranges memory according to the plan."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from weft.fsdp.channels import Channels
@@ -27,11 +27,12 @@ class Planner:
 
     def plan(self) -> Plan:
         """Return the plan of a step whose passes repeat the last pass of each kind."""
-        return self._compiled(self.gathers.traces, self.gathers.off_plan)
+        off_plan = dict(self.gathers.off_plan)
+        return compile_plan(self.gathers.traces, *self._inputs(), off_plan=off_plan, addresses=self._addresses())
 
     def foresee(self, trace: Trace) -> None:
         """Assign memory to all weights of a schedule with the events of `trace`, before the first is gathered."""
-        plan = self._compiled({"schedule": trace})
+        plan = compile_plan({"schedule": trace}, *self._inputs())
         self.channels.weights.foresee(map(self._memory_of, plan.alive))
 
     def end_pass(self) -> None:
@@ -53,7 +54,14 @@ class Planner:
     def _memory_of(self, numbers: Iterable[int]) -> list[Transient]:
         return [each for number in numbers for group in self.units[number].groups for each in group.transients]
 
-    def _compiled(self, traces: Mapping[str, Trace], off_plan: Mapping[str, int] | None = None) -> Plan:
+    def _addresses(self) -> dict[str, int]:
+        slab = self.channels.weights.plan
+        placed = slab.offsets if slab is not None else {}
+        groups = ((unit.name, group.transient) for unit in reversed(self.units) for group in reversed(unit.groups))
+        first = {name: placed[each] for name, each in groups if each in placed}
+        return {unit.name: first[unit.name] for unit in self.units if unit.name in first}
+
+    def _inputs(self) -> tuple[list[UnitFacts], Limits]:
         limits = Limits(
             self.options.prefetch_bytes,
             self.reductions.bucket_bytes,
@@ -61,8 +69,7 @@ class Planner:
             checked=self.options.check_collectives,
             order=self.reductions.agreed,
         )
-        facts = [_facts(unit, self.gathers.bundles.get(unit.number)) for unit in self.units]
-        return compile_plan(traces, facts, limits, off_plan)
+        return [_facts(unit, self.gathers.bundles.get(unit.number)) for unit in self.units], limits
 
 
 def _facts(unit: Unit, bucket: Bucket | None) -> UnitFacts:
