@@ -352,4 +352,11 @@ MUTATIONS = [
         "True",
         "train/test_loop.py::test_the_model_is_told_which_microbatch_is_the_last_of_a_step",
     ),
+    Mutation(
+        "a microbatch without labels makes the loss NaN",
+        "_weighted",
+        "loss.new_zeros(()) if weight == 0 else loss * weight",
+        "loss * weight",
+        "train/test_conversations.py::test_a_microbatch_without_labels_adds_nothing_to_the_loss",
+    ),
 ]
