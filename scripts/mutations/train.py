@@ -359,4 +359,11 @@ MUTATIONS = [
         "loss * weight",
         "train/test_conversations.py::test_a_microbatch_without_labels_adds_nothing_to_the_loss",
     ),
+    Mutation(
+        "a microbatch without labels makes the validation loss NaN",
+        "validate",
+        "if weight: ...",
+        "if True: ...",
+        "train/test_evaluate.py::test_a_validation_computes_as_many_microbatches_at_once_as_its_task_says",
+    ),
 ]
