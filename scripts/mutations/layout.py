@@ -123,4 +123,11 @@ MUTATIONS = [
         "False",
         "memory/test_memory.py::test_what_has_no_room_where_backward_needs_it_is_not_gathered_ahead[2]",
     ),
+    Mutation(
+        "a backward that reduces nothing replaces that which does in the plan",
+        "GatherOrder.end_backward",
+        "'accumulation' if here.waits else here.kind",
+        "here.kind",
+        "fsdp/test_plan.py::test_a_backward_that_reduces_nothing_has_a_place_of_its_own_in_the_plan[2]",
+    ),
 ]

@@ -46,4 +46,11 @@ MUTATIONS = [
         "",
         "optim/test_flat.py::test_hooks_of_state_dicts_run[2]",
     ),
+    Mutation(
+        "parts of a run that was divided share one step count",
+        "FlatRun.state_for",
+        "value.clone()",
+        "value",
+        "optim/test_flat.py::test_a_parameter_counts_the_steps_in_which_it_had_a_gradient[2]",
+    ),
 ]

@@ -352,4 +352,18 @@ MUTATIONS = [
         "True",
         "train/test_loop.py::test_the_model_is_told_which_microbatch_is_the_last_of_a_step",
     ),
+    Mutation(
+        "a microbatch without labels makes the loss NaN",
+        "_weighted",
+        "loss.new_zeros(()) if weight == 0 else loss * weight",
+        "loss * weight",
+        "train/test_conversations.py::test_a_microbatch_without_labels_adds_nothing_to_the_loss",
+    ),
+    Mutation(
+        "a microbatch without labels makes the validation loss NaN",
+        "validate",
+        "if weight: ...",
+        "if True: ...",
+        "train/test_evaluate.py::test_a_validation_computes_as_many_microbatches_at_once_as_its_task_says",
+    ),
 ]

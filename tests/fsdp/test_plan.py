@@ -109,6 +109,16 @@ def test_the_plan_lists_what_happens_and_what_travels():
 
 
 @distributed(2)
+def test_a_backward_that_reduces_nothing_has_a_place_of_its_own_in_the_plan():
+    net = nets.shard(nets.make(), strategy="optim")
+    for last in (False, True):
+        net.set_is_last_backward(last)
+        nets.loss_of(net, nets.data(1, 4)[0]).backward()
+    kinds = dict.fromkeys(step.kind for step in plan_of(net).steps)
+    assert list(kinds) == ["forward", "accumulation", "backward"]
+
+
+@distributed(2)
 def test_a_pass_that_is_not_as_the_last_one_is_counted_with_its_reason():
     net = nets.shard(nets.make())
     tokens = nets.data(1, 4)[0]

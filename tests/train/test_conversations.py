@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import random
 import runpy
 import sys
@@ -23,6 +24,7 @@ from weft.train.data import Batches, load_corpus
 from weft.train.data.cache import Part
 from weft.train.data.conversations import ConversationTokenizer
 from weft.train.errors import ConfigError
+from weft.train.passes import _weighted
 from weft.train.sections import DataConfig
 
 CHATML = (
@@ -108,6 +110,11 @@ def conversations(count):
         for _ in range(chance.randint(1, 4)):
             messages += [{"role": "user", "content": text(12)}, {"role": "assistant", "content": text(20)}]
         yield messages
+
+
+def test_a_microbatch_without_labels_adds_nothing_to_the_loss():
+    losses = [torch.tensor(math.nan), torch.tensor(3.0)]  # the mean over no labels, and another one
+    assert _weighted(losses, [0.0, 2.0]).tolist() == [0.0, 6.0]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -71,10 +71,10 @@ def test_a_report_that_cannot_be_written_is_one_line(tmp_path, capsys):
 
 
 class FiveMicrobatches:
-    """A task whose validation set are the numbers 0 to 4."""
+    """A task whose validation set are the numbers 0 to 4, of which 3 has no labels."""
 
     at_once = 2
-    validation_weights = [1.0] * 5
+    validation_weights = [1.0, 1.0, 1.0, 0.0, 1.0]
 
     def __init__(self):
         self.model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout().eval())
@@ -85,7 +85,7 @@ class FiveMicrobatches:
     def validation_losses(self, microbatches):
         self.together.append(len(microbatches))
         self.modes |= {module.training for module in self.model.modules()}
-        return [(number, {"twice": 2 * number}) for number in microbatches]
+        return [(number.where(number != 3, torch.nan), {"twice": 2 * number}) for number in microbatches]
 
     def validation_values(self, loss):
         return {"loss": loss}
@@ -100,7 +100,7 @@ def validated():
 
 
 def test_a_validation_computes_as_many_microbatches_at_once_as_its_task_says(pool):
-    assert pool.run(1, validated) == [({"loss": 2.0, "twice": 4.0}, [2, 2, 1])]
+    assert pool.run(1, validated) == [({"loss": 7 / 5, "twice": 4.0}, [2, 2, 1])]
 
 
 def test_an_average_that_the_run_did_not_keep_is_refused(tmp_path):
