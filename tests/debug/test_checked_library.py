@@ -61,7 +61,7 @@ CASES = [
     ),
     case(test_behaviour.test_options_for_speed_give_bit_equal_results, slow=True),
     case(test_behaviour.test_gradients_accumulate_with_and_without_synchronisation, strategy="optim_grads", slow=True),
-    case(test_behaviour.test_a_block_may_run_twice_in_one_forward),
+    case(test_behaviour.test_a_block_may_run_twice_in_one_forward, slow=True),
     case(test_behaviour.test_several_forwards_then_their_backwards_in_any_order),
     case(test_behaviour.test_parameters_tied_across_units_stay_tied, **Z3),
     case(test_behaviour.test_validation_during_training_changes_nothing, allocator="trace", slow=True),

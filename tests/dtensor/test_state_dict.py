@@ -70,7 +70,12 @@ def got_and_set(fsdp, way):
     return numbers, [*seen, kinds(other)]
 
 
-@pytest.mark.parametrize("way", WAYS)
+PARTS_OF_OTHERS = ("sharded, on CPU", "whole, set from rank 0")
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.long) if way in PARTS_OF_OTHERS else way for way in WAYS]
+)
 @distributed(2)
 def test_state_dicts_are_got_and_set(way):
     assert_same(got_and_set, way)

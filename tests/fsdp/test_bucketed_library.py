@@ -31,11 +31,9 @@ CASES = [
     case(test_behaviour.test_a_parameter_used_on_one_rank_has_the_gradient_of_the_whole_batch),
     case(test_behaviour.test_several_forwards_then_their_backwards_in_any_order),
     case(test_behaviour.test_a_block_may_run_twice_in_one_forward),
-    case(test_behaviour.test_gradients_accumulate_with_and_without_synchronisation, strategy="optim"),
     case(test_behaviour.test_gradients_accumulate_with_and_without_synchronisation, **Z3),
     case(test_behaviour.test_validation_during_training_changes_nothing, allocator="trace"),
     case(test_behaviour.test_evaluation_between_forward_and_backward_changes_nothing),
-    case(test_behaviour.test_training_goes_on_after_an_exception_in_forward, **Z3),
     case(test_behaviour.test_training_goes_on_after_an_exception_in_backward_and_a_reset, **Z3),
     case(test_frozen.test_adapters_frozen_units_and_later_changes_equal_one_process, recompute="non-reentrant"),
     case(

@@ -63,7 +63,7 @@ def by_turns(cases):
 
 @pytest.mark.parametrize(
     ("name", "microbatches"),
-    [*by_turns(CASES), ("optim", 2), ("optim_grads", 1), ("optim_grads_params", 2), ("one alive", 2)],
+    [*by_turns(CASES), ("optim", 2), ("optim_grads_params", 2)],
 )
 @distributed(2)
 def test_the_peaks_of_the_plan_are_those_that_memory_reports(name, microbatches):

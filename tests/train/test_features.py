@@ -107,7 +107,13 @@ SGD = ["optimizer.name=SGD", "optimizer.options={momentum = 0.9}"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "before, after", [([], FLAT), (FLAT, []), pytest.param(SGD, SGD, marks=pytest.mark.long), (MUON, MUON)]
+    "before, after",
+    [
+        ([], FLAT),
+        pytest.param(FLAT, [], marks=pytest.mark.long),
+        pytest.param(SGD, SGD, marks=pytest.mark.long),
+        (MUON, MUON),
+    ],
 )
 def test_every_optimizer_resumes_bit_for_bit(pool, tmp_path, before, after):
     whole, parts = pool.run(2, stopped_and_resumed, config_for(tmp_path, checkpoint__every=2), tmp_path, before, after)[

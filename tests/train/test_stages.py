@@ -25,7 +25,7 @@ MODEL = {
     "ranks, changes",
     [
         (2, ["train.pipeline_schedule=dualpipev", "model.tie_word_embeddings=true"]),
-        (2, ["sharding.chunks=1", "model.tie_word_embeddings=true"]),
+        pytest.param(2, ["sharding.chunks=1", "model.tie_word_embeddings=true"], marks=pytest.mark.long),
         pytest.param(4, ["train.overlap=true", "sharding.ep=2", "train.microbatch_size=1"], marks=pytest.mark.long),
     ],
 )
