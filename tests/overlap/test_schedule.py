@@ -464,6 +464,25 @@ def test_hooks_run_on_what_stages_call():
     assert called == modules
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["ep", "pp", "cp", "tp"])
+@distributed(2)
+def test_an_evaluation_in_inference_mode_gives_the_losses_and_the_next_step_trains(axis):
+    """Tensors that are made in inference mode can be written to in this mode only, and by no backward saved."""
+    cfg, how = config("[*E]M[*E]", num_experts_per_tok=1), {"schedule": "1f1b"} if axis == "pp" else {}
+    meshes = weft.init_meshes("cpu", **{axis: 2})
+    model = build(cfg, meshes, strategy="optim_grads_params")
+    tokens, labels = torch.randint(cfg.vocab_size, (2, 2, 16), generator=torch.Generator().manual_seed(0))
+    given = {"tokens": tokens, "labels": labels}
+    given = [weft.models.context_part(given, meshes) if axis == "cp" else given] * 2
+    with torch.no_grad():
+        expected = evaluate(model, given)
+    for _ in range(2):
+        with torch.inference_mode():
+            same(evaluate(model, given), expected)
+        same(forward_backward(model, given, overlap=False, **how), expected)
+
+
 @distributed(1)
 def test_a_schedule_of_a_model_inside_one_of_its_own_is_refused():
     model = build(CFG, weft.init_meshes("cpu"), strategy="optim")

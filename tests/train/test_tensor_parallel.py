@@ -51,7 +51,7 @@ def test_sizes_that_do_not_fit_are_refused():
         config("sharding.tp=2", "data.sequence_length=33")
     whole = config("model.pattern=[*E]", "sharding.tp=2", "sharding.etp=1", "sharding.ep=4")
     whole.validate(4)  # experts are spread over tensor-parallel ranks, too
-    with pytest.raises(ConfigError, match=r"sharding\.ep = 4: must divide the number of ranks, 2"):
+    with pytest.raises(ConfigError, match=r"sharding\.ep = 4: .* ranks, 2 \(all ranks / sharding\.tp = 2\)"):
         config("model.pattern=[*E]", "sharding.tp=2", "sharding.ep=4").validate(4)
     with pytest.raises(ConfigError, match=r"sharding\.etp = 3: must be 1 or sharding\.tp = 2; choose from \[1, 2\]"):
         config("sharding.tp=2", "sharding.etp=3")

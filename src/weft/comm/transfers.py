@@ -143,6 +143,8 @@ class _Crew:
         self._threads: list[threading.Thread] = []
 
     def start(self, job: Callable[[], None]) -> None:
+        if torch.is_inference_mode_enabled():  # only in this mode a thread may write to tensors that were made in it
+            job = torch.inference_mode()(job)
         with self._lock:
             if self._idle:
                 self._idle -= 1

@@ -281,9 +281,10 @@ class HybridModel(nn.Module):
         cross-entropy over the labels that are not -100 (see `weft.models.loss.cross_entropy`). In training mode the
         losses of routers and prediction depths are added to it.
 
-        Raises `ValueError` for `documents` of another shape or together with a cache, for `depths` together with labels
-        or a cache, for a cache with tensor parallelism, and for a batch that is not from `context_part` with context
-        parallelism. Raises `RuntimeError` if the model is cut into pipeline stages on several ranks.
+        Raises `ValueError` for `documents` of another shape or together with a cache, for a cache that only other
+        models have filled, for `depths` together with labels or a cache, for a cache with tensor parallelism, and for
+        a batch that is not from `context_part` with context parallelism. Raises `RuntimeError` if the model is cut into
+        pipeline stages on several ranks.
         """
         if self.cut is not None and self.cut.ranks > 1:
             raise RuntimeError(
@@ -297,6 +298,12 @@ class HybridModel(nn.Module):
             raise ValueError(f"tp={self.ranks.size}: a cache needs whole layers; generate with a model without tp")
         if documents is not None and cache is not None:
             raise ValueError("documents with a cache: a cache continues one sequence per row; leave one out")
+        if cache and not any(module in cache for module in self.modules()):
+            raise ValueError(
+                "the cache has states of another model's layers, or of copies of this model's: copy.deepcopy also "
+                "copies the layers, which are its keys; copy it as {layer: dict(state) for layer, state in "
+                "cache.items()}, and begin with an empty dict for each model"
+            )
         read = tokens if cache is None else self._to_read(tokens, cache)
         x_BSD, losses = self.decoder(self.embed(read, documents), cache, documents)
         if cache is not None and self.decoder.scaling_by_length is not None:

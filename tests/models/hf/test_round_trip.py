@@ -114,3 +114,8 @@ def test_what_four_ranks_train_and_save_is_what_one_process_does(tmp_path, pool)
         assert (four / "config.json").read_text() == (one / "config.json").read_text(), name
         for each in COMPANY:
             assert (four / each).read_bytes() == (tmp_path / "theirs" / name / each).read_bytes(), name
+
+
+def test_a_dtype_that_is_a_name_is_refused(tmp_path):
+    with pytest.raises(TypeError, match=r"dtype='bfloat16': pass a torch.dtype, such as torch.bfloat16"):
+        hf.from_pretrained(tmp_path, dtype="bfloat16")

@@ -1,5 +1,7 @@
 """A sequence that is fed in parts, each layer remembering what came before."""
 
+import copy
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -116,3 +118,17 @@ def test_a_step_of_latent_attention_expands_no_latent():
     found = fed_in_parts(model, tokens, [9, *[1] * 21])
     assert len(expanded) == 1  # by the nine positions of the beginning
     assert_close(found, model(tokens), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_cache_is_copied_layer_by_layer_and_one_of_copied_layers_is_refused():
+    torch.manual_seed(0)
+    model, cache = HybridModel(small("[*-]M")), {}
+    tokens = torch.randint(37, (2, 9))
+    model(tokens[:, :5], cache=cache)
+    branch = {layer: dict(state) for layer, state in cache.items()}
+    deep = copy.deepcopy(cache)
+    model(tokens.flip(0)[:, 5:7], cache=cache)
+    assert_close(model(tokens[:, 5:], cache=branch), model(tokens)[:, 5:], rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"copies of this model's: copy.deepcopy also copies the layers"):
+        model(tokens[:, 5:], cache=deep)

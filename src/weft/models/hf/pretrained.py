@@ -23,8 +23,10 @@ def from_pretrained(
 
     `meshes`: the meshes over which the model is sharded. Default: it is not sharded. `dtype`: the dtype of the weights.
     Default: fp32. `ignored`: unknown fields of config.json to ignore. Raises `ConversionError` as `config_of` and
-    `load` do.
+    `load` do, and `TypeError` for a `dtype` that is no `torch.dtype`.
     """
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype={dtype!r}: pass a torch.dtype, such as torch.bfloat16, or None for torch.float32")
     cfg = config_of(directory, ignored=ignored)
     with torch.device("cpu" if meshes is None else "meta"):
         model = HybridModel(cfg, meshes)

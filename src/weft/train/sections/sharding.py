@@ -136,9 +136,10 @@ class ShardingConfig:
         require("sharding.cp", self.cp, self.cp in fits, f"must divide the {ranks} ranks; choose from {fits}")
         among = ranks * self.tp // self.expert_ranks  # whole experts are spread over tensor-parallel ranks too
         fits = [size for size in range(1, among + 1) if among % size == 0]
-        require(
-            "sharding.ep", self.ep, self.ep in fits, f"must divide the number of ranks, {among}; choose from {fits}"
-        )
+        cuts = [f"sharding.{name} = {size}" for name, size in (("pp", self.pp), ("tp", self.expert_ranks)) if size > 1]
+        beside = f" (all ranks / {' / '.join(cuts)})" if cuts else ""
+        rule = f"must divide the number of ranks, {among}{beside}; choose from {fits}"
+        require("sharding.ep", self.ep, self.ep in fits, rule)
         everyone, ranks, copies = ranks, ranks // self.cp, self.dp_replicate
         fits = [size for size in range(1, ranks + 1) if ranks % size == 0]
         require("sharding.dp_replicate", copies, copies in fits, f"must divide the {ranks} ranks; choose from {fits}")
