@@ -479,4 +479,12 @@ MUTATIONS = [
         "",
         "fsdp/test_post_forward.py::test_half_of_each_unit_stays_and_backward_asks_the_neighbour_alone[4]",
     ),
+    Mutation(
+        "a use computes with weights from before a write of the forward around it",
+        "Unit.acquire",
+        "stale and not in_backward()",
+        "False",
+        "fsdp/seams/test_freshness.py::test_weights_that_a_forward_writes_in_another_unit_are_those_of_its_next_use"
+        "[2-optim_grads_params-0-None]",
+    ),
 ]
