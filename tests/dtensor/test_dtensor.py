@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -497,6 +498,22 @@ def test_operators_without_a_rule_run_on_the_whole_tensor():
         assert torch.allclose(mine, mine) and not torch.allclose(x, x + 1)
     x += x.cos().t().sin().t()  # in place with the result of such an operator: its slice is added
     assert_same(x, a + a.cos().sin())
+
+
+@distributed(2)
+def test_collectives_of_sharded_tensors_are_refused():
+    weight = weft.fully_shard(Bag([(6, 10)])).p0.detach()
+    before = weight.full_tensor().clone()
+    for tensor in (weight, weight[1:]):
+        for call in (
+            lambda t: dist.all_reduce(t),
+            lambda t: dist.broadcast(t, 0),
+            lambda t: dist.all_gather([torch.empty(6, 10)] * 2, t),
+            lambda t: all_reduce(t, "sum", [0, 1]),
+        ):
+            with pytest.raises(TypeError, match=r"sharded tensor of shape .*backward has averaged.*to_local\(\)"):
+                call(tensor)
+    assert torch.equal(weight.full_tensor(), before)
 
 
 @distributed(2)

@@ -204,6 +204,39 @@ def test_embeddings_with_sparse_gradients_are_refused(kind):
     net(torch.arange(8).view(4, 2)).sum().backward()
 
 
+def test_a_trained_parameter_whose_memory_another_tensor_has_is_refused_by_name(world):
+    world(0, 2)
+
+    def net(share) -> nn.Module:
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        share(*net)
+        return net
+
+    def tie_by_data(one: nn.Linear, other: nn.Linear) -> None:
+        other.weight.data = one.weight.data.t()
+
+    def view(one: nn.Linear, other: nn.Linear) -> None:
+        other.bias = nn.Parameter(one.weight.data[3])
+
+    def buffer(one: nn.Linear, other: nn.Linear) -> None:
+        other.register_buffer("copy", one.weight.detach()[:2])
+
+    def halves(one: nn.Linear, other: nn.Linear) -> None:
+        both = torch.randn(8, 4)
+        one.weight, other.weight = map(nn.Parameter, both.chunk(2))
+        one.bias, other.bias = map(nn.Parameter, torch.randn(4, 2).t())
+
+    for share, first, second in (
+        (tie_by_data, "parameter '0.weight'", "parameter '1.weight'"),
+        (view, "parameter '0.weight'", "parameter '1.bias'"),
+        (buffer, "buffer '1.copy'", "parameter '0.weight'"),
+    ):
+        with refused(ValueError, first, "shares memory with", second, "clone()"):
+            weft.fully_shard(net(share))
+        weft.fully_shard(net(share).requires_grad_(False))  # whose values stay equal
+    weft.fully_shard(net(halves))
+
+
 @distributed(2)
 def test_parameters_that_are_replaced_after_sharding_are_named_and_the_model_continues():
     torch.manual_seed(0)

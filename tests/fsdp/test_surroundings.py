@@ -178,3 +178,25 @@ def test_a_refused_switch_changes_no_unit():
     with pytest.raises(ValueError, match=r"set_requires_all_reduce\(False\)"):
         net.set_requires_all_reduce(False)
     assert all(unit.requires_all_reduce for unit in units_under(net))
+
+
+class Registered(nn.Module):
+    """A class that keeps a list of its subclasses, as registries of models do."""
+
+    kinds: dict[str, type] = {}
+
+    def __init_subclass__(cls, *, kind: str) -> None:
+        assert kind not in Registered.kinds
+        Registered.kinds[kind] = cls
+
+
+class Linear(Registered, kind="linear"):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+
+def test_the_class_of_a_sharded_module_is_in_no_registry(world):
+    world(0, 2)
+    net = weft.fully_shard(Linear())
+    assert Registered.kinds == {"linear": Linear} and isinstance(net, Linear)

@@ -9,7 +9,7 @@ any operator on tensors that one rank has whole | on that rank: matrix optimizer
 views                                           | lazily: see `views.py`
 all others, if they write to no argument        | on the gathered tensor; the result is replicated (communicates)
 all others in place, or in place on a view      | on the gathered tensor; then each rank keeps its part (communicates)
-changes of shape, strides or memory             | never: TypeError
+changes of shape, strides or memory             | never: TypeError, as for collectives of torch.distributed
 """
 
 import math
@@ -44,6 +44,7 @@ from weft.dtensor.views import ShardedView, is_view, parents_of, view_of
 
 Rule = Callable[[Any, tuple, dict], Any]
 """Runs an operator. It is called with the operator, `args` and `kwargs`."""
+_COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces of operators that do not declare what they write to
 _ELEMENT_WISE = {"clone", "_to_copy", "zeros_like", "ones_like", "empty_like", "full_like", "fill_", "zero_", "lerp_"}
 """Names of element-wise operators that torch does not tag as such."""
 
@@ -74,7 +75,7 @@ def _alias(func: Any, args: tuple, kwargs: dict) -> Any:
 def rule_of(func: Any) -> Rule:
     """Return the function that runs operator `func`, called with `func`, `args` and `kwargs`."""
     name = func._schema.name.removeprefix("aten::")
-    if torch.Tag.inplace_view in func.tags and name != "detach_":
+    if func.namespace in _COLLECTIVES or (torch.Tag.inplace_view in func.tags and name != "detach_"):
         return _refuse
     if name in _RULES:
         return _RULES[name]
@@ -304,7 +305,7 @@ def _view(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _on_views(func: Any, args: tuple, kwargs: dict) -> Any:
-    if torch.Tag.inplace_view in func.tags:
+    if torch.Tag.inplace_view in func.tags or func.namespace in _COLLECTIVES:
         return _refuse(func, args, kwargs)
     if is_view(func):
         return view_of(func, args, kwargs)
@@ -330,6 +331,11 @@ def _refuse(func: Any, args: tuple, kwargs: dict) -> Any:
     if func._schema.name == "aten::resize_" and tuple(args[1]) == args[0].shape:  # torch resizes `out=` first
         return args[0]
     ruled = next(leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, RuledDTensor))
+    if func.namespace in _COLLECTIVES:
+        raise TypeError(
+            f"{func} of a sharded tensor of shape {tuple(ruled.shape)}: each rank has a part of it, and backward has "
+            "averaged gradients. Leave the call out, or communicate to_local(), this rank's part, or full_tensor()"
+        )
     raise TypeError(
         f"{func} would change the shape, the strides or the memory of a sharded tensor of shape {tuple(ruled.shape)}, "
         "which are those of its unit's flat buffer: use the operator without the underscore, or write with copy_()"

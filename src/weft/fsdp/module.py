@@ -29,6 +29,9 @@ class FSDPModule:
         """Create an instance of the original class: a slice of a sharded `nn.Sequential`, for example, is no unit."""
         return cls.__mro__[2](*args, **kwargs)
 
+    def __init_subclass__(cls) -> None:
+        """Skip that of the module's class, which may require arguments or keep a list of classes."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module with its parameters gathered."""
         return self._weft_driver.run(self, super().__call__, args, kwargs)  # type: ignore[misc,arg-type]
@@ -89,10 +92,9 @@ class FSDPModule:
         frees them. With `async_op=True`, return a handle at once; its `wait()` registers the parameters."""
         runtime_of(self).unshard(unit_of(self))
         handle = UnshardHandle(self)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
+        if not async_op:
+            handle.wait()
+        return handle if async_op else None
 
     def reshard(self) -> None:
         """Register the sharded parameters, and free the full ones if nothing else holds them."""
@@ -101,8 +103,7 @@ class FSDPModule:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on this rank in this context, without reductions. The next backward outside reduces
-        them. Use it like `DistributedDataParallel.no_sync`: around forward and backward of all microbatches of a step
-        but the last."""
+        them. As with `DistributedDataParallel.no_sync`, run all microbatches of a step but the last in it."""
         units = units_under(self)
         before = [unit.requires_gradient_sync for unit in units]
         self.set_requires_gradient_sync(False)
@@ -176,9 +177,9 @@ class FSDPModule:
         """Call `hook(reduced)` with the reduced gradients of this unit's backward before they are added to `.grad`.
 
         `reduced`: this rank's part, 1-D, averaged, in the reduce dtype. On a 2-D mesh it is reduced over both axes. The
-        hook may change it, and runs on the stream of the reduction, or on `stream`.
+        hook may change it, and runs on the stream of the reduction, or on `stream`. On CPU, `stream` has no effect.
 
-        On CPU, `stream` has no effect. Raises TypeError if `hook` is not callable, ValueError for a stream with a 2-D
+        Raises TypeError if `hook` is not callable, ValueError for a stream with a 2-D
         mesh, because its outer axis has a separate stream.
         """
         unit = unit_of(self)

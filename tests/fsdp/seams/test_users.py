@@ -282,6 +282,16 @@ def test_hooks_on_parameters_registered_before_or_after_sharding(strategy, hook,
     right_or_refused(program, "hook")
 
 
+@distributed(2)
+def test_a_hook_that_a_forward_registers_on_a_sharded_parameter_is_refused_in_that_step():
+    net = nets.shard(nets.make())
+    net.blocks[0].register_forward_hook(lambda block, given, output: block.up.weight.register_hook(torch.neg) and None)
+    net.register_forward_pre_hook(lambda net, given: net.blocks[1].up.weight.register_hook(torch.neg) and None)
+    with pytest.raises(RuntimeError, match=r"'up.weight' of blocks.1.*a hook on its gradient.*would never run"):
+        nets.loss_of(net, nets.data(1, 4)[0]).backward()
+    assert net.gain.grad is None
+
+
 @pytest.mark.parametrize("way", ["backward", "grad"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(2)

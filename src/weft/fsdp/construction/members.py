@@ -4,6 +4,7 @@ Parameters with equal mesh, dtypes and `requires_grad` form one group. A tied pa
 unit stays in that unit, which then registers its tensors in these modules too.
 """
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class Members:
         found = {p: slot for p, slot in _owned_parameters(self.owners).items() if id(p) not in request.ignored}
         self._found = dequantize_parameters(found, request.policy)
         _refuse_sparse(self.owners, self._found)
+        _refuse_shared_memory(self.owners, self._found)
         self._tied = [(p, slot, record) for p, slot in self._found.items() if (record := record_of(p)) is not None]
         self._check_tied()
         self._own = [self._member(p, slot) for p, slot in self._found.items() if record_of(p) is None]
@@ -172,6 +174,36 @@ def _refuse_sparse(owners: dict[nn.Module, str], found: dict[nn.Parameter, Slot]
                     f"{type(module).__name__}(sparse=True), {where}: gradients of sharded parameters are dense; build "
                     "it with sparse=False, or name its weight in ignored_params"
                 )
+
+
+def _refuse_shared_memory(owners: dict[nn.Module, str], found: dict[nn.Parameter, Slot]) -> None:
+    """Raise ValueError for a trainable parameter in whose memory another parameter or a buffer lies: the shards are
+    copies, so the other tensor would keep its first values."""
+    places = [(_span(p), f"parameter {slot.name!r}", p.requires_grad) for p, slot in found.items()]
+    for module, prefix in owners.items():
+        buffers = module._buffers.items()
+        places += [(_span(b), f"buffer {prefix + name!r}", False) for name, b in buffers if b is not None]
+    known = sorted((*span, name, trains) for span, name, trains in places if span is not None)
+    for (device, _, end, name, trains), (other_device, start, _, other, other_trains) in pairwise(known):
+        if device == other_device and start < end and (trains or other_trains):
+            raise ValueError(
+                f"{name} shares memory with {other}, and one of them is trained: sharding copies the parameter, so the "
+                "other would keep its first values. Register one nn.Parameter in both places, or clone() the other "
+                "tensor, or compute it from the parameter in forward"
+            )
+
+
+def _span(tensor: torch.Tensor) -> tuple[str, int, int] | None:
+    """Return the device and the addresses between which `tensor` lies; None if it has gaps, in which others may lie."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
+        return None
+    if tensor.layout is not torch.strided:
+        return None
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    if reach > tensor.numel():
+        return None
+    start = tensor.data_ptr()
+    return str(tensor.device), start, start + reach * tensor.itemsize
 
 
 def _copy_assigned(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict, *given: Any) -> None:

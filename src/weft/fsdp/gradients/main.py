@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from weft.fsdp.parameter import GradientState, ShardedParameter
+from weft.fsdp.parameter import GradientState, ShardedParameter, never_runs
 from weft.fsdp.plan import GroupPlan
 from weft.memory.buffer import FlatBuffer
 from weft.memory.offload import GradientDownload
@@ -135,6 +135,8 @@ class MainGradients:
         present = []
         for each in self._parameters:
             state, own = each.gradient, each.sharded
+            if own._backward_hooks:  # registered in this pass; the next one raises before it begins
+                raise RuntimeError(f"{each}: {never_runs(own)}")
             if state.present or state.withdrawn:
                 theirs, mine = own.grad, state.handed
                 if theirs is not None:  # such as the gradient of a penalty
