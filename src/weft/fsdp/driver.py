@@ -61,10 +61,6 @@ class TiedHold(NamedTuple):
     def computes(self) -> bool:
         return self.holder.computes
 
-    @property
-    def backward(self) -> bool:
-        return self.holder.backward
-
 
 USER = Hold("the user's unshard()", computes=False)
 UNTIL_BACKWARD = Hold("the backward that follows a forward", computes=False)

@@ -26,7 +26,7 @@ from weft.comm.backends import transport_of
 from weft.comm.lanes import Ticket
 from weft.comm.ranges import profiled
 from weft.fsdp.channels import Channels
-from weft.fsdp.driver import USER, Hold, TiedHold, in_backward, is_users
+from weft.fsdp.driver import USER, Hold, TiedHold, is_users
 from weft.fsdp.group import ParameterGroup
 from weft.fsdp.parameter import FULL, SHARDED, register
 from weft.fsdp.precision import MixedPrecisionPolicy
@@ -152,18 +152,19 @@ class Unit:
         self.resident = True
         self._tickets = [ticket]
 
-    def acquire(self, holder: Any) -> None:
-        """Hold the full weights: register them, and make subsequent computation wait for them."""
+    def acquire(self, holder: Any, *, renews: bool = False) -> None:
+        """Hold the full weights: register them, and make subsequent computation wait for them. `renews`: gather them
+        again if the main weights were written after the gather had begun."""
         if holder in self.holders:
             raise RuntimeError(f"{self}: {holder.name} holds its weights already")
         for unit in self.tied:
-            unit.acquire(TiedHold(self, holder))
+            unit.acquire(TiedHold(self, holder), renews=renews)
         if self.state is State.AT_REST:
             self.prefetch()
         if self.state is State.ON_THE_WAY:
             stale = self._arrive()
         else:
-            stale = holder.computes and not holder.backward and self.is_stale
+            stale = renews and self.is_stale
         self.keeps_post_forward = False
         if holder.computes:
             for each in self.gathered:
@@ -171,7 +172,8 @@ class Unit:
                     self.channels.weights.come_back(each)
         self.state = TRANSITIONS.get((self.state, "hold")) or self._refuse("hold")
         self.holders[holder] = None
-        if stale and not in_backward():  # a forward around this one has written to the main weights in this pass
+        if stale and renews:  # a forward around this one has written to the main weights in this pass
+            self.channels.on_renew(self)
             self.renew()
         if not self._shows_full and (holder.computes or is_users(holder)):
             try:
