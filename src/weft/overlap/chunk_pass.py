@@ -185,11 +185,12 @@ class ChunkPass:
 
     def _scalar(self, loss: Any) -> Tensor:
         """Return `loss` without dimensions. Raises TypeError unless it is one number, with a gradient or 0."""
-        what = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         if isinstance(loss, Tensor) and loss.numel() == 1:
             if loss.requires_grad or not torch.is_grad_enabled() or not loss:
                 return loss if not loss.dim() else loss.reshape(())
             what = "a number that depends on no trainable parameter"
+        else:
+            what = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise TypeError(
             f"{self._name}: the loss of {type(self._model).__name__} is {what}: return the mean loss of the "
             f"microbatch, a scalar tensor with a gradient"

@@ -166,11 +166,10 @@ def checked_crossing(crossing: Any, name: str) -> Crossing:
             f"{name}: its attend returned {what}: return weft.overlap.Crossing(rows, kept, handle, loss), where kept "
             f"is a dict of tensors"
         )
-    parts = {"rows": crossing.rows, **{f"kept[{key!r}]": value for key, value in crossing.kept.items()}}
-    if crossing.loss is not None:
-        parts["loss"] = crossing.loss
-    for key, value in parts.items():
+    for value in (crossing.rows, *crossing.kept.values(), *(() if crossing.loss is None else (crossing.loss,))):
         if not isinstance(value, Tensor):
+            parts = {"rows": crossing.rows, **{f"kept[{key!r}]": part for key, part in crossing.kept.items()}}
+            key = next((key for key, part in parts.items() if part is value), "loss")
             raise TypeError(
                 f"{name}: the {key} of its Crossing is a {type(value).__name__}, not a tensor: leave it "
                 f"out, or put values without gradient into the handle"

@@ -322,13 +322,15 @@ class Follower(nn.Module):
         super().__init__()
         self.leader, self.follower = nets.make(), nets.make(seed=1)
         self.follower.requires_grad_(False)
+        self.writes = True
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         led = self.leader(tokens)
         with torch.no_grad():
             before = self.follower(tokens)
-            for mine, others in zip(self.follower.parameters(), self.leader.parameters()):
-                mine.lerp_(others, 0.5)
+            if self.writes:
+                for mine, others in zip(self.follower.parameters(), self.leader.parameters()):
+                    mine.lerp_(others, 0.5)
             after = self.follower(tokens)
         return (led - before).square().mean() + (led - after).square().mean()
 
@@ -350,3 +352,16 @@ def test_weights_that_a_forward_writes_in_another_unit_are_those_of_its_next_use
         assert_gradients(sharded, plain)
         step(optimizers)
         assert_weights(sharded, plain)
+
+
+@distributed(2)
+def test_weights_that_a_forward_writes_on_one_rank_alone_are_a_mismatch_before_the_optimizer():
+    net = Follower()
+    for each in (net.leader, net.follower):
+        nets.shard(each)
+    weft.fully_shard(net)
+    batches = nets.data(2, 2)
+    net(batches[0]).backward()
+    net.writes = dist.get_rank() == 0  # the second use finds the weights of the first one, as the first pass has shown
+    with pytest.raises(weft.errors.CollectiveMismatch, match="renewed all-gather"):
+        net(batches[1]).backward()
