@@ -78,7 +78,7 @@ class Ticket:
             self._transfer.end_by_itself()
 
     def wait(self) -> None:
-        """Make subsequent computation see the result. A timeline records the wait on its lane "wait"."""
+        """Make subsequent computation see the result. A timeline shows the wait in its row "wait"."""
         if self._transfer is not None:
             with span("wait"):
                 self._collect()

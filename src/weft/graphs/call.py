@@ -55,7 +55,7 @@ class Owner(Protocol):
 
 
 class Signature:
-    """Calls with one key (shapes, numbers, ...): their outputs' gradients, and a capture per microbatch in flight."""
+    """What is known of calls with the same shapes, dtypes and numbers: gradients of their outputs, and captures."""
 
     def __init__(self) -> None:
         self.gradients: dict[int, Sample] = {}

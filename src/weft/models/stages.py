@@ -12,7 +12,7 @@ Found = TypeVar("Found")
 
 
 class Stages:
-    """The stages of a model's pipeline, for exchanges by this rank. A model without a pipeline has one stage."""
+    """Exchanges values with the other stages of this rank's pipeline. A model without a pipeline has one stage."""
 
     def __init__(self, model: nn.Module) -> None:
         self._cut = parts_of(model)

@@ -41,7 +41,7 @@ def replace_text(path: Path, text: str) -> None:
 def read_bounded(path: str | Path, limit: int) -> bytes:
     """Return the content of a regular file of at most `limit` bytes.
 
-    Raises NotReadable for larger files, devices and pipes, because they may not fit into memory, and OSError.
+    Raises NotReadable for larger files, devices and pipes, because they may not fit into memory. Raises OSError too.
     """
     with open(path, "rb", opener=_open_without_waiting) as stream:
         status = os.fstat(stream.fileno())

@@ -29,7 +29,7 @@ class Tokenizer(Protocol):
         ...
 
     def prompt(self, text: str) -> np.ndarray:
-        """Return the tokens of a text to be continued, after the special tokens that precede a text."""
+        """Return the tokens of a prompt: the special tokens for the beginning of a text, then those of `text`."""
         ...
 
     def decode(self, tokens: np.ndarray) -> str:

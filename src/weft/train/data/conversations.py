@@ -42,7 +42,7 @@ class ConversationTokenizer:
         return marked(tokens, labelled, self.tokens)
 
     def prompt(self, text: str) -> np.ndarray:
-        """Return the tokens of a text to be continued, after the special tokens that precede a text."""
+        """Return the tokens of a prompt: the special tokens for the beginning of a text, then those of `text`."""
         return self.tokenizer.prompt(text)
 
     def labelled(self, messages: Messages) -> tuple[np.ndarray, np.ndarray]:

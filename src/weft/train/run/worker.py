@@ -105,7 +105,7 @@ class _Rank:
         return WRONG_CALL if kind == "configuration" else FAILURE
 
     def end_hanging(self, line: str) -> None:
-        """End a rank whose main thread hangs, from the watchdog's thread."""
+        """End this rank, whose main thread hangs. The watchdog's thread calls this with its reason."""
         self.end(self.explain(Refused(line)))
 
     @staticmethod
