@@ -193,7 +193,7 @@ class GatherOrder:
                     if not ahead.has_room():
                         break
                     self._gather(ahead, ahead.backward)
-        unit.acquire(holder, renews=not backward and here.kind != "backward")
+        unit.acquire(holder, renews=here.kind in ("forward", "evaluation"))
 
     def keep(self, unit: Gathered, holder: Any) -> None:
         """Hold `unit` for `holder` after its use: after a forward until its backward, after a backward until
