@@ -502,12 +502,4 @@ MUTATIONS = [
         "each.gradient.filled = False",
         EARLIER_FORWARD,
     ),
-    Mutation(
-        "a use computes with weights from before a write of the forward around it",
-        "Unit.acquire",
-        "stale and renews",
-        "False",
-        "fsdp/seams/test_freshness.py::test_weights_that_a_forward_writes_in_another_unit_are_those_of_its_next_use"
-        "[2-optim_grads_params-0-None]",
-    ),
 ]

@@ -27,7 +27,7 @@ class Unit:
             self.resident = True
             self.log.append(self.number)
 
-    def acquire(self, holder, *, renews=False):
+    def acquire(self, holder):
         self.holders.append(holder)
 
     def release(self, holder):

@@ -321,16 +321,13 @@ class ParameterGroup:
             group = neighbours(self.groups[-1], size)
             self.post_forward = PostForwardShard(self.plan, group)
 
-    def arrived(self) -> bool:
-        """Complete a gather that has ended: free its temporary memory, and let autograd read the full weights. Return
-        whether the main weights were written since it began."""
+    def arrived(self) -> None:
+        """Complete a gather that has ended: free its temporary memory, and let autograd read the full weights."""
         if self.post_forward is not None:
             self.post_forward.drop()
         if self.transient is not None or self.refreshes:
             self.payload.open(self.full.local, self.copy)
-        version = self.version
-        self.fulls.come(version)
-        return (self.refreshes or self.transient is not None) and self._gathered_from != version
+        self.fulls.come(self.version)
 
     def gather_other(self, copy: int, channels: Channels) -> None:
         """Gather another copy of the weights in place of the current copy. The computation waits for it."""

@@ -50,7 +50,7 @@ TRANSITIONS = {  # caused by: what happens
     (State.HELD, "hold"): State.HELD,  # another holder
     (State.HELD, "let go"): State.HELD,  # a holder, not the last one
     (State.HELD, "let go last"): State.HERE,  # the last holder
-    (State.HELD, "renew"): State.HELD,  # they are stale, or their other copy is needed: gathers them again
+    (State.HELD, "renew"): State.HELD,  # a pass that finds them stale or needs their other copy: gathers them again
     (State.HERE, "free"): State.AT_REST,  # a driver that expects no use of the unit soon: frees the memory
 }
 
@@ -152,19 +152,16 @@ class Unit:
         self.resident = True
         self._tickets = [ticket]
 
-    def acquire(self, holder: Any, *, renews: bool = False) -> None:
-        """Hold the full weights: register them, and make subsequent computation wait for them. `renews`: gather them
-        again if the main weights were written after the gather had begun."""
+    def acquire(self, holder: Any) -> None:
+        """Hold the full weights: register them, and make subsequent computation wait for them."""
         if holder in self.holders:
             raise RuntimeError(f"{self}: {holder.name} holds its weights already")
         for unit in self.tied:
-            unit.acquire(TiedHold(self, holder), renews=renews)
+            unit.acquire(TiedHold(self, holder))
         if self.state is State.AT_REST:
             self.prefetch()
         if self.state is State.ON_THE_WAY:
-            stale = self._arrive()
-        else:
-            stale = renews and self.is_stale
+            self._arrive()
         self.keeps_post_forward = False
         if holder.computes:
             for each in self.gathered:
@@ -172,9 +169,6 @@ class Unit:
                     self.channels.weights.come_back(each)
         self.state = TRANSITIONS.get((self.state, "hold")) or self._refuse("hold")
         self.holders[holder] = None
-        if stale and renews:  # a forward around this one has written to the main weights in this pass
-            self.channels.on_renew(self)
-            self.renew()
         if not self._shows_full and (holder.computes or is_users(holder)):
             try:
                 self._show(full=True)
@@ -338,22 +332,17 @@ class Unit:
                     return
             self._show(full=False)
 
-    def _arrive(self) -> bool:
-        """Wait for a gather in flight. Return whether main weights were written since it began."""
-        if self.state is not State.ON_THE_WAY:
-            return False
-        stale = self._wait()
-        self.state = TRANSITIONS.get((self.state, "arrive")) or self._refuse("arrive")
-        return stale
+    def _arrive(self) -> None:
+        if self.state is State.ON_THE_WAY:
+            self._wait()
+            self.state = TRANSITIONS.get((self.state, "arrive")) or self._refuse("arrive")
 
-    def _wait(self) -> bool:
+    def _wait(self) -> None:
         tickets, self._tickets = self._tickets, []
         for ticket in tickets:
             ticket.wait()
-        stale = False
         for group in self.groups:
-            stale |= group.arrived()
-        return stale
+            group.arrived()
 
     # --- gradients --------------------------------------------------------------------------------------------------
 

@@ -31,8 +31,7 @@ class Gathered(Protocol):
     weights. `resident`: the weights are gathered or being gathered. `turns`: backward uses another copy than forward.
     `backward`: the current or next gather is of backward's copy. `turn`: select a copy; if the unit is held, gather it
     now. `prefetch`: start the gather, unless resident. `has_room`: whether there is memory to gather the unit now.
-    `acquire`, `release`: add and remove a holder; `renews`: gather the weights again if they were written. `free`: free
-    the memory, unless it has holders."""
+    `acquire`, `release`: add and remove a holder. `free`: free the memory, unless it has holders."""
 
     number: int
     gathered_bytes: int
@@ -47,7 +46,7 @@ class Gathered(Protocol):
     def turn(self, backward: bool) -> None: ...
     def prefetch(self) -> None: ...
     def has_room(self) -> bool: ...
-    def acquire(self, holder: Any, *, renews: bool = ...) -> None: ...
+    def acquire(self, holder: Any) -> None: ...
     def release(self, holder: Any) -> None: ...
     def free(self) -> None: ...
 
@@ -193,7 +192,7 @@ class GatherOrder:
                     if not ahead.has_room():
                         break
                     self._gather(ahead, ahead.backward)
-        unit.acquire(holder, renews=here.kind in ("forward", "evaluation"))
+        unit.acquire(holder)
 
     def keep(self, unit: Gathered, holder: Any) -> None:
         """Hold `unit` for `holder` after its use: after a forward until its backward, after a backward until

@@ -75,7 +75,7 @@ class _Unit:
             self._walk.give(WEIGHTS, self._staging)
             self.drop_shard()
 
-    def acquire(self, holder: Any, *, renews: bool = False) -> None:
+    def acquire(self, holder: Any) -> None:
         for unit in self.tied:
             unit.acquire(holder)
         self.prefetch()

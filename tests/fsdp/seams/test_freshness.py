@@ -13,13 +13,11 @@ import weft
 from tests.fsdp import nets
 from tests.fsdp.failing import Oops, fails_later
 from tests.fsdp.seams.truth import (
-    STRATEGIES,
     assert_gradients,
     assert_weights,
     backward,
     naming,
     sgd,
-    step,
     tokens_loss,
 )
 from tests.pairs import all_pairs
@@ -313,55 +311,3 @@ def test_a_write_that_no_counter_sees_is_seen_after_the_next_backward():
     net.norm.weight.to_local().data.mul_(2)  # torch gives `.data` of a plain tensor another counter
     before.backward()
     assert nets.loss_of(net, tokens) != before
-
-
-class Follower(nn.Module):
-    """A net and one that follows it: each forward writes the weights of the second, as momentum encoders do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.leader, self.follower = nets.make(), nets.make(seed=1)
-        self.follower.requires_grad_(False)
-        self.writes = True
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        led = self.leader(tokens)
-        with torch.no_grad():
-            before = self.follower(tokens)
-            if self.writes:
-                for mine, others in zip(self.follower.parameters(), self.leader.parameters()):
-                    mine.lerp_(others, 0.5)
-            after = self.follower(tokens)
-        return (led - before).square().mean() + (led - after).square().mean()
-
-
-@all_pairs(strategy=STRATEGIES, bucket_bytes=[0, 1 << 20], reshard_after_forward=[None, False])
-@distributed(2)
-def test_weights_that_a_forward_writes_in_another_unit_are_those_of_its_next_use(
-    strategy, bucket_bytes, reshard_after_forward
-):
-    options = {"strategy": strategy, "reshard_after_forward": reshard_after_forward}
-    plain, sharded = Follower(), Follower()
-    for net in (sharded.leader, sharded.follower):
-        nets.shard(net, **options)
-    weft.fully_shard(sharded, runtime=weft.RuntimeOptions(bucket_bytes=bucket_bytes), **options)
-    optimizers = sgd(plain, sharded)
-    for batch in nets.data(3, 4):
-        plain(batch).backward()  # once, since each forward writes
-        sharded(batch.chunk(2)[dist.get_rank()]).backward()
-        assert_gradients(sharded, plain)
-        step(optimizers)
-        assert_weights(sharded, plain)
-
-
-@distributed(2)
-def test_weights_that_a_forward_writes_on_one_rank_alone_are_a_mismatch_before_the_optimizer():
-    net = Follower()
-    for each in (net.leader, net.follower):
-        nets.shard(each)
-    weft.fully_shard(net)
-    batches = nets.data(2, 2)
-    net(batches[0]).backward()
-    net.writes = dist.get_rank() == 0  # the second use finds the weights of the first one, as the first pass has shown
-    with pytest.raises(weft.errors.CollectiveMismatch, match="renewed all-gather"):
-        net(batches[1]).backward()
