@@ -189,7 +189,7 @@ MUTATIONS = [
         "comm/test_priority.py::test_a_gather_that_is_held_back_begins_when_it_is_waited_for_or_let_go[2]",
     ),
     Mutation(
-        "other ranks read for ever that a queued collective has not begun",
+        "other ranks never read that a queued collective has begun",
         "_has_begun",
         "watch.issued.off.discard((call.key, call.number))",
         "pass",

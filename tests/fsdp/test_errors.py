@@ -221,6 +221,11 @@ def test_a_trained_parameter_whose_memory_another_tensor_has_is_refused_by_name(
     def buffer(one: nn.Linear, other: nn.Linear) -> None:
         other.register_buffer("copy", one.weight.detach()[:2])
 
+    def behind_another(one: nn.Linear, other: nn.Linear) -> None:
+        memory = torch.randn(12, 4)
+        one.weight, one.bias = (nn.Parameter(each, requires_grad=False) for each in (memory, memory[1]))
+        other.weight = nn.Parameter(memory[4:8])  # the bias begins between the two weights, and ends before this one
+
     def halves(one: nn.Linear, other: nn.Linear) -> None:
         both = torch.randn(8, 4)
         one.weight, other.weight = map(nn.Parameter, both.chunk(2))
@@ -230,6 +235,7 @@ def test_a_trained_parameter_whose_memory_another_tensor_has_is_refused_by_name(
         (tie_by_data, "parameter '0.weight'", "parameter '1.weight'"),
         (view, "parameter '0.weight'", "parameter '1.bias'"),
         (buffer, "buffer '1.copy'", "parameter '0.weight'"),
+        (behind_another, "parameter '0.weight'", "parameter '1.weight'"),
     ):
         with refused(ValueError, first, "shares memory with", second, "clone()"):
             weft.fully_shard(net(share))

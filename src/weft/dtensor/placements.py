@@ -6,7 +6,7 @@
     UnevenShard(dim, cuts), equal to Shard(dim) even cuts             these cuts, of which the local tensor is a part
 
 Tensors distributed with a parameter's placements, by `distribute_tensor` or `redistribute`, are even DTensors with the
-same values. A parameter's `copy_` and other operators accept them, whatever its cuts are. Tensors made from the
+same values. A parameter's `copy_` and other operators accept them for all cuts. Tensors made from the
 parameter's local part by `from_local` have the parameter's cuts. `from_local` has no hook for a placement: it would
 multiply the local shape by the number of ranks, with a different result on each rank. Therefore weft wraps `from_local`
 and `redistribute`. They change only for placements of these classes.

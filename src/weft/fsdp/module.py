@@ -179,8 +179,8 @@ class FSDPModule:
         `reduced`: this rank's part, 1-D, averaged, in the reduce dtype. On a 2-D mesh it is reduced over both axes. The
         hook may change it, and runs on the stream of the reduction, or on `stream`. On CPU, `stream` has no effect.
 
-        Raises TypeError if `hook` is not callable, ValueError for a stream with a 2-D
-        mesh, because its outer axis has a separate stream.
+        Raises TypeError if `hook` is not callable, ValueError for a stream with a 2-D mesh, whose outer axis has a
+        separate stream.
         """
         unit = unit_of(self)
         if not callable(hook):

@@ -103,7 +103,7 @@ class MixedPrecisionPolicy:
 
 
 def keep_dtype(parameter: torch.nn.Parameter) -> None:
-    """Keep a parameter's own dtype in gathers, computation and gradients, whatever the policy of its unit is.
+    """Keep a parameter's own dtype in gathers, computation and gradients, under every policy of its unit.
 
     Call it before `fully_shard`, for parameters that need the precision, such as the decays of a recurrence. Raises
     TypeError for anything but a parameter, ValueError for a sharded parameter.

@@ -3,7 +3,7 @@
 checkpoint.every           a checkpoint on disk
 checkpoint.memory_every    a copy in memory, which survives the ranks but not the host
 
-A restart by `weft train --restarts` resumes from whichever is newer.
+A restart by `weft train --restarts` resumes from the newer of the two.
 """
 
 import shutil

@@ -4,7 +4,6 @@ Parameters with equal mesh, dtypes and `requires_grad` form one group. A tied pa
 unit stays in that unit, which then registers its tensors in these modules too.
 """
 
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -184,13 +183,17 @@ def _refuse_shared_memory(owners: dict[nn.Module, str], found: dict[nn.Parameter
         buffers = module._buffers.items()
         places += [(_span(b), f"buffer {prefix + name!r}", False) for name, b in buffers if b is not None]
     known = sorted((*span, name, trains) for span, name, trains in places if span is not None)
-    for (device, _, end, name, trains), (other_device, start, _, other, other_trains) in pairwise(known):
-        if device == other_device and start < end and (trains or other_trains):
-            raise ValueError(
-                f"{name} shares memory with {other}, and one of them is trained: sharding copies the parameter, so the "
-                "other would keep its first values. Register one nn.Parameter in both places, or clone() the other "
-                "tensor, or compute it from the parameter in forward"
-            )
+    farthest: dict[tuple[str, bool], tuple[int, str]] = {}  # by device and whether it trains, the tensor that ends last
+    for device, start, end, name, trains in known:
+        for kind in {True, not trains}:  # a frozen one may share memory with frozen ones
+            other_end, other = farthest.get((device, kind), (0, ""))
+            if start < other_end:
+                raise ValueError(
+                    f"{other} shares memory with {name}, and one of them is trained: sharding copies the parameter, so "
+                    "the other would keep its first values. Register one nn.Parameter in both places, or clone() the "
+                    "other tensor, or compute it from the parameter in forward"
+                )
+        farthest[device, trains] = max(farthest.get((device, trains), (0, "")), (end, name))
 
 
 def _span(tensor: torch.Tensor) -> tuple[str, int, int] | None:
@@ -202,8 +205,8 @@ def _span(tensor: torch.Tensor) -> tuple[str, int, int] | None:
     reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     if reach > tensor.numel():
         return None
-    start = tensor.data_ptr()
-    return str(tensor.device), start, start + reach * tensor.itemsize
+    start = tensor.data_ptr()  # 0 if the memory was freed, as by `untyped_storage().resize_(0)`
+    return None if not start else (str(tensor.device), start, start + reach * tensor.itemsize)
 
 
 def _copy_assigned(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict, *given: Any) -> None:

@@ -81,8 +81,7 @@ def write(cfg: HybridConfig) -> Raw:
 
 
 def solved(function: Callable[[float], float], result: float, about: float) -> float:
-    """Return `about` or a neighbouring float, whichever `function` maps exactly to `result`. If none does, return
-    `about`."""
+    """Return `about` or the neighbouring float that `function` maps exactly to `result`; `about` if none does."""
     near = (about, math.nextafter(about, math.inf), math.nextafter(about, 0.0))
     return next((each for each in near if function(each) == result), about)
 

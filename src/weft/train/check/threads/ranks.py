@@ -65,7 +65,7 @@ class _Receipt:
             )
         with torch.no_grad():
             for target, source in zip(self._tensors, found):
-                target.data.copy_(source.view_as(target))  # .data: as with NCCL and gloo, its version stays
+                target.detach().copy_(source.view_as(target))
         self._is_here = True
         return True
 
@@ -160,12 +160,12 @@ class InProcess(dist.ProcessGroup):
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         for row, theirs in zip(zip(*outputs), self._everyones(inputs)):
             for output, tensor in zip(row, theirs):
-                output.data.copy_(tensor.view_as(output))
+                output.detach().copy_(tensor.view_as(output))
         return _done(outputs)
 
     def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Any:
         gathered = torch.cat([tensor.reshape(-1) for (tensor,) in self._everyones([source])])
-        output.data.copy_(gathered.view_as(output))
+        output.detach().copy_(gathered.view_as(output))
         return _done(output)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -176,19 +176,19 @@ class InProcess(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         op = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
         for tensor, *theirs in zip(tensors, *self._everyones(tensors)):
-            tensor.data.copy_(_reduced(theirs, op).view_as(tensor))
+            tensor.detach().copy_(_reduced(theirs, op).view_as(tensor))
         return _done(tensors)
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> Any:
         op = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
         total = _reduced([tensor for (tensor,) in self._everyones([source])], op)
-        output.data.copy_(total.reshape(-1).chunk(self.size())[self.rank()].view_as(output))
+        output.detach().copy_(total.reshape(-1).chunk(self.size())[self.rank()].view_as(output))
         return _done(output)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         root = getattr(opts, "rootRank", 0)
         for tensor, theirs in zip(tensors, self._everyones(tensors)[root]):
-            tensor.data.copy_(theirs.view_as(tensor))
+            tensor.detach().copy_(theirs.view_as(tensor))
         return _done(tensors)
 
     def barrier(self, opts: Any = None) -> Any:
