@@ -187,7 +187,7 @@ def listening(pid):
 
 @pytest.mark.long
 def test_a_stopped_rank_is_named_and_ranks_listen_on_loopback_only(tmp_path):
-    # On a loaded machine the first step takes longer than 2 s: such a watchdog ended the run before its rank was stopped.
+    # Not 2 s: on a loaded machine the first step takes longer, and the run ends before its rank is stopped.
     settings = {"train__watchdog": 5.0, "train__steps": 100_000, "train__validate_every": 0, "checkpoint__every": 0}
     config = write_config(tmp_path, **settings)
     with started("train", config, "--ranks", 2) as process:
