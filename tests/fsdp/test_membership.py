@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import weft
 from tests.fsdp import nets
 from tests.fsdp.test_behaviour import assert_at_rest, assert_same_state, everything, mine
 from tests.pool import distributed
+from weft.fsdp.runtime import inventory
 
 
 class Adapter(nn.Module):
@@ -197,3 +199,32 @@ def test_a_forgotten_root_is_named_though_another_model_s_backward_comes_first()
     losses[1].backward()
     with pytest.raises(RuntimeError, match=r"'gain' of Net is in no unit"):
         losses[0].backward()
+
+
+class Margin(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, net: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return nets.loss_of(net, batch) * self.scale
+
+
+@pytest.mark.parametrize("care", ["none", "hook", "ddp"])
+@distributed(2)
+def test_parameters_of_a_loss_beside_the_model_get_a_warning_unless_something_reduces_their_gradients(care):
+    batch = nets.data(1, 8)[0]
+    net, loss = nets.shard(nets.make()), Margin()
+    if care == "hook":
+        loss.scale.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad, op=dist.ReduceOp.AVG))
+    wrapped = nn.parallel.DistributedDataParallel(loss) if care == "ddp" else loss
+    said = []
+    with patch.object(inventory.log, "warning", lambda text, *args: said.append(text % args)):
+        for _ in range(2):
+            wrapped(net, mine(batch)).backward()
+    if care == "none" and dist.get_rank() == 0:
+        assert len(said) == 1 and "in no unit (Margin.scale)" in said[0]
+    else:
+        assert not said

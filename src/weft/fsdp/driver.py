@@ -8,21 +8,21 @@ call                                 meaning
 -----------------------------------  ------------------------------------------------------------------------------
 begin_forward(unit)                  a module of `unit` is called; the outermost call begins a pass
 end_forward(error)                   the call has ended; if it was the outermost, the pass has ended
-begin_backward(call)                 a backward reaches `call`. The first such call begins a pass, which ends with
-                                     autograd's backward: by `call.end()` for each call that has `begun` and not ended
-                                     or, after a failure, by `call.abandon()`
+begin_backward(call)                 a backward reaches `call`. The first such call begins a pass. When autograd's
+                                     backward is over, the engine calls `call.end()` for each call that has `begun` and
+                                     not ended or, after a failure, `call.abandon()`
 scheduled(trace, backward)           a context around a pass whose events are known in advance; backward=False: an
                                      evaluation
 use(unit, holder, named)             the holder needs the full weights from here on; `named`: the units that the user
                                      chose to gather ahead, None: those of the plan
-done(unit, holder, ...)              the holder no longer needs them; `backward_follows`: it was a forward whose
+done(unit, holder, ...)              the holder no longer needs them; `backward_follows`: the use was a forward whose
                                      backward is still to come
 keep(unit, holder)                   keep the full weights: after a forward until its backward, after a backward
                                      until they are resharded
 offer(unit)                          a backward begins, in which modules of `unit` may write gradients themselves
 expect_more(more)                    whether further microbatches of a schedule will add to the gradients
 ready(unit)                          the gradients of `unit` in this backward are complete: pack them, reduce if due
-note_failure(what, error)            `what` raised `error`; it is only used if the pass ends with that error
+note_failure(what, error)            `what` raised `error`; the engine reports this if the pass ends with that error
 recover()                            called outside of passes: clean up after a failed pass; return whether a schedule
                                      drives the units, so that hooks do nothing
 """
@@ -60,6 +60,10 @@ class TiedHold(NamedTuple):
     @property
     def computes(self) -> bool:
         return self.holder.computes
+
+    @property
+    def backward(self) -> bool:
+        return self.holder.backward
 
 
 USER = Hold("the user's unshard()", computes=False)

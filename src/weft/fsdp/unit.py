@@ -25,6 +25,7 @@ from torch import nn
 from weft.comm.backends import transport_of
 from weft.comm.lanes import Ticket
 from weft.comm.ranges import profiled
+from weft.errors import WeightsWritten
 from weft.fsdp.channels import Channels
 from weft.fsdp.driver import USER, Hold, TiedHold, is_users
 from weft.fsdp.group import ParameterGroup
@@ -97,7 +98,7 @@ class Unit:
         self.holders: dict[Any, None] = {}
         self._shows_full = False  # whether the full parameters are registered
         self.tied: dict[Unit, str] = {}
-        """The units that own parameters that modules of this unit share, each with the name of one of them."""
+        """The units that own parameters that modules of this unit share, each with the name of one such parameter."""
         self.resharded = False
         """Whether a pass has ended the user's hold on this rank; on other ranks the unit may not have run."""
         self.reshard_after_forward: bool | None = None
@@ -111,7 +112,7 @@ class Unit:
         self.replaced_factor: float | None = None  # the user's divisor of summed gradients, or None
         self._tickets: list[Ticket] = []
         self.keeps_post_forward = False
-        """Whether post-forward shards are kept, if the user asked for them, when this forward frees the memory."""
+        """Whether this forward, when it frees memory, keeps the post-forward shards, if the user asked for them."""
         self.reshard_after(reshard_after_forward)
         for group in self.groups:
             group.belong_to(self)
@@ -169,12 +170,17 @@ class Unit:
                     self.channels.weights.come_back(each)
         self.state = TRANSITIONS.get((self.state, "hold")) or self._refuse("hold")
         self.holders[holder] = None
-        if not self._shows_full and (holder.computes or is_users(holder)):
-            try:
+        try:
+            if holder.computes and not holder.backward and self.is_stale:
+                raise WeightsWritten(
+                    f"{self}: its weights were written to in this pass after they had been gathered, and {holder.name} "
+                    "would compute with the old values: write before the forward"
+                )
+            if not self._shows_full and (holder.computes or is_users(holder)):
                 self._show(full=True)
-            except RuntimeError:  # the user has replaced a parameter
-                self.release(holder)
-                raise
+        except RuntimeError:  # or the user has replaced a parameter
+            self.release(holder)
+            raise
 
     def release(self, holder: Any) -> None:
         """End a hold. The memory stays until `free`."""
@@ -204,8 +210,8 @@ class Unit:
         self._wait()
 
     def turn(self, backward: bool) -> None:
-        """Switch weights that have a second copy for backward to the copy of this direction: the next gather brings it.
-        If the weights are held, gather them again now."""
+        """Switch weights that have a second copy for backward to the copy for this pass: the next gather brings it. If
+        the weights are held, gather that copy now."""
         if not self.turns or self.backward == backward:
             return
         self.free()  # gathered ahead for the other direction
@@ -353,7 +359,7 @@ class Unit:
         self.trainable_groups = [group for group in self.groups if group.agreed]
         """The groups whose gradients are reduced: the same on all ranks, even if ranks froze different groups."""
         self.others = [group for group in self.groups if not group.agreed]
-        """The other groups. A rank that has unfrozen one tells the others at the end of its backward."""
+        """The other groups. A rank that has unfrozen one tells the other ranks at the end of its backward."""
 
     @cached_property
     def is_addressed(self) -> bool:

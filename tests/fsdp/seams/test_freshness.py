@@ -1,5 +1,6 @@
 """What is gathered is what the main weights say now, whoever wrote them, whenever, on whichever rank."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,11 +14,13 @@ import weft
 from tests.fsdp import nets
 from tests.fsdp.failing import Oops, fails_later
 from tests.fsdp.seams.truth import (
+    STRATEGIES,
     assert_gradients,
     assert_weights,
     backward,
     naming,
     sgd,
+    step,
     tokens_loss,
 )
 from tests.pairs import all_pairs
@@ -311,3 +314,54 @@ def test_a_write_that_no_counter_sees_is_seen_after_the_next_backward():
     net.norm.weight.to_local().data.mul_(2)  # torch gives `.data` of a plain tensor another counter
     before.backward()
     assert nets.loss_of(net, tokens) != before
+
+
+class Follower(nn.Module):
+    """A net and one that follows it: its weights are averaged with those of the first, as in momentum encoders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leader, self.follower = nets.make(), nets.make(seed=1)
+        self.follower.requires_grad_(False)
+        self.writes = True
+
+    def follow(self) -> None:
+        with torch.no_grad():
+            for mine, others in zip(self.follower.parameters(), self.leader.parameters()):
+                mine.lerp_(others, 0.5)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        led = self.leader(tokens)
+        if self.writes:
+            self.follow()
+        with torch.no_grad():
+            followed = self.follower(tokens)
+        return (led - followed).square().mean()
+
+
+@all_pairs(strategy=STRATEGIES, bucket_bytes=[0, 1 << 20])
+@distributed(2)
+def test_a_forward_that_writes_weights_which_are_gathered_already_is_refused(strategy, bucket_bytes):
+    plain, sharded = Follower(), Follower()
+    for net in (sharded.leader, sharded.follower):
+        nets.shard(net, strategy=strategy)
+    weft.fully_shard(sharded, strategy=strategy, runtime=weft.RuntimeOptions(bucket_bytes=bucket_bytes))
+    optimizers = sgd(plain, sharded)
+    right = 0
+    for batch in nets.data(4, 4):
+        try:
+            losses = [net(batch) for net in (plain, sharded)]
+        except weft.errors.WeightsWritten as error:
+            assert re.search(r"follower\S* \(.*had been gathered.*write before the forward", str(error))
+            plain.writes = sharded.writes = False  # plain has written; the writes of the other were complete, too
+            losses = [net(batch) for net in (plain, sharded)]
+        right += sharded.writes
+        torch.testing.assert_close(losses[1], losses[0])
+        for loss in losses:
+            loss.backward()
+        assert_gradients(sharded, plain)
+        step(optimizers)
+        for net in (plain, sharded):
+            if not net.writes:
+                net.follow()
+    assert right == 4 if strategy == "no_shard" else right <= 1  # the first forward gathers nothing ahead

@@ -4,13 +4,14 @@ Parameters under a root are checked at the beginning of each pass (`Inventory`).
 parameter, the unit raises when it registers its own. The first check walks through all modules. Each pass compares
 object identities with those of the last walk, without a Python call per module, and walks again only if they differ.
 
-If the user forgot to call `fully_shard` on the whole model, there are parameters around the root. weft does not see
-modules around sharded ones. Therefore the graph of each root's first backward is inspected before it runs: parameters
-of modules around the root raise, except those whose gradient the user handles, with hooks, `ignored_params`, DDP or
-FSDP (`look_around`).
+If the user forgot to call `fully_shard` on the whole model, parameters of modules around the root are in no unit. weft
+does not see these modules. Therefore the graph of each root's first backward is inspected before it runs
+(`look_around`): such parameters raise, except those whose gradient the user handles, with hooks, `ignored_params`, DDP
+or FSDP. Parameters of other modules, such as a loss, only cause a warning: the user may reduce their gradients.
 """
 
 import gc
+import logging
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, repeat
@@ -18,6 +19,7 @@ from operator import attrgetter, call, is_not, itemgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.distributed._composable.contract import REGISTRY_KEY
@@ -28,6 +30,8 @@ from weft.fsdp.autograd import Original
 from weft.fsdp.parameter import is_ignored, record_of
 from weft.fsdp.unit import Unit
 from weft.weak import alive
+
+log = logging.getLogger(__name__)
 
 _registries = itemgetter("_modules", "_parameters")
 _trains = attrgetter("requires_grad")
@@ -108,7 +112,7 @@ _LOOKS = 3  # the number of backwards in which a root is looked for, because a m
 
 
 def look_around(roots: "Sequence[Root]", outputs: Iterable[torch.Tensor | GradientEdge]) -> "list[Root]":
-    """Raise RuntimeError if a backward of `outputs` reaches a parameter in no unit, of a module around one of `roots`.
+    """Raise RuntimeError if a backward of `outputs` reaches a parameter in no unit, held by a module around a root.
     `roots`: root units. Returns the roots that the backward does not reach. The next backward checks these."""
     leaves = set(_leaves(outputs))
     if suspects := set(filter(_is_suspect, leaves)):
@@ -121,12 +125,13 @@ def look_around(roots: "Sequence[Root]", outputs: Iterable[torch.Tensor | Gradie
     ]
 
 
-def _refuse(suspects: set[Any], roots: Iterable[Any]) -> None:
+def _refuse(suspects: set[Any], roots: Sequence[Any]) -> None:
+    """Raise for parameters of modules around `roots` whose gradients nothing reduces. Warn about those of others."""
     parents = _parents()
     for unit in roots:
         for around in _above(alive(unit.modules), parents):
             for name, parameter in around.named_parameters():
-                if parameter in suspects and not _is_managed(parameter, around, parents):
+                if parameter in suspects and not _is_managed(_owners(parameter, parents), parents):
                     inside = next((path for path, each in around.named_modules() if each is unit.modules[0]()), "")
                     raise RuntimeError(
                         f"parameter {name!r} of {type(around).__name__} is in no unit, although {inside!r} inside it "
@@ -134,6 +139,21 @@ def _refuse(suspects: set[Any], roots: Iterable[Any]) -> None:
                         f"{type(around).__name__} too, last, or name the parameter in ignored_params and reduce its "
                         f"gradient yourself"
                     )
+    owned = ((parameter, _owners(parameter, parents)) for parameter in suspects)
+    apart = sorted(
+        f"{type(owners[0]).__name__}.{name}"
+        for parameter, owners in owned
+        if owners and not _is_managed(owners, parents)
+        for name, each in owners[0]._parameters.items()
+        if each is parameter
+    )
+    if apart and dist.get_rank() == 0 and any(group.ranks > 1 for unit in roots for group in unit.groups):
+        log.warning(
+            "%s: this backward computes gradients of parameters that are in no unit (%s), and each rank trains its own "
+            "copy unless you reduce them: call fully_shard on a module around them and the model, or on their module",
+            roots[0],
+            ", ".join(apart[:3]) + (", ..." if len(apart) > 3 else ""),
+        )
 
 
 def _leaves(outputs: Iterable[torch.Tensor | GradientEdge]) -> Iterator[Any]:
@@ -162,11 +182,12 @@ def _is_suspect(leaf: torch.Tensor) -> bool:
 
 
 def _parents() -> dict[nn.Module, list[nn.Module]]:
-    """Return the parents of each module that is alive."""
+    """Return all modules that are alive, each with its parents."""
     parents: dict[nn.Module, list[nn.Module]] = {}
     for each in gc.get_objects():
         if issubclass(type(each), nn.Module):  # not `isinstance`: a proxy may run code when its `__class__` is read
-            for child in vars(each).get("_modules", {}).values():
+            parents.setdefault(each, [])
+            for child in filter(None.__ne__, vars(each).get("_modules", {}).values()):
                 parents.setdefault(child, []).append(each)
     return parents
 
@@ -182,9 +203,14 @@ def _above(modules: Sequence[nn.Module], parents: dict[nn.Module, list[nn.Module
                 yield parent
 
 
-def _is_managed(parameter: nn.Parameter, around: nn.Module, parents: dict[nn.Module, list[nn.Module]]) -> bool:
-    """Return whether a data-parallel wrapper or `replicate` of torch reduces the gradient of `parameter`."""
-    owners = [m for m in around.modules() if any(each is parameter for each in m._parameters.values())]
+def _owners(parameter: nn.Parameter, parents: dict[nn.Module, list[nn.Module]]) -> list[nn.Module]:
+    """Return the modules in which `parameter` is registered."""
+    registries = ((module, vars(module).get("_parameters", {})) for module in parents)
+    return [module for module, registry in registries if any(each is parameter for each in registry.values())]
+
+
+def _is_managed(owners: Sequence[nn.Module], parents: dict[nn.Module, list[nn.Module]]) -> bool:
+    """Return whether a data-parallel wrapper or `replicate` of torch reduces gradients of parameters of `owners`."""
     for module in (*owners, *_above(owners, parents)):
         registered = vars(module).get(REGISTRY_KEY, {})
         if isinstance(module, _WRAPPERS) or "replicate" in registered:
