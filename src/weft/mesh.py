@@ -103,7 +103,7 @@ def init_meshes(
             `dp_replicate * dp_shard * cp * tp`.
         tp: the number of tensor-parallel ranks.
         etp: the number of ranks over which each expert is cut: `tp` or 1. Default: `tp`. With 1, experts are whole, and
-            each tensor-parallel rank sends only its own positions to them.
+            each tensor-parallel rank sends only its own positions of a sequence to them.
 
     With `dp_replicate > 1`, the expert mesh is 2-D (outer, shard) if `ep` divides `dp_shard * cp` (times `tp` if `etp`
     is 1). Otherwise expert-parallel groups span replicas, and the expert mesh is 1-D.

@@ -17,7 +17,7 @@ from weft.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_me
 
 _NAMES: tuple[Any, ...] = (fully_shard, FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx)
 _OURS = {id(getattr(torch_fsdp, ours.__name__)): ours for ours in _NAMES}
-"""weft's objects by the ids of torch's objects that they replace. torch's private modules keep the latter alive."""
+"""weft's objects by the ids of torch's objects that they replace, which torch's private modules keep alive."""
 _DEFINING = "torch.distributed.fsdp._fully_shard."
 
 

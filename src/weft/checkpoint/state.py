@@ -24,8 +24,8 @@ class Stateful(Protocol):
 
     Two members are optional. `prepare_load(stored)` is called before the tensors are filled, with the metadata of the
     stored entries by key. `per_rank = True` says that each rank saves and loads state of its own. If the number of
-    ranks has changed, such an object's `load_from_other_ranks(state, rank, ranks)` is called instead, with the state of
-    rank 0, this rank and the new number of ranks.
+    ranks has changed, the load calls `load_from_other_ranks(state, rank, ranks)` of such an object instead of
+    `load_state_dict`: with the state of rank 0, the number of this rank and the new number of ranks.
     """
 
     def state_dict(self) -> Mapping[str, Any]: ...
@@ -75,9 +75,9 @@ class OptimizerState:
         self._targets: dict[str, dict[str, Any]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        state, self._targets = self._targets, None  # for one load only: a later save takes the optimizer's state
+        state, self._targets = self._targets, None  # targets serve one load: a later save returns the optimizer's state
         if state is None:
-            # A rank without a part of a parameter never steps it: its counters would be stale.
+            # A rank that has no part of a parameter never steps it, so its step counters would be stale.
             own = self._own_state()
             state = {name: own[name] for name, p in self.parameters.items() if name in own and not _is_empty_here(p)}
         return {"state": state, "groups": [self._options(index) for index in range(len(self.groups))]}
@@ -204,7 +204,7 @@ def _without_names(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compare_groups(saved: list[list[str]], here: list[list[str]]) -> None:
-    """Raise CheckpointMismatch, with a parameter that is elsewhere, unless the groups have the same parameters."""
+    """Raise CheckpointMismatch if the groups have different parameters. Its message names one parameter."""
     if [sorted(names) for names in saved] == [sorted(names) for names in here]:
         return
     there, own = ({name: f"group {index}" for index, names in enumerate(g) for name in names} for g in (saved, here))

@@ -20,7 +20,7 @@ from typing import IO, Any
 from weft.errors import StorageError
 
 UNSUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK, errno.EISDIR, errno.EBADF}
-"""Error numbers of operations that a file system does not support. Other errors do not have these numbers."""
+"""The error numbers of operations that a file system does not support. Failures of supported ones have others."""
 
 
 def before(name: str, path: str) -> None:
@@ -40,8 +40,8 @@ class Operation:
         return f"{self.name} of {self.path}"
 
 
-# No lock: garbage collection may close a file, which is an operation too, wherever the thread would hold it. Each line
-# below changes one of these by a single step of the interpreter.
+# No lock: garbage collection may close a file, which is an operation too, while this thread holds the lock: a deadlock.
+# Instead, each line that changes one of these variables does so in a single step of the interpreter.
 _running: dict[int, Operation] = {}
 _numbers = itertools.count(1)
 _moves = 0

@@ -35,7 +35,7 @@ class Writer(dcp.FileSystemWriter):
     length."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, sync_files=False)  # `_Files` does
+        super().__init__(path, sync_files=False)  # `_Files` flushes instead
         self.fs = _Files()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

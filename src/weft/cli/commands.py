@@ -1,4 +1,4 @@
-"""Most commands, one function each. It takes the parsed options and returns the exit code."""
+"""Most commands, one function each. Each takes the parsed options and returns the exit code."""
 
 import argparse
 import math
@@ -14,7 +14,7 @@ _BESIDE = 10
 
 
 def config(options: argparse.Namespace) -> int:
-    """Print every setting, or check a configuration file, or print the [model] of a directory.
+    """Print every setting, or check a configuration file, or print the [model] section of a directory.
 
     Raises ValueError for an invalid number of ranks or invalid settings.
     """

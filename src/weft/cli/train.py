@@ -139,14 +139,14 @@ def _check_trust(options: argparse.Namespace, config_path: str) -> None:
 
 
 def _local_devices() -> int:
-    import torch  # takes seconds, which --ranks makes unnecessary
+    import torch  # importing takes seconds; --ranks avoids it
 
     return torch.cuda.device_count()
 
 
 def _command(options: argparse.Namespace, *, with_ranks: bool) -> str:
-    """Return the command that resumes this run. It has no --resume, and no --from, because only new runs load
-    weights."""
+    """Return the command that resumes this run. It lacks --resume, which `resuming` adds, and --from, because
+    only new runs load weights."""
     named = ["--example"] if options.example else [options.config] if options.config else []
     words = ["weft", "train", *named]
     for override in options.overrides:

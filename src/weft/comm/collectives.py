@@ -3,7 +3,7 @@
 Each function for lanes starts its transfers and returns a `Pending`, whose `complete()` waits for the transfers and
 does the remaining work on this rank. Tensors are contiguous. They are 1-D except in `all_to_all`, which sends rows.
 `tag` separates the messages of different lanes if the transport has tags. The functions at the end of this file block.
-The hang detector watches these during the call, and the functions for lanes during the wait.
+The hang detector watches blocking functions during the call, and functions for lanes while a caller waits for them.
 """
 
 import math
@@ -37,7 +37,7 @@ def all_gather_bundle(fulls: Wanted, sources: Several, group: ProcessGroup, tag:
 
 
 def alone(work: Callable[[], Any], tag: int) -> Pending:
-    """Call `work()`, which does not communicate. In place of a collective, `Lane.run` queues this function in order."""
+    """Call `work()`, which does not communicate. Pass `alone` to `Lane.run` to queue it among collectives."""
     work()
     return Pending()
 
@@ -146,7 +146,7 @@ def receive(tensors: Several, group: ProcessGroup, peer: int, tag: int) -> Pendi
 
 
 def all_gather_uneven(parts: Several, rank: int, group: ProcessGroup, what: str = "a gather of uneven parts") -> None:
-    """Fill each `parts[r]`, 1-D, with that of rank r, and wait. `rank`: this rank's index. `what`: name for errors."""
+    """Fill each `parts[r]`, 1-D, with rank r's own part, and wait. `rank`: this rank. `what`: its name in errors."""
     kind = f"uneven/{[part.numel() for part in parts]}/{parts[rank].dtype}"
     with watching(kind, what, group):
         moved = [_movable(part, group) for part in parts]

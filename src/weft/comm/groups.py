@@ -6,7 +6,7 @@ tag of a message = CHANNEL_STRIDE * channel + a number below CHANNEL_STRIDE, by 
 101..199    lanes, first round            lanes
 200..499    integers between hosts        agreement
 601..699    lanes, second round           gloo.transport
-700..999    uneven parts                  collectives
+700..999    gathers of uneven parts       collectives
 """
 
 import copy
@@ -173,7 +173,7 @@ def pair_groups(group: dist.ProcessGroup, pairs: Sequence[tuple[int, int]], devi
     """Return a communicator for each of `pairs` of ranks of `group`. It is None for pairs without this rank. Every rank
     of `group` must call this in the same order, with the same pairs. With tags, equal pairs share one communicator.
     Without tags, each has a separate one, because a communicator runs one message at a time. `group` itself is never
-    used, because to abort a wait closes the communicator permanently."""
+    used, because aborting a wait closes the communicator for good."""
     tagged = transport_of(group, device).capabilities.tags
     ranks = dist.get_process_group_ranks(group)
     call = _next(group, "pairs")

@@ -55,7 +55,7 @@ class Ticket:
     def abandon(self, timeout: timedelta = ABANDONED_TIMEOUT) -> None:
         """Wait for this ticket's transfer and discard its result, so that its memory can be reused.
 
-        Without this, the next receives of the lane would take messages that were not received.
+        Without this, the lane's next receives would take the messages of this transfer.
         """
         self._order(self._home)
         transfer, self._transfer = self._transfer, None
@@ -207,7 +207,7 @@ class Lane:
             late = earlier is not None or gate is not None
             if late and group is not None and not transport_of(group, self._device).capabilities.tags:
                 # Without tags every rank must issue the collectives of a group in one order. A thread that starts this
-                # one later would not keep it.
+                # one later would not keep that order.
                 gate = None
                 if earlier is not None:
                     earlier.wait()

@@ -18,8 +18,9 @@ that it reads and writes (`weft.debug.memory`). The clocks of `weft.debug.clocks
     a blocking copy between host and device      a wait of the host
     a collective                                 work of the current stream, as with NCCL
 
-Collectives are those of the backend. Direct sends are not checked. The checker does not see inside kernels or NCCL. It
-assumes that autograd computes on the stream that is current when `backward()` is called.
+Collectives run on the backend of the process group. Direct sends (`weft.comm.gloo`) are not checked. The checker does
+not see inside kernels or NCCL. It assumes that autograd computes on the stream that is current when `backward()` is
+called.
 """
 
 import sys
@@ -82,8 +83,8 @@ class StreamChecker:
 
     - `waits`: the number of the host's waits, by cause and place.
     - `unawaited`: the number of communication operations whose handle (ticket) was dropped without a wait, by operation
-      and place. Only the drop orders later work after such an operation. Work before the drop may have read its result
-      too early.
+      and place. Dropping the handle orders later work after the operation. Work before the drop may have read the
+      result too early.
     - `work`: the pieces of work that ran, if `record`.
     """
 
@@ -136,7 +137,7 @@ class StreamChecker:
         self._memory_of(memory.untyped_storage()).lent.add(stream.actor)
 
     def taken(self, memory: torch.Tensor, describe: Callable[[], str]) -> None:
-        """Record that the current stream reuses `memory` from a pool. `describe`: returns the new name."""
+        """Record that the current stream reuses `memory` from a pool. `describe`: returns the memory's new name."""
         if not memory.numel():
             return
         known, (begin, end) = self._memory_of(memory.untyped_storage()), bytes_of(memory)
@@ -188,7 +189,7 @@ class StreamChecker:
             self._host.wait(dict(clock), name)
 
     def asked(self, tensor: torch.Tensor, name: str) -> None:
-        """Record that the host reads `tensor` with the method `name`. This runs no operator on the CPU."""
+        """Record that the host reads `tensor` with the method `name`, which runs no operator on a CPU tensor."""
         if self._as_host or not has_memory(tensor):
             return
         if self._is_host(tensor):
@@ -216,7 +217,7 @@ class StreamChecker:
         known.write(0, storage.nbytes(), *self._access("getting it from the allocator"))
 
     def finish(self) -> None:
-        """Raise the error that was found in a finalizer: a finalizer cannot raise."""
+        """Raise an error that was found in a finalizer, because a finalizer cannot raise."""
         self._raise_pending()
 
     def _use(self, tensor: torch.Tensor, use: Callable[..., None], access: Access, clock: Clock) -> None:
@@ -351,7 +352,7 @@ def check_streams(*, record: bool = False) -> Iterator[StreamChecker]:
 
 
 def _site() -> Site:
-    """Return the innermost three callers outside torch and this package."""
+    """Return the innermost three callers outside torch and `weft.debug`."""
     frame, found = sys._getframe(2), list[tuple[CodeType, int]]()
     while frame is not None and len(found) < 3:
         if not _is_internal(frame.f_code):

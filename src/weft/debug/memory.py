@@ -8,7 +8,7 @@ access   must happen after
 ------   --------------------------------------------------------------------------------------------------------
 read     the last write
 write    the last write and all reads since
-free     all reads and writes, as seen by the stream that allocated the memory: the allocator reuses it on that stream
+free     all reads and writes, by the clock of the stream that allocated the memory: that stream will reuse the memory
 """
 
 from bisect import bisect_right
@@ -76,7 +76,7 @@ class Memory:
         self._names[begin, end] = describe
 
     def name_of(self, begin: int, end: int) -> str:
-        """Return the names of these bytes, joined by " and "."""
+        """Return the names of the bytes from `begin` to `end`, joined by " and "."""
         return " and ".join(
             dict.fromkeys(name() for place, name in self._names.items() if begin < place[1] and place[0] < end)
         )

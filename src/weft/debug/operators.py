@@ -96,7 +96,7 @@ def asks_device(
 
 
 def inside_collective() -> bool:
-    """Return whether `torch.distributed` calls the caller's operator, which then is a part of a collective."""
+    """Return whether `torch.distributed` called the operator being dispatched, as a part of a collective."""
     frame = sys._getframe(2)
     while "/torch/_compile" in frame.f_code.co_filename or "/torch/_dynamo/" in frame.f_code.co_filename:
         frame = frame.f_back  # type: ignore[assignment]

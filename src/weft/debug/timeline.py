@@ -1,5 +1,5 @@
-"""Records when communication ran. Lanes (queues of communication) report their operations to the timeline that records.
-If none records, this costs them only a look at a list.
+"""Records when communication ran. Lanes (queues of communication) report their operations to the recording timeline.
+Without a recording timeline, this costs them only a look at an empty list.
 
     with Timeline() as timeline:
         step()
@@ -9,7 +9,7 @@ If none records, this costs them only a look at a list.
     gather    |  - - - - -  |===========================|      waits while its communicator is busy, then runs
     reduce  |=============|                                    on the same communicator
 
-On CPU a thread waits for each transfer, so its end is recorded when the work ends, not when the program waits for it.
+On CPU a thread waits for each transfer, so the end is recorded when the transfer ends, not when the program waits.
 On CUDA, events are recorded on the lane's stream, and `intervals` reads them.
 """
 
@@ -54,7 +54,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self.label = ""
-        """The label of communication that is issued now; `labelled` sets it."""
+        """The label of communication that is issued now; `weft.comm.ranges.labelled` sets it."""
         self._entries: list[_Entry] = []
         self._under_way: list[Transfer] = []
         self._zero = 0.0

@@ -13,7 +13,7 @@ from weft.dtensor.uneven import UnevenDTensor
 
 
 class DeferredDTensor(UnevenDTensor):
-    """A sharded tensor whose local tensor has no memory. The first read of that makes this an `UnevenDTensor` again."""
+    """A sharded tensor whose local tensor has no memory. Its first read makes this an `UnevenDTensor` again."""
 
     _bring: Callable[[], None]
 
@@ -36,7 +36,7 @@ def arrive(tensor: UnevenDTensor) -> None:
 
 
 def bring_all(values: Iterable[Any]) -> None:
-    """Restore the local tensors of all tensors in the pytree `values`."""
+    """Restore the local tensors of all deferred tensors in the pytree `values`."""
     for leaf in tree_leaves(values):
         if isinstance(leaf, DeferredDTensor):
             leaf._bring()

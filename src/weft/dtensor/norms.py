@@ -1,8 +1,8 @@
 """Norms of unevenly sharded tensors, and clipping by them. The norms of the local parts are combined over ranks.
 
 Norms and clipping compute in at least fp32, and round to the tensors' dtype once. torch's norm of many tensors makes a
-DTensor of each norm, and its clipping computes the factor on DTensors. If all tensors are sharded, the functions at the
-end of this file use all local parts in one operation, with one all-reduce for tensors sharded over the same axes.
+DTensor of each norm, and its clipping computes the factor on DTensors, which takes time. If all tensors are sharded,
+the functions at the end of this file use all local parts in one operation, with one all-reduce per set of axes.
 """
 
 import functools

@@ -3,7 +3,7 @@
     placements of a parameter                   torch treats it as    `DTensor.from_local` treats it as
     ------------------------------------------  --------------------  --------------------------------------------------
     Shard(dim), of even cuts                    even cuts             even cuts
-    UnevenShard(dim, cuts), equal to Shard(dim) even cuts             these cuts, of which the local tensor is a part
+    UnevenShard(dim, cuts), equal to Shard(dim) even cuts             `cuts`: the local tensor is one of the parts
 
 Tensors distributed with a parameter's placements, by `distribute_tensor` or `redistribute`, are even DTensors with the
 same values. A parameter's `copy_` and other operators accept them for all cuts. Tensors made from the

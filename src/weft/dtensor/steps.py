@@ -6,7 +6,7 @@ An operator on a list of sharded tensors makes one such call for all. An operato
     optimizer            parameters of the group           foreach, fused    steps
     -------------------  --------------------------------  ----------------  -----------------------------------
     Adam's, AdamW's,     all sharded, on CPU, in fp32      None, None        over lists, as with `foreach=True`:
-      SGD's, Adagrad's     or fp64 like gradients and                          bitwise the same values; over local parts
+      SGD's, Adagrad's     or fp64 like gradients and                          bitwise the same values; of local parts
                            states, on average at most                          if a parameter's tensors have equal cuts
                            `SMALL` elements for a rank
                          all sharded, on CPU, in one       None, None        over local parts, one by one
@@ -60,7 +60,7 @@ def _dtype_on_cpu(parameters: Sequence[Any], lists: Sequence[Any], options: dict
     if options.get("foreach", True) is not None or options.get("fused") is not None:
         return None
     if options.get("differentiable") or torch.is_grad_enabled():
-        return None  # SGD's step has no option `differentiable`: it is called with gradients enabled then
+        return None  # SGD's step has no option `differentiable`: instead, gradients are enabled
     if any(isinstance(value, (torch.Tensor, list, tuple)) for value in options.values()):
         return None
     if set(map(type, parameters)) != {UnevenDTensor} or not all(isinstance(values, list) for values in lists):

@@ -1,7 +1,8 @@
 """Sharding: which parts of weights, gradients and optimizer state a rank has, and when.
 
-A unit is what one call of `fully_shard` shards. Its groups have the parameters of one dtype and mesh each. A driver,
-such as the hooks, runs units. A holder needs a unit's full weights. Method names mean the same in all classes:
+A unit is what one call of `fully_shard` shards. It has one group for the parameters of each dtype and mesh. A driver,
+such as the hooks, runs units. A holder, such as a forward, needs a unit's full weights. Method names mean the same in
+all classes, which the last column names:
 
     weights    gather           start the all-gather of full weights             unit, group
                acquire, release add and remove a named holder of full weights    unit
@@ -22,8 +23,7 @@ such as the hooks, runs units. A holder needs a unit's full weights. Method name
                recover          clean up after a failed pass                     runtime
                forget           drop what was recorded or kept for later         the class that recorded it
 
-Three files have a table of states: `unit.py` of a unit's weights, `gradients/group.py` of a group's gradients,
-`runtime/passes.py` of a model's passes.
+Tables of states are in `unit.py` (weights), `gradients/group.py` (gradients) and `runtime/passes.py` (passes).
 """
 
 from weft.dtensor.uneven import UnevenDTensor

@@ -1,4 +1,4 @@
-"""Detection of reads of freed full weights, of writes that would be lost, and of uses of original parameters.
+"""Detects reads of freed full weights, writes that would be lost, and uses of parameters that sharded ones replaced.
 
     weights      version counter                  class              who may read them
     -----------  -------------------------------  -----------------  -------------------------------------------------
@@ -8,7 +8,7 @@
                                                                      raises for tensors that code has kept
 
 Autograd also raises if main weights were written to between forward and backward, as it does for a plain module. If a
-gathered copy has a version that this module has not set, other code wrote to the copy. Such a write would be lost, so
+gathered copy has a version that this file has not set, other code wrote to the copy. Such a write would be lost, so
 `WeightsWritten` is raised.
 
 Autograd's errors name no parameters. Nor can autograd differentiate with respect to a sharded parameter, which is in no
@@ -214,7 +214,7 @@ _WRITES = re.compile(
 
 
 def retire(original: nn.Parameter) -> None:
-    """Turn `original`, which a sharded parameter with the same record has replaced, into an `Original`."""
+    """Turn `original`, which a sharded parameter with the same `record_of` has replaced, into an `Original`."""
     original.__class__ = _subclass(Original, type(original))
 
 
@@ -240,7 +240,7 @@ def _name_of(parameter: Any) -> str:
 
 
 first_backwards: list[tuple[weakref.ref[Any], int]] = []
-"""The root units that have run a forward and no backward yet, each with the number of backwards since."""
+"""Root units that ran a forward and that no backward has reached yet, each with the number of backwards since then."""
 
 
 def explaining(

@@ -65,7 +65,7 @@ def fully_shard(
         offload_policy: `weft.OffloadPolicy`, `weft.CPUOffloadPolicy` (sharded weights, gradients and optimizer state
             stay in CPU memory), or torch's.
         ignored_params: parameters that are not sharded. Parameters of other modules are allowed.
-        gradient_divide_factor: a number by which the averaged gradients are also divided. Default: 1.
+        gradient_divide_factor: a further divisor of the averaged gradients. Default: 1.
         runtime: `weft.RuntimeOptions`. The root's options apply. Pass equal options to the other units, or none.
         dp_mesh_dims: `weft.DataParallelMeshDims`, or torch's: the data-parallel axes of a larger `mesh`. If it names
             axes to replicate over and none to shard over, the default strategy is "no_shard".
@@ -76,7 +76,7 @@ def fully_shard(
         TypeError: an argument of the wrong type.
     """
     given = SimpleNamespace(**locals())  # all arguments: the function has no other local variables yet
-    if torch.is_inference_mode_enabled():  # tensors that are made in it have no version counters
+    if torch.is_inference_mode_enabled():  # tensors made in this mode have no version counters
         with torch.inference_mode(False), torch.no_grad():
             return fully_shard(**vars(given))
     patches.apply()

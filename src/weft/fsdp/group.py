@@ -6,7 +6,7 @@ model_weight  always*     parameter    compute***   the input of gathers
 full          gathered**  Replicate    compute      the weights that forward and backward read; registered during uses
 gradients                                           see `weft.fsdp.gradients.group`
 
-*   the same memory as main_weight if the dtypes are equal, and the same buffer if the placements are equal too;
+*   in the memory of main_weight if the dtypes are equal, and the same buffer if the placements are equal too;
     `copies` has two such buffers if backward uses other quantized weights than forward
 **  always, as model_weight, if the parameter placement is Replicate on every axis
 *** bytes of a quantized payload, if the recipe has one; then `full` is always freed between uses
@@ -71,7 +71,7 @@ class ParameterGroup:
         self.main_weight, self.model_weight = self._weights(slices)
         self.copies = [self.model_weight, *(self._model_bytes() for _ in range(self.payload.copies - 1))]
         """The buffers that gathers read: `model_weight`, and a second one if backward needs another copy."""
-        self.copy = 0  # the index in `copies` of the full weights, or of the next gather
+        self.copy = 0  # the index in `copies` of what `full` holds, or of what the next gather brings
         for tensor, member in zip(slices, members):
             if member.value is not member.original:  # made from a meta tensor: free it before `full` is allocated
                 tensor.untyped_storage().resize_(0)
@@ -114,7 +114,7 @@ class ParameterGroup:
         main = plan.home_buffer(recipe.main)
         main.fill(tensors)
         casts = where.parameter == where.optimizer and self.layout.shards > 1 and not self.payload.refreshes
-        return main, main if aliased or casts else self._model_bytes()  # gathers cast and upload
+        return main, main if aliased or casts else self._model_bytes()  # gathers cast and upload main weights
 
     def _model_bytes(self) -> FlatBuffer:
         model = self.plan.buffer(self.placements.parameter, self.payload.dtype, self.payload.layout)

@@ -8,7 +8,7 @@
                       collectives, wait for reductions, publish gradients
 
 A backward with `create_graph=True` is like a forward: a second backward through it begins at the gradients of the
-call's inputs, and needs the weights until the end of the call.
+call's inputs, and needs the weights until it reaches these inputs.
 
 A forward inside a backward is a recomputation by activation checkpointing. If the unit's own backward has begun, its
 weights are held and the hooks do nothing. If that backward is still to come, the weights are kept for it. Hooks also do
@@ -244,7 +244,7 @@ class HookDriver:
                         f"{self.unit} returned a view of its gathered weights, which are freed when its forward ends: "
                         f"return a clone(), or pass reshard_after_forward=False"
                     )
-                if self._call is None:  # with a graph, its call holds them
+                if self._call is None:  # otherwise `_call` holds the weights
                     self.engine.keep(self.unit, RETURNED)
             if self._call is not None and tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(self._call.begin)

@@ -30,7 +30,7 @@ class FSDPModule:
         return cls.__mro__[2](*args, **kwargs)
 
     def __init_subclass__(cls) -> None:
-        """Skip that of the module's class, which may require arguments or keep a list of classes."""
+        """Skip the `__init_subclass__` of the module's class, which may require arguments or keep a list of classes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module with its parameters gathered."""
@@ -102,8 +102,8 @@ class FSDPModule:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank in this context, without reductions. The next backward outside reduces
-        them. As with `DistributedDataParallel.no_sync`, run all microbatches of a step but the last in it."""
+        """Accumulate gradients on this rank in this context, without reductions. The next backward outside of it
+        reduces them. As with `DistributedDataParallel.no_sync`, run all microbatches of a step but the last in it."""
         units = units_under(self)
         before = [unit.requires_gradient_sync for unit in units]
         self.set_requires_gradient_sync(False)
@@ -114,7 +114,7 @@ class FSDPModule:
                 unit.requires_gradient_sync = reduces
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether the next backward, and each one until the next call, is the last before an optimizer step.
+        """Set whether each backward, until you call this method again, is the last before an optimizer step.
         Strategies with partial gradients, "no_shard" and "optim", reduce only in the last backward."""
         is_last_backward = _switch("set_is_last_backward", is_last_backward)
         runtime_of(self).reductions.last_backward = is_last_backward

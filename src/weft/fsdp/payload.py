@@ -46,7 +46,7 @@ class Plain:
 
     def land(self, full: torch.Tensor, source: torch.Tensor, pool: Pool) -> torch.Tensor:
         """Return the tensor into which the ranks' parts are gathered, before `open` converts it to the full weights.
-        For `Plain`, this is `full` itself; it is `source`, this rank's part, if each rank has the whole payload."""
+        `Plain` returns `full` itself. Others return `source`, this rank's part, if each rank has the whole payload."""
         return full
 
     def open(self, full: torch.Tensor, copy: int) -> None:

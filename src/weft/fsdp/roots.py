@@ -54,7 +54,7 @@ class UnitDriver(HookDriver):
         return root
 
     def come_under(self, around: "UnitDriver") -> None:
-        """Put this driver under the driver `around`, and its units under the root of `around`."""
+        """Put this driver, and the drivers under it, under the driver `around`, and so under the root of `around`."""
         if self.above() is None:
             self.above = weakref.ref(around)
         runtime = self.runtime

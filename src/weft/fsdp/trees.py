@@ -7,7 +7,7 @@
     dataclasses                                           `in_dataclasses`:    `hidden`:
                                                           copies and replaces  yields
     attributes of other objects; members of sets and of   ignores              `hidden`:
-    other classes of dicts, lists and tuples                                   yields
+    other subclasses of dict, list and tuple                                   yields
 
 A container without a replaced tensor stays the same object, because a module may append to a list that it is given.
 """

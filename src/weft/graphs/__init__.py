@@ -1,4 +1,4 @@
-"""Partial graphs: parts of a model that are captured once and replayed."""
+"""CUDA graphs of parts of a model: each part is captured once and then replayed."""
 
 from weft.graphs.entry import Graphs
 from weft.graphs.report import drop_graphs, graph_report

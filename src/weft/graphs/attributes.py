@@ -25,7 +25,7 @@ from weft.graphs.walk import UNSET, Slots, Walk
 
 
 class Attributes:
-    """The attributes of `modules`, and code, defaults and closure of the captured `function`, when this is constructed.
+    """The attributes of `modules`, and the code, defaults and closure of the captured `function`, at construction.
 
     Raises CaptureRefused for state that cannot be compared.
     """

@@ -1,7 +1,7 @@
 """The backward of a captured function, with a recording for each form of the gradients of its outputs.
 
 form    which outputs have a gradient, and with which strides. An eager backward skips operators that only
-        outputs without a gradient need. Kernels add in another order if strides differ.
+        outputs without a gradient need. With other strides, kernels add in another order.
 use     an edge of the autograd graph that leads to a leaf. An eager backward adds the gradients of a leaf's uses one by
         one, after those of later modules and before those of earlier ones. Therefore a replay returns them one by one.
 
@@ -75,7 +75,7 @@ class Uses:
 
 
 def _take(brought: list[Tensor | None], places: dict[int, int], gradients: Sequence[Any], _: Any) -> tuple[Any, ...]:
-    """Take the gradients of some edges instead of passing them on. A hook of a node."""
+    """Store the gradients of some edges in `brought` instead of passing them on. Used as a hook of a node."""
     for index, place in places.items():
         brought[place] = gradients[index]
     return tuple(None if index in places else each for index, each in enumerate(gradients))
@@ -90,7 +90,8 @@ class Form:
         self, statics: Sequence[Static | None], backward: Recordings, weights: Recordings | None, kept: Sequence[bool]
     ) -> None:
         self.statics, self.backward, self.weights = statics, backward, weights
-        # Also copy a gradient that is an output's, or is in memory of the forward, or shares memory with another one.
+        # Also copy a gradient in memory that this recording did not allocate (that of the gradient of an output, or of
+        # the forward), and one that shares memory with another gradient.
         made, found = backward.tried.recording.memory(), backward.tried.result
         ranges = [(0, 0, False) if each is None else range_of(each) for each in found]
         self._copied = [
@@ -161,8 +162,8 @@ class Backward:
         return Form(statics, backward, weights, self._kept)
 
     def begin(self, samples: Samples, full: Sequence[Sample]) -> Ranges | None:
-        """Record the form of `samples`. Return the memory that any form may read: that which the form of `full` reads,
-        in which all outputs have gradients.
+        """Record the form of `samples`. Return the memory that any form may read. It is the memory that the form of
+        `full` reads, in which all outputs have gradients.
 
         Returns None if the form of `full` cannot be recorded. Raises CaptureRefused if that of `samples` cannot be
         recorded.
@@ -191,7 +192,7 @@ class Backward:
     def run(
         self, gradients: Sequence[Tensor | None], *, poisoned: bool
     ) -> tuple[Sequence[Tensor | None], Callable[[], None] | None]:
-        """Return a gradient for each use, and the recording that computes the delayed gradients.
+        """Return a gradient for each use, and a function that computes the delayed gradients, if there are any.
 
         Gradients that are not kept are in memory that the next backward overwrites.
         """

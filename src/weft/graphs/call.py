@@ -6,9 +6,9 @@ evaluation, recomputation, a dispatch mode, ...       eager, counted with the re
 new shapes, numbers, structure or dtypes              eager; the gradients are remembered
 known shapes etc., and a steady memory plan           eager, and also captured; replayed once all ranks have captured it
 captured, same addresses, no forward in flight        a replay
-captured, its last forward still waits for backward   eager under hooks; under a schedule another capture
+captured, its last forward still waits for backward   eager; if a schedule drives the model, another capture
 weights or buffers have other addresses               the capture is dropped, and replaced once the plan is steady
-attributes of its modules have changed                the capture is dropped and replaced, a few times
+attributes of its modules have changed                the capture is dropped and replaced, up to `MOST_CHANGES` times
 """
 
 import copy
@@ -30,13 +30,13 @@ from weft.graphs.statics import Sample
 MOST_SIGNATURES = 4
 """The maximum number of signatures of one method that are captured, because each capture takes memory."""
 MOST_CHANGES = 4
-"""After more changes of the attributes that a method reads, it is no longer captured: they may change in each call."""
+"""After more changes of the attributes that a method reads, the method is refused: they may change in each call."""
 _NUMBERS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 _ONE = tree_flatten(((torch.empty(0),), {}))[1]
 
 
 class Owner(Protocol):
-    """The interface of the object that all graphed calls of one model share (`GraphTable`)."""
+    """The interface of the object, a `GraphTable`, that all graphed calls of one model share."""
 
     backend: Backend
 
@@ -77,7 +77,7 @@ class Signature:
 
 
 class GraphedCall:
-    """Replaces the method `name` of `module`. `scope`: the name under which its calls are counted. `inside`: returns
+    """Replaces the method `name` of `module`. `scope`: the name under which calls are counted. `inside`: returns
     the modules that the method uses. `is_owned`: see `Places`."""
 
     def __init__(
@@ -142,7 +142,7 @@ class GraphedCall:
                 self._drop_outdated(addresses)
             elif not captured.python.same():
                 self._changed(signature, captured)
-                return self(*args, **kwargs)  # with the current state of its modules
+                return self(*args, **kwargs)  # whose capture will have the current attributes
             elif captured.ready:
                 self.replays += 1
                 return captured.run(leaves, copies=not owner.in_schedule, queue=delaying())
@@ -227,7 +227,7 @@ class GraphedCall:
         return sum(each.nbytes for signature in self._signatures.values() for each in signature.captured)
 
     def _function(self) -> Callable[..., Any]:
-        """Return the function that an eager call runs. A user may have replaced the method of the class."""
+        """Return the function that an eager call runs. Looked up anew: a user may have replaced the class's method."""
         module = self._module()
         return self._before if self._before is not None else MethodType(getattr(type(module), self._name), module)
 

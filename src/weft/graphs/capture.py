@@ -9,14 +9,14 @@ from weft.graphs.places import Ranges
 
 
 class CaptureRefused(RuntimeError):
-    """A function cannot be captured. The message is the reason. The function always runs eagerly."""
+    """A function cannot be captured, for the reason in the message. It then runs eagerly in all calls."""
 
 
 class Delays(Protocol):
     """A function mode that queues weight gradients during a backward, to be computed later."""
 
     def fresh(self) -> "Any":
-        """Return another object of this kind with an empty queue."""
+        """Return a new object of the same class, with an empty queue."""
         ...
 
     @property

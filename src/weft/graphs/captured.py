@@ -12,7 +12,7 @@ capture stays busy until the recording has run.
 result of the function          result of a replay
 ------------------------------  ------------------------------------------------------------------
 an argument or a parameter      that object
-one tensor in several places    one tensor
+one tensor in several places    one tensor in the same places
 a view of an argument           a copy; autograd refuses a backward after a write to either of them
 other tensors                   static outputs or copies of them
 """
@@ -167,8 +167,8 @@ class Captured:
         if not uses.of:
             raise CaptureRefused("nothing in it needs a gradient")
         self._trained, self._uses = trained, uses.of
-        # The caller may keep the gradient of an input. Gradients of sharded parameters are copied at the end of their
-        # unit's backward, before the next replay, and gradients that are summed over ranks when this backward ends.
+        # The caller may keep the gradient of an input. Before the next replay, weft copies the gradients of sharded
+        # parameters (when their unit's backward ends) and those that are summed over ranks (when this one ends).
         may_be_kept = (
             [True] * len(self._needs) + [False] * len(alike) + [not self._places.is_owned(it) for it in trained]
         )
@@ -180,8 +180,8 @@ class Captured:
         def capture(function: Callable[[], Any], more: Ranges) -> tuple[Any, Any]:
             return backend.capture(function, [*known, *more], self._forward)
 
-        # A further backward must read the same memory as this one. It runs after replays have overwritten everything
-        # that autograd saved; the forward before it has computed the values.
+        # A backward that is recorded later must read the same memory as this one. By then replays have overwritten all
+        # that autograd saved, with the values of the forward to which that backward belongs.
         saved = [*self._places.tensors(), *map(local, self._places.tensors()), *entered]
         self._backward = Backward(capture, uses, saved, trained, self._places.restored, self._count, self._delays, kept)
         samples = [gradients.get(number) for number, each in numbered if each.requires_grad]
@@ -270,8 +270,8 @@ class Captured:
 
     @torch.no_grad()
     def backward(self, gradients: Sequence[Tensor | None], lease: Lease, *, ends: bool) -> Sequence[Tensor | None]:
-        """Replay the backward, and return a gradient for each use. Delayed gradients are queued. `ends`: whether the
-        graph is freed, so that the lease ends."""
+        """Replay the backward, and return a gradient for each use of a leaf (see `Uses`). Delayed gradients are queued.
+        `ends`: whether autograd frees its graph after this backward, so that the lease ends."""
         if self._places.addresses() != self.addresses:
             raise RuntimeError(
                 "weights of a captured function have moved, or were frozen, between its forward and its backward: "
@@ -303,7 +303,7 @@ class _Replayed(torch.autograd.Function):
         ctx.captured, ctx.lease = captured, lease
         ctx.set_materialize_grads(False)
         outputs, constant, saved = captured.forward(inputs, copies=copies)
-        ctx.save_for_backward(*saved)  # autograd refuses those that were written to
+        ctx.save_for_backward(*saved)  # autograd refuses a backward after a write to one of these
         ctx.mark_non_differentiable(*constant)
         return tuple(outputs)
 

@@ -1,4 +1,4 @@
-"""Tensors at fixed addresses, with the strides of an eager call. With other strides, kernels could add in other orders.
+"""Tensors at fixed addresses. They have the strides of an eager call, because strides can change the order of sums.
 
 An expanded dimension stays expanded: its elements share memory, and a copy writes them once.
 """

@@ -28,7 +28,7 @@ class Engine(Protocol):
 
     @property
     def steady_passes(self) -> int:
-        """The number of passes since the memory plan changed; 0 in a pass that differs from the last of its kind."""
+        """The number of passes since the memory plan changed; 0 in a pass that has left the recorded order of units."""
         ...
 
     @property
@@ -106,7 +106,10 @@ class GraphTable:
         return [call.failed for call in self.calls]
 
     def agree(self, failed: Sequence[bool]) -> None:
-        """End the pass, and allow replays of new captures. `failed`: for each call, whether one failed on any rank."""
+        """End the pass, and allow replays of new captures.
+
+        `failed`: for each call, whether its capture failed on any rank in this pass.
+        """
         for call, anywhere in zip(self.calls, failed):
             if anywhere and call.refused is None:
                 call.refuse("its capture failed on another rank")

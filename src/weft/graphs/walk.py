@@ -29,7 +29,7 @@ from weft.graphs.places import HOOKS, has_hooks
 MOST = 5000
 """The maximum number of values that are compared before each replay."""
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-"""The attributes that every module has. Of these, names, children and hooks are compared."""
+"""The attributes that every module has. Of these, children, hooks and the names of tensors are compared."""
 _PLAIN = frozenset(
     {int, bool, str, bytes, type(None), type(...), range, slice, torch.dtype, torch.device}
     | {torch.layout, torch.memory_format}
@@ -107,9 +107,9 @@ class Walk:
         self._values += chain.from_iterable(views)
 
     def _get(self, getter: Callable[..., Any], owner: Any, names: Sequence[str]) -> None:
-        found = getter(*names, *names[:2])(owner) if names else ()  # of two names or more: a tuple
+        found = getter(*names, *names[:2])(owner) if names else ()  # two names or more, so that it returns a tuple
         methods = [name for name, value in zip(names, found) if type(value) in _METHODS]
-        if methods:  # for these types == means the same object, and is faster over a list
+        if methods:  # for these types == means identity, and one == of two lists is fast
             self._of_methods.append((getter(*methods, methods[0]), owner))
             self._methods.append(self._of_methods[-1][0](owner))
         others = [name for name, value in zip(names, found) if type(value) not in _METHODS]

@@ -18,7 +18,7 @@ from weft.graphs.places import Ranges, range_of
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem", "dtensor")
 _HOST_READS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
-"""Methods that read values on the host, without an operator if the tensor is on the CPU."""
+"""Methods that read values on the host. For a tensor on the CPU they call no operator that `Watch` would see."""
 _HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_hook})
 New = list[tuple[int, Tensor]]
 """The results of an operator that are in new memory, each with its index among all results, or -1 if there is only
@@ -31,14 +31,14 @@ class Methods(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _HOST_READS:
             raise CaptureRefused(f"the host reads a tensor ({function.__name__})")
-        if function in _HOOKS and not isinstance(args[1], MethodDescriptorType):  # torch's own methods are operators
+        if function in _HOOKS and not isinstance(args[1], MethodDescriptorType):  # a hook of torch only runs operators
             raise CaptureRefused(f"a hook on one of its gradients would not run ({function.__name__})")
         return function(*args, **(kwargs or {}))
 
 
 class Watch(TorchDispatchMode):
-    """Refuses operators that a graph cannot contain. `known`: the memory that they may read although
-    they did not allocate it, and whether they may write to it."""
+    """Refuses operators that a graph cannot contain. `known`: the memory that the function may read
+    although its operators did not allocate it, and whether they may write to it."""
 
     def __init__(self, known: Ranges) -> None:
         super().__init__()

@@ -7,9 +7,9 @@
     backward      the previous backward; the first one by the forward, reversed
     schedule      the schedule itself, which knows its events in advance
 
-    depth 1:    use 0   gathers 0 and starts 1
-                use 1   waits for 1 and starts 2
-                done 1  frees its memory, unless 1 is needed next
+    one unit ahead:   use 0    gathers 0, and starts to gather 1
+                      use 1    waits for 1, and starts to gather 2
+                      done 1   frees its memory, unless 1 is needed next
 
     The unit or bundle (units gathered in one message) that ends a forward, and begins the backward, stays gathered.
 
@@ -299,5 +299,5 @@ class GatherOrder:
 
 
 SCHEDULED_AHEAD = 2
-"""The number of units that a schedule gathers ahead: one for each layer of a pair, as their first steps are close."""
+"""The number of units that a schedule gathers ahead: one per layer of a pair that starts together."""
 _RECORDS = 16  # the number of traces for which the units to gather ahead are cached

@@ -157,7 +157,7 @@ def _preferred_steps(tensor: Extent, demanded: int) -> list[int]:
 
 
 def _shard_steps(chains: list[list[int]], align: int) -> set[int]:
-    """Return numbers to try as divisors of the shard size: of all tensors' rows, of one tensor's, or the alignment."""
+    """Return divisors of the shard size to try: `align`, and common multiples of it and of one or all tensors' rows."""
     steps = {align}
     for depth in range(max((len(chain) for chain in chains), default=0)):
         wanted = {chain[min(depth, len(chain) - 1)] for chain in chains}

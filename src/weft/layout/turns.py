@@ -63,8 +63,8 @@ class ReductionOrder(ABC):
     def __init__(self, most_alive: int) -> None:
         self.most_alive = most_alive
         self.waits_for_room = True
-        """Whether `most_alive` is enforced. The wait could deadlock with a rank that waits for this one in the backward
-        of another model."""
+        """Whether `most_alive` is enforced. Not in a backward that may include other models: the wait could deadlock
+        with a rank that waits for this one in another model."""
         self.arrived: list[int] = []
         """The units whose gradients were ready in this backward, in order."""
         self.waiting: set[int] = set()

@@ -2,7 +2,7 @@
 
 dtype                                  pattern                       a tensor is unfilled if it has the pattern in
 -------------------------------------  ----------------------------  -----------------------------------
-floating but float8, complex           NaN, with every bit set       any element
+floating except float8, complex        NaN, with every bit set       any element
 bool                                   neither False nor True        any element
 integers of 32 and 64 bits             an improbable number          any element
 integers of 8 and 16 bits, float8      the same bytes                all elements, if the tensor has 8 bytes or more

@@ -5,7 +5,7 @@
     "trace"     own memory, lifetimes recorded    a fixed place in one slab: nothing is allocated
     "caching"   memory from torch's allocator, allocated and freed each time
 
-Autograd saves views of gathered weights, so a buffer's address must not change between a forward and its backward. A
+Autograd saves views of gathered weights, so a buffer's address must not change between a forward and its backward. Its
 place in the slab is fixed. A buffer with separate memory keeps one storage, which is resized to 0 and back. If a step
 uses buffers in a new way (a pass in another order, a block used twice), a buffer without a free place takes separate
 memory. This counts as a fallback and leads to a new plan after the step. A plan covers all steps so far. If such a
@@ -268,7 +268,7 @@ class Pool:
     def _planned_place(self, transient: Transient) -> torch.Tensor | None:
         """Return the place of `transient` in the slab. None if it has no place, or cannot be there now."""
         place, evicts = self._places.get(transient), False
-        if place is None or place is transient.tensor or not transient.is_fixed():  # its place would be valid
+        if place is None or place is transient.tensor or not transient.is_fixed():  # no view in use is elsewhere
             if place is not None and not self._rivals(transient):
                 return place
             self.outdated = True

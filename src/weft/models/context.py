@@ -3,14 +3,14 @@
 Every row is cut into 2 x cp equal slices, for cp ranks. Rank r has slices r and 2 x cp - 1 - r, so that causal
 attention is the same amount of work on each rank. With cp = 2:
 
-    row        0 0 1 1 2 2 3 3        slices
+    row        0 0 1 1 2 2 3 3        the number of each position's slice
     rank 0     0 0 3 3
     rank 1     1 1 2 2
 
     layer   gathered over cp                                     bytes
-    *       keys and values, or heads are exchanged              grow with the row
-            if the window is at most one slice: the end of the   constant
-            slice before each slice
+    *       keys and values, or positions exchanged for heads    grow with the row
+            with a window of at most one slice: the end of the   constant
+            previous slice
     +       latents and rotated keys                             grow with the row, but are fewer
     M, G, K the last inputs of the convolution, then the factor  constant
             and the summand with which a slice updates the state
@@ -39,7 +39,7 @@ from weft.models.loss import IGNORED_LABEL
 
 
 class Piece(NamedTuple):
-    """Parts of documents in this rank's slices, all of the same length, as indices. `queries` [count, S]: positions in
+    """Parts of documents, all of the same length, in this rank's slices, as indices. `queries` [count, S]: positions in
     the flattened slices. `keys` [count, T]: the positions that the queries may see, in the flattened rows of keys. The
     last S keys are at the positions of the queries."""
 
@@ -154,11 +154,11 @@ class Slices:
         return lambda: [torch.cat((self._ahead(tails), own), dim=1) for tails, own in zip(finish(), rows)]
 
     def pieces(self, device: torch.device, before: int | None = None) -> list[Piece]:
-        """Return which keys this rank's queries see, without padding: one `Piece` for each pair of lengths of queries
-        and keys.
+        """Return which keys this rank's queries see, without padding: one `Piece` for each pair of a number of queries
+        and a number of keys.
 
-        `before`: a query sees at most this many keys before its slice. The keys are then indices into the rows of
-        `haloing`.
+        `before`: if given, a query sees at most this many keys before its slice, and `Piece.keys` are indices into the
+        rows of `haloing`.
         """
         name = f"pieces/{before}"
         if (device, name) not in self._made:
@@ -207,7 +207,7 @@ class Slices:
         return self.kept(device, "numbers", lambda: self._numbers)
 
     def before(self, device: torch.device) -> Tensor:
-        """Return the number of the document before each slice, [2 batch]; -1 at the beginning of a row."""
+        """Return the document number of the position before each slice, [2 batch]; -1 at the beginning of a row."""
 
         def make() -> Tensor:
             numbers = F.pad(self.whole.numbers(), (1, 0), value=PADDING)
@@ -276,8 +276,8 @@ class Slices:
         return _total(value, self.group)
 
     def average(self, loss: Tensor) -> Tensor:
-        """Return the mean of a number over the ranks. If gradients are averaged over the ranks, they are those of this
-        mean."""
+        """Return the mean of a number over the ranks. If gradients are averaged over the ranks, the average is this
+        mean's gradient."""
         return _Sum.apply(loss, self.group) / self.ranks
 
     # --- parts --------------------------------------------------------------------------------------------------------
@@ -287,8 +287,8 @@ class Slices:
         return rows[:, self.width - size :].unflatten(0, (-1, 2))
 
     def _ahead(self, tails: Tensor) -> Tensor:
-        """Return the tails (`_tails`) of the slices before this rank's slices, [2 batch, size, ...], from those of all
-        ranks. At the beginning of a row they are zeros."""
+        """Return the tails (`_tails`) of the slices before this rank's slices, [2 batch, size, ...], from the tails of
+        all ranks. At the beginning of a row they are zeros."""
         by_slice = self._by_slice(tails)
         found = [by_slice[number - 1] if number else torch.zeros_like(by_slice[0]) for number in self.mine]
         return torch.stack(found, dim=1).flatten(0, 1)

@@ -37,7 +37,7 @@ def cut_of(cfg: HybridConfig, meshes: Meshes | None, chunks: int | None, placeme
             raise ValueError(f"placement={placement!r} has no effect on a model without pipeline stages; leave it out")
         return None
     if len(segments) > 1:
-        cfg.parsed.stage(0, pp_size=ranks)  # the number of segments fits
+        cfg.parsed.stage(0, pp_size=ranks)  # raises if the number of segments does not fit
         if chunks is not None and len(segments) != ranks * chunks:
             raise ValueError(
                 f"chunks={chunks} on pp={ranks} ranks are {ranks * chunks} stages, but pattern {cfg.pattern!r} has "

@@ -7,7 +7,7 @@
     cu_seqlens     0     3   5 6           12      starts in the flattened batch, then its length
     ids            0 0 0 1 1 -1 | 0 0 0 0 0 0      -1: padding
 
-A position attends only to positions of its own document. A document lies in one row.
+A position attends only to positions of its own document. A document cannot cross rows.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from torch import Tensor
 from weft.models.loss import IGNORED_LABEL
 
 PADDING = -1
-"""The number of a position that belongs to no document, for `Documents.from_ids`."""
+"""The number that stands for padding in place of a document number, for `Documents.from_ids`."""
 
 
 class AttentionLayout(NamedTuple):

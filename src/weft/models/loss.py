@@ -16,8 +16,8 @@ DEFAULT_CHUNK = 1 << 26
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the mean cross-entropy over the labels that are not -100.
 
-    `logits`: [..., vocabulary]. `labels`: [...] int64. Returns a scalar, or NaN if every label is -100. It is computed
-    in float32, or in float64 for float64 logits.
+    `logits`: [..., vocabulary]. `labels`: [...] int64. Returns a scalar, or NaN if every label is -100. The loss is
+    computed in float32, or in float64 for float64 logits.
 
     Forward also computes the gradient, in the dtype of `logits` and a few rows at a time, unless gradients are
     disabled. The gradient is the only tensor of the logits' size that is allocated. Backward scales the gradient in

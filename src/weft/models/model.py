@@ -37,7 +37,7 @@ class HybridModel(nn.Module):
     `meshes` nor, for a model on the meta device, on the order in which modules are materialized (`to_empty` and
     `reset_parameters`). With tied embeddings the head uses the weight of the embedding.
 
-    With a pipeline (`meshes.pp`), this rank has only `chunks` of the stages (default: the number of the pattern's
+    With a pipeline (`meshes.pp`), this rank has only `chunks` stages of the model (default: the number of the pattern's
     segments divided by the number of pipeline ranks, or 1 without `|`). The model is cut at the `|` of the pattern or,
     without `|`, into segments of equal cost. `placement` ("loop" or "v", see `weft.pipeline.placement`) assigns the
     stages to ranks. Names and initial weights are the same as in the whole model. Run the model with
@@ -50,7 +50,7 @@ class HybridModel(nn.Module):
     """
 
     origin: Any = None
-    """The files from which weights were loaded, a `weft.models.hf.origin.Origin`. None without such files."""
+    """The other files of a loaded model, such as its tokenizer: a `weft.models.hf.origin.Origin`, or None."""
 
     def __init__(
         self, cfg: HybridConfig, meshes: Meshes | None = None, *, chunks: int | None = None, placement: str = LOOP
@@ -80,7 +80,7 @@ class HybridModel(nn.Module):
                 self.embedding.ranks = self.ranks
         self.mtp = Predictions(cfg, source / "mtp", meshes) if ends and cfg.parsed.depths else None
         if not ends and "E" in "".join(layer.symbols for layer in cfg.parsed.prediction):
-            for _ in range(cfg.parsed.depths):  # makes process groups, which every rank of the world must do
+            for _ in range(cfg.parsed.depths):  # makes process groups: all ranks of the world must call it
                 dispatcher_of(cfg, meshes)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "HybridModel":
@@ -117,7 +117,7 @@ class HybridModel(nn.Module):
     def tied_ends(self) -> Sequence[nn.Module]:
         """This rank's modules that are used both before and after the layers.
 
-        This is the embedding, if a tied head or prediction depths use it.
+        The only one is the embedding, if a tied head or prediction depths use it.
         """
         ties = self.cfg.tie_word_embeddings or self.cfg.parsed.depths > 0
         return [self.embedding] if ties and self.embedding is not None else []
@@ -182,8 +182,8 @@ class HybridModel(nn.Module):
     def _outputs(
         self, x_BSD: Tensor, tokens: Tensor, depths: Sequence[PredictionDepth], documents: Borders | None
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the hidden states from which logits are computed, of the model and each depth, and the depths'
-        losses."""
+        """Return the hidden states of the model and of each depth, from which logits are computed, and the losses that
+        the layers of the depths add."""
         outputs, losses = [self.final_norm(x_BSD)], []
         for number, depth in enumerate(depths):
             output_BSD, added = depth(self.following(number, tokens, documents), outputs[-1], documents)
@@ -252,7 +252,7 @@ class HybridModel(nn.Module):
         whole = torch.cat((known, tokens), dim=1)
         if again := changes_rotation(scaling, known.shape[1], whole.shape[1]):
             cache.clear()
-            cache[self] = {"tokens": known}  # a call that fails and is repeated reads all of them again
+            cache[self] = {"tokens": known}  # if this call fails and is repeated, it reads the whole sequence
         return whole if again else tokens
 
     def forward(
@@ -269,12 +269,12 @@ class HybridModel(nn.Module):
             tokens: [batch, seq] int64.
             labels: [batch, seq] int64. `labels[b, s]` is the token that follows `tokens[b, s]` (already shifted), or
                 -100 to ignore the position.
-            cache: a dict for generation, empty at first. Each call updates it, and its `tokens` continue those of
+            cache: a dict for generation, empty at first. Each call updates it. The `tokens` of a call continue those of
                 earlier calls. Several calls with parts of a sequence return the logits of one call with the whole
-                sequence. If `rope_scaling` is "dynamic" or "longrope", they return the logits of one call with the
-                sequence so far: if a call changes the rotation of earlier positions, it reads these positions again.
-            documents: the documents and the padding in the rows. No information crosses documents. The label at a
-                document's last position is ignored (see `Documents.continues`).
+                sequence. If `rope_scaling` is "dynamic" or "longrope", each call returns the logits of a call with the
+                sequence so far: if it changes the rotation of earlier positions, it reads these positions again.
+            documents: the documents and the padding in the rows. No information passes between documents. The label at
+                a document's last position is ignored (see `Documents.continues`).
             depths: return a list with the logits of each prediction depth, as `prediction_logits` does.
 
         Without labels, returns the logits [batch, seq, vocabulary]. With labels, returns a scalar: the mean
@@ -282,9 +282,9 @@ class HybridModel(nn.Module):
         losses of routers and prediction depths are added to it.
 
         Raises `ValueError` for `documents` of another shape or together with a cache, for a cache that only other
-        models have filled, for `depths` together with labels or a cache, for a cache with tensor parallelism, and for
-        a batch that is not from `context_part` with context parallelism. Raises `RuntimeError` if the model is cut into
-        pipeline stages on several ranks.
+        models have filled, for `depths` together with labels or a cache, with tensor parallelism for any cache, and
+        with context parallelism for a batch that is not from `context_part`. Raises `RuntimeError` if the model is cut
+        into pipeline stages on several ranks.
         """
         if self.cut is not None and self.cut.ranks > 1:
             raise RuntimeError(

@@ -1,7 +1,7 @@
 """Chooses which weights of a hybrid model are quantized when they are gathered.
 
 quantized        projections of attention, recurrent layers and MLPs; shared and routed experts
-unquantized      norms, biases, convolutions, decays, routers and other gates, embedding, head, projections of depths
+unquantized      norms, biases, convolutions, decays, routers and other gates, embedding, head, projection of each depth
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ _MARK = "is_quantized"
 def choose_weights(model: HybridModel, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
     """Return `policy` with a `quantize` function for the weights of `model`.
 
-    If `policy` does not quantize, or has a function of the user, it is returned unchanged. Raises
+    If `policy` does not quantize, or its `quantize` is a function of the user, it is returned unchanged. Raises
     ValueError if `except_ends` leaves no layer to quantize.
     """
     if policy.param_quantization is None or not (policy.quantize is None or isinstance(policy.quantize, ExceptEnds)):
@@ -44,7 +44,7 @@ def choose_weights(model: HybridModel, policy: MixedPrecisionPolicy) -> MixedPre
 
 
 def _blocks(model: HybridModel) -> Iterator[tuple[int, nn.Module]]:
-    """Yield this rank's blocks, each with the number of its physical layer in the whole model, from 0."""
+    """Yield this rank's blocks, each with its number in the whole model, from 0."""
     parsed = model.cfg.parsed
     of_main = sum(len(each.symbols) for each in parsed.layers)
     of_depth = sum(len(each.symbols) for each in parsed.prediction)

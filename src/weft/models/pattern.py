@@ -12,7 +12,7 @@
 
     [ ]      a group: its symbols form one logical layer
     |        pipeline segment border, in the main part only
-    /        start of a multi-token-prediction part; each further one is one more depth
+    /        start of a multi-token-prediction part; each part is one prediction depth
 
 `M[*-]|M[*E]/[*E]` is two pipeline segments, each a Mamba layer and an attention layer, and one prediction depth.
 A physical layer is a symbol, counted from 1. A logical layer is a group or a symbol outside of groups, counted from 0.

@@ -64,7 +64,7 @@ class PredictionDepth(Stack):
 
         `following`: the embeddings of the next tokens. `previous`: the output of the previous depth.
         """
-        previous = previous.view_as(previous)  # a separate node, so that autograd always sums in the same order
+        previous = previous.view_as(previous)  # its own autograd node, so that gradients are always summed in one order
         return self.project(torch.cat((self.embedding_norm(following), self.hidden_norm(previous)), dim=-1))
 
     def leave(self, hidden: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class Predictions(nn.Module):
         loss_of: Callable[[Tensor, Tensor], Tensor],
         documents: Borders | None = None,
     ) -> Iterator[Tensor]:
-        """Yield the loss of each depth, scaled so that their sum is `mtp_loss_coef` times the mean cross-entropy."""
+        """Yield the mean cross-entropy of each depth, times `mtp_loss_coef` and divided by the number of depths."""
         for number, (depth, output_BSD) in enumerate(zip(self.layers, outputs, strict=True), start=1):
             targets = shifted(labels, number, IGNORED_LABEL, documents)
             loss, count = loss_of(output_BSD, targets), (targets != IGNORED_LABEL).sum()

@@ -6,8 +6,8 @@ Two patterns with the same symbols differ only in the numbers of their logical l
     [*-][*E]   decoder.layers.0.self_attention   .0.mlp   .1.self_attention   .1.mlp
     *-*E       decoder.layers.0.self_attention   .1.mlp   .2.self_attention   .3.mlp
 
-The keys of a checkpoint's weights show how many blocks each logical layer has. Weights, optimizer state and averages of
-any grouping are loaded bitwise.
+The keys of a checkpoint's weights show how many blocks each logical layer has. Weights, optimizer state and averages
+of weights are loaded bit-exactly from any grouping.
 """
 
 import re
@@ -29,8 +29,8 @@ def renumbered(state: Mapping[str, Any], cfg: HybridConfig) -> dict[str, Any]:
     """Wrap `state` so that `CheckpointManager.load` can fill it from a checkpoint that groups the symbols of `cfg`
     differently.
 
-    The first entry of `state` must be the model. If the checkpoint has other symbols, keys are unchanged, and loading
-    lists the differences.
+    The first entry of `state` must be the model. If the checkpoint has other symbols, keys are unchanged, and the
+    error that loading raises lists the differences.
     """
     spelling = _Spelling(cfg)
     model = next(iter(state))

@@ -15,15 +15,14 @@ def shard(model: HybridModel, meshes: Meshes, **options: Any) -> HybridModel:
 
     Each logical layer and each prediction depth becomes one unit over `meshes.dense`. Experts that are spread over
     ranks become separate units over `meshes.expert`. The gradients of experts are averaged over all data-parallel
-    ranks, like all other gradients. Each parameter of experts is a DTensor that holds all experts, sharded over
+    ranks, like all other gradients. Each parameter of experts is a DTensor with the shape of all experts, sharded over
     `meshes.ep` too. Parameters that the first and the last stage of a pipeline share form one more unit. The root is
     the last unit. It has the embedding, the final norm and the head.
 
     `options` are passed to each `weft.fully_shard` call. There are two exceptions. `runtime` is passed to the root
-    only. The `output_dtype` of `mp_policy` applies to the root only: activations between layers and rows of experts
-    stay in `param_dtype`. If `mp_policy` has `param_quantization` but no `quantize`, the projections of layers and the
-    experts are quantized. With `quantize=weft.quantize.except_ends(...)`, those of the first and the last layers are
-    not quantized.
+    only. The `output_dtype` of `mp_policy` applies to the root only: the outputs of experts and of layers stay in
+    `param_dtype`. If `mp_policy` has `param_quantization` but no `quantize`, the experts and the projections of
+    layers are quantized. With `quantize=weft.quantize.except_ends(...)`, the first and the last layers are not.
     """
     if not isinstance(model, HybridModel):
         raise TypeError(f"models.shard got a {type(model).__name__}: pass a HybridModel; fully_shard takes any module")
@@ -56,7 +55,7 @@ def _for_experts(options: dict[str, Any], meshes: Meshes) -> dict[str, Any]:
     """Return `options` for expert units, with the divisor of their gradients.
 
     A rank's experts see the tokens of the whole expert-parallel group, so the divisor is multiplied by the group's
-    size. Without `etp`, whole experts are also sharded over tensor-parallel ranks, whose gradients must be summed, not
+    size. Without `etp`, whole experts are also spread over tensor-parallel ranks, whose gradients must be summed, not
     averaged.
     """
     assert meshes.ep is not None

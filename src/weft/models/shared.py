@@ -9,17 +9,17 @@ _DIVIDED = {
     "K": ("kda_num_heads",),
     "-": ("intermediate_size",),
 }
-"""The sizes that are cut over the ranks, by the kinds of layers that have them."""
+"""The sizes that are cut over tensor-parallel ranks, by the kinds of layers that have them."""
 _KERNELS = {"MP": ("mamba_kernel", "mamba_ssm"), "G": ("delta_kernel", "fla")}
-"""By kinds of layers: the option that selects a kernel, and the kernel that cannot start from the state of another
-slice."""
+"""For kinds of layers: the option that selects a kernel, and the kernel that cannot start from the state that a slice
+on another rank has left."""
 _CONVOLUTIONS = {"MP": "conv_kernel", "G": "linear_conv_kernel_dim", "K": "kda_conv_kernel"}
 _FEW = {"*P": "num_key_value_heads", "MP": "mamba_n_groups", "G": "linear_num_key_heads"}
-"""The sizes that may be smaller than the number of ranks, by the kinds of layers that have them."""
+"""The sizes that may be smaller than the number of tensor-parallel ranks, by the kinds of layers that have them."""
 
 
 def check_context(cfg: HybridConfig, context: int, size: int) -> None:
-    """Raise `ValueError` if `context` ranks cannot share the rows of a model whose layers `size` ranks share."""
+    """Raise `ValueError` if a model with `size` tensor-parallel ranks cannot have `context` context-parallel ranks."""
     for kinds, (name, kernel) in _KERNELS.items():
         if context > 1 and set(cfg.pattern) & set(kinds) and getattr(cfg, name) == kernel:
             raise ValueError(
@@ -40,17 +40,17 @@ def check_context(cfg: HybridConfig, context: int, size: int) -> None:
 
 
 def least_row(cfg: HybridConfig, context: int) -> int:
-    """Return the length of the shortest rows that `context` ranks can share.
+    """Return the length of the shortest rows that `context` context-parallel ranks can share.
 
-    The positions that a convolution sees before a slice must be in the previous slice.
+    All positions that a convolution sees before a slice must be in the previous slice.
     """
     widths = [getattr(cfg, name) for kinds, name in _CONVOLUTIONS.items() if set(cfg.pattern) & set(kinds)]
     return 2 * context * max(max(widths, default=1) - 2, 0) + 1 if context > 1 else 1
 
 
 def check_shared(cfg: HybridConfig, size: int, experts: int) -> None:
-    """Raise `ValueError` if `size` ranks cannot share a model's layers. `experts`: the number of ranks that share each
-    expert."""
+    """Raise `ValueError` if `size` tensor-parallel ranks cannot share a model's layers. `experts`: the number of ranks
+    that share each expert."""
     symbols = set("".join(layer.symbols for layer in (*cfg.parsed.layers, *cfg.parsed.prediction)))
     for kinds, names in _DIVIDED.items():
         for name in names if symbols & set(kinds) else ():
@@ -74,5 +74,5 @@ def check_shared(cfg: HybridConfig, size: int, experts: int) -> None:
                 f"capacity_factor={cfg.capacity_factor} with etp=1: dropping needs all positions of a row, but each "
                 f"of tp={size} ranks routes only its own; set etp={size}, or leave the capacity out"
             )
-    if -(-cfg.vocab_size // size) * (size - 1) >= cfg.vocab_size:  # all but the last few ranks have equal parts
+    if -(-cfg.vocab_size // size) * (size - 1) >= cfg.vocab_size:  # parts are rounded up: the last would be empty
         raise ValueError(f"vocab_size={cfg.vocab_size} is cut over tp={size} ranks: each needs at least one token")

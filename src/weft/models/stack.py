@@ -20,7 +20,7 @@ from weft.overlap.layer import beside_forward
 class Layer(nn.Module):
     """One logical layer: a single block, or a group of blocks. Each block has its own checkpoint key.
 
-    It is a `weft.overlap.StagedLayer`: the blocks before a terminal `-` or `E` belong to `attend`.
+    It is a `weft.overlap.StagedLayer`: the blocks before a terminal `-` or `E` belong to the stage `attend`.
     """
 
     def __init__(

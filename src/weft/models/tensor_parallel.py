@@ -67,7 +67,7 @@ class TensorRanks:
         return gathered(self.group, x, lane=LANE)[0]
 
     def mean(self, x: Tensor, first: int, count: int) -> Tensor:
-        """Return the mean of `x` over `count` ranks from rank `first`. Every rank of the axis must call it."""
+        """Return the mean of `x` over `count` ranks from rank `first`. Every rank of `mesh` must call it."""
         return self.stacked(x)[first : first + count].mean(0)
 
     def joined(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -78,7 +78,8 @@ class TensorRanks:
         return _Joined.apply(x, self, dim, tuple(sizes))
 
     def shared(self, loss: Tensor) -> Tensor:
-        """Return `loss`, which is equal on all ranks, with its gradient divided by the number of ranks."""
+        """Return `loss`, which is equal on all ranks. Backward divides its gradient by their number, because the
+        gradients of parameters are summed over the ranks."""
         return _Shared.apply(loss, self.size)
 
     def positions(self, x: Tensor) -> Tensor:
@@ -109,8 +110,8 @@ WHOLE = None
 
 @dataclass(frozen=True)
 class Rows:
-    """Marks the last projection of a block. Its input columns are cut, its output is summed over the ranks, and its
-    bias is added once."""
+    """Marks the last projection of a block. Its input columns, `units` of `width` each, are cut (0 units: not
+    cut), its output is summed over the ranks, and its bias is added once."""
 
     units: int
     width: int = 1
@@ -132,8 +133,8 @@ def _columns(*sections: tuple[int, int], dim: int = 0) -> Cut:
 def cuts_of(symbol: str, cfg: HybridConfig, experts: str = CUT) -> dict[str, Lies]:
     """Return how each parameter of a block with `symbol` is divided.
 
-    The keys are names in the block, of a parameter or of a module, for all of the module's parameters. `experts`: see
-    `TensorRanks`.
+    A key is the name of a parameter in the block, or that of a module and then applies to all of its parameters.
+    `experts`: see `TensorRanks`.
     """
     norms: dict[str, Lies] = {"norm": WHOLE, "post_norm": WHOLE}
     lies = norms | _KINDS[symbol](cfg)

@@ -18,7 +18,7 @@ WHAT = "scores of tensor-parallel ranks"
 def require_tokens(name: str, tokens: Tensor, vocab_size: int) -> None:
     """Raise RuntimeError for a number that is no token. On an accelerator, the next synchronization raises the error.
 
-    Without this check, no rank would have the token, and no error would be raised.
+    Without this check, such a number would raise no error, because no rank has it.
     """
     inside = (tokens >= 0) & (tokens < vocab_size)
     torch._assert_async(inside.all(), f"{name} outside of the vocabulary: must be from 0 to {vocab_size - 1}")

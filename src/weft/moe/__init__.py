@@ -1,4 +1,4 @@
-"""Mixture of experts: routing, exchange of tokens between ranks, and expert MLPs computed in groups."""
+"""Mixture of experts: routing, exchange of tokens between ranks, and expert MLPs as grouped matrix products."""
 
 from typing import TYPE_CHECKING
 

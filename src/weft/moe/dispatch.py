@@ -2,7 +2,7 @@
 
     handle = dispatcher.plan(counts, rows)        starts to exchange the numbers of rows between ranks
     ...                                           computation
-    there = dispatcher.dispatch(rows, handle)     sends the rows in the background, once the sizes are known
+    there = dispatcher.dispatch(rows, handle)     sends the rows in the background, once those numbers are known
     ...                                           computation
     rows = there.wait()                           the rows that arrived, grouped by the sending rank
     back = dispatcher.combine(rows, handle)       sends rows back
@@ -64,7 +64,7 @@ class Handle:
 
 
 class Halves(Handle):
-    """The handles of the two halves of the tokens. `sizes`: the number of rows to send for each half.
+    """The handles of the two halves of a layer's tokens. `sizes`: the number of rows to send for each half.
 
     `weft.overlap` sends the halves one after another, each with its own handle. A dispatcher never gets a `Halves`.
     """
@@ -92,7 +92,7 @@ class Arrival:
         self._source = source
 
     def __del__(self) -> None:
-        """Keep the memory of an exchange that still runs."""
+        """Keep alive the memory of an exchange that still runs."""
         if self._ticket is not None:
             self._ticket.abandon()
 
@@ -193,9 +193,9 @@ class AllToAll:
     of its experts; the layer's outputs are then bit-equal to those of one process.
 
     Collective: every rank of the group must build its dispatchers in the same order. Rows use a lane (a queue of
-    operations beside the computation). The numbers of rows use a second lane, so that they never queue behind rows,
-    and, if communicators run one operation after another, a second communicator. If ranks run different numbers of
-    expert layers, the rank that waits for an exchange raises CollectiveMismatch within seconds (on CPU, over gloo).
+    operations beside the computation). The numbers of rows use a second lane, so that they never queue behind rows.
+    Where a communicator runs its operations one after another, they also use a second communicator. With gloo on CPU,
+    if ranks run different numbers of expert layers, the waiting rank raises CollectiveMismatch within seconds.
     """
 
     def __init__(self, group: dist.ProcessGroup | DeviceMesh, num_experts: int, *, rows_per: str = "rank") -> None:
@@ -284,7 +284,7 @@ class AllToAll:
     def _move(
         self, output: Tensor, rows: Tensor, arriving: list[int], leaving: list[int], behind: Any = None
     ) -> Arrival:
-        if not rows.is_contiguous():  # the contiguous copy is made after that moment
+        if not rows.is_contiguous():  # the contiguous copy is made after the event `behind`
             behind = None
         # The arrival keeps input and output until the compute stream has waited for the lane.
         rows = _planned(rows, leaving)
@@ -327,8 +327,8 @@ class _ExchangeHandle(Handle):
         return self.sent_to if self._arriving is None else self._rows(self._arriving[0].view(self._ranks, -1))
 
     def arriving(self) -> list[int]:
-        """Return the number of rows from each rank. Call it when the counts have arrived in host memory, with or
-        without `ready`."""
+        """Return the number of rows from each rank. Call it once the counts are in host memory; `ready` need not
+        have been called."""
         return self.received_from if self._arriving is None else self._rows(self._arriving[2][1].view(self._ranks, -1))
 
     def _rows(self, counts: Tensor) -> list[int]:

@@ -40,7 +40,7 @@ class GroupedExperts(nn.Module):
         clamp: the constants of "clamped_swiglu".
         bias: whether each projection has a bias for every expert.
         backend: "grouped_mm" multiplies the rows of all experts in one call. "loop", the reference, multiplies expert
-            by expert; the host must wait for `offsets`. In three cases "grouped_mm" runs the loop, with a warning in
+            by expert; the host then waits for `offsets`. In three cases "grouped_mm" runs the loop, with a warning in
             the log: in dtypes wider than fp32, for widths of a number of bytes that is not a multiple of 16, and on
             GPUs where `grouped_mm` leaves the gradients of experts without rows uninitialized.
         first_expert: the global number of the first expert on this rank. The initial weights depend on the global
@@ -120,8 +120,8 @@ class GroupedExperts(nn.Module):
                 expert.copy_(whole.narrow(how.dim - 1, *how.spans[0]))
 
     def spread(self, mesh: DeviceMesh) -> None:
-        """Turn the parameters into DTensors that hold all experts, sharded over the 1-D `mesh`, the ranks of the
-        experts.
+        """Turn the parameters into DTensors that hold all experts, sharded over `mesh`, the 1-D mesh of the ranks
+        that hold experts.
 
         Call it before `fully_shard`. Norms, optimizers and checkpoints then see each expert once, by its global number.
         With tensor parallelism inside experts, `mesh` is 2-D, and its last axis is the tensor-parallel axis.
@@ -192,7 +192,7 @@ class GroupedExperts(nn.Module):
 @cache
 @torch.no_grad()
 def leaves_zeros(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether `grouped_mm` writes zero gradients for experts without rows: a trial for each device and dtype."""
+    """Return whether `grouped_mm` writes zero gradients for experts without rows, by a trial per device and dtype."""
     side = 64
     rows = torch.ones(side, side, device=device, dtype=dtype)
     offsets = torch.tensor([0, side, side], dtype=torch.int32, device=device)

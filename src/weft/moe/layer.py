@@ -48,15 +48,16 @@ class MoE(nn.Module):
         intermediate_size: the inner width of each routed expert.
         num_experts: the number of routed experts, on all ranks together.
         top_k: the number of experts for each token.
-        dispatcher: the exchange between ranks. Layers with the same number of experts can share one. Default: all
+        dispatcher: exchanges rows between ranks. Layers with the same number of experts can share one. Default: all
             experts are on this rank.
         act: the kind of all MLPs (see `weft.moe.mlp`).
         clamp: the constants of "clamped_swiglu".
         bias: whether the shared expert and the latent projections have biases.
         experts_bias: whether the routed experts have biases.
         router_bias: whether the router has a bias.
-        latent_size: the width of tokens in the exchange and in the routed experts. A linear layer before projects to
-            this width, and one after projects back (Nemotron-H). Default: `hidden_size`, without these layers.
+        latent_size: the width of tokens in the exchange and in the routed experts. A linear layer before
+            them projects to this width, and one after them projects back (Nemotron-H). Default: `hidden_size`, without
+            these layers.
         shared_intermediate_size: the inner width of an expert that processes every token. 0: there is none.
         shared_expert_gate: multiply the shared expert's output by a learned sigmoid (Qwen2-MoE, arXiv:2407.10671).
         backend: the backend of `GroupedExperts`.
@@ -160,7 +161,7 @@ class MoE(nn.Module):
         self._record(routing)
         shared = self._shared(hidden) if self.shared_expert is not None else None
         rows = None
-        if routing.kept is not None and not self.router.pad_to_capacity:  # only the sizes give the number of kept rows
+        if routing.kept is not None and not self.router.pad_to_capacity:  # known only after the exchange
             handle.ready()
             rows = handle.sent
         sent, assignments, places = self._sorted(hidden, routing.experts, routing.kept, rows)
@@ -171,7 +172,7 @@ class MoE(nn.Module):
     def _sorted(
         self, hidden: Tensor, experts: Tensor, kept: Tensor | None, rows: int | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the rows to send, sorted by expert, the assignment of each row, and the row of each assignment.
+        """Return the rows to send (sorted by expert), the assignment of each row, and the row of each assignment.
 
         `rows`: the number of kept assignments, None for all.
         """
@@ -202,8 +203,8 @@ class MoE(nn.Module):
     def run_experts(self, rows: Tensor, handle: Handle) -> Tensor:
         """Apply this rank's experts to the rows that arrived; [received, hidden] -> [received, hidden].
 
-        If a row stands for a rank (`rows_per="rank"`), each result is the weighted sum of the outputs of the row's
-        experts.
+        With `rows_per="rank"`, a row stands for all of a token's experts on this rank, and each result is the weighted
+        sum of their outputs.
         """
         if handle.visits is None:
             rows = reorder(rows, handle.by_expert, handle.by_arrival)
@@ -249,7 +250,8 @@ class MoE(nn.Module):
 
     def _shared(self, hidden: Tensor) -> Tensor:
         assert self.shared_expert is not None
-        # Autograd sums the gradients of all uses of this view before it adds others, with or without a CUDA graph.
+        # With this view, autograd sums the gradients of the uses below before it adds those of other uses of `hidden`:
+        # the same order of additions with and without a CUDA graph.
         hidden = hidden.view_as(hidden)
         shared = self.shared_expert(hidden)
         if self.shared_expert_gate is not None:

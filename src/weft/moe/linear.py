@@ -21,5 +21,5 @@ class Linear(nn.Linear):
             nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the product with the weight, under tensor parallelism with this rank's part of the weight."""
+        """Return the product with the weight or, under tensor parallelism, with this rank's part of the weight."""
         return F.linear(input, part(self, "weight"), part(self, "bias"))

@@ -2,14 +2,13 @@
 
 parameter            at rest                  in a product         its gradient
 -------------------  -----------------------  -------------------  ------------------------------------
-of one process       plain                    whole                whole
+without parallelism  plain                    whole                whole
 cut                  DTensor, Shard(dim)      this rank's slice    the gradient of the slice
 read in parts        DTensor, Replicate()     this rank's spans    partial: summed over the ranks
 whole                DTensor, Replicate()     whole                partial: summed over the ranks
 
-A parameter is read in parts if this rank's rows are not one slice of the parameter. Examples are the fused projections
-of recurrences, and heads, groups or vocabularies that cannot be divided evenly. The gradient of a whole parameter is
-always partial.
+A parameter is read in parts if the rows that this rank needs are not one slice of it. Examples are the fused
+projections of recurrences, and heads, groups or vocabularies that cannot be divided evenly.
 """
 
 from collections.abc import Sequence

@@ -55,7 +55,7 @@ class Permutation:
         place = (self.kept.flatten().cumsum(0) - 1).view_as(self.rows)
         index = scattered(len(self.assignments), place, self.rows, self.kept)
         ends = self.kept.sum(1).cumsum(0)
-        # Without that bag, embedding_bag adds these rows to the last token's, in fp64 and on CUDA.
+        # Without the bag of unused rows, embedding_bag would add them to the last token's sum, in fp64 and on CUDA.
         return index, torch.cat([ends.new_zeros(1), ends, ends.new_full((1,), len(index))])
 
 
@@ -148,7 +148,7 @@ class _Weigh(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             for_rows = (of_token * flat[places.assignments, None]).to(rows.dtype)
         if ctx.needs_input_grad[1]:
-            # Per row first, then scattered to assignments: a dropped one has no row, and its gradient is 0.
+            # Per row first, then scattered to assignments: a dropped assignment has no row, and its gradient is 0.
             dots = (of_token.to(weights.dtype) * rows).sum(-1)
             for_weights = torch.zeros_like(flat).scatter_(0, places.assignments, dots)
             for_weights = for_weights[: weights.numel()].view_as(weights)

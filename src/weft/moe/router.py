@@ -157,10 +157,10 @@ class Router(nn.Module):
     def share_positions(self, over_positions: Callable[[Tensor], Tensor]) -> None:
         """Compute the losses over the positions of several ranks. `over_positions`: see the attribute of this name."""
         self.over_positions = over_positions
-        vars(self)["graph_scopes"] = {"_scored": ("moe_router", None)}  # without the exchange of means that follows
+        vars(self)["graph_scopes"] = {"_scored": ("moe_router", None)}  # leaves out the exchange of means
 
     def forward(self, hidden: Tensor) -> Routing:
-        """Route the tokens of `hidden`, [batch, seq, hidden]. Raises ValueError for other dimensions."""
+        """Route the tokens of `hidden`, [batch, seq, hidden]. Raises ValueError if it is not 3-D."""
         if hidden.dim() != 3:
             raise ValueError(
                 f"hidden has the shape {tuple(hidden.shape)}: experts take [batch, seq, hidden], because losses and "

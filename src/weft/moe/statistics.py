@@ -21,7 +21,7 @@ def load_statistics(model: nn.Module, reset: bool = True, group: Ranks = None) -
 
     `reset`: set the counters to zero afterwards. `group`: sum over the ranks of this process group, or over all axes of
     this mesh. All these ranks must call this function. If each tensor-parallel rank counts only its own positions, the
-    sum includes them too. None: this rank's counts.
+    sum also covers the other tensor-parallel ranks. None: this rank's counts.
     """
     return _read(model, "load", reset, group)
 

@@ -1,4 +1,5 @@
-"""Exchanged rows with `rows_per="rank"`: one for each rank that has experts of a token, with their numbers and weights.
+"""The rows that are exchanged with `rows_per="rank"`. A token has one row for each rank that has any of its experts.
+The row also holds the numbers and weights of these experts.
 
     on the token's rank                              on the rank of the experts
     ----------------------------------------------   ---------------------------------------------------------
@@ -91,7 +92,7 @@ def visits_of(routing: Routing, ranks: int, local: int, shape: tuple[int, int]) 
 
 
 class _Mode(threading.local):
-    """A flag for each thread: ranks may be threads of one process, and switch while one is inside `in_halves`."""
+    """A flag for each thread. Ranks may be threads of one process, and others may run while one is in `in_halves`."""
 
     halves = False
 

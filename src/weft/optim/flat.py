@@ -5,7 +5,7 @@
     optimizer.step()
 
 A sharded model stores a rank's parts of many parameters in one flat buffer. The borders between parameters do not
-matter to an element-wise optimizer. It therefore updates runs of adjacent parameters with the same weight decay:
+matter to an element-wise optimizer. A flat tensor is therefore a run of adjacent parameters with the same weight decay:
 
     main weights   | norm | qkv .... | out .... | norm | up ......... | down ....... | bias |
     decay          |  no  |         yes         |  no  |            yes              |  no  |
@@ -49,15 +49,15 @@ def flat(
     Gradients may have a narrower dtype than the weights (`main_grads_dtype`). If `optimizer` does not take such
     gradients, they are cast to the dtype of the weights, one flat tensor at a time.
 
-    The `.grad` of a flat tensor is a DTensor over all ranks, so that `torch.amp.GradScaler` decides the same on all
-    ranks.
+    The `.grad` of a flat tensor is a DTensor over all ranks, so that `torch.amp.GradScaler` skips a step on all ranks
+    or on none.
 
     Frozen parameters are included, and are updated once they have gradients. Frozen parameters that are kept only in
     quantized form are not included. If you unfreeze one, build the optimizer again; otherwise `step` raises ValueError.
 
     Raises ValueError if `optimizer` is not element-wise, if it does not take gradients in `main_grads_dtype` and this
-    is not narrower than the weights' dtype, or if a trainable parameter is in no unit. Raises TypeError if `optimizer`
-    is not a class or `model` is not a module.
+    is not narrower than the weights' dtype, or if a trainable parameter is not sharded. Raises TypeError if
+    `optimizer` is not a class or `model` is not a module.
     """
     if not isinstance(optimizer, type):
         raise TypeError(
@@ -109,7 +109,7 @@ def _refuse_unsharded(names: Iterable[str]) -> None:
 
 
 class FlatOptimizer(torch.optim.Optimizer):
-    """The part of a flat optimizer that maps flat tensors to parameters. Its other base class is one of torch.optim.
+    """Maps flat tensors to parameters. A flat optimizer derives from this class and from one of torch.optim.
 
     The members of a run (adjacent parameters that are one flat tensor) share one state, and therefore one step count.
     If only some members have a gradient, the run is divided permanently, so that each part counts its own steps.
@@ -120,7 +120,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     _outside: dict[str, nn.Parameter]
     _resting: dict[str, nn.Parameter]
     _widened: set[ParameterGroup]
-    """The groups whose gradients are narrower than their weights, and must be widened for `optimizer`."""
+    """The groups whose gradients are narrower than their weights, and must be widened for the torch.optim class."""
     _rooms: dict[Any, torch.Tensor]
 
     def step(self, closure: Any = None) -> Any:
@@ -161,7 +161,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step_over(self, runs: Sequence[FlatRun], step: Callable[[], Any]) -> None:
-        """Call torch's `step` while only `runs` have gradients. Runs whose gradients are widened come one at a time."""
+        """Call torch's `step` while only `runs` have gradients. Widened gradients share memory: one run at a time."""
         wide = self._room_for(runs[0]) if runs and runs[0].group in self._widened else None
         try:
             for run in runs:
@@ -345,7 +345,7 @@ def _takes_dtypes(group: ParameterGroup, optimizer: type[torch.optim.Optimizer],
     try:
         optimizer([probe], **options).step()
     except RuntimeError as error:
-        if main_grad.itemsize < main.itemsize:  # no value is lost in the wider dtype
+        if main_grad.itemsize < main.itemsize:  # `_step_over` widens gradients, which is exact
             return False
         raise ValueError(
             f"{optimizer.__name__} does not take gradients in {main_grad} for weights in {main}: leave out "

@@ -4,14 +4,15 @@
     --------------------------------------  ---------------------------------------  -------------------------
     that of the model, cut over all axes    one rank                                 all of it
     that of the model, replicated           one rank of each replica                 1 / replicas
-    some of the model's ranks: experts      as above; other ranks, other experts     1 / replicas there
-    with tensor parallelism in addition     as above, per slice                      as above; then sums are added*
-    whole experts on tensor-parallel ranks  as above; other ranks, other experts     as above; then sums are added
+    some of the model's ranks, for experts  as above; other ranks hold others        1 / replicas in its mesh
+    with tensor parallelism in addition     as above, for each slice                 as above; then sums are added*
+    whole experts on tensor-parallel ranks  as above; other ranks hold others        as above; then sums are added*
 
-*   over the tensor-parallel ranks, if these are outside of the model's mesh; those of experts are in the model's mesh.
+*   over the tensor-parallel ranks, if these are outside of the model's mesh. Expert-parallel ranks are inside.
 
 The model's mesh is the largest mesh that is not a mesh of experts. The sum of the shares over its ranks counts every
-element once. It takes one all-reduce per mesh axis over which parameters differ, and one per tensor-parallel group.
+element once. This sum takes one all-reduce per mesh axis over which parameters differ, and one per
+tensor-parallel group.
 """
 
 import math
@@ -38,8 +39,8 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
 
     The norm is fp32, or fp64 if gradients are fp64. Every element counts once, even if it is replicated, belongs to an
     expert, or is in a tensor-parallel slice. Unsharded parameters also count, and must have the same gradients on all
-    ranks. Frozen parameters whose `.grad` is set count too. Takes one kernel per parameter group and one small
-    all-reduce per mesh axis.
+    ranks. Frozen parameters whose `.grad` is set count too. The norm takes one kernel per parameter group and one
+    small all-reduce per mesh axis.
 
     `norm_type`: the order of the norm, such as 2.0 or `math.inf`. Raises TypeError if `model` is not a module,
     ValueError if nothing in it is sharded or `norm_type` is not positive.
@@ -51,7 +52,7 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
-    """Scale all gradients of a sharded model to a norm of at most `max_norm`. Return their norm before. Collective.
+    """Scale all gradients of a sharded model to a norm of at most `max_norm`. Return the norm before that. Collective.
 
     The norm is computed as in `grad_norm`. Raises what `grad_norm` raises, and ValueError for a `max_norm` that is not
     a number of at least 0. With `error_if_nonfinite`, the host waits for the norm, and RuntimeError is raised if the
@@ -122,12 +123,15 @@ class ModelRanks:
             self._check(groups)
 
     def copies(self, group: ParameterGroup) -> int:
-        """Return how many of the ranks whose sums are added hold the same elements of `group`."""
+        """Return how many ranks, of those over which `combine` sums, hold the same elements of `group`."""
         replicated = set(self.axes if self._spans(group) else range(group.mesh.ndim)) - set(group.main_weight.axes)
         return ranks_over(group.mesh, replicated)
 
     def beyond(self, slices: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-        """Return the group of `slices`, or None if `combine` already sums over its ranks, as it does for experts."""
+        """Return the process group over which sums must still be added for tensors that are sliced over `slices`.
+
+        None: `combine` already sums over these ranks, as it does for experts, or the tensors are not sliced.
+        """
         if slices is None or self._everyone.issuperset(dist.get_process_group_ranks(slices)):
             return None
         # With expert parallelism, `slices` may cross the model's mesh and have only some of the tensor-parallel ranks.
@@ -262,7 +266,7 @@ def _unsharded_gradients(model: nn.Module, groups: Sequence[ParameterGroup]) -> 
         for parameter in module._parameters.values()
         if parameter is not None and not isinstance(parameter, UnevenDTensor) and parameter.grad is not None
     }
-    if found:  # also has full parameters whose gradients wait for their reduction: remove these
+    if found:  # remove full parameters whose gradients wait for their reduction
         for group in groups:
             for record in group.parameters:
                 found.pop(id(record.full), None)

@@ -1,4 +1,4 @@
-"""Adjacent parameters of one group as one flat parameter. Its gradient is looked up when it is accessed.
+"""Adjacent parameters of one parameter group as one flat parameter, whose gradient is looked up at each access.
 
 main weights of a group     | norm | qkv .... | out .... | up ......... |
 one run                            |<------------------->|
@@ -106,7 +106,7 @@ class FlatRun:
     def begin_step(self) -> None:
         """Begin a step: until `end_step`, `gradient` is None except between `take_gradient` and `drop_gradient`.
 
-        Call `group.gradients.main.take_over()` before.
+        Call `group.gradients.main.take_over()` before `begin_step`.
         """
         self._in_step = True
 

@@ -26,9 +26,9 @@ from weft.overlap.wgrad import DelayedWeights
 class ChunkPass:
     """The steps of one microbatch in one chunk, each called once. The last backward step of a layer frees its state.
 
-    - `delay_wgrad`: compute the weight gradients of layers in separate steps. `apart`: also those of the head.
+    - `delay_wgrad`: compute the weight gradients of layers in separate steps. `apart`: those of the head too.
     - `halves`: exchange the rows of each half of the tokens separately.
-    - `before`: the border to the previous stage, None for the first. `behind`: to the next stage, None for the last.
+    - `before`: the border to the previous stage, None for the first stage. `behind`: to the next, None for the last.
     - `key`: equal for microbatches of the same shape.
     - `check`: raise UndeclaredTensor if a layer passes a tensor between its stages outside its `Crossing`.
     - `scores`: compute the model's logits, and keep them as `outputs`.
@@ -101,7 +101,7 @@ class ChunkPass:
             return
         following = self._passes.get(layer - 1)
         if step.slot == "attend" and following is not None and following.exchanges:
-            priority.expect()  # hold back reductions and gathers until that layer has sent its gradients
+            priority.expect()  # hold back reductions and gathers until `following` has sent its gradients
         if step.slot == ("attend.weights" if self._delay_wgrad else "attend"):
             del self._passes[layer]
 
@@ -184,7 +184,7 @@ class ChunkPass:
         self.loss = self._scored.take()
 
     def _scalar(self, loss: Any) -> Tensor:
-        """Return `loss` without dimensions. Raises TypeError unless it is one number, with a gradient or 0."""
+        """Return `loss` as a 0-D tensor. Raises TypeError unless it is one number that has a gradient or is 0."""
         if isinstance(loss, Tensor) and loss.numel() == 1:
             if loss.requires_grad or not torch.is_grad_enabled() or not loss:
                 return loss if not loss.dim() else loss.reshape(())

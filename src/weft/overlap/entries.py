@@ -20,8 +20,9 @@ def table_order(
     """Yield the steps of one rank's entries of a table. `part(microbatch, chunk)` returns the `Part` of an action.
 
     `overlap=False`: the forward and the backward of a pair run one after the other. `queues`: the device has streams.
-    In a backward, no exchange follows the delayed weight gradients of the layer that runs last. They are computed
-    during the first exchange of the next backward.
+
+    The delayed weight gradients of the layer that a backward runs last have no later exchange of this backward to run
+    under. They are computed during the first exchange of the next backward.
     """
     switches = {"early_release": early_release, "queues": queues}
     owed: list[Step] = []
@@ -54,7 +55,8 @@ def _entry_order(
 
 
 def _beside_first(steps: Sequence[Step], owed: Sequence[Step]) -> int:
-    """Return the index in `steps` at which the `owed` weight gradients run, during the first exchange of a backward.
+    """Return the index in `steps` at which the weight gradients `owed` by earlier steps run: during the first exchange
+    of a backward.
 
     The index is 0 if there is no such exchange. It is also 0 if the exchange belongs to the layer of the `owed`
     gradients: they must be added before that layer's next gradients.

@@ -1,10 +1,10 @@
-"""Nodes: parts of a forward. Each has its own autograd graph, whose backward runs when it is called.
+"""Nodes: parts of a forward. Each has its own autograd graph, whose backward runs when the schedule calls it.
 
     Value --> [ border | computation ] --> Value --> ...       forward: each node has a separate autograd graph
     Value <-- [ border | computation ] <-- Value <-- ...       backward: gradients wait in the values between nodes
 
-A value keeps its gradient until it is taken. It gives its data to the node that takes it, so that the data is freed
-when no autograd graph needs it.
+A value keeps its gradient until `take_gradient`. `take` gives its data to a node and drops it here, so that the data is
+freed when no autograd graph needs it.
 """
 
 import functools
@@ -48,7 +48,7 @@ class Value:
 
 
 class ComputeNode:
-    """A function of values whose backward runs when `backward` is called. `around`: a context manager for both runs."""
+    """A function of values whose backward runs when `backward` is called. `around`: a context for both."""
 
     def __init__(self, name: str, around: AbstractContextManager | None = None) -> None:
         self.name = name

@@ -149,7 +149,7 @@ COMBINED = (
     (FORWARD, "finish"),
     (FORWARD, "leave"),
 )
-# B.attend runs before F.experts: its activations are freed earlier, but B.dispatch is less hidden. Only the weight
+# B.attend runs before F.experts: the activations of B are freed earlier, but B.dispatch is less hidden. Only the weight
 # gradients of `attend` are then left to run under F.combine.
 EARLY_RELEASE = (
     *UNTIL_SENT,
@@ -168,9 +168,9 @@ BACKWARD_ALONE = tuple(entry for entry in COMBINED if entry[0] != FORWARD)
 
 FIRST, SECOND = "first", "second"
 ABOVE = "first, before"
-"""The layer of the first microbatch that ran just before (in backward order)."""
+"""The layer that the first microbatch ran just before (in backward order)."""
 LATE = "second, before"
-"""The layer of the second microbatch that ran just before, and whose last steps are still to run."""
+"""The layer that the second microbatch ran just before, and whose last steps are still to run."""
 
 FORWARDS = (
     (FIRST, "enter"),

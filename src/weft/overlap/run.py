@@ -241,8 +241,8 @@ class SharedEnds:
     """The parameters that the first and the last stage share. Each stage adds the other's gradients to its own, so that
     both have the same sum.
 
-    On the rank of the last stage the gradients are None at the start, so that those of an earlier call are not added
-    twice.
+    On the rank of the last stage, the constructor sets the gradients to None, so that those of an earlier call are not
+    added twice.
     """
 
     def __init__(self, model: Any, cut: Cut, transport: Transport | None) -> None:
@@ -254,7 +254,7 @@ class SharedEnds:
                 "the first and the last stage share a parameter that has a hook on its accumulated gradient, which "
                 "would see only the gradient of its own stage: step the optimizer after the call"
             )
-        apart = () if isinstance(model, FSDPModule) else getattr(model, "tied_ends", ())  # sharding sums both shares
+        apart = () if isinstance(model, FSDPModule) else getattr(model, "tied_ends", ())  # FSDP sums both uses
         if any(getattr(each, "_post_accumulate_grad_hooks", None) for module in apart for each in module.parameters()):
             raise ValueError(
                 "a parameter that the model uses both before and after its layers has a hook on its accumulated "

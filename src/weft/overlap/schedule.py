@@ -59,7 +59,7 @@ def forward_backward(
             memory and hides less communication.
         halves: if a forward or backward is not in a pair, exchange the rows of each half of its tokens separately. The
             experts then compute one half while the other is in flight. This needs a model with `moe_rows_per="rank"`.
-            It sums the gradients of experts in another order, which changes their rounding.
+            The gradients of experts are then summed in another order, which changes their rounding.
         loss_scale: the factor of the gradients, such as 1 / len(microbatches), or a list with a factor for each
             microbatch, such as its share of the tokens.
         trace: a list that receives each step in issue order, a named tuple (direction, microbatch, layer, slot, lane,

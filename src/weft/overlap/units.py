@@ -1,5 +1,5 @@
-"""Sharded units (modules whose weights are gathered together) in a schedule: when the weights of each are gathered and
-released, and its gradients reduced.
+"""Sharded units (modules whose weights are gathered together) in a schedule: when a unit's weights are gathered and
+released, and when its gradients are reduced.
 
     before a layer's first step of a direction        acquire
     after its last forward or data-gradient step      release
@@ -49,8 +49,9 @@ class DepthUnits:
 
 
 class Around(NamedTuple):
-    """A step with the units to acquire before it, and the units to release, or whose gradients to reduce, after it. A
-    `Hold` stands for the steps that use a unit: they release it with the `Hold` that acquired it."""
+    """A step with three lists of units: those to acquire before it, those to release after it, and those whose
+    gradients to reduce after it. A `Hold` stands for a range of steps that use a unit: the last of them releases what
+    the first acquired."""
 
     step: Step
     acquire: list[tuple[Unit, Hold]]
@@ -175,7 +176,7 @@ class ModelUnits:
             self.engine.use(unit, hold)
             if around.step.direction == BACKWARD:
                 self.engine.offer(unit)
-            elif torch.is_grad_enabled():  # backward needs its weights at the same addresses
+            elif torch.is_grad_enabled():  # backward needs the weights at the same addresses
                 unit.calls.add(ref(self if unit in self.outside else graph, unit.calls.discard))
 
     def after(self, around: Around, graph: Any) -> None:
@@ -198,8 +199,8 @@ class ModelUnits:
 
 
 def _hold(held: Sequence[Unit], mine: Sequence[Around]) -> None:
-    """Note in `mine`, the steps of one microbatch in one direction, that they acquire `held` before and release it
-    after."""
+    """Note in `mine`, the steps of one microbatch in one direction, that the first acquires `held`, and that the last
+    releases it."""
     data = [each for each in mine if "." not in each.step.slot]
     backward = mine[0].step.direction == BACKWARD
     holds = [(unit, Hold(f"{data[0].step} to {data[-1].step.slot}", backward=backward)) for unit in held]

@@ -29,8 +29,8 @@ from weft.overlap.order import COMPUTE
 
 
 class DelayedWeights(TorchFunctionMode):
-    """A mode under which the backward of products with parameters queues their weight gradients. Each node has its own
-    mode."""
+    """A mode under which the backward of products with parameters queues their weight gradients. Each `ComputeNode` has
+    its own mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def _operands(kind: Any, args: tuple, kwargs: dict) -> tuple[Tensor, Tensor, Ten
     if len(args) > len(kind.arguments) or given.keys() & kwargs.keys():
         return None
     given |= kwargs
-    asked = {name for name, value in given.items() if value is not None}  # torch spells out options that were not given
+    asked = {name for name, value in given.items() if value is not None}  # torch passes None for options not given
     if not asked <= set(kind.arguments[:3]):
         return None
     operands: list[Any] = [given.get(name) for name in kind.arguments[:3]]

@@ -86,8 +86,8 @@ class Simulation:
 
     @property
     def live(self) -> tuple[float, ...]:
-        """The peak number of microbatches whose activations are in the memory of each rank. One in all of the rank's
-        chunks counts as 1, one in half of them as 0.5.
+        """The peak number of microbatches whose activations are in the memory of each rank. A
+        microbatch with activations in all of the rank's chunks counts as 1, in half of them as 0.5.
 
         The activations of a chunk live from the start of its F to the end of its B or W.
         """

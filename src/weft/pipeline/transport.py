@@ -7,8 +7,8 @@
 
 Each border has one channel in each direction, so messages of different borders cannot overtake or block one another.
 The receive of a message is issued before the computation on the previous message. The message then arrives during that
-computation. The receive needs the shapes of the message. The sender sends them with the first message of each `key`,
-such as the shape of a microbatch. Gradients have the shapes of their activations.
+computation. The receive needs the shapes of the message. The sender sends them with the first message of each `key`
+(for example, the shape of a microbatch). Gradients have the shapes of their activations.
 """
 
 from collections import deque

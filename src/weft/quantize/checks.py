@@ -13,8 +13,8 @@ from weft.quantize.recipe import Quantization
 
 
 def suits(recipe: Quantization, parameter: nn.Parameter, owners: Sequence[tuple[Any, str]]) -> bool:
-    """Return whether a parameter is quantized by default, without a `quantize` of the user. `owners`: weak references
-    to the modules that have the parameter, each with the name of the attribute."""
+    """Return whether a parameter is quantized if the user passes no `quantize=`. `owners`: weak references to the
+    modules that have the parameter, each with the name of the parameter in the module."""
     suited = parameter.ndim in (2, 3) and not any(isinstance(ref(), nn.Embedding) for ref, _ in owners)
     return suited and (not recipe.is_scaled or all(_multiplies(ref(), attribute) for ref, attribute in owners))
 
@@ -27,7 +27,8 @@ def check_weight(
     compute: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Raise ValueError if a parameter, or a tensor-parallel slice of it, of this shape cannot be quantized."""
+    """Raise ValueError if a parameter cannot be quantized. `shape`: that of the parameter or, with tensor parallelism,
+    of its slice on one rank. `compute`: the compute dtype."""
     recipe.check(shape, f"parameter {name!r}")
     if parallel is not None and parallel.slices() > 1:
         _refuse_divided_blocks(recipe, shape, parallel, name)

@@ -28,7 +28,7 @@ class ExceptEnds:
 
 
 def except_ends(first: int = 1, last: int = 1) -> ExceptEnds:
-    """Return a choice for `MixedPrecisionPolicy(quantize=...)`: the first and last layers keep the compute dtype.
+    """Return a choice for `MixedPrecisionPolicy(quantize=...)`: all layers but the first and the last are quantized.
 
     Use it with `weft.models.shard`. `first`, `last`: how many layers at the beginning and at the end of the whole model
     (all pipeline stages) are not quantized. In the layer pattern, each symbol of a group counts as a layer. The layers

@@ -32,7 +32,7 @@ def dequantize(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the values, in `dtype`, of a payload and scales that `quantize` returned. The product is computed in fp32.
+    """Return the values, in `dtype`, of a payload and scales that `quantize` returned. They are multiplied in fp32.
 
     `out`: a contiguous tensor with the shape of the values. It is filled and returned, and its dtype replaces `dtype`.
     """
@@ -67,7 +67,7 @@ def dequantize(
 
 
 def unpacked_e2m1(payload: torch.Tensor) -> torch.Tensor:
-    """Unpack nvfp4 codes to one per byte, in the bits of e4m3. Read as e4m3, their values are 64 times smaller."""
+    """Unpack nvfp4 codes to one per byte, in the bits of e4m3. Read as e4m3, the values are 64 times too small."""
     halves = torch.stack([payload << 4, payload & 0xF0], dim=-1).flatten(-2)  # the sign first, as in e4m3
     return (halves & 0x80) | (halves & 0x70) >> 2
 

@@ -19,7 +19,7 @@ from weft.quantize.tiles import over_tiles, tiled, untiled
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 SMALLEST = 1e-12
-"""The lower bound of a block's maximum, for blocks with an fp32 scale."""
+"""The lower bound of the maximum from which an fp32 scale is computed, so that no scale is 0."""
 _E4M3_EXPONENT = 8
 _E4M3_LEAST = 2.0**-9
 """The smallest positive value of e4m3."""
@@ -36,8 +36,8 @@ def quantize(
 ) -> tuple[torch.Tensor, Scales]:
     """Return the payload of `tensor`, uint8, and its scales.
 
-    The payload has the shape of the tensor and the bits of e4m3. For nvfp4, the payload has half of the columns and two
-    values per byte, with the even column in the low half. The scales of a `[R, C]` tensor are
+    The payload has the shape of the tensor and the bits of e4m3. For nvfp4, the payload has half as many columns, and
+    two values per byte: that of the even column in the low half. The scales of a `[R, C]` tensor are
 
     - tensorwise: fp32 `[]`
     - rowwise: fp32 `[R]`

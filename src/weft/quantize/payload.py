@@ -5,8 +5,8 @@
 
 Shard borders are block borders, so each rank quantizes its shard without communication. Recipes with one scale per
 matrix need the maximum of the whole matrix: once per step, `weft.fsdp.runtime.freshness` reduces the shards' maxima
-over the ranks. One message carries payload and scales. Each piece of a shard is dequantized directly from the received
-bytes into the full weights.
+over the ranks. One message carries payload and scales. Each piece of a shard (its part of one tensor) is dequantized
+directly from the received bytes into the full weights.
 
 With mx and `compute="scaled"`, weights have two copies. Both are made from the same main weights at the same time, and
 gathered one at a time. Copy 0 has blocks along the dimension over which forward products sum; copy 1 has blocks along
@@ -35,8 +35,8 @@ _ALIGNMENT = 16  # the size of a shard is a multiple of this many bytes
 
 
 class _Piece(NamedTuple):
-    """The part of one matrix of tensor `number` that is in one shard. `place`: the offset of its elements in the
-    layout. `scales_at`: the offset of its scales in the shard's bytes."""
+    """The part of tensor `number` that is in one shard; with one scale per matrix, only the part of matrix `matrix`.
+    `place`: the offset of its elements in the layout. `scales_at`: the offset of its scales in the shard's bytes."""
 
     number: int
     matrix: int
@@ -47,7 +47,7 @@ class _Piece(NamedTuple):
 
 
 class Narrow:
-    """The payload of quantized weights. It is kept beside the main weights, and made from them once per step."""
+    """The payload and scales of quantized weights, kept beside the main weights and made from them once per step."""
 
     refreshes = True
     staging: Transient | None = None
@@ -97,7 +97,7 @@ class Narrow:
         return self._recipe.along(-2 if (len(self._extents[number].shape) == 3) != bool(copy) else -1)
 
     def write(self, own: torch.Tensor, source: torch.Tensor, pool: Pool, copy: int = 0) -> Callable[[], Any] | None:
-        """Return a function that quantizes `source` to `own`; None if `source` is a payload."""
+        """Return a function that quantizes `source` to `own`; None if `source` is already quantized."""
         return None if source.dtype == self.dtype else functools.partial(self.fill, own, source, copy)
 
     def land(self, full: torch.Tensor, source: torch.Tensor, pool: Pool) -> torch.Tensor:
@@ -245,7 +245,7 @@ class Narrow:
     ) -> tuple[torch.Tensor, Any, Quantization]:
         """Return payload, scales and recipe of tensor `number` for a matrix product of forward or of `backward`.
         `codes`: the tensor's payload in full weights that stay quantized. For products that sum over rows, the payload
-        is the transposed one, if that is kept."""
+        returned is a view of the kept transposed codes, if there are any."""
         recipe, shape, begin = self._recipe_of(number, copy), tuple(codes.shape), self._scales_at[number]
         if recipe.keep_transpose and (codes.dim() == 3) != backward:
             codes = self._transposed(full.view(torch.uint8), self._extents[number].offset, shape).mT

@@ -45,7 +45,7 @@ class PayloadOnly(FlatBuffer):
         main.local = main.local.new_empty(0)
         self._own = model.part(main.placements)
         self._payload = payload
-        # Weak references: parameters must not be kept alive. One that outlives its model still finds its values.
+        # Weak references: parameters must not be kept alive. A parameter that outlives its model can still be read.
         self._parameters = [weakref.ref(each) for each in parameters]
         self._parts = [each._local_tensor for each in parameters]
         self.has_passed = False  # whether a pass has begun. Writes before the first pass are initial values.
@@ -81,7 +81,7 @@ class PayloadOnly(FlatBuffer):
             self._payload.fill(self._own.local, self.local)
 
     def let_go(self) -> None:
-        """Free the memory of the main weights, unless other code holds a tensor in it. The payload is up to date."""
+        """Free the main weights' memory, unless other code holds a tensor in it. The payload must be up to date."""
         if not self._is_here or self.is_unfrozen or self._holders() > self._own_holders:
             return
         self._is_here = False
@@ -111,7 +111,7 @@ class PayloadOnly(FlatBuffer):
 
     @contextmanager
     def _unwritten(self) -> Iterator[None]:
-        """Keep the version counter in this context, so that writes do not count."""
+        """Keep the version counter unchanged in this context: its writes do not count as writes of the user."""
         version = self.version
         with torch.no_grad():
             yield
@@ -125,8 +125,8 @@ class PayloadOnly(FlatBuffer):
 
 
 def payload_only_of(group: Any) -> PayloadOnly | None:
-    """Return a replacement for the group's main weights if these need not be kept: if they are frozen, are on the
-    device, and have one payload. Otherwise return None."""
+    """Return a replacement for the group's main weights if these need not be kept: if they are frozen and on the
+    device, and each has one quantized copy. Otherwise return None."""
     stays = group.trainable or group.offload is not None or not group.layout.data_numel
     if stays or not isinstance(group.payload, Narrow) or group.payload.copies > 1:
         return None

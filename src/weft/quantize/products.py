@@ -51,7 +51,7 @@ def scaled_product(
     """Return `x @ weight.T` for `dim` -1, or `x @ weight` for `dim` -2, in the dtype of `x`.
 
     `x`: `[rows, K]`. `payload`, `scales`: the payload and the scales of the weight, as `quantize` returns them.
-    `offsets`: for a stack of matrices, where the rows of `x` end that each matrix multiplies.
+    `offsets`: for a stack of matrices, `offsets[i]` is the index in `x` after the last row that matrix i multiplies.
     """
     other = beside(recipe, dim, by_row=offsets is not None)
     if x.is_cuda and other is not None:

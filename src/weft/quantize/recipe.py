@@ -11,7 +11,8 @@ nvfp4()            16 adjacent elements of a row    e4m3      e2m1      1 / 2 + 
 A weight with three dimensions is a stack of matrices, such as the experts of a layer.
 
 A product of quantized operands needs blocks along the dimension over which it sums. This dimension differs between
-forward and backward. For mx with `compute="scaled"`, a weight therefore has two copies, `along(-1)` and `along(-2)`.
+forward and backward. For mx with `compute="scaled"`, a weight is therefore quantized twice, by the recipes `along(-1)`
+and `along(-2)`.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ class Quantization:
 
     `tensorwise`, `rowwise`, `blockwise`, `mx` and `nvfp4` make recipes.
 
-    - `block`: the numbers of rows and columns that share a scale. 0: all.
+    - `block`: how many rows and how many columns share a scale. 0: all of them.
     - `pow2`: whether fp32 scales are rounded up to powers of two.
     - `via`: the dtype to which weights are cast before they are quantized. None: the compute dtype.
     - `compute`: with "dequantize", products use the weight in the compute dtype. With "scaled", linear layers and
@@ -80,7 +81,7 @@ class Quantization:
 
     @property
     def copies(self) -> int:
-        """The number of copies of a weight: 2 if forward and backward need different copies."""
+        """The number of quantized copies of a weight: 2 if forward and backward need different ones."""
         return 2 if self.kind == "mx" and self.is_scaled else 1
 
     def along(self, dim: int) -> "Quantization":
@@ -91,7 +92,7 @@ class Quantization:
 
     @property
     def shares_maximum(self) -> bool:
-        """Whether a scale is computed from a whole matrix. Ranks with parts of it must agree on its maximum."""
+        """Whether a scale is computed from a whole matrix. Ranks with parts of the matrix must agree on its maximum."""
         return self.kind in ("tensorwise", "nvfp4")
 
     @property
@@ -115,11 +116,11 @@ class Quantization:
         return (*stack, math.ceil(height / rows), math.ceil(width / columns))
 
     def cut_between(self, shape: Sequence[int]) -> int:
-        """Return the number of elements between possible cuts, such that no cut divides a block."""
+        """Return a number n: no block is divided if a tensor of this shape is cut only at multiples of n elements."""
         if self.kind == "tensorwise" or not all(shape):
             return 1
         rows = self.block[0] if self.copies == 1 else max(self.block)
-        whole = len(shape) == 3 and shape[1] % rows != 0  # each matrix starts a new tile
+        whole = len(shape) == 3 and shape[1] % rows != 0  # the last tile of each matrix is smaller
         return shape[1] * shape[2] if whole else rows * shape[-1]
 
     def check(self, shape: Sequence[int], what: str = "a tensor") -> None:
@@ -144,7 +145,7 @@ def tensorwise(
     compute: str = "dequantize",
     keep_transpose: bool = False,
 ) -> Quantization:
-    """Return a recipe for FP8 (e4m3) with one fp32 scale per matrix, from the matrix's current maximum.
+    """Return a recipe for FP8 (e4m3) with one fp32 scale per matrix, computed from its current values.
 
     The options are described in `Quantization`.
     """

@@ -2,7 +2,7 @@
 
 A template is written in Jinja. It is the file `chat_template.jinja`, or `chat_template` in tokenizer_config.json. The
 assistant writes the text between {% generation %} and {% endgeneration %}. In a template without these tags, the
-assistant writes the text that each of its messages adds after the message's prompt.
+assistant writes what rendering each of its messages adds after the prompt for that message.
 """
 
 import json

@@ -80,7 +80,7 @@ def evaluate(
     trust: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> dict[str, float]:
-    """Return the validation loss of a checkpoint of a run, with other numbers, by name. Runs in this process alone.
+    """Return the validation loss and other numbers of a run's checkpoint, by name. Runs in this process alone.
 
     Args:
         run: the directory of the run.

@@ -1,4 +1,4 @@
-"""Tracks the load of experts during a run, and changes the router biases so that it becomes balanced."""
+"""Tracks the load of experts during a run, and changes the router biases so that the load becomes balanced."""
 
 import torch
 from torch import nn

@@ -168,7 +168,7 @@ class Trainer:
         options = configured_options(self.optimizer, self._optimizer_config)
         try:
             state = self.state()
-            if isinstance(self.model, HybridModel):  # the run may have begun with layers in other groups
+            if isinstance(self.model, HybridModel):  # the checkpoint may group layers differently
                 state = renumbered(state, self.model.cfg)
             step = self.saves.load(state)
         except (ConfigError, CheckpointMismatch):

@@ -14,7 +14,8 @@ from weft.train.errors import ConfigError
 from weft.train.record.names import is_own
 
 _MARK_BITS = 16
-"""The number of bits of a mark. It is small, so that the sum of squared marks over all ranks is exact in fp64."""
+"""The number of bits of a mark, which is a hash value of names. It is small, so that the sum of squared
+marks over all ranks is exact in fp64."""
 
 
 class OwnNumbers:

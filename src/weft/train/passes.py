@@ -126,8 +126,8 @@ class Passes:
 
 
 def _weighted(losses: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """Return losses times weights. A loss with weight 0 is replaced by 0: its microbatch has no labels, so it is
-    NaN."""
+    """Return losses times weights. A loss with weight 0 is NaN, because its microbatch has no labels. It is replaced by
+    0."""
     counted = (
         loss if weight == 1 else loss.new_zeros(()) if weight == 0 else loss * weight
         for loss, weight in zip(losses, weights)

@@ -11,7 +11,7 @@ class Schedule:
     """Sets the learning rate of each step to `config.factor` times the initial learning rate of the optimizer.
 
     The factor depends only on the configuration and the step, so a run that resumes with a changed [schedule] follows
-    the new one.
+    the changed section.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: ScheduleConfig, steps: int) -> None:

@@ -156,7 +156,7 @@ class Source:
         """Generate continuations of `prompts`, each a text or tokens. Yield (index of a prompt, next part of its text).
 
         If the tokenizer is that of a published model, a text is preceded by the special tokens that the tokenizer puts
-        before texts. In a run there are none, as in training.
+        before texts. With the tokenizer of a run, there are none, as in training.
 
         A continuation has at most `tokens` tokens, and ends earlier at an end token. `choices`: fields of `Sampling`
         that replace those of generation_config.json. The same seed gives the same texts. The vocabulary of a model is

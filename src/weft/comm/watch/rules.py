@@ -25,9 +25,9 @@ from weft.errors import CollectiveMismatch
 CERTAIN_S = 1.0
 """The seconds for which ranks must be stuck before an error is raised."""
 ELSEWHERE_S = 5.0
-"""The seconds if one of the stuck ranks waits outside of weft, where only the line of its call is known."""
+"""The seconds before an error if a stuck rank waits outside of weft, where only the line of its call is known."""
 ABANDONED_S = 60.0
-"""The seconds if an exception ended a pass of one of the stuck ranks, which has done nothing in weft since."""
+"""The seconds before an error if an exception ended a pass of a stuck rank, which has done nothing in weft since."""
 
 
 def mismatch(what: str, said: Mapping[int, str], rule: str) -> CollectiveMismatch:
@@ -38,7 +38,7 @@ def mismatch(what: str, said: Mapping[int, str], rule: str) -> CollectiveMismatc
 
 class Issued(dict[str, int]):
     """The number of collectives of each key that this rank has issued. `off`: (key, number) of each collective that is
-    queued after another one. Until the other one has ended, it has not begun."""
+    queued after another one, and has not begun until the other one ends."""
 
     def __init__(self) -> None:
         super().__init__()

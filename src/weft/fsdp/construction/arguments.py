@@ -144,7 +144,7 @@ def _checked_modules(module: Any) -> list[nn.Module]:
 
 
 def _checked_reshard(choice: Any, placements: Placements, shards: int) -> bool | int | None:
-    """Return `choice`, a `reshard_after_forward`. The ints 1 and `shards`, the size of the shard axis, become bools."""
+    """Return `choice`, a `reshard_after_forward`. `shards`, the size of the shard axis, becomes True, and 1 False."""
     if choice is None or isinstance(choice, bool):
         return choice
     if not isinstance(choice, int):

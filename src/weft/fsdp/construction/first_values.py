@@ -114,7 +114,7 @@ def _filler(module: nn.Module) -> Callable[[], Any] | None:
 
 
 def _filled_in(parameter: nn.Parameter, slot: Slot, order: dict[nn.Module, int]) -> tuple[nn.Module, dict, str, Any]:
-    """Return the place in which a parameter is filled: in the first owner that can fill it, if there is one."""
+    """Return the place in which a parameter is filled: its first owner that can fill it, otherwise its first owner."""
     owners = [(module, name) for owner, name in slot.owners if (module := owner()) is not None]
     module, name = min(owners, key=lambda place: (_filler(place[0]) is None, order[place[0]]))
     return module, cast(dict, module._parameters), name, parameter

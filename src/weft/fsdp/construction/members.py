@@ -67,7 +67,7 @@ class Members:
         return Unsharded(parameter, parameter, slot, mesh, parallel, recipe, cutting)
 
     def _check_tied(self) -> None:
-        """Raise ValueError for a tied parameter of an enclosing unit, or one gathered in another dtype or format."""
+        """Raise ValueError if an enclosing unit owns a tied parameter, or its owner has another dtype or format."""
         modules, policy, kind = self._request.modules, self._request.policy, kind_of(self._request.modules[0])
         for parameter, slot, tied in self._tied:
             if any(one in other.modules() for other in alive(tied.unit.modules) for one in modules):
@@ -92,8 +92,8 @@ class Members:
             )
 
     def groups(self) -> list[ParameterGroup]:
-        """Materialize parameters on the meta device. Return the parameter groups, those with tensor-parallel slices
-        first."""
+        """Materialize the parameters that are on the meta device. Return the parameter groups, those with
+        tensor-parallel slices first."""
         request, device = self._request, self._request.device
         for mesh in dict.fromkeys([request.mesh, *(each.mesh for each in self._own)]):
             here = {each.original: each.slot for each in self._own if each.mesh == mesh}

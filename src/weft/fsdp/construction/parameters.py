@@ -46,7 +46,7 @@ def checked_parameter(
         )
     if why := never_runs(parameter):
         raise ValueError(f"{where}: {why}")
-    if parameter.device.type not in (device.type, "cpu", "meta"):  # from the CPU only this rank's part is copied
+    if parameter.device.type not in (device.type, "cpu", "meta"):  # CPU: only this rank's part will be copied
         raise ValueError(
             f"{where} is on {parameter.device}, the mesh is for {device.type}: move the module to {device.type} or "
             "the CPU before fully_shard"

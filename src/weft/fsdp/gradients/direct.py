@@ -7,7 +7,7 @@ returns None as the weight's gradient. Its forward keeps the weight as an attrib
 
 Megatron's convention works too: a module sets `weight.grad_added_to_main_grad = False` on its parameter before
 `fully_shard`. In backward it adds to `weight.main_grad` and sets `weight.grad_added_to_main_grad = True`. The gradient
-that it returns to autograd is then ignored or, if `weight.zero_out_wgrad = True` declares that it is zeros, added.
+that the module returns to autograd is then ignored, or added if `weight.zero_out_wgrad = True` declares it as zeros.
 
 `whole` is for weights that are replicated over tensor-parallel ranks, each of which computes a partial gradient:
 
@@ -15,7 +15,7 @@ that it returns to autograd is then ignored or, if `weight.zero_out_wgrad = True
     backward    this rank's part             ->  the sum over the ranks, Replicate()
 
 The sum is an all-reduce, which a captured graph (`weft.graphs`) must not contain. Therefore a capture substitutes
-another tensor for the plain one, and the caller of the graph calls `whole` outside of it.
+another tensor for the plain one, and the caller of the graph calls `whole` outside of the graph.
 """
 
 from collections.abc import Callable, Iterator
@@ -79,7 +79,7 @@ def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor's local tensor, from which `parameter_of` finds the DTensor; a plain parameter as it is."""
+    """Return a DTensor's local tensor, from which `parameter_of` finds the DTensor, or a plain parameter unchanged."""
     if not isinstance(parameter, DTensor):
         return parameter
     part = parameter.to_local()

@@ -1,4 +1,4 @@
-"""The gradients of one parameter group: autograd's are packed, reduced and published as `.grad`.
+"""The gradients of one parameter group: those of autograd are packed, reduced and published as `.grad`.
 
     buffer    lives       placement    dtype        holds
     packed    briefly     Partial      reduce       this rank's gradients
@@ -43,14 +43,14 @@ class Where(enum.Enum):
 
 
 TRANSITIONS = {  # caused by: what happens
-    (Where.NOWHERE, "pack"): Where.PACKED,  # the end of a backward: autograd's gradients are copied into it
+    (Where.NOWHERE, "pack"): Where.PACKED,  # the end of a backward: autograd's gradients are copied into a buffer
     (Where.PACKED, "pack"): Where.PACKED,  # a further microbatch: autograd's gradients are added
     (Where.SUMMED, "pack"): Where.PACKED,  # a further microbatch
     (Where.REDUCED, "pack"): Where.PACKED,  # a unit that is reduced twice in one backward
     (Where.PACKED, "reduce"): Where.ON_THE_WAY,  # its turn: the reductions start; `main` belongs to the engine
     (Where.ON_THE_WAY, "arrive"): Where.REDUCED,  # a need for room: the transient memory is freed
     (Where.ON_THE_WAY, "wait"): Where.SUMMED,  # the same, if the outer axis waits for the last microbatch
-    (Where.REDUCED, "publish"): Where.NOWHERE,  # the end of a backward: `main` becomes `.grad`, and the user's
+    (Where.REDUCED, "publish"): Where.NOWHERE,  # the end of a backward: `main` becomes `.grad`; the user owns it
 }
 """All transitions except `discard`: after an exception, it leads from any state to `NOWHERE`."""
 
@@ -71,7 +71,7 @@ class GroupGradients:
         self._parameters = parameters
         self._stages = [GradientStage(plan, axis) for axis in reversed(range(plan.mesh.ndim))]
         """The stages of reduction, one for each mesh axis, the shard axis first."""
-        self._finishes = False  # whether the reductions in flight are the last of the step, of all stages
+        self._finishes = False  # whether the reductions in flight, the last of the step, run all stages
         self.declared = [each for each in parameters if hasattr(each.full, "grad_added_to_main_grad")]
         """The parameters whose modules have declared that they add to `main_grad`."""
 
@@ -145,7 +145,7 @@ class GroupGradients:
         for each in self.declared:
             if each.full.grad_added_to_main_grad:  # type: ignore[attr-defined]
                 each.gradient.written = True
-                if not getattr(each.full, "zero_out_wgrad", False):  # autograd's gradient is not of zeros: ignore it
+                if not getattr(each.full, "zero_out_wgrad", False):  # autograd's gradient may not be zeros: ignore it
                     left[each.number] = None
         for each, view, gradient in zip(self._parameters, self._stages[0].views, left):
             state = each.gradient
@@ -232,7 +232,7 @@ class GroupGradients:
 
     @property
     def bucket_kind(self) -> Any:
-        """The process group and dtype, which must be equal for all gradients in one message. None: these share none."""
+        """The process group and dtype, which must be equal for all gradients in one message. None: no sharing."""
         return self._bucket_kind if self.hook is None and not self.sums_only else None
 
     def open_reduction(self) -> tuple[torch.Tensor, torch.Tensor, bool]:

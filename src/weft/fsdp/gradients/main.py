@@ -54,8 +54,8 @@ class MainGradients:
 
     def _exclusive(self, kept: Sequence[ShardedParameter], *, renewed: bool) -> FlatBuffer:
         """Return the buffer, in new memory if other code holds published tensors that are no longer `.grad`. If any
-        parameters are `kept`, their values stay, and the values of the others become zeros. `renewed`: another backward
-        will overwrite the buffer, so views of all gradients must keep the old memory too."""
+        parameters are `kept`, their gradients stay, and those of the others become zeros. `renewed`: another backward
+        will overwrite the buffer, so other code's views of all gradients must keep the old memory too."""
         old = self.buffer
         stays = set(kept)  # usually all or none
         dropped = [each for each in self._parameters if each not in stays] if kept else self._parameters
@@ -135,7 +135,7 @@ class MainGradients:
         present = []
         for each in self._parameters:
             state, own = each.gradient, each.sharded
-            if own._backward_hooks:  # registered in this pass; the next one raises before it begins
+            if own._backward_hooks:  # registered in this pass; the next pass raises before it begins
                 raise RuntimeError(f"{each}: {never_runs(own)}")
             if state.present or state.withdrawn:
                 theirs, mine = own.grad, state.handed

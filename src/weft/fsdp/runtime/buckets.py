@@ -6,7 +6,7 @@
 
     use of                      gathers
     --------------------------  -----------------------------------------------------------------------------------
-    the first unit of A         A, once per pass; of units that are gathered already, or lack memory, no result is kept
+    the first unit of A         A, once per pass; units that are gathered already, or lack memory, drop their result
     another unit of A           nothing: the unit stays gathered until its forward or backward, or the pass, has ended
     a unit of A again           that unit alone: its memory was freed after the first use
     A on other ranks only       A, whose result is not kept: this rank may be in another pass
@@ -54,8 +54,8 @@ class Bucket:
 
     @torch.no_grad()
     def gather(self, backward: bool) -> None:
-        """Start to gather the units that are not gathered and have room. `backward`: of weights with two copies, gather
-        those for backward."""
+        """Start to gather the units that are not gathered and have room. `backward`: of two copies of
+        a unit's weights, gather the one for backward."""
         copy = int(backward and self._turning is not None)
         sources = self._sources(copy)
         fulls: list[torch.Tensor | None] = []
@@ -106,7 +106,7 @@ def bundle_bytes(units: Sequence[Unit]) -> int:
     """Return the default size of a bucket in bytes, from the transports of `units` and the bytes of the model.
 
     A message of `latency * bandwidth` bytes spends half of its time on latency, one of four times that size a fifth. No
-    computation overlaps with the first message of a pass, so larger messages take at most an eighth of the model.
+    computation overlaps with the first message of a pass, so messages grow to at most an eighth of the model.
     """
     transports = [transport_of(group.groups[-1], group.device) for unit in units for group in unit.groups]
     least = min((each.capabilities.bundle_bytes for each in transports), default=0)

@@ -5,7 +5,7 @@
     before the first     its units, and the groups that it trains        a group is reduced if any rank trains it
       pass
     at the end of a      its collectives, parameters with gradients,     a parameter has a gradient if it has one on any
-      backward           units that wait for a turn, groups that it      rank; units that waited on a rank are reduced;
+      backward           units that wait for a turn, groups that it      rank; units that wait on any rank are reduced;
                          trains now, failed graph captures               the order of the units, if it was the same
 
 With `check_collectives=False` the ranks exchange nothing. Each rank then assumes that every possible gradient exists.
@@ -118,7 +118,7 @@ class Consensus:
                 reductions.start(unit.number, [group for group in late if group.agreed])
         for unit, resharded in zip(units, reshards):
             unit.resharded = False
-            if resharded and USER in unit.holders:  # resharded by a pass of another rank; it did not run on this rank
+            if resharded and USER in unit.holders:  # another rank's pass resharded it; it did not run here
                 unit.release(USER)
         if same_order and reductions.arrived:
             reductions.agreed = tuple(reductions.arrived)

@@ -66,8 +66,8 @@ class Freshness:
         return unit in self.ahead or any(group.is_outdated for group in unit.groups)
 
     def reach(self, unit: Unit) -> None:
-        """Update all units up to `unit` and the next unit, whose transfer then overlaps with computation. A unit that
-        only another rank's pass uses is updated alone."""
+        """Update all units up to `unit`, and the one after it, whose transfer then overlaps with computation. A unit
+        that only another rank's pass uses is updated alone."""
         if unit in self.ahead:
             while self._next() is not unit:
                 pass
@@ -84,7 +84,7 @@ class Freshness:
         for unit in made:
             for group in unit.groups:
                 group.await_refresh()
-                if unit.state is not State.ON_THE_WAY:  # a lane may still quantize
+                if unit.state is not State.ON_THE_WAY:  # otherwise a lane may still quantize
                     group.rest()
 
     def forget(self) -> None:

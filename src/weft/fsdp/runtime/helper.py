@@ -26,7 +26,7 @@ class Steps:
     """Counts the optimizer steps of this rank: writes to the main weights after the last backward of a step.
 
         rank 0   ... the last backward ends | step | forward: waits for the shard of rank 1
-        rank 1   ... the last backward still waits for other ranks, or rank 1 clips
+        rank 1   ... the last backward still waits for other ranks, or rank 1 clips gradients
 
     Rank 1 may join the gather of rank 0 only after its own optimizer has stepped. Otherwise rank 0 would compute with
     weights from before the step.

@@ -1,7 +1,7 @@
 """Coordinates the models of a process in a backward, which may go through several models.
 
 A callback of autograd ends the backward of each model, in the same order on all ranks. If the backward fails, autograd
-drops the callback without a call. Counters show whether a wait could depend on another model.
+drops the callback without calling it. Counters show whether a wait could depend on another model.
 """
 
 import itertools
@@ -48,13 +48,13 @@ def finish_backwards() -> None:
     """Reduce gradients that a backward has left in models without running any of their hooks. Such a backward enters a
     model by tensors that no forward returned, and needs no gathered weights."""
     if not in_backward():
-        waiting = [model for model in list(_models) if model._began > model._settled]  # a pass, since their backward
+        waiting = [model for model in list(_models) if model._began > model._settled]  # a pass since its last backward
         for model in sorted(waiting, key=lambda model: model.place):  # in the same order on all ranks
             model._finish()
 
 
 class _Ending:
-    """A callback that autograd calls at the end of a backward, and drops without a call if the backward fails."""
+    """A callback that autograd calls at the end of a backward, and drops without calling it if the backward fails."""
 
     def __init__(self) -> None:
         self.parts: list[tuple[int, Callable[[], None], Callable[[], None]]] = []
@@ -76,7 +76,7 @@ _endings: "weakref.WeakValueDictionary[int, _Ending]" = weakref.WeakValueDiction
 
 
 def end_with_backward(place: int, ended: Callable[[], None], failed: Callable[[], None]) -> None:
-    """Call `ended` when the running backward ends, in the order of `place`, or `failed` if the backward raises."""
+    """Call `ended` when the running backward ends, or `failed` if it raises. Calls are in the order of `place`."""
     task = torch._C._current_graph_task_id()
     ending = _endings.get(task)
     if ending is None:

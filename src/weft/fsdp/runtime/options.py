@@ -1,4 +1,4 @@
-"""The user's options for the runtime of a model, and the interface of captured graphs, which are one of them."""
+"""The user's options for the runtime of a model, and the interface of captured graphs, the option `graphs`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +32,7 @@ class RuntimeOptions:
     """The options of a model's runtime. The root's options apply to all its units.
 
     - `separate_all_gather_group`: use separate communicators for gathers, so that gathers overlap with reductions.
-      True: copies of the mesh's process groups. A list: its process groups, which have the ranks of the mesh's.
+      True: copies of the mesh's process groups. A list: the groups in it, with the same ranks as the mesh's groups.
     - `allocator`: "trace" records the first step, and then places buffers in two slabs: one allocation for weights, one
       for gradients. "caching" allocates each buffer.
     - `prefetch_bytes`: the number of bytes of weights that may be gathered ahead. None: only the next unit.

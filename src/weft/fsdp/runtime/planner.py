@@ -42,7 +42,7 @@ class Planner:
         self.channels.gradients.end_step()
 
     def _foreseen(self) -> Iterator[list[Transient]]:
-        """Yield the memory of units that may be live together in the next step, by the plan or by another one."""
+        """Yield the memory of units that may be live together in the next step, whether it follows the plan or not."""
         nested = (
             (around.number, unit.number)
             for around in self.units

@@ -1,6 +1,6 @@
 """The reductions of one model's gradients: when they are due, and how they are started.
 
-`weft.layout.turns` decides in which order reductions start, which of them share a message, and how many are alive. This
+`weft.layout.turns` decides the order in which reductions start, which share a message, and how many are in flight. This
 file applies its decisions to groups, lanes and tickets.
 """
 

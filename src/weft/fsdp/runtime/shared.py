@@ -4,7 +4,7 @@ Drivers call `gathers` and `reductions`, which have the rules for gathers and fo
 and pools, `planner` the addresses. Ranks compare their actions (`_consensus`, `_steps`), join gathers that only others
 need (`_helper`), and update model weights after the main weights have changed (`_freshness`).
 
-A unit whose module was replaced stays in the list. Ranks may collect the module at different times, but all ranks must
+A unit whose module was replaced stays in the list. Ranks may free the module at different times, but all ranks must
 send the same messages.
 """
 
@@ -175,7 +175,7 @@ class Shared:
             driver.abandon()
 
     def _reset_units(self, *, keeps_gradients: bool) -> None:
-        """Clean up after a failed pass. The user's holds stay. With `keeps_gradients`, so do gradients that wait."""
+        """Clean up after a failed pass. The user's holds stay. With `keeps_gradients`, unreduced gradients stay too."""
         self._abandon_forwards()
         if not keeps_gradients:
             for group in self.groups:

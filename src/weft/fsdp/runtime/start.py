@@ -34,8 +34,8 @@ def rest(group: ParameterGroup) -> None:
 
 
 def equalize_slices(groups: Sequence[ParameterGroup]) -> None:
-    """Broadcast parameters over the tensor-parallel ranks if these do not slice them. Leave out parameters that are
-    sharded over these ranks. Collective."""
+    """Broadcast parameters over the tensor-parallel ranks if tensor parallelism does not slice them. Leave out those
+    that are sharded over these ranks. Collective."""
     for slices in dict.fromkeys(own for group in groups for own in group.slice_groups):
         ranks = set(dist.get_process_group_ranks(slices))
         for group in groups:
@@ -49,7 +49,7 @@ def _equalize_over(group: ParameterGroup, slices: dist.ProcessGroup) -> None:
         torch.autograd.graph.increment_version(group.main_weight.local)  # so that a kept payload counts as outdated
         return
     for each in group.parameters:
-        if each.slices is None:  # slices of unequal size make its cuts differ from rank to rank
+        if each.slices is None:  # unequal slices of others make its cuts differ from rank to rank
             whole = each.sharded.full_tensor().detach()  # type: ignore[attr-defined]
             collectives.broadcast(whole, slices)
             with torch.no_grad():

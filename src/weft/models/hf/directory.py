@@ -202,8 +202,8 @@ class _File:
         path.write_bytes(b"")
 
     def takes(self, size: int, dtype: torch.dtype, most: int) -> bool:
-        """Return whether a tensor of `size` bytes fits into `most` bytes, and would be aligned (safetensors allows no
-        gaps)."""
+        """Return whether the file, with a further tensor of `size` bytes, has at most `most` bytes, and the tensor is
+        aligned (safetensors allows no gaps)."""
         aligned = self.end % dtype.itemsize == 0
         return aligned and self.end + size <= most and self._header_bytes < self.HEADER_BYTES - 2000
 

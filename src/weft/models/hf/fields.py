@@ -22,7 +22,7 @@ KEPT = frozenset(
 """Fields of every family that the result does not depend on, or that every family reads."""
 MEANINGLESS = frozenset(
     (
-        # Written by every older transformers, about files, tasks and printing.
+        # Written by all older releases of transformers: fields about files, tasks and printing.
         *("_name_or_path", "_commit_hash", "_attn_implementation", "_attn_implementation_autoset"),
         *("attn_implementation", "_flash_attn_2_enabled", "add_cross_attention", "chunk_size_feed_forward"),
         *("cross_attention_hidden_size", "decoder_start_token_id", "finetuning_task", "id2label", "label2id"),
@@ -106,7 +106,7 @@ LISTS = frozenset(
 )
 TABLES = frozenset(("rope_parameters", "rope_scaling", "quantization_config", "text_config", "linear_attn_config"))
 TEXTS = frozenset(("hybrid_override_pattern", "mtp_hybrid_override_pattern", "position_embedding_type"))
-"""Names of the fields that must be strings among those that families read without a table. null is allowed for all."""
+"""Of the fields that families read without a table, the names of those that must be strings. All may be null."""
 
 
 def check_values(raw: Raw, fields: Mapping[str, tuple[str, Any]]) -> None:

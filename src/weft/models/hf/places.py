@@ -8,8 +8,8 @@
     Turned      [experts, in, out] from one tensor [experts, out, in]
     Flat        one dimension from a tensor whose other dimensions are 1
 
-All are read by rows, so that a rank reads only its shard. Values are moved but not changed: a saved tensor equals the
-loaded one.
+All places are read by rows, so that a rank reads only its shard. Values are moved but not changed: a saved tensor
+equals the loaded one.
 """
 
 import math
@@ -31,7 +31,7 @@ class Place(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """The names of the tensors on disk that hold it."""
+        """The names of the tensors on disk that hold weft's tensor."""
         ...
 
     def shape(self, files: Any) -> list[int]:

@@ -1,6 +1,6 @@
 """The kinds of layers: configuration fields with defaults, rules and docstrings. No file of this folder imports torch.
 
-A new kind is a file here, a file in `weft.models.layers`, and a name in the bases of `Kinds`.
+To add a kind, add a file here, a file in `weft.models.layers`, and the class of fields to the bases of `Kinds`.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ class Kinds(Experts, MLP, KimiDelta, DeltaNet, Parallel, Mamba2, LatentAttention
 
 
 KINDS = {KINDS_OF[each].symbol: KINDS_OF[each] for each in reversed(Kinds.__bases__)}
-"""The kind of layer of each symbol."""
+"""Maps each symbol to its kind of layer."""
 CLASSES: list[type[Trunk]] = [each for each in reversed(Kinds.__mro__) if issubclass(each, Trunk) and each is not Kinds]
 """All classes that declare fields, bases first."""
 

@@ -25,14 +25,14 @@ class AnyAttention(Trunk):
     """The fields of all kinds of attention."""
 
     num_attention_heads: int = size(4)
-    """The number of query heads of `*`, and of heads of `+`."""
+    """The number of query heads of `*`, or of all heads of `+`."""
     attention_bias: str = choice("none", ("none", "qkv", "all"))
-    """Which projections of attention have a bias: "none", "qkv" or "all". In `+`, "all" means those whose input or
-    output has the hidden size."""
+    """Which projections of attention have a bias: "none", "qkv" or "all". In `+`, "all" means the projections to
+    the latents and the output projection."""
     attention_scale: float | None = optional_positive()
     """Factor of the dot products of queries and keys; None: 1 / sqrt(width of a key)."""
     rope_theta: float = amount(10000.0)
-    """Base of the rotary position embedding's wavelengths; 0: no rotation."""
+    """Base (theta) of the frequencies of the rotary position embedding; 0: no rotation."""
     rope_interleave: bool = switch(False)
     """Whether the two elements of a rotated pair are adjacent. False: they are element i of the first half and element
     i of the second half of the rotated elements."""
@@ -63,8 +63,8 @@ class Attention(AnyAttention, kind=KIND):
     """The fields of self-attention, `*` in patterns."""
 
     num_key_value_heads: int = size(2)
-    """The number of key and value heads of `*`. It must divide the number of query heads, which share them in equal
-    groups."""
+    """The number of key heads of `*`, and also of value heads. It must divide the number of query heads: equal groups
+    of query heads share a key head and a value head."""
     head_dim: int | None = optional_size()
     """Width of one head of `*`; None: hidden_size / num_attention_heads. The rotated part must have an even width."""
     attention_output_gate: bool = switch(False)
@@ -75,8 +75,8 @@ class Attention(AnyAttention, kind=KIND):
     sliding_window: int | None = optional_size()
     """Number of positions that a query of `*` attends to, including its own; None: all positions up to its own."""
     windowed: tuple[int, ...] | None = any_value(None)
-    """Numbers of the layers `*` that have a sliding window. They count from 0, and from 0 again in each prediction
-    depth; None: all layers `*`, and the attention of `P`."""
+    """Indices of the layers `*` that have a sliding window. Only layers `*` are counted, from 0, and from 0 again in
+    each prediction depth; None: all layers `*`, and the attention of `P`."""
     attention_sinks: bool = switch(False)
     """Whether each head of `*` has an attention sink: a learned logit in the softmax to which no value belongs."""
     partial_rotary_factor: float = declared(
@@ -84,13 +84,14 @@ class Attention(AnyAttention, kind=KIND):
     )
     """Fraction of the elements of each head of `*` that is rotated: the first ones."""
     rope_local_theta: float | None = optional_positive()
-    """`rope_theta` for the layers `*` with a sliding window, whose rotation is then not scaled; None: they rotate as
-    the other layers do."""
+    """`rope_theta` for the layers `*` with a sliding window, to which `rope_scaling` then does not apply; None: these
+    layers rotate as the other layers do."""
     unrotated: tuple[int, ...] = any_value(())
-    """Numbers of the layers `*` without rotation. They count from 0, and from 0 again in each prediction depth."""
+    """Indices of the layers `*` without rotation. Only layers `*` are counted, from 0, and from 0 again in each
+    prediction depth."""
 
     context_attention: str = choice("gather", ("gather", "heads"), result=False)
-    """How `*` attends to positions on other ranks with context parallelism: "gather" gathers keys and values; "heads"
+    """With context parallelism, how `*` attends to positions on other ranks: "gather" gathers keys and values; "heads"
     exchanges positions for heads, so that each rank has some of the heads at all positions."""
 
     @property

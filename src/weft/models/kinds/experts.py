@@ -33,7 +33,7 @@ class Experts(AnyMLP, kind=KIND):
     """Inner width of one expert."""
     moe_rows_per: str = choice("rank", ROWS_PER, result=False)
     """With expert parallelism, how often a token is sent: once per "rank" that has some of its experts, or once per
-    "expert". "expert" sends more rows, but the sums of rows are bit-equal to those of one process."""
+    "expert". "expert" sends more data, but each token's sum over its experts is bit-equal to that of one process."""
     moe_latent_size: int | None = optional_size()
     """Width of the experts' inputs and outputs; None: hidden_size."""
     shared_expert_intermediate_size: int = declared(
@@ -57,14 +57,15 @@ class Experts(AnyMLP, kind=KIND):
     topk_group: int = size(1)
     """The number of groups from which a token's experts are chosen."""
     expert_bias: bool = switch(False)
-    """Whether a bias on the router's scores balances the load of the experts without a loss. The training loop updates
-    the bias."""
+    """Whether a bias on the router's scores balances the load of the experts without an auxiliary loss. The training
+    loop updates the bias."""
     aux_loss_coef: float = amount(0.0, result=False)
     """Weight of the load-balancing loss."""
     z_loss_coef: float = amount(0.0, result=False)
     """Weight of the router's z-loss."""
     capacity_factor: float | None = optional_positive()
-    """Capacity of an expert relative to a balanced load. Tokens above the capacity are dropped; None: no limit."""
+    """Capacity of an expert: the most tokens that it processes, relative to a balanced load. Tokens above the capacity
+    are dropped; None: no limit."""
     pad_to_capacity: bool = switch(False)
     """Whether the rows of each expert are padded with zeros to its capacity, so that shapes never change."""
 

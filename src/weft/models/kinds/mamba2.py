@@ -30,15 +30,15 @@ class Mamba2(Trunk, kind=KIND):
     mamba_norm: str = choice("gate_first", ("gate_first", "norm_first", "none"))
     """Order of gate and norm on the output of `M`: "gate_first", "norm_first", or "none" (a gate without a norm)."""
     time_step_min: float = positive(0.001, result=False)
-    """Smallest initial time step of the heads of `M`."""
+    """Lower end of the range from which the initial time steps of the heads of `M` are drawn."""
     time_step_max: float = positive(0.1, result=False)
-    """Largest initial time step of the heads of `M`."""
+    """Upper end of the range from which the initial time steps of the heads of `M` are drawn."""
     time_step_floor: float = positive(0.0001, result=False)
-    """Lower bound to which initial time steps of `M` are clamped."""
+    """Lower bound to which the initial time steps of `M` are clamped after they are drawn."""
     time_step_limit_min: float = amount(0.0)
-    """Lower bound of all time steps of `M`."""
+    """Lower bound to which all time steps of `M` are clamped."""
     time_step_limit_max: float | None = optional_positive()
-    """Upper bound of all time steps of `M`; None: no bound."""
+    """Upper bound to which all time steps of `M` are clamped; None: no bound."""
     chunk_size: int = size(128, result=False)
     """Length, in positions, of the chunks in which `M` computes its recurrence; affects only rounding and speed."""
     mamba_kernel: str = choice("auto", ("auto", "torch", "mamba_ssm"), result=False)

@@ -19,7 +19,8 @@ class AnyMLP(Trunk):
     swiglu_alpha: float = positive(1.702)
     """The factor inside the sigmoid of "clamped_swiglu"."""
     mlp_bias: bool = switch(False)
-    """Whether projections of `-`, of the shared expert of `E`, and to and from the latent of `E` have a bias."""
+    """Whether the projections of `-` and of the shared expert of `E`, and those to and from the latent of `E`, have a
+    bias."""
 
     @property
     def clamp(self) -> Clamp:

@@ -33,7 +33,7 @@ class Kind(NamedTuple):
 
 
 KINDS_OF: dict[type, Kind] = {}
-"""The kind of layer of each class that declares the fields of a kind."""
+"""Maps each class that declares the fields of a kind to this kind."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ class Trunk:
     logits_scaling: float = positive(1.0)
     """Divisor of the logits."""
     mtp_loss_coef: float = amount(0.3, result=False)
-    """Factor of the mean loss of the prediction depths (multi-token prediction), which is added to the loss."""
+    """Factor with which the mean loss of the prediction depths (multi-token prediction) is added to the loss in
+    training."""
     recompute: tuple[str, ...] = declared(
         (), lambda stages: set(stages) <= {"attend", "experts"}, "some of 'attend' and 'experts'", False
     )

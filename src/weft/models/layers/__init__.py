@@ -1,6 +1,6 @@
 """The layers of hybrid models, one file for each kind.
 
-Shapes in names: B batch, S sequence, T positions of keys, D hidden size, H heads, C width of a head.
+Suffixes of names, such as x_BSD: B batch, S sequence, T positions of keys, D hidden size, H heads, C width of a head.
 """
 
 from importlib import import_module

@@ -69,7 +69,7 @@ class Attention(Block):
         self.heads //= ranks.size
         self.key_value_heads = max(1, self.key_value_heads // ranks.size)
         if self.norm_of == "full":
-            for norm in (self.q_norm, self.k_norm):  # key heads that several ranks share have equal weight
+            for norm in (self.q_norm, self.k_norm):  # if ranks share key heads, each counts equally often
                 assert norm is not None
                 norm.mean_over_ranks = partial(ranks.mean, first=0, count=ranks.size)
 
@@ -174,8 +174,8 @@ def attention_over(
 def attention_within(documents: Documents | None, q_BSHC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor, **how: Any) -> Tensor:
     """Compute `causal_attention`, separately for each document if `documents` are given. `how`: its options.
 
-    Documents of the same length are computed together. The cost is the sum of the squared lengths. At padding positions
-    the result is 0.
+    Documents of the same length are computed together. The cost grows with the sum of the squared lengths. At padding
+    positions the result is 0.
     """
     if documents is None:
         return causal_attention(q_BSHC, k_BTHC, v_BTHC, **how)
@@ -227,7 +227,7 @@ def _in_blocks(
     q_BSHC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor, window: int, *, scale: float | None, sinks: Tensor | None
 ) -> Tensor:
     """Compute `causal_attention` in a window at a cost of S x window: each block of queries sees its own keys and the
-    `window` - 1 before.
+    `window` - 1 keys before it.
 
     queries   head   block   block   tail         head: queries that see all earlier keys
     keys      ====
@@ -266,10 +266,10 @@ _bands: dict[tuple[int, int, int, torch.dtype, torch.device], Tensor] = {}
 def _band(window: int, size: int, first: int, like: Tensor) -> Tensor:
     """Return the mask added to a block's scores, [size, first + size + window - 1]: 0 in the window, otherwise -inf.
 
-    The `first` columns are 0 for all queries. All layers and steps share one mask, so autograd saves no copy per layer.
+    Columns below `first` are all 0. All layers and steps share one mask, so autograd saves no copy per layer.
     """
     key = window, size, first, like.dtype, like.device
-    if type(like) is not Tensor or torch.compiler.is_compiling():  # a cached plain tensor would not do
+    if type(like) is not Tensor or torch.compiler.is_compiling():  # they cannot use a cached plain tensor
         return _made_band(window, size, first, like)
     if key not in _bands:
         with torch.inference_mode(False):

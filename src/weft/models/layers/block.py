@@ -1,4 +1,4 @@
-"""The parts that all layers share: the residual stream, norms, the embedding and the state for decoding."""
+"""The embedding, and the parts that all layers share: the residual stream, norms and the state for decoding."""
 
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,8 +21,8 @@ from weft.moe.source import INITIAL_STD, WeightSource
 State = dict[str, Tensor]
 """The tensors that one block caches of earlier positions, such as keys, by name. {} before the first position."""
 Cache = dict[nn.Module, State]
-"""The state of each block of a model. If the rotation depends on the length, also the tokens so far, with the
-model as key."""
+"""The state of each block of a model. If the rotation depends on the sequence's length, also the tokens so far, with
+the model as key."""
 
 
 class Beside(NamedTuple):

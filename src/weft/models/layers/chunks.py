@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 NOTHING = -1
-"""The document number of a state that no document continues."""
+"""The document number of a recurrent state that no document continues from."""
 
 
 def chunks(tensor: Tensor, length: int) -> Tensor:

@@ -5,13 +5,13 @@ S_t = S_t + beta_t k_t (v_t - S_t^T k_t)^T   the value stored under key k_t move
 o_t = S_t^T q_t
 
 `delta_stepwise` computes these three lines. `delta_chunked` computes the same in chunks of L positions. The updates in
-a chunk depend on each other by a triangular system (the UT transform, arXiv:2406.06484, section 3). This system is
-solved for all chunks at once. Only the states are computed chunk after chunk. With the numbers of documents, the decay
+a chunk depend on each other through a triangular system (the UT transform, arXiv:2406.06484, section 3). This system is
+solved for all chunks at once. Only the states are computed chunk after chunk. If document numbers are given, the decay
 into the first position of each document is 0.
 
 The decay g is one number per head, or one number per channel of a head's key (`kimi_delta`).
 
-Shapes in names: H key heads, R value heads for each, K chunks, L positions of a chunk, C width of keys or values, D
+Suffixes of names: H key heads, R value heads for each, K chunks, L positions of a chunk, C width of keys or values, D
 decays of a head: 1 or C.
 """
 
@@ -37,8 +37,8 @@ from weft.moe.source import WeightSource
 
 CHUNK = 64
 CHUNK_OF_CHANNELS = 16
-"""The chunk length if each channel has its own decay. It is smaller than otherwise, because the decay between two
-positions is a vector."""
+"""The chunk length if each channel has its own decay. It is smaller than `CHUNK`, because the decay between two
+positions is then a vector."""
 TINY = 1e-6
 """Added to the squared length of a key or query before the square root is taken."""
 

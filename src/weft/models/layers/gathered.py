@@ -6,7 +6,7 @@
     exchanged   forward     send keys and values       meanwhile: queries, send them   attention, send its output back
 
 Gathered keys and values, masks and scores over whole rows are not saved for backward. A rank saves only its own
-positions. With exchanged heads, a rank saves its heads at all positions. Both ways take the same memory.
+positions. With exchanged heads, a rank saves its heads at all positions. Both ways save the same amount.
 """
 
 import math

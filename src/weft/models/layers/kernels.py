@@ -100,7 +100,7 @@ def _refuse_slices(asked: str, place: tuple[str, str, str]) -> None:
 
 
 def _not_for_fla(q: Tensor) -> str:
-    """Return why fla does not accept such queries, or "" if it accepts them."""
+    """Return why fla does not accept queries like `q`, or "" if it accepts them."""
     if q.dtype not in HALVES:
         return f"it computes in half precision, but the tensors are {str(q.dtype).removeprefix('torch.')}"
     if q.shape[-1] > WIDEST:

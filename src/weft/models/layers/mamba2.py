@@ -3,11 +3,11 @@
 h_t = exp(dt_t A) h_(t-1) + dt_t x_t B_t^T      h [P, N] for each head, in fp32
 y_t = h_t C_t + D x_t
 
-Heads in a group share B and C. `ssd_stepwise` computes these two lines. `ssd_chunked` computes the same in chunks of
+`ssd_stepwise` computes these two lines. Heads in a group share B and C. `ssd_chunked` computes the same in chunks of
 L positions: within a chunk as attention with a decay, y = (C B^T * exp(sums of dt A)) (dt x), and between chunks with
-the state. With the numbers of documents, the decay into the first position of each document is 0.
+the state. If document numbers are given, the decay into the first position of each document is 0.
 
-Shapes in names: H heads, P width of a head, G groups, N state, K chunks, L positions of a chunk, R heads of a group.
+Suffixes of names: H heads, P width of a head, G groups, N state, K chunks, L positions of a chunk, R heads of a group.
 """
 
 import math

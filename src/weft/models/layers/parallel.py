@@ -20,7 +20,7 @@ class Parallel(Block):
 
     def __init__(self, cfg: HybridConfig, source: WeightSource, beside: Beside) -> None:
         super().__init__(cfg)
-        # It has no number among the layers `*`, so `windowed` and `unrotated` do not name it.
+        # This attention has no number among the layers `*`, so `windowed` and `unrotated` do not name it.
         self.attention = Attention(cfg, source / "attention", beside._replace(attentions=UNNUMBERED))
         self.mamba = Mamba2(cfg, source / "mamba", beside)
         self.mamba.multipliers = None if set(cfg.ssm_multipliers) == {1} else cfg.ssm_multipliers
@@ -37,7 +37,7 @@ class Parallel(Block):
 
     def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
         """Return the weighted sum of both outputs [B, S, D] (see `Block.mix`)."""
-        # Attention first: it assumes that a state with any entry has its keys.
+        # Attention runs first: it assumes that a state with any entry has the keys.
         # A view for each, so that gradients are summed in the same order with and without graphs.
         attended, scanned = (part.mix(x_BSD.view_as(x_BSD), state, documents) for part in (self.attention, self.mamba))
         of_attention, of_mamba = self.multipliers

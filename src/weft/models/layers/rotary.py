@@ -143,7 +143,7 @@ class RotaryEmbedding(nn.Module):
 
 def changes_rotation(scaling: Mapping[str, Any], before: int, now: int) -> bool:
     """Return whether a sequence of `now` positions rotates its first `before` positions differently from a sequence
-    that has only these.
+    that has only these positions.
 
     `scaling`: a scaling whose type is in `BY_LENGTH`.
     """

@@ -24,7 +24,7 @@ def check_apart(config: TrainConfig, rank: int, ranks: int) -> None:
 
 
 def _said(config: TrainConfig, ranks: int) -> str:
-    """Return the faults that the check found in one line, or "" if there are none."""
+    """Return one line with the faults that the check found, or "" if there are none."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.toml"
         path.write_text(to_toml(config), encoding="utf-8")

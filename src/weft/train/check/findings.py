@@ -2,7 +2,7 @@
 
 what differs                what it means
 --------------------------  -------------------------------------------------------------------------------------
-names, first weights        a stage has layers under wrong names, or a rank holds a part other than its placement
+names, first weights        a stage has layers under wrong names, or a rank holds another part than its placement says
 losses                      the forward pass is wrong
 gradients                   not reduced over an axis: the sum or mean over its ranks is right
                             counted too often: wrong by a factor, which is the size of an axis

@@ -66,7 +66,7 @@ def data_ranks(config: TrainConfig, ranks: int) -> int:
 def _with_plain_options(config: TrainConfig) -> TrainConfig:
     loop = dataclasses.replace(
         config.train,
-        steps=max(config.train.steps, 2),  # with 1 the only step would be the last, which is recorded
+        steps=max(config.train.steps, 2),  # with 1 the only step would be the last, whose timeline is recorded
         precision="fp32",
         unquantized_ends=0,
         compile="",

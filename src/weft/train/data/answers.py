@@ -1,6 +1,6 @@
 """Sequences made of conversations. Only tokens that the assistant writes are labels.
 
-In files, a token t that is not a label is stored as t + the vocabulary's size, and in rows as -101 - t.
+A token t that is not a label is stored in files as t + the vocabulary's size, and in rows as -101 - t.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ def marked(tokens: np.ndarray, labelled: np.ndarray, vocab_size: int) -> np.ndar
 
 
 class Answered:
-    """The sequences that have at least one label, of tokens in the form that `marked` returns."""
+    """The sequences that have at least one label. Their tokens have the form that `marked` returns."""
 
     def __init__(self, sequences: Sequences, vocab_size: int) -> None:
         self.sequences, self.vocab_size = sequences, vocab_size

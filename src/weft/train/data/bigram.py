@@ -1,5 +1,4 @@
-"""The baseline of a report: the loss on the validation text of a table that predicts each token from the previous
-one."""
+"""The baseline of a report: the validation loss of a table that predicts each token from the previous one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ class Bigram:
     unigram: np.ndarray
     """P(next), [vocab_size]."""
     strength: float
-    """Weight of the unigram frequencies, in observations."""
+    """Weight of the unigram frequencies, as a number of observed pairs."""
 
     @classmethod
     def fit(cls, tokens: np.ndarray, vocab_size: int, *, strengths: Sequence[float] = STRENGTHS) -> "Bigram":

@@ -85,8 +85,8 @@ def _paths(data: DataConfig, setting: str, paths: Sequence[str], written: Sequen
 
 
 def documents(data: DataConfig, setting: str, files: Sequence[File], fraction: float) -> Iterator[Document]:
-    """Yield all documents of `files`. `fraction`: how many of them are for validation, always the same ones. `setting`:
-    as in `find_files`."""
+    """Yield all documents of `files`. `fraction`: the share of them that is for validation, always the same ones.
+    `setting`: as in `find_files`."""
     if data.kind == "text":
         yield from _texts(setting, files, fraction)
         return
@@ -316,8 +316,8 @@ def _read_lines(path: str, start: int, end: int) -> bytes:
 
 
 def _line_start(text: mmap.mmap, offset: int) -> int:
-    """Return the offset of the first line that starts at or after `offset`. Within a very long line, return that of the
-    next character."""
+    """Return the offset of the first line that starts at or after `offset`. Within a very long line, return the offset
+    of the next character."""
     if offset == 0 or offset >= len(text):
         return min(offset, len(text))
     newline = text.find(b"\n", offset - 1, offset + _LONGEST_LINE)

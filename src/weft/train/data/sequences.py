@@ -108,7 +108,7 @@ def _packed(part: Part, room: int) -> np.ndarray:
                 begin = reach
             while end - begin > room:
                 found.append((begin, begin + room))
-                begin += room - 1  # the last label is the next one's first token
+                begin += room - 1  # the last label of a piece is the first token of the next
         reach = end
     found.append((begin, reach))
     return np.asarray([each for each in found if each[1] - each[0] > 1], dtype=np.int64).reshape(-1, 2)

@@ -87,8 +87,8 @@ class Account:
         if not self._facts:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        # A run keeps its name, by which it is found to resume it, even if the configuration with which it resumes has
-        # another.
+        # A run keeps its name, because a resume finds the run by it. The configuration with which the run resumes may
+        # have another name.
         run = dataclasses.replace(self._config.run, name=recorded_name(self._folder) or self._config.run.name)
         config = dataclasses.replace(self._config, run=run)
         replace_text(self._folder / CONFIG, to_toml(config, own_task=self._has_own_task))
@@ -102,7 +102,7 @@ class Account:
         return broadcast_object(written, what="whether the report was written")
 
     def end(self, position: Position, optimizer: torch.optim.Optimizer, passes: Passes) -> None:
-        """Write the report of a complete run. Called by all ranks of the pipeline of rank 0, which writes.
+        """Write the report of a complete run. All ranks of rank 0's pipeline call it; rank 0 writes.
 
         If the report cannot be written, prints a line with the reason and raises nothing.
         """

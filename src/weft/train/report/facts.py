@@ -5,7 +5,8 @@ description: the text of `weft.describe`                                  writte
 memory: the result of `weft.memory_report`, or a list of them for the ranks of a pipeline
 baseline: the validation loss of the bigram table in nats per byte
 graphs: the counts of `weft.graph_report` on the first rank
-operations, seconds
+operations: the number of operations in a step of the first rank, as text
+seconds: the time spent in steps
 """
 
 import json

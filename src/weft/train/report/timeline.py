@@ -13,7 +13,7 @@ from weft.train.files import parse_json, replace_text
 
 FILE = "timeline.json"
 SLOW = 1.1
-"""A rank is slow if its computing time exceeds the mean by this factor."""
+"""A rank is slow if it computes longer than this number times the mean."""
 
 
 def write_timeline(run_directory: str | Path, intervals: Sequence[Interval]) -> None:

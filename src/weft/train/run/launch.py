@@ -72,7 +72,7 @@ def launch(
     memory. A restart resumes from the copy in memory if it is newer than the newest checkpoint.
     """
     failed = ""
-    requests = Requests()  # of all starts: a signal between two of them is obeyed by the next one
+    requests = Requests()  # shared by all starts: the next start obeys a signal that comes between two
     with ExitStack() as stack:
         try:
             memory = stack.enter_context(folder_in_memory()) if keeps_copies else None

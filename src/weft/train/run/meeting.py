@@ -1,6 +1,6 @@
 """Rendezvous: each rank of a run waits for the others, and prints which ranks are missing.
 
-A store whose process is stopped accepts connections but never answers, and its calls have no timeout. Therefore each
+A store whose process is stopped accepts connections but never answers, and calls to it have no timeout. Therefore each
 call runs in a separate thread. Meanwhile the main thread counts the time, prints which ranks are missing and obeys
 requests to stop.
 """
@@ -123,7 +123,7 @@ def _absent(store: dist.Store, keys: list[str]) -> str:
 
 
 class _Wait:
-    """A wait of at most `patience` seconds. `silent`: the text for messages that the store does not answer."""
+    """A wait of at most `patience` seconds. `silent`: what messages name if the store does not answer."""
 
     def __init__(self, patience: float, stop: StopRequest, say: Callable[[str], None], silent: str) -> None:
         self.patience, self.stop, self.say, self.silent = patience, stop, say, silent
@@ -160,7 +160,7 @@ class _Wait:
         return answers[0]
 
     def on(self, whom: Callable[[], str]) -> None:
-        """Wait for a moment. At intervals, print that this rank waits for `whom()`. Raises Refused if `patience` has
+        """Wait briefly. At intervals, print that this rank waits for `whom()`. Raises Refused if `patience` has
         run out."""
         waited = time.monotonic() - self.started
         if waited > self.patience:

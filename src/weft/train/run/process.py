@@ -21,7 +21,7 @@ def seed_all(seed: int, rank: int) -> None:
 
 
 def memory_in_use(device: torch.device) -> float:
-    """Return the peak memory of this rank in bytes: of the accelerator's allocator or, on the CPU, the process."""
+    """Return the peak memory of this rank in bytes: of the accelerator's allocator or, on the CPU, of the process."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

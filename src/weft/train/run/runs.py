@@ -38,7 +38,7 @@ class Run:
     directory: Path
     step: int | None = None
     """The step of the newest committed checkpoint when the directory was chosen. None for a new run. The checkpoint
-    from which the run resumes is chosen later, when it has locked the directory."""
+    from which the run resumes is chosen later, when the run has locked the directory."""
     note: str = ""
     """A line to print about the choice of directory."""
 

@@ -37,7 +37,7 @@ _MOMENT_S = 2.0
 _GRACE_S = 3.0
 """How long, in seconds, the watchdog waits before it ends a rank to which another rank has sent why it failed."""
 _COMPUTES = 0.01
-"""A thread computes if it uses more than this fraction of a core. A thread that polls uses a tenth of it."""
+"""A thread computes if it uses more than this fraction of a core. A thread that polls uses a tenth of that."""
 _COLLECTIVE = (
     os.path.join("torch", "distributed"),
     os.path.join("weft", "comm"),

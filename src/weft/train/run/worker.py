@@ -53,7 +53,7 @@ def work(
         run = _given_run() if rank.supervised else None
         if run is None:
             run = open_run_together(config, resume, command, or_start=or_start)
-        # A supervising process has logs of the ranks in the run's directory, and removes the directory if needed.
+        # A supervising process keeps the ranks' logs in the run's directory, and decides whether to remove it.
         with nullcontext() if rank.supervised else beginning(run):
             memory = Path(os.environ[MEMORY]) if MEMORY in os.environ else None
             watchdog = rank.watchdog

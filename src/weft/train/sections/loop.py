@@ -69,7 +69,7 @@ class LoopConfig:
     halves: bool = False
     """With `overlap`: exchange a microbatch without a partner in two halves; experts start on the first half."""
     check: bool = False
-    """Before the first step, compare a step of a small copy of the model with that of one process (`weft check`)."""
+    """Before the first step, run `weft check`: compare a step of a small model on all ranks with that on one rank."""
     watchdog: float = 600.0
     """Seconds without progress after which the run ends and names the rank that hangs; 0: never."""
     buffers: Literal["broadcast", "mean", "own"] = "broadcast"

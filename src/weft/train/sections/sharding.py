@@ -14,7 +14,7 @@ class ShardingConfig:
     strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = "optim_grads_params"
     """What to shard: "no_shard", "optim" (optimizer state), "optim_grads" (gradients too), "optim_grads_params"."""
     dp_shard: int = -1
-    """Number of ranks (times `cp`) over which the strategy shards; -1: all ranks / (pp x tp x cp x dp_replicate)."""
+    """The strategy shards over `dp_shard` x `cp` ranks; -1: all ranks / (pp x tp x cp x dp_replicate)."""
     dp_replicate: int = 1
     """Number of groups of `dp_shard` x `cp` ranks. Each group has a full copy of the state (HSDP)."""
     outer_strategy: Literal["no_shard", "optim"] = "no_shard"
@@ -24,7 +24,7 @@ class ShardingConfig:
     cp: int = 1
     """Number of ranks that share every sequence (context parallelism). Each has two slices of it."""
     tp: int = 1
-    """Number of ranks that share every layer: its heads, widths and vocabulary, and positions between layers."""
+    """Number of ranks that split each layer's heads and widths, the vocabulary, and the positions between layers."""
     etp: int | None = None
     """Number of ranks over which each expert is sharded: `tp`, or 1 for whole experts; unset: `tp`."""
     pp: int = 1

@@ -136,7 +136,7 @@ def with_numbers(found: Any) -> Losses:
 
 
 class Stream:
-    """Microbatches of an iterable, repeated without end. The position is saved and restored exactly.
+    """Microbatches of an iterable, in endless passes over it. The position is saved and restored exactly.
 
     An iterable with `state_dict` and `load_state_dict` restores itself. Any other iterable is iterated again up to its
     position, with the random state from the start of the pass, so that a shuffling loader yields the same order. Such

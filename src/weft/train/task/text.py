@@ -146,9 +146,10 @@ def _context_part(batch: Batch, meshes: weft.Meshes) -> Batch:
 
 
 def for_own_model(microbatch: Batch) -> Batch:
-    """Return a microbatch in the form that models of the package transformers take. Only one with documents changes.
+    """Return a microbatch in the form that models of the package transformers take.
 
-    It becomes a dictionary of "tokens", "labels", "position_ids" and "cu_seqlens".
+    Only a microbatch with documents changes. It becomes a dictionary of "tokens", "labels", "position_ids" and
+    "cu_seqlens".
     """
     if not isinstance(microbatch, dict):
         return microbatch
@@ -195,13 +196,13 @@ def _seen_of_others(model: nn.Module, text: torch.Tensor) -> float:
     other[:, :half] = text[:, -1:]
     with in_eval_mode(model):
         for tokens in (text, other):
-            with torch.random.fork_rng():  # both draw the same random numbers, and training draws as without them
+            with torch.random.fork_rng():  # both passes draw the same numbers; training is unaffected
                 scores = _scores(model, for_own_model({"tokens": tokens, "labels": tokens, "documents": documents}))
             found.append(scores[:, half:].clone())  # the scores of both passes may be too large to keep
             del scores
     one, two = found
     change = ((one - two).abs().max() / one.abs().max()).item()
-    return change if change > torch.finfo(one.dtype).eps ** 0.5 / 4 else 0.0  # also the rounding of experts' sums
+    return change if change > torch.finfo(one.dtype).eps ** 0.5 / 4 else 0.0  # above the rounding of experts' sums
 
 
 def next_token_loss(model: nn.Module, microbatch: Batch) -> torch.Tensor:
