@@ -98,7 +98,7 @@ class ReductionOrder(ABC):
 
     @abstractmethod
     def finish_group(self, unit: int, group: Any, under_way: Any) -> None:
-        """Wait for the reductions of the handle `under_way`, and free their memory."""
+        """Wait for the reductions of the handle `under_way`, and free the memory of the group's gradients."""
 
     # --- the rules ----------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ def beside(recipe: Quantization, dim: int, *, by_row: bool = False) -> Quantizat
     """Return the recipe of the other operand in a product with a weight that is quantized with `recipe`.
 
     `dim`: the dimension of the weight over which the product sums. `by_row`: each row of the operand has a separate
-    scale, so that its result does not depend on other rows. The result is None if the weight's scales differ along
+    scale, so that a row of the product does not depend on other rows. Return None if the weight's scales differ along
     `dim`: the operand is then not quantized.
     """
     if recipe.kind == "tensorwise":

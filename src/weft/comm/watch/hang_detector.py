@@ -60,7 +60,7 @@ _RULE = (
 
 @dataclass(frozen=True)
 class Call:
-    """Collective number `number` with this `key` over `group`, of these `ranks`. `name`: its name in errors."""
+    """One collective: the `number`-th with this `key`. `group`: its group, of these `ranks`. `name`: for errors."""
 
     key: str
     number: int

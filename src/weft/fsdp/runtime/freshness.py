@@ -66,8 +66,8 @@ class Freshness:
         return unit in self.ahead or any(group.is_outdated for group in unit.groups)
 
     def reach(self, unit: Unit) -> None:
-        """Update all units up to `unit`, and the one after it, whose transfer then overlaps with computation. A unit
-        that only another rank's pass uses is updated alone."""
+        """Update all units up to `unit`, and the one after it, whose transfer then overlaps with computation. If
+        only another rank's pass uses `unit`, update no other unit."""
         if unit in self.ahead:
             while self._next() is not unit:
                 pass

@@ -120,7 +120,9 @@ def opened(directory: Path, cfg: HybridConfig) -> tuple[dict[str, Place], Any]:
 
 
 def family_for(cfg: HybridConfig, model_type: str | None = None) -> tuple[Family, Raw]:
-    """Return a family that can represent `cfg`, and its config.json for `cfg`. Raises `ConversionError` if none can.
+    """Return the first family that can represent `cfg`, and `cfg` as the content of its config.json.
+
+    Raises `ConversionError` if no family can.
 
     `model_type`: the only family to try. Default: all families are tried in order.
     """

@@ -31,9 +31,11 @@ def chunked_numbers(numbers_BS: Tensor, length: int) -> Tensor:
 
 
 def entering(numbers_BKL: Tensor, before_B: Tensor | None) -> Tensor:
-    """Return the document of the state before each chunk and after the last chunk, [B, K + 1].
+    """Return the number of the document that each recurrent state belongs to, [B, K + 1]: the document of the last
+    position that it has read. The states are those before each chunk, and the one after the last chunk.
 
-    `before_B`: the document of the position before the first. None: there is no such position.
+    `before_B`: the document of the position before the first chunk. None: there is no such position; the first number
+    is then `NOTHING`.
     """
     ends_BK = numbers_BKL[..., -1]
     first_B1 = torch.full_like(ends_BK[:, :1], NOTHING) if before_B is None else before_B[:, None]

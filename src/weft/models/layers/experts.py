@@ -70,7 +70,7 @@ class Experts(MoE):
             self.router.share_positions(ranks.stacked)
 
     def recompute(self) -> None:
-        """Recompute activations in backward, inside the graph of the experts if `weft.Graphs` can capture them."""
+        """Recompute activations in backward. If `weft.Graphs` captures the experts, their graphs recompute them."""
         if self.experts.has_fixed_rows and self.ranks is None:
             self.experts.recomputes = True
         else:

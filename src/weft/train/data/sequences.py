@@ -142,8 +142,8 @@ def sequences(
 
 
 class Mixture:
-    """Several texts, mixed by weight. Of every thousand sequences, each text has a number in proportion to its weight,
-    evenly spread.
+    """Several texts, mixed by weight. Of every thousand sequences, each text supplies a share in proportion to its
+    weight, spread evenly over the thousand.
 
     `place` maps a position in the mixture to a text and a sequence of that text.
     """
