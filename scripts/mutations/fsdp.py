@@ -505,7 +505,7 @@ MUTATIONS = [
     Mutation(
         "a unit computes with weights from before a write of the forward around it",
         "Unit.acquire",
-        "not holder.backward and self.is_stale",
+        "self.is_stale",
         "False",
         "fsdp/seams/test_freshness.py::test_a_forward_that_writes_weights_which_are_gathered_already_is_refused"
         "[2-optim_grads_params-0]",

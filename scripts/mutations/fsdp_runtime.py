@@ -25,6 +25,14 @@ GIVEN_UP = "test_reductions_of_a_backward_that_fails_are_given_up_and_gradients_
 MUTATIONS = [
     # --- what changes between passes ----------------------------------------------------------------------------------
     Mutation(
+        "parameters beside the model that no rank reduces get no warning",
+        "fsdp.runtime.inventory:_refuse",
+        "not _is_managed(owners, parents)",
+        "False",
+        MEMBERSHIP + "test_parameters_of_a_loss_beside_the_model_get_a_warning_unless_something_reduces_their_gradients"
+        "[2-none]",
+    ),
+    Mutation(
         "modules added after the first pass are not checked",
         "Inventory.check",
         "_contents(modules) != self._seen",

@@ -128,6 +128,13 @@ MUTATIONS = [
         "train/test_memory_copies.py::test_copies_without_a_place_or_without_room_are_refused_in_one_line",
     ),
     Mutation(
+        "a later failure replaces the first reason",
+        "Watchdog._hear",
+        "self.said is not None",
+        "False",
+        "train/test_hangs.py::test_a_rank_that_fails_tells_the_others_why[2]",
+    ),
+    Mutation(
         "any process can report a failure to the ranks",
         "Peers._answer_all",
         "not secrets.compare_digest(str(message['secret']), self._secret)",
