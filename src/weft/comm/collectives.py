@@ -26,14 +26,15 @@ UNEVEN_TAGS = 700
 
 def all_gather(full: Tensor, source: Tensor, group: ProcessGroup, tag: int) -> Pending:
     """Fill `full` with every rank's `source`, in rank order. `source` may be this rank's own slice of `full`; any other
-    tensor is copied there."""
-    return transport_of(group, full.device).all_gather(full, source, group, tag)
+    tensor is copied there. The version counter of `full`, which tells of users' writes, stays, whatever the backend."""
+    return transport_of(group, full.device).all_gather(full.data, source, group, tag)
 
 
 def all_gather_bundle(fulls: Wanted, sources: Several, group: ProcessGroup, tag: int, *, dtype: torch.dtype) -> Pending:
     """Fill `fulls[i]` with every rank's `sources[i]`, in rank order, for all i at the cost of one message. If
     `fulls[i]` is None, `sources[i]` is sent and the result is not kept. Sources are cast to `dtype`."""
-    return transport_of(group, sources[0].device).all_gather_bundle(fulls, sources, group, tag, dtype)
+    landings = [None if full is None else full.data for full in fulls]  # as in `all_gather`
+    return transport_of(group, sources[0].device).all_gather_bundle(landings, sources, group, tag, dtype)
 
 
 def alone(work: Callable[[], Any], tag: int) -> Pending:

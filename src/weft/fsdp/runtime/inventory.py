@@ -147,7 +147,7 @@ def _refuse(suspects: set[Any], roots: Sequence[Any]) -> None:
         for name, each in owners[0]._parameters.items()
         if each is parameter
     )
-    if apart and dist.get_rank() == 0 and any(group.ranks > 1 for unit in roots for group in unit.groups):
+    if apart and any(group.ranks > 1 for unit in roots for group in unit.groups) and dist.get_rank() == 0:
         log.warning(
             "%s: this backward computes gradients of parameters that are in no unit (%s), and each rank trains its own "
             "copy unless you reduce them: call fully_shard on a module around them and the model, or on their module",
@@ -187,8 +187,9 @@ def _parents() -> dict[nn.Module, list[nn.Module]]:
     for each in gc.get_objects():
         if issubclass(type(each), nn.Module):  # not `isinstance`: a proxy may run code when its `__class__` is read
             parents.setdefault(each, [])
-            for child in filter(None.__ne__, vars(each).get("_modules", {}).values()):
-                parents.setdefault(child, []).append(each)
+            for child in vars(each).get("_modules", {}).values():
+                if child is not None:
+                    parents.setdefault(child, []).append(each)
     return parents
 
 
