@@ -195,4 +195,12 @@ MUTATIONS = [
         "pass",
         "comm/test_lanes.py::test_an_outer_gather_and_the_inner_one_after_it_overlap_with_the_computation[4]",
     ),
+    Mutation(
+        "a gather into main weights counts as a write to them",
+        "comm.collectives:all_gather",
+        "full.data",
+        "full",
+        "fsdp/test_untagged.py::test_a_gather_into_main_weights_is_no_write_to_them_so_that_the_microbatches_of_a_step_"
+        "share_it[2]",
+    ),
 ]

@@ -507,7 +507,7 @@ MUTATIONS = [
         "Unit.acquire",
         "self.is_stale",
         "False",
-        "fsdp/seams/test_freshness.py::test_a_forward_that_writes_weights_which_are_gathered_already_is_refused"
-        "[2-optim_grads_params-0]",
+        "fsdp/seams/test_freshness.py::test_weights_that_a_forward_writes_in_another_unit_are_those_of_its_next_use"
+        "[2-optim_grads_params-0-None]",
     ),
 ]

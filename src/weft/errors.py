@@ -58,8 +58,7 @@ class WeightsGone(WeftError, RuntimeError):
 
 
 class WeightsWritten(WeftError, RuntimeError):
-    """Code wrote to gathered weights, which are copies, or to main weights after a pass had gathered them. The message
-    names the unit and, for gathered weights, the parameter."""
+    """Code wrote to gathered weights, which are copies. The message names the unit and the parameter."""
 
 
 class UndeclaredTensor(WeftError, RuntimeError):

@@ -61,6 +61,12 @@ CASES = [
     case(test_behaviour.test_training_goes_on_after_an_exception_in_forward, **Z3),
     case(test_frozen.test_adapters_frozen_units_and_later_changes_equal_one_process, recompute="non-reentrant"),
     case(test_freshness.test_an_optimizer_that_steps_between_microbatches, strategy="optim"),
+    case(
+        test_freshness.test_weights_that_a_forward_writes_in_another_unit_are_those_of_its_next_use,
+        strategy="optim_grads",
+        bucket_bytes=1 << 20,
+        reshard_after_forward=None,
+    ),
     case(test_two_roots.test_two_roots_that_step_between_each_others_passes, **Z3),
 ]
 
@@ -96,3 +102,20 @@ def test_small_units_travel_in_one_group_call_where_the_transport_has_no_tags():
     assert "all_gather_bundle" in transport.moved and "reduce_scatter" in transport.moved
     assert "all_gather" not in transport.moved
     torch.testing.assert_close(*results)
+
+
+@distributed(2)
+def test_a_gather_into_main_weights_is_no_write_to_them_so_that_the_microbatches_of_a_step_share_it():
+    transport, gathers = Untagged(), []
+    with mock.patch.object(backends, "INSTEAD", transport):
+        net = nets.shard(nets.make(), strategy="optim")
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for number, batch in enumerate(nets.data(6, 4)):
+            transport.moved.clear()
+            net.set_is_last_backward(number % 2 == 1)
+            nets.loss_of(net, batch[dist.get_rank() :: 2]).backward()
+            gathers.append(sum(each.startswith("all_gather") for each in transport.moved))
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert all(gathers[::2]) and not any(gathers[1::2]), gathers

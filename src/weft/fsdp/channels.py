@@ -40,6 +40,7 @@ class Channels:
         self.reductions = Lane("reductions", device)
         self.download = Lane("download", device)
         self.on_gather: Callable[[Any], None] = lambda unit: None  # called with each unit before its gather starts
+        self.on_renew: Callable[[Any], None] = lambda unit: None  # called with each unit that a pass gathers again
         self.gradient_to_write: Callable[[Any], tuple[torch.Tensor, bool]]  # the method of the model's `Reductions`
 
     def share_lanes(self, other: "Channels") -> None:

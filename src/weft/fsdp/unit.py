@@ -25,7 +25,6 @@ from torch import nn
 from weft.comm.backends import transport_of
 from weft.comm.lanes import Ticket
 from weft.comm.ranges import profiled
-from weft.errors import WeightsWritten
 from weft.fsdp.channels import Channels
 from weft.fsdp.driver import USER, Hold, TiedHold, is_users
 from weft.fsdp.group import ParameterGroup
@@ -51,7 +50,7 @@ TRANSITIONS = {  # caused by: what happens
     (State.HELD, "hold"): State.HELD,  # another holder
     (State.HELD, "let go"): State.HELD,  # a holder, not the last one
     (State.HELD, "let go last"): State.HERE,  # the last holder
-    (State.HELD, "renew"): State.HELD,  # a pass that finds them stale or needs their other copy: gathers them again
+    (State.HELD, "renew"): State.HELD,  # they are stale, or their other copy is needed: gathers them again
     (State.HERE, "free"): State.AT_REST,  # a driver that expects no use of the unit soon: frees the memory
 }
 
@@ -170,17 +169,15 @@ class Unit:
                     self.channels.weights.come_back(each)
         self.state = TRANSITIONS.get((self.state, "hold")) or self._refuse("hold")
         self.holders[holder] = None
-        try:
-            if holder.computes and not holder.backward and self.is_stale:
-                raise WeightsWritten(
-                    f"{self}: its weights were written to in this pass after they had been gathered, and {holder.name} "
-                    "would compute with the old values: write before the forward"
-                )
-            if not self._shows_full and (holder.computes or is_users(holder)):
+        if holder.computes and not holder.backward and self.is_stale:  # this pass has written to the main weights
+            self.channels.on_renew(self)
+            self.renew()
+        if not self._shows_full and (holder.computes or is_users(holder)):
+            try:
                 self._show(full=True)
-        except RuntimeError:  # or the user has replaced a parameter
-            self.release(holder)
-            raise
+            except RuntimeError:  # the user has replaced a parameter
+                self.release(holder)
+                raise
 
     def release(self, holder: Any) -> None:
         """End a hold. The memory stays until `free`."""

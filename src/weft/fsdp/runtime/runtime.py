@@ -26,6 +26,7 @@ from weft.comm import streams
 from weft.comm.groups import check_alive
 from weft.fsdp.autograd import first_backwards
 from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, in_backward
+from weft.fsdp.runtime.freshness import agree_on_maxima
 from weft.fsdp.runtime.inventory import Inventory
 from weft.fsdp.runtime.joint_backward import JointBackward, end_with_backward
 from weft.fsdp.runtime.options import RuntimeOptions
@@ -129,6 +130,8 @@ class Runtime(Shared):
         self._enter()
         if self.passes.current is Pass.IDLE:
             self._freshness.begin_pass(self.units, [unit, *unit.tied], self.process_groups)
+        elif unit.is_stale:
+            agree_on_maxima(unit.groups)
         if unit.is_stale and unit.holders:
             unit.renew()
         elif unit.is_stale:

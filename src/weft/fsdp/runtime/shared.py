@@ -19,7 +19,7 @@ from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS
 from weft.fsdp.gradients.group import Where
 from weft.fsdp.runtime.buckets import bundle_bytes, fill_buckets
 from weft.fsdp.runtime.consensus import Consensus
-from weft.fsdp.runtime.freshness import Freshness
+from weft.fsdp.runtime.freshness import Freshness, agree_on_maxima
 from weft.fsdp.runtime.helper import GatherHelper, Steps
 from weft.fsdp.runtime.options import CaptureTable, RuntimeOptions
 from weft.fsdp.runtime.passes import BackwardCalls, Pass, Passes
@@ -73,6 +73,7 @@ class Shared:
         addressed = options.check_collectives and all(unit.is_addressed for unit in units)
         if not addressed or any(group.refreshes for group in groups):
             self.channels.on_gather = weakly(self._before_gather)
+        self.channels.on_renew = weakly(self._before_renewal)
         self.channels.gradient_to_write = weakly(self.reductions.gradient_to_write)
         for unit in units:
             unit.channels = self.channels
@@ -106,6 +107,11 @@ class Shared:
             for group in unit.groups:
                 if group.plan.moves:
                     self._agreement.note(unit.number, "all-gather", group.full.local.nbytes)
+
+    def _before_renewal(self, unit: Unit) -> None:
+        """Agree on the maxima of written weights, and note the gather, which a rank starts for writes of its own."""
+        agree_on_maxima(unit.groups)
+        self._agreement.note(unit.number, "renewed all-gather", unit.gathered_bytes)
 
     @property
     def steady_passes(self) -> int:
