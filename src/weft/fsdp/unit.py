@@ -135,7 +135,10 @@ class Unit:
     @property
     def is_stale(self) -> bool:
         """Whether the main weights have changed since the full weights were made from them."""
-        return any(group.is_stale for group in self.groups)
+        for group in self._coming:  # no generator: this is asked at each use
+            if group.is_stale:
+                return True
+        return False
 
     def prefetch(self) -> None:
         """Start to gather the weights, unless they are gathered or being gathered."""
