@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import weft
 from tests.fsdp import nets
@@ -212,18 +213,23 @@ class Margin(nn.Module):
         return nets.loss_of(net, batch) * self.scale
 
 
-@pytest.mark.parametrize("care", ["none", "hook", "ddp"])
+@pytest.mark.parametrize("care", ["none", "hook", "ddp", "fsdp2", "no model"])
 @distributed(2)
 def test_parameters_of_a_loss_beside_the_model_get_a_warning_unless_something_reduces_their_gradients(care):
     batch = nets.data(1, 8)[0]
-    net, loss = nets.shard(nets.make()), Margin()
+    net, loss = weft.fully_shard(nn.Sequential(nets.shard(nets.make()))), Margin()  # the root has no parameters
     if care == "hook":
         loss.scale.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad, op=dist.ReduceOp.AVG))
+    if care == "fsdp2":
+        torch.distributed.fsdp.fully_shard(loss, mesh=init_device_mesh("cpu", (2,)))
     wrapped = nn.parallel.DistributedDataParallel(loss) if care == "ddp" else loss
     said = []
     with patch.object(inventory.log, "warning", lambda text, *args: said.append(text % args)):
-        for _ in range(2):
-            wrapped(net, mine(batch)).backward()
+        for number in range(3):
+            value = wrapped(net, mine(batch))
+            if care == "no model" or number == 0:  # the first backward does not reach the model
+                value = loss.scale * value.detach()
+            value.sum().backward()
     if care == "none" and dist.get_rank() == 0:
         assert len(said) == 1 and "in no unit (Margin.scale)" in said[0]
     else:

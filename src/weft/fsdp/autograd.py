@@ -317,6 +317,7 @@ def _explained(refusal: str) -> RuntimeError | None:
             return WeightsWritten(
                 f"backward reads {each.named(shape)}, which was written to since its forward, by an optimizer or in "
                 f"place: its gradients would mix old and new weights, which plain modules refuse as well. Step the "
-                f"optimizer after backward, or run the forward again"
+                f"optimizer after backward, or run the forward again. If only other parameters of the unit were "
+                f"written, shard their module as another unit: a unit counts writes to all its parameters together"
             )
     return None

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.distributed._composable.contract import REGISTRY_KEY
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from weft.fsdp.autograd import Original
@@ -107,17 +107,19 @@ def _remedy(parameter: nn.Parameter, modules: Iterable[nn.Module]) -> str:
 # --- around a root ----------------------------------------------------------------------------------------------------
 
 Root = tuple["weakref.ref[Any]", int]  # a root unit, and the number of backwards whose graphs were inspected for it
-_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
-_LOOKS = 3  # the number of backwards in which a root is looked for, because a model may run forward and never backward
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel, FSDPModule)
+_LOOKS = 16  # the number of backwards in which a root is looked for, because a model may run forward and never backward
 
 
 def look_around(roots: "Sequence[Root]", outputs: Iterable[torch.Tensor | GradientEdge]) -> "list[Root]":
     """Raise RuntimeError if a backward of `outputs` reaches a parameter in no unit, held by a module around a root.
     `roots`: root units. Returns the roots that the backward does not reach. The next backward checks these."""
     leaves = set(_leaves(outputs))
-    if suspects := set(filter(_is_suspect, leaves)):
-        _refuse(suspects, alive(ref for ref, _ in roots))
     reached = {id(record.unit.channels) for leaf in leaves if (record := record_of(leaf)) is not None}
+    if suspects := set(filter(_is_suspect, leaves)):
+        parents = _parents()
+        _refuse(suspects, alive(ref for ref, _ in roots), parents)
+        _warn(suspects, [unit for unit in alive(ref for ref, _ in roots) if id(unit.channels) in reached], parents)
     return [
         (ref, looks + 1)
         for ref, looks in roots
@@ -125,9 +127,8 @@ def look_around(roots: "Sequence[Root]", outputs: Iterable[torch.Tensor | Gradie
     ]
 
 
-def _refuse(suspects: set[Any], roots: Sequence[Any]) -> None:
-    """Raise for parameters of modules around `roots` whose gradients nothing reduces. Warn about those of others."""
-    parents = _parents()
+def _refuse(suspects: set[Any], roots: Iterable[Any], parents: dict[nn.Module, list[nn.Module]]) -> None:
+    """Raise for parameters of modules around `roots` whose gradients nothing reduces."""
     for unit in roots:
         for around in _above(alive(unit.modules), parents):
             for name, parameter in around.named_parameters():
@@ -139,19 +140,24 @@ def _refuse(suspects: set[Any], roots: Sequence[Any]) -> None:
                         f"{type(around).__name__} too, last, or name the parameter in ignored_params and reduce its "
                         f"gradient yourself"
                     )
-    owned = ((parameter, _owners(parameter, parents)) for parameter in suspects)
+
+
+def _warn(suspects: set[Any], reached: Sequence[Any], parents: dict[nn.Module, list[nn.Module]]) -> None:
+    """Warn about parameters beside the models of the roots `reached` whose gradients nothing reduces."""
+    if not reached or dist.get_world_size() == 1 or dist.get_rank() > 0:
+        return
     apart = sorted(
         f"{type(owners[0]).__name__}.{name}"
-        for parameter, owners in owned
-        if owners and not _is_managed(owners, parents)
+        for parameter in suspects
+        if (owners := _owners(parameter, parents)) and not _is_managed(owners, parents)
         for name, each in owners[0]._parameters.items()
         if each is parameter
     )
-    if apart and any(group.ranks > 1 for unit in roots for group in unit.groups) and dist.get_rank() == 0:
+    if apart:
         log.warning(
             "%s: this backward computes gradients of parameters that are in no unit (%s), and each rank trains its own "
             "copy unless you reduce them: call fully_shard on a module around them and the model, or on their module",
-            roots[0],
+            reached[0],
             ", ".join(apart[:3]) + (", ..." if len(apart) > 3 else ""),
         )
 

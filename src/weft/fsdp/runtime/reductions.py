@@ -73,11 +73,10 @@ class Reductions(ReductionOrder):
 
     def begin(self) -> None:
         """Plan the turns at the beginning of a backward."""
-        due, checks = [], self._agreement.checks
-        # Skip units whose gathers could match those of another unit: ranks must run these in one order anyway.
-        for number in self.agreed:
+        due = []
+        for number in self.agreed if self._agreement.checks else ():
             unit = self._units[number]
-            if unit.trainable_groups and not self.defers(unit) and checks and unit.is_addressed:
+            if unit.trainable_groups and not self.defers(unit):
                 due.append(Due.of(number, map(_kind_and_bytes, unit.trainable_groups)))
         if due != self._planned[0]:
             self._planned = due, turns_of(due, self.bucket_bytes)
@@ -96,7 +95,7 @@ class Reductions(ReductionOrder):
             self.pack(unit.number)
             return
         self._gathers.current.events.append(("ready", unit.number, int(self._finishes(unit))))
-        if not self.ready(unit.number, in_order=self._agreement.checks and unit.is_addressed):
+        if not self.ready(unit.number, in_order=self._agreement.checks):
             for group in unit.trainable_groups:
                 self._agreement.note(unit.number, "reduction", group.gradients.sent)
 
