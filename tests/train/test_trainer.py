@@ -1,11 +1,13 @@
 """`weft.train.Trainer`: the loop of the trainer with a model, data and habits of one's own."""
 
+import dataclasses
 import os
 import random
 import re
 import subprocess
 import sys
 import tomllib
+from collections import UserDict
 from contextlib import closing
 from pathlib import Path
 
@@ -15,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from transformers import BatchEncoding
 
 import weft
 from tests.fsdp import nets
@@ -26,11 +29,11 @@ from weft.checkpoint import verify
 from weft.train import Trainer
 from weft.train.config import from_tables, load_config
 from weft.train.errors import ConfigError
-from weft.train.evaluate import evaluate
+from weft.train.evaluate import evaluate, move
 from weft.train.loop import train
 from weft.train.run import runs
 from weft.train.source import Source
-from weft.train.task.own import Stream
+from weft.train.task.own import Stream, _samples, _Validation
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
 
@@ -562,6 +565,65 @@ def test_data_that_failed_on_its_way_begins_anew():
     stream.source = [1, 2]
     stream.load_state_dict({"epoch": 0, "taken": 0, "microbatch_size": 1, "own": [None, None]})
     assert stream.next_step() == [1]
+
+
+def shuffled(**options):
+    return DataLoader(TensorDataset(torch.arange(10.0)), batch_size=2, **{"shuffle": True, **options})
+
+
+def with_own_generators():
+    rows = torch.arange(10.0)
+    sampler = RandomSampler(rows, generator=torch.Generator().manual_seed(5))
+    return shuffled(shuffle=None, sampler=sampler, generator=torch.Generator().manual_seed(6))
+
+
+def with_workers_that_persist():
+    return shuffled(num_workers=1, persistent_workers=True)
+
+
+@pytest.mark.parametrize("loader", [shuffled, with_own_generators, with_workers_that_persist])
+def test_a_shuffling_loader_resumes_in_the_middle_of_a_later_pass(loader):
+    torch.manual_seed(3)
+    stream = Stream(loader(), 6)
+    for _ in range(2):  # two passes of five microbatches, and two of the third
+        stream.next_step()
+    state, generators = stream.state_dict(), torch.get_rng_state()
+    again = Stream(loader(), 6)
+    again.load_state_dict(state)
+    found = []
+    for each in (stream, again):
+        torch.set_rng_state(generators)
+        found.append([microbatch[0].tolist() for _ in range(2) for microbatch in each.next_step()])
+    assert found[0] == found[1]
+
+
+def test_a_validation_set_that_yields_nothing_is_refused_the_first_time_and_later():
+    once = iter([1, 2])
+    found = _Validation(once)
+    assert list(found) == [1, 2]
+    for _ in range(2):
+        with pytest.raises(
+            ConfigError, match=r"validation: .* yields no microbatch; pass an iterable that starts again"
+        ):
+            list(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    left: torch.Tensor
+    name: str
+
+
+def test_batches_of_other_libraries_move_to_the_device_and_are_counted():
+    rows = torch.ones(3, 2)
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+    whole = [BatchEncoding({"x": rows}), UserDict(x=rows), Pair(rows, "a"), packed, {"x": (rows, None, "text")}]
+    encoding, mapping, pair, moved, plain = move(whole, torch.device("meta"))
+    assert encoding["x"].is_meta and mapping["x"].is_meta and pair.left.is_meta and plain["x"][0].is_meta
+    assert isinstance(encoding, BatchEncoding) and isinstance(mapping, UserDict) and pair.name == "a"
+    assert moved.data.is_meta and not moved.batch_sizes.is_meta, "torch reads these sizes on the host"
+    assert not whole[2].left.is_meta and not whole[1]["x"].is_meta, "the given ones are left alone"
+    assert [_samples(each, 1) for each in whole[:3]] == [3, 3, 3] and _samples(None, 7) == 7
 
 
 def test_every_pass_through_the_data_has_a_number():

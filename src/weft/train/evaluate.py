@@ -1,15 +1,18 @@
 """Computes the validation loss of a model in training or in a checkpoint."""
 
+import copy
 import dataclasses
+from collections import UserDict
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 from weft.checkpoint import CheckpointManager, ModelState
 from weft.comm.collectives import reduce_now
@@ -41,8 +44,26 @@ _WITH_EFFECT = (
 
 
 def move(microbatch: Any, device: torch.device) -> Any:
-    """Return the microbatch, any nested structure, with its tensors on the device."""
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), microbatch)
+    """Return the microbatch, any nested structure, with its tensors on the device. An object with a method `to`, such
+    as a batch of a tokenizer or a packed sequence, moves itself."""
+    return tree_map(partial(_moved, device=device), microbatch, is_leaf=_moves_itself)
+
+
+def _moves_itself(value: Any) -> bool:
+    return callable(getattr(value, "to", None))
+
+
+def _moved(leaf: Any, device: torch.device) -> Any:
+    if _moves_itself(leaf):
+        return leaf.to(device)
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        leaf = copy.copy(leaf)
+        for name, value in vars(leaf).items():
+            object.__setattr__(leaf, name, move(value, device))
+    elif isinstance(leaf, UserDict):
+        leaf = copy.copy(leaf)
+        leaf.data = move(leaf.data, device)
+    return leaf
 
 
 @torch.no_grad()

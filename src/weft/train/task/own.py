@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
+from dataclasses import is_dataclass
 from itertools import repeat
 from typing import Any
 
@@ -56,13 +57,15 @@ class OwnTask:
         rank, ranks = meshes.dp_rank, meshes.dp_size
         own = _of_rank("data", data, rank, ranks)
         self.batches = Stream(own, config.microbatches_per_step(ranks), config.train.microbatch_size, ranks)
-        self.validation = () if validation is None else _of_rank("validation", validation, rank, ranks)
+        self.validation: Any = () if validation is None else _of_rank("validation", validation, rank, ranks)
         _refuse_no_validation(validation, self.validation, config)
         if isinstance(self.validation, Iterator):
             raise ConfigError(
                 "validation: the function returns an iterator, which the first validation would use up; "
                 "return a list or a loader"
             )
+        if validation is not None:
+            self.validation = _Validation(self.validation)
         self._microbatch_size = config.train.microbatch_size
         self.description = f"own data: {getattr(data, '__name__', type(data).__name__)}"
         built = own_model(model, shard, config, meshes, device)
@@ -89,7 +92,7 @@ class OwnTask:
             what = f"a tensor {list(loss.shape)}"
             if loss.numel() == 1:
                 if loss.requires_grad or not torch.is_grad_enabled():
-                    return loss, numbers
+                    return loss.reshape(()), numbers
                 what += " that does not depend on any parameter of the model"
         raise ConfigError(
             f"loss: returns {what}; return the mean over the microbatch, a scalar with a gradient, or (mean, "
@@ -106,6 +109,24 @@ class OwnTask:
         return None
 
 
+class _Validation:
+    """A validation set. Iteration raises ConfigError if it yields nothing, the first time or later."""
+
+    def __init__(self, source: Iterable[Any]) -> None:
+        self._source = source
+
+    def __iter__(self) -> Iterator[Any]:
+        yields = False
+        for microbatch in self._source:
+            yields = True
+            yield microbatch
+        if not yields:
+            raise ConfigError(
+                f"validation: {told(self._source)} yields no microbatch; pass an iterable that starts again each time, "
+                f"such as a list or a loader, or leave it out"
+            )
+
+
 def _refuse_no_validation(given: Data | None, found: Iterable[Any], config: TrainConfig) -> None:
     """Raise ConfigError for an empty validation set and, without one, for settings that then have no effect."""
     if given is None:
@@ -119,7 +140,17 @@ def _refuse_no_validation(given: Data | None, found: Iterable[Any], config: Trai
 
 
 def _samples(microbatch: Any, default: int) -> int:
-    return next((each.size(0) for each in tree_leaves(microbatch) if torch.is_tensor(each) and each.dim()), default)
+    return next((each.size(0) for each in _leaves(microbatch) if torch.is_tensor(each) and each.dim()), default)
+
+
+def _leaves(microbatch: Any) -> Iterator[Any]:
+    for each in tree_leaves(microbatch):
+        if isinstance(each, Mapping):  # a mapping other than a dict, such as that of a tokenizer
+            yield from _leaves(dict(each))
+        elif is_dataclass(each):
+            yield from _leaves(vars(each))
+        else:
+            yield each
 
 
 def with_numbers(found: Any) -> Losses:
@@ -139,12 +170,12 @@ class Stream:
     """Microbatches of an iterable, in endless passes over it. The position is saved and restored exactly.
 
     An iterable with `state_dict` and `load_state_dict` restores itself. Any other iterable is iterated again up to its
-    position, with the random state from the start of the pass, so that a shuffling loader yields the same order. Such
-    an iterable must be deterministic: for the same random state and, if it has `set_epoch`, the same epoch, it must
-    yield the same microbatches.
+    position, with the random state from the start of the pass, so that a shuffling loader yields the same order. This
+    includes the generators of a loader and of its samplers. Such an iterable must be deterministic: for the same random
+    state and, if it has `set_epoch`, the same epoch, it must yield the same microbatches.
 
-    If the number of `ranks` has changed, the position becomes the sum of the positions of all ranks, divided by
-    `ranks`. This is exact if the ranks take the microbatches of a pass in turn.
+    If the number of `ranks` has changed, the position becomes that of rank 0 times the former number of ranks, divided
+    by `ranks`. This is exact if a pass has equally many microbatches on all ranks, which take them in turn.
     """
 
     per_rank = True
@@ -188,8 +219,16 @@ class Stream:
 
     def _start(self) -> Iterator[Any]:
         self._set_epoch()
-        self._begun = None if hasattr(self.source, "state_dict") else self._random.state_dict()
+        if not hasattr(self.source, "state_dict"):
+            self._begun = {**self._random.state_dict(), "own": [each.get_state() for each in self._generators()]}
         return iter(self.source)
+
+    def _generators(self) -> list[torch.Generator]:
+        """Return the generators of a loader and of its samplers, which the global generators do not include."""
+        batches = getattr(self.source, "batch_sampler", None)
+        owners = (self.source, getattr(self.source, "sampler", None), batches, getattr(batches, "sampler", None))
+        found = (getattr(each, "generator", None) for each in owners)
+        return list(dict.fromkeys(each for each in found if isinstance(each, torch.Generator)))
 
     def _set_epoch(self) -> None:
         if hasattr(self.source, "set_epoch"):
@@ -221,8 +260,12 @@ class Stream:
             self._iterator = iter(self.source)
         elif self.taken:
             now = self._random.state_dict()
+            if self.epoch and getattr(self.source, "persistent_workers", False):
+                iter(self.source)  # only the first iterator draws a seed: later passes of such a loader reset it
             self._begun = begun
             self._random.load_state_dict(begun)
+            for generator, known in zip(self._generators(), begun.get("own", ())):
+                generator.set_state(known)
             self._iterator = iter(self.source)
             for done in range(self.taken):
                 if next(self._iterator, self) is self:
