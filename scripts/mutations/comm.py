@@ -203,4 +203,46 @@ MUTATIONS = [
         "fsdp/test_untagged.py::test_a_gather_into_main_weights_is_no_write_to_them_so_that_the_microbatches_of_a_step_"
         "share_it[2]",
     ),
+    Mutation(
+        "a bundle of several scales is averaged by the backend",
+        "BuiltIn.reduce_scatter_bundle",
+        "len(set(scales)) == 1",
+        "True",
+        "comm/test_collectives.py::test_sums_of_the_backend_are_scaled_as_asked_whether_it_averages_or_not[2]",
+    ),
+    Mutation(
+        "an all-reduce relies on an average that it does not ask for",
+        "BuiltIn.all_reduce",
+        "sum_only=True",
+        "sum_only=False",
+        "comm/test_collectives.py::test_sums_of_the_backend_are_scaled_as_asked_whether_it_averages_or_not[2]",
+    ),
+    Mutation(
+        "sums of fp16 overflow in the backend before they are scaled",
+        "BuiltIn._scaled",
+        "partial.dtype.itemsize < 4",
+        "partial.dtype.itemsize < 2",
+        "comm/test_collectives.py::test_sums_of_the_backend_are_scaled_as_asked_whether_it_averages_or_not[2]",
+    ),
+    Mutation(
+        "gathers are held back without tags",
+        "Lane.run",
+        "gate = None",
+        "",
+        "comm/test_priority.py::test_without_tags_no_gather_is_held_back[2]",
+    ),
+    Mutation(
+        "a broadcast of a transposed tensor does not arrive",
+        "comm.collectives:broadcast",
+        "if moved is not tensor: ...",
+        "if False: ...",
+        "comm/test_collectives.py::test_a_broadcast_brings_rank_0_s_values[2]",
+    ),
+    Mutation(
+        "a second round of transfers drops the work that follows",
+        "Pending.followed_by",
+        "lambda: second().followed_by(work)",
+        "second",
+        "comm/test_collectives.py::test_work_that_follows_transfers_comes_after_their_second_round",
+    ),
 ]

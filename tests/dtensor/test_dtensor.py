@@ -656,3 +656,17 @@ def test_checkpoints_of_any_shapes_load_on_other_numbers_of_ranks(pool, tmp_path
     pool.run(4, save_bags, str(tmp_path))
     for ranks in (2, 1):
         pool.run(ranks, load_bags, str(tmp_path))
+
+
+@distributed(2)
+def test_a_fused_step_does_not_write_to_a_state_that_is_cut_differently():
+    one = weft.fully_shard(Bag([(8, 8)]))
+    other = weft.fully_shard(Bag([(8, 8)]), shard_placement_fn=lambda p: weft.TensorAtomic())
+    optimizer = torch.optim.AdamW(one.parameters(), fused=True)
+    for _ in range(2):
+        one(torch.ones(1)).backward()
+        optimizer.step()
+        optimizer.state[one.p0]["exp_avg"] = torch.zeros_like(other.p0)
+        with pytest.raises(TypeError, match="cut differently"):
+            optimizer.step()
+        optimizer.state.clear()

@@ -72,6 +72,7 @@ def test_rows_of_a_grouped_product_depend_on_no_other_rows():
         wanted = torch.cat([rounded(x[n : n + 1], other) @ kept[0 if n < 2 else 2] for n in range(9)])
         found = scaled_product(x, payload, scales, recipe, dim=-2, offsets=ends)
         torch.testing.assert_close(found, wanted)
+    assert beside(tensorwise(pow2=True), -2, by_row=True) == rowwise(pow2=True)
 
 
 def test_weights_without_a_product_on_a_device_are_refused_by_name(monkeypatch):
