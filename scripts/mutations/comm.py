@@ -245,4 +245,18 @@ MUTATIONS = [
         "second",
         "comm/test_collectives.py::test_work_that_follows_transfers_comes_after_their_second_round",
     ),
+    Mutation(
+        "an all-reduce on one rank replaces what it should add to",
+        "comm.collectives:all_reduce",
+        "how['accumulate']",
+        "False",
+        "comm/test_collectives.py::test_all_reduce_equals_torch_s_scaled_and_accumulated[1]",
+    ),
+    Mutation(
+        "a reduce-scatter on one rank replaces what it should add to",
+        "comm.collectives:reduce_scatter",
+        "how['accumulate']",
+        "False",
+        "comm/test_collectives.py::test_reduce_scatter_equals_torch_s_scaled_and_accumulated[1]",
+    ),
 ]

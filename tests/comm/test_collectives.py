@@ -49,7 +49,7 @@ def test_all_gather_equals_torch_s_in_place_and_not():
             assert torch.equal(in_place, expected)
 
 
-@distributed(2, 4)
+@distributed(1, 2, 4)
 def test_reduce_scatter_equals_torch_s_scaled_and_accumulated():
     group, ranks, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     for dtype in (torch.float32, torch.bfloat16):
@@ -100,7 +100,7 @@ def test_sums_of_narrow_terms_are_rounded_once():
     assert total.item() == 260  # in bf16, 256 + 1 is 256
 
 
-@distributed(2, 4)
+@distributed(1, 2, 4)
 def test_all_reduce_equals_torch_s_scaled_and_accumulated():
     group = dist.group.WORLD
     for dtype, tolerance in ((torch.float32, {}), (torch.bfloat16, {"rtol": 2e-2, "atol": 0.2})):
