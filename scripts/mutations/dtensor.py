@@ -131,4 +131,18 @@ MUTATIONS = [
         "True",
         "dtensor/test_dtensor.py::test_gradients_of_full_tensors_and_parts_are_summed_where_their_placements_say_so[2]",
     ),
+    Mutation(
+        "a fused step writes to a slice of a state that is cut differently",
+        "_fitting",
+        "written or value.shape != like.shape",
+        "value.shape != like.shape",
+        "dtensor/test_dtensor.py::test_a_fused_step_does_not_write_to_a_state_that_is_cut_differently[2]",
+    ),
+    Mutation(
+        "an infinity in what one rank has is not known on those that have the rest whole",
+        "_unscale",
+        "range(tensor.device_mesh.ndim) if several else tensor.axes",
+        "tensor.axes",
+        "dtensor/test_dtensor.py::test_an_infinity_in_what_only_one_rank_has_is_found_on_all_though_all_have_the_rest_whole[2]",
+    ),
 ]

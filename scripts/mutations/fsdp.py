@@ -510,4 +510,11 @@ MUTATIONS = [
         "fsdp/seams/test_freshness.py::test_weights_that_a_forward_writes_in_another_unit_are_those_of_its_next_use"
         "[2-optim_grads_params-0-None]",
     ),
+    Mutation(
+        "only the first group of a unit may be stale",
+        "Unit.is_stale",
+        "if group.is_stale: return True",
+        "return group.is_stale",
+        "fsdp/seams/test_freshness.py::test_a_write_in_a_forward_renews_whichever_group_of_a_unit_it_was_to[2]",
+    ),
 ]

@@ -128,4 +128,25 @@ MUTATIONS = [
         "",
         AGREED + "test_a_model_that_is_converted_between_calls_crosses_stages_in_its_new_dtype[2]",
     ),
+    Mutation(
+        "a schedule does not keep the addresses of weights for their backward",
+        "ModelUnits.before",
+        "torch.is_grad_enabled()",
+        "not torch.is_grad_enabled()",
+        "overlap/test_plan.py::test_weights_keep_their_addresses_from_a_forward_to_its_backward_and_no_longer[2]",
+    ),
+    Mutation(
+        "a stage reduces the head before its separate weight gradients",
+        "ModelUnits.program",
+        "'head', 'head.weights'",
+        "'head', 'head'",
+        "overlap/test_plan.py::test_the_last_reduction_of_the_head_comes_after_its_separate_weight_gradients",
+    ),
+    Mutation(
+        "stages take messages of an evaluation for those of training",
+        "ScheduledRun._key",
+        "self._microbatches[number].shapes, self._model.training",
+        "(self._microbatches[number].shapes,)",
+        "overlap/test_stages.py::test_layers_that_have_losses_in_training_alone_are_evaluated_in_stages_after_it[2]",
+    ),
 ]

@@ -75,4 +75,25 @@ MUTATIONS = [
         "False",
         SCALED + "test_transposed_codes_are_kept_beside_the_others_and_change_nothing_else[2]",
     ),
+    Mutation(
+        "rows of an operand beside a power-of-two scale have other scales",
+        "beside",
+        "rowwise(pow2=recipe.pow2)",
+        "rowwise()",
+        "quantize/test_products.py::test_rows_of_a_grouped_product_depend_on_no_other_rows",
+    ),
+    Mutation(
+        "a negative NaN is dequantized to a number",
+        "_has_nan",
+        "payload.max() == 0xFF",
+        "False",
+        "quantize/test_formats.py::test_a_nan_of_either_sign_stays_one",
+    ),
+    Mutation(
+        "a short last block of an operand is not filled up",
+        "scaled_product",
+        "other.kind == 'mx'",
+        "False",
+        "quantize/test_products.py::test_the_last_block_of_a_sum_over_rows_may_be_shorter",
+    ),
 ]

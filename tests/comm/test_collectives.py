@@ -49,7 +49,7 @@ def test_all_gather_equals_torch_s_in_place_and_not():
             assert torch.equal(in_place, expected)
 
 
-@distributed(2, 4)
+@distributed(1, 2, 4)
 def test_reduce_scatter_equals_torch_s_scaled_and_accumulated():
     group, ranks, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     for dtype in (torch.float32, torch.bfloat16):
@@ -100,7 +100,7 @@ def test_sums_of_narrow_terms_are_rounded_once():
     assert total.item() == 260  # in bf16, 256 + 1 is 256
 
 
-@distributed(2, 4)
+@distributed(1, 2, 4)
 def test_all_reduce_equals_torch_s_scaled_and_accumulated():
     group = dist.group.WORLD
     for dtype, tolerance in ((torch.float32, {}), (torch.bfloat16, {"rtol": 2e-2, "atol": 0.2})):
@@ -173,6 +173,10 @@ def test_a_broadcast_brings_rank_0_s_values():
         first = exchange_objects(tensor.clone(), dist.group.WORLD)[0]
         collectives.broadcast(tensor, dist.group.WORLD)
         assert torch.equal(tensor, first)
+        transposed = values(6, dtype, 1).view(2, 3).t()
+        first = exchange_objects(transposed.clone(), dist.group.WORLD)[0]
+        collectives.broadcast(transposed, dist.group.WORLD)
+        assert torch.equal(transposed, first)
 
 
 @distributed(2, 4)
@@ -318,3 +322,28 @@ def test_sums_only_never_ask_the_backend_for_an_average():
         dist.reduce_scatter_tensor = torch_s
     assert asked == [dist.ReduceOp.AVG, dist.ReduceOp.SUM]
     torch.testing.assert_close(*results)
+
+
+@distributed(2)
+def test_sums_of_the_backend_are_scaled_as_asked_whether_it_averages_or_not():
+    group, rank = dist.group.WORLD, dist.get_rank()
+    for averages, dtype in ((False, torch.float32), (False, torch.float16), (True, torch.float32)):
+        backend = BuiltIn(averages=averages)
+        for scales in ((0.5, 0.5), (0.5, 0.25), (0.25, 0.5)):
+            # The sums of fp16 terms overflow, their scaled sums do not.
+            partials = [torch.full((8,), 4e4 + 32 * rank, dtype=dtype) for _ in scales]
+            outputs = [torch.ones(4) for _ in scales]
+            backend.reduce_scatter_bundle(outputs, partials, scales, (False, True), group, 0).complete()
+            expected = [torch.full((4,), scale * 80032.0) + add for scale, add in zip(scales, (0, 1))]
+            torch.testing.assert_close(outputs, expected, rtol=1e-3, atol=0)
+        for accumulate in (False, True):
+            output, partial = torch.ones(8), torch.full((8,), 4e4 + 32 * rank, dtype=dtype)
+            backend.all_reduce(output, partial, group, 0, Sum(0.5, accumulate, partial[:0])).complete()
+            torch.testing.assert_close(output, torch.full((8,), 40016.0 + accumulate), rtol=1e-3, atol=0)
+
+
+def test_work_that_follows_transfers_comes_after_their_second_round():
+    events = []
+    second = Pending(finish=lambda: events.append("second round"))
+    Pending(second=lambda: second).followed_by(lambda: events.append("hook")).complete()
+    assert events == ["second round", "hook"]

@@ -1,12 +1,14 @@
 """What yields begins behind the exchange that is expected, or when it is waited for."""
 
 from datetime import timedelta
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from tests.pool import distributed
-from weft.comm import priority
+from weft.comm import backends, priority
+from weft.comm.builtin import BuiltIn
 from weft.comm.collectives import all_gather
 from weft.comm.lanes import Lane
 
@@ -47,3 +49,22 @@ def test_a_gather_that_is_held_back_begins_when_it_is_waited_for_or_let_go():
     ticket.abandon(timedelta(seconds=3))
     assert begun[-1] == "given up", "the other ranks wait for it"
     priority.let_go()
+
+
+@distributed(2)
+def test_without_tags_no_gather_is_held_back():
+    begun = []
+
+    def run(*args, **kwargs):
+        begun.append("gather")
+        return all_gather(*args, **kwargs)
+
+    full = torch.empty(2)
+    with mock.patch.object(backends, "INSTEAD", BuiltIn()):
+        priority.expect()
+        ticket = Lane("gather", CPU).run(run, full, torch.tensor([dist.get_rank() + 1.0]), dist.group.WORLD)
+        started = list(begun)
+        ticket.wait()
+        priority.let_go()
+    assert started == ["gather"], "other ranks may issue it before or after the exchange"
+    assert full.tolist() == [1.0, 2.0]

@@ -656,3 +656,32 @@ def test_checkpoints_of_any_shapes_load_on_other_numbers_of_ranks(pool, tmp_path
     pool.run(4, save_bags, str(tmp_path))
     for ranks in (2, 1):
         pool.run(ranks, load_bags, str(tmp_path))
+
+
+@distributed(2)
+def test_a_fused_step_does_not_write_to_a_state_that_is_cut_differently():
+    one = weft.fully_shard(Bag([(8, 8)]))
+    other = weft.fully_shard(Bag([(8, 8)]), shard_placement_fn=lambda p: weft.TensorAtomic())
+    optimizer = torch.optim.AdamW(one.parameters(), fused=True)
+    for _ in range(2):
+        one(torch.ones(1)).backward()
+        optimizer.step()
+        optimizer.state[one.p0]["exp_avg"] = torch.zeros_like(other.p0)
+        with pytest.raises(TypeError, match="cut differently"):
+            optimizer.step()
+        optimizer.state.clear()
+
+
+@distributed(2)
+def test_an_infinity_in_what_only_one_rank_has_is_found_on_all_though_all_have_the_rest_whole():
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep", "dp"))["dp"]
+    dense = weft.fully_shard(Bag([(8, 8)]), strategy="no_shard")
+    experts = weft.fully_shard(Bag([(8, 8)]), mesh=alone)
+    parameters = [dense.p0, experts.p0]
+    scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD(parameters, lr=0.1)
+    scaler.scale(dense(torch.ones(1)) + experts(torch.ones(1))).backward()
+    if dist.get_rank() == 0:
+        experts.p0.grad.to_local().fill_(torch.inf)
+    before = [each.full_tensor().clone() for each in parameters]
+    scaler.step(optimizer)
+    assert all(map(torch.equal, [each.full_tensor() for each in parameters], before))

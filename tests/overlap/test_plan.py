@@ -1,5 +1,8 @@
 """The plan of a schedule, in one piece and over stages, says to the byte what it takes."""
 
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch.distributed as dist
 
@@ -9,7 +12,9 @@ from tests.overlap.test_stages import CFG, build, data
 from tests.pool import distributed
 from weft.fsdp import plan_of
 from weft.models import shard
-from weft.overlap import forward_backward
+from weft.overlap import evaluate, forward_backward
+from weft.overlap.order import BACKWARD, COMPUTE, FORWARD, Step
+from weft.overlap.units import ModelUnits
 
 
 def check(model, **options):
@@ -44,3 +49,29 @@ def test_the_first_schedule_of_quantized_weights_takes_all_its_memory_from_the_p
     forward_backward(model, data(2), overlap=False)
     weights = weft.memory_report(model)["transient"]["gathered weights"]
     assert (weights["plans"], weights["fallbacks"]) == (1, 0)
+
+
+@distributed(2)
+def test_weights_keep_their_addresses_from_a_forward_to_its_backward_and_no_longer():
+    fixed = []
+
+    def before(units, around, graph, **options):
+        acquire(units, around, graph, **options)
+        if around.step.direction == FORWARD:
+            fixed.extend(group.transient.is_fixed() for unit, _ in around.acquire for group in unit.groups)
+
+    acquire = ModelUnits.before
+    model = shard(build(CFG), weft.init_meshes("cpu"))
+    with mock.patch.object(ModelUnits, "before", before):
+        forward_backward(model, data(2), overlap=False)
+        assert fixed and all(fixed)
+        fixed.clear()
+        evaluate(model, data(2))
+        assert fixed and not any(fixed)
+
+
+def test_the_last_reduction_of_the_head_comes_after_its_separate_weight_gradients():
+    head: Any = "the units of the head"  # of a stage that does not embed
+    units = ModelUnits((), (), (head,), weft.MixedPrecisionPolicy(), None)
+    steps = [Step(BACKWARD, 0, None, slot, COMPUTE) for slot in ("head", "head.weights")]
+    assert [each.reduce for each in units.program(steps)] == [[], [head]]

@@ -447,3 +447,20 @@ def test_a_stage_that_is_killed_ends_the_others_with_its_rank(tmp_path):
     assert first.returncode == 1 and time.monotonic() - begin < 60
     said = r"this rank \(0\) waited for \w+ from stage \d to stage \d, and the process of rank 1 exited"
     assert re.search(said, first.stderr), first.stderr
+
+
+@distributed(2)
+def test_layers_that_have_losses_in_training_alone_are_evaluated_in_stages_after_it():
+    def attend(layer, *args, **kwargs):
+        crossing = own(layer, *args, **kwargs)
+        if layer.training:
+            crossing.loss = crossing.rows.square().mean()
+        return crossing
+
+    own = Layer.attend
+    model, whole = build(CFG, weft.init_meshes("cpu", pp=2)), build(CFG).eval()
+    with mock.patch.object(Layer, "attend", attend):
+        forward_backward(model, data(2))
+        found = evaluate(model.eval(), data(2))
+    with torch.no_grad():
+        same(found, [whole(*pair) for pair in data(2)])

@@ -190,6 +190,15 @@ def test_infinities_saturate_and_spoil_nothing_else(recipe):
     assert back[3, 5].isnan() and back.isnan().sum() == (16 if recipe.kind == "nvfp4" else 1)
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("recipe", [tensorwise(), rowwise(), blockwise(4, 8), mx(32)], ids=str)
+def test_a_nan_of_either_sign_stays_one(recipe, sign):
+    x = torch.ones(8, 32)
+    x[1, 2] = torch.tensor(math.nan).copysign(torch.tensor(sign))
+    found = dequantize(*quantize(x, recipe), recipe)
+    assert found[1, 2].isnan() and found.isnan().sum() == 1
+
+
 def test_saturated_and_underflowed_elements_are_counted():
     x = torch.full((2, 32), 256.0)
     x[0, :6] = torch.tensor([463.0, 465.0, -511.0, 2.0**-12, -(2.0**-12), 0.0])  # with the scale of mx, 1

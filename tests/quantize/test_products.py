@@ -63,6 +63,14 @@ def test_both_operands_hold_what_their_recipes_keep():
         assert torch.equal(scaled_product(gradient, payload, scales, recipe, dim=-2), wanted.bfloat16())
 
 
+def test_the_last_block_of_a_sum_over_rows_may_be_shorter():
+    recipe, weight, gradient = mx(32).along(-2), torch.randn(40, 64), torch.randn(24, 40)
+    payload, scales = quantize(weight, recipe)
+    whole = torch.nn.functional.pad(gradient, (0, 24))
+    wanted = rounded(whole, mx(32))[:, :40] @ dequantize(payload, scales, recipe)
+    assert torch.equal(scaled_product(gradient, payload, scales, recipe, dim=-2), wanted)
+
+
 def test_rows_of_a_grouped_product_depend_on_no_other_rows():
     x, weight = torch.randn(9, 32), torch.randn(3, 32, 48)
     ends = torch.tensor([2, 2, 9], dtype=torch.int32)
@@ -72,6 +80,7 @@ def test_rows_of_a_grouped_product_depend_on_no_other_rows():
         wanted = torch.cat([rounded(x[n : n + 1], other) @ kept[0 if n < 2 else 2] for n in range(9)])
         found = scaled_product(x, payload, scales, recipe, dim=-2, offsets=ends)
         torch.testing.assert_close(found, wanted)
+    assert beside(tensorwise(pow2=True), -2, by_row=True) == rowwise(pow2=True)
 
 
 def test_weights_without_a_product_on_a_device_are_refused_by_name(monkeypatch):

@@ -1,5 +1,6 @@
 """What is gathered is what the main weights say now, whoever wrote them, whenever, on whichever rank."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -365,3 +366,28 @@ def test_weights_that_a_forward_writes_on_one_rank_alone_are_a_mismatch_before_t
     net.writes = dist.get_rank() == 0  # the second use finds the weights of the first one, as the first pass has shown
     with pytest.raises(weft.errors.CollectiveMismatch, match="renewed all-gather"):
         net(batches[1]).backward()
+
+
+class Between(nn.Sequential):
+    """Writes one of a module's parameters between two uses in the same forward."""
+
+    def forward(self, inputs: torch.Tensor, written: str) -> tuple[torch.Tensor, torch.Tensor]:
+        (module,) = self
+        before = module(inputs)
+        with torch.no_grad():
+            module.get_parameter(written).fill_(3.0)
+        return before, module(inputs)
+
+
+@distributed(2)
+def test_a_write_in_a_forward_renews_whichever_group_of_a_unit_it_was_to():
+    for written in ("weight", "bias"):
+        torch.manual_seed(0)
+        plain = Between(nn.Linear(4, 4))
+        plain[0].bias.requires_grad_(False)
+        sharded = copy.deepcopy(plain)
+        weft.fully_shard(sharded[0], strategy="optim")
+        weft.fully_shard(sharded, strategy="optim")
+        assert len(sharded[0]._weft_unit.groups) == 2
+        with torch.no_grad():
+            torch.testing.assert_close(sharded(torch.ones(1, 4), written), plain(torch.ones(1, 4), written))
