@@ -4,6 +4,7 @@ Tests of other files run here with the collectives that are built into the backe
 """
 
 import importlib
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from tests.fsdp import nets, test_behaviour, test_frozen, test_numbers
 from tests.fsdp.seams import test_freshness, test_two_roots
 from tests.pool import distributed
 from weft.comm import backends
+from weft.comm.agreement import Agreement
 from weft.comm.builtin import BuiltIn
 from weft.comm.gloo import Gloo
 from weft.fsdp.runtime import options
@@ -88,10 +90,15 @@ def test_a_transport_without_tags_changes_nothing(pool, body, ranks, given):
 
 @distributed(2)
 def test_small_units_travel_in_one_group_call_where_the_transport_has_no_tags():
-    results, rank, world = [], dist.get_rank(), dist.get_world_size()
+    results, rank, world, logs = [], dist.get_rank(), dist.get_world_size(), []
     transport = Untagged()
     for each in (Gloo(), transport):
-        with mock.patch.object(backends, "INSTEAD", each):
+        logs.append(Counter())
+
+        def note(agreement: Agreement, unit: int, operation: str, nbytes: int) -> None:
+            logs[-1][operation] += 1
+
+        with mock.patch.object(backends, "INSTEAD", each), mock.patch.object(Agreement, "note", note):
             net = nets.shard(nets.make(), runtime=weft.RuntimeOptions(bucket_bytes=1 << 20))
             optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
             for batch in nets.data(3, 4):
@@ -101,6 +108,7 @@ def test_small_units_travel_in_one_group_call_where_the_transport_has_no_tags():
             results.append([each.full_tensor() for each in net.parameters()])
     assert {"all_gather_bundle", "reduce_scatter_bundle"} <= set(transport.moved)
     assert not {"all_gather", "reduce_scatter"} & set(transport.moved)
+    assert logs[0]["reduction"] == 0 < logs[1]["reduction"], "without tags, the order of all collectives is compared"
     torch.testing.assert_close(*results)
 
 

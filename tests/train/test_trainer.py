@@ -608,10 +608,16 @@ def test_a_validation_set_that_yields_nothing_is_refused_the_first_time_and_late
             list(found)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Pair:
     left: torch.Tensor
     name: str
+
+
+class Words(dict):
+    """A dictionary whose items are attributes."""
+
+    __getattr__ = dict.__getitem__
 
 
 def test_batches_of_other_libraries_move_to_the_device_and_are_counted():
@@ -622,7 +628,9 @@ def test_batches_of_other_libraries_move_to_the_device_and_are_counted():
     assert encoding["x"].is_meta and mapping["x"].is_meta and pair.left.is_meta and plain["x"][0].is_meta
     assert isinstance(encoding, BatchEncoding) and isinstance(mapping, UserDict) and pair.name == "a"
     assert moved.data.is_meta and not moved.batch_sizes.is_meta, "torch reads these sizes on the host"
-    assert not whole[2].left.is_meta and not whole[1]["x"].is_meta, "the given ones are left alone"
+    assert not any(each.is_meta for each in (whole[0]["x"], whole[1]["x"], whole[2].left)), "they are left alone"
+    words = Words(kind=nn.Linear)
+    assert move(words, torch.device("meta")) == words
     assert [_samples(each, 1) for each in whole[:3]] == [3, 3, 3] and _samples(None, 7) == 7
 
 

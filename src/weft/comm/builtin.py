@@ -53,7 +53,7 @@ class BuiltIn:
         options = AllgatherOptions()
         options.asyncOp = _beside(wholes[0])
         work = group.allgather_into_tensor_coalesced(wholes, own, options)
-        return Pending([work], wholes.clear)  # keeps the temporary memory until the transfers have ended
+        return _started(work, wholes.clear)  # keeps the temporary memory until the transfers have ended
 
     def all_gather_uneven(self, parts: Several, rank: int, group: ProcessGroup, tag: int) -> Pending:
         """Gather parts that are padded to the size of the largest part."""
@@ -95,7 +95,7 @@ class BuiltIn:
         options = dist.ReduceScatterOptions()
         options.reduceOp, options.asyncOp = scaled[0][0], _beside(partials[0])
         work = group.reduce_scatter_tensor_coalesced(sums, list(partials), options)
-        return Pending([work], take_sums)
+        return _started(work, take_sums)
 
     def all_reduce(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
         """All-reduce `partial` in place, then scale and copy the sum to `output`."""

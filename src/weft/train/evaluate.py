@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
@@ -50,16 +50,16 @@ def move(microbatch: Any, device: torch.device) -> Any:
 
 
 def _moves_itself(value: Any) -> bool:
-    return callable(getattr(value, "to", None))
+    return isinstance(value, (torch.Tensor, Mapping, tuple)) and callable(getattr(type(value), "to", None))
 
 
 def _moved(leaf: Any, device: torch.device) -> Any:
-    if _moves_itself(leaf):
-        return leaf.to(device)
+    if _moves_itself(leaf):  # some methods `to` change their object, which may be used in the next pass again
+        return (leaf if isinstance(leaf, torch.Tensor) else copy.copy(leaf)).to(device)
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         leaf = copy.copy(leaf)
-        for name, value in vars(leaf).items():
-            object.__setattr__(leaf, name, move(value, device))
+        for field in dataclasses.fields(leaf):
+            object.__setattr__(leaf, field.name, move(getattr(leaf, field.name), device))
     elif isinstance(leaf, UserDict):
         leaf = copy.copy(leaf)
         leaf.data = move(leaf.data, device)

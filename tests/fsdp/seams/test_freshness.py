@@ -355,6 +355,29 @@ def test_weights_that_a_forward_writes_in_another_unit_are_those_of_its_next_use
         assert_weights(sharded, plain)
 
 
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@distributed(2)
+def test_weights_that_a_forward_writes_are_those_that_it_unshards(strategy):
+    net, seen = nets.shard(nets.make(), strategy=strategy), []
+
+    def write(module, args):
+        with torch.no_grad():
+            for parameter in net.blocks[0].parameters():
+                parameter.mul_(2)
+        net.blocks[0].unshard()
+        seen.append({name: value.detach().clone() for name, value in net.blocks[0].named_parameters()})
+        net.blocks[0].reshard()
+
+    nets.loss_of(net, nets.data(1, 2)[0]).backward()
+    before = nets.whole(net.blocks[0].state_dict())
+    handle = net.blocks[1].register_forward_pre_hook(write)
+    with torch.no_grad():
+        nets.loss_of(net, nets.data(1, 2)[0])
+    handle.remove()
+    for name, value in seen[0].items():
+        torch.testing.assert_close(value, 2 * before[name], rtol=0, atol=0)
+
+
 @distributed(2)
 def test_weights_that_a_forward_writes_on_one_rank_alone_are_a_mismatch_before_the_optimizer():
     net = Follower()

@@ -95,9 +95,13 @@ class Reductions(ReductionOrder):
             self.pack(unit.number)
             return
         self._gathers.current.events.append(("ready", unit.number, int(self._finishes(unit))))
-        if not self.ready(unit.number, in_order=self._agreement.checks):
-            for group in unit.trainable_groups:
-                self._agreement.note(unit.number, "reduction", group.gradients.sent)
+        if not self.ready(unit.number, in_order=self._agreement.checks) and unit.is_addressed:
+            self._note(unit, unit.trainable_groups)
+
+    def _note(self, unit: Unit, groups: Sequence[ParameterGroup]) -> None:
+        """Log reductions that another rank may issue in another order: without tags, when they start."""
+        for group in groups:
+            self._agreement.note(unit.number, "reduction", group.gradients.sent)
 
     def left_over(self, unit: Unit) -> bool:
         """Return whether `unit` has gradients of any backward that are due, and that no call has reduced."""
@@ -151,6 +155,8 @@ class Reductions(ReductionOrder):
     def reduce_group(self, unit: int, group: ParameterGroup) -> Ticket:
         """Pack autograd's gradients, and start the reduction of the packed buffer."""
         each = self._units[unit]
+        if not each.is_addressed:
+            self._note(each, [group])
         scale, finishes = each.scale_of(group), self._finishes(each)
         with profiled(each.name, "reduce"):
             group.gradients.pack(self._channels.gradients, defer=False)
@@ -162,6 +168,9 @@ class Reductions(ReductionOrder):
         groups = [group for unit in units for group in unit.trainable_groups]
         scales = [unit.scale_of(group) for unit in units for group in unit.trainable_groups]
         lead = groups[0]
+        for unit in units:
+            if not unit.is_addressed:
+                self._note(unit, unit.trainable_groups)
         with profiled(f"{units[0].name} to {units[-1].name}", "reduce"):
             outputs, partials, adds = zip(*[group.gradients.open_reduction() for group in groups])
             return self._channels.reductions.run(

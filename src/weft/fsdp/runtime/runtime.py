@@ -26,7 +26,6 @@ from weft.comm import streams
 from weft.comm.groups import check_alive
 from weft.fsdp.autograd import first_backwards
 from weft.fsdp.driver import RETURNED, UNTIL_BACKWARD, UNTIL_NEXT_PASS, USER, in_backward
-from weft.fsdp.runtime.freshness import agree_on_maxima
 from weft.fsdp.runtime.inventory import Inventory
 from weft.fsdp.runtime.joint_backward import JointBackward, end_with_backward
 from weft.fsdp.runtime.options import RuntimeOptions
@@ -130,11 +129,13 @@ class Runtime(Shared):
         self._enter()
         if self.passes.current is Pass.IDLE:
             self._freshness.begin_pass(self.units, [unit, *unit.tied], self.process_groups)
-        elif unit.is_stale:
-            agree_on_maxima(unit.groups)
+        elif unit.is_stale:  # this pass has written to the main weights
+            self.channels.on_renew(unit)
         if unit.is_stale and unit.holders:
             unit.renew()
         elif unit.is_stale:
+            for group in unit.groups:
+                group.outdate()
             unit.free()
         if not unit.holders:
             unit.forget()

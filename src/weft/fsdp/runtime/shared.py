@@ -110,8 +110,9 @@ class Shared:
 
     def _before_renewal(self, unit: Unit) -> None:
         """Agree on the maxima of written weights, and note the gather, which a rank starts for writes of its own."""
-        agree_on_maxima(unit.groups)
-        self._agreement.note(unit.number, "renewed all-gather", unit.gathered_bytes)
+        agree_on_maxima(group for group in unit.groups if group.is_stale)  # the others keep their codes
+        if self.passes.current is not Pass.EVALUATION:
+            self._agreement.note(unit.number, "renewed all-gather", unit.gathered_bytes)
 
     @property
     def steady_passes(self) -> int:

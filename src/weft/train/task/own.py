@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from itertools import repeat
 from typing import Any
 
@@ -147,8 +147,8 @@ def _leaves(microbatch: Any) -> Iterator[Any]:
     for each in tree_leaves(microbatch):
         if isinstance(each, Mapping):  # a mapping other than a dict, such as that of a tokenizer
             yield from _leaves(dict(each))
-        elif is_dataclass(each):
-            yield from _leaves(vars(each))
+        elif is_dataclass(each) and not isinstance(each, type):
+            yield from _leaves([getattr(each, field.name) for field in fields(each)])
         else:
             yield each
 
@@ -171,8 +171,9 @@ class Stream:
 
     An iterable with `state_dict` and `load_state_dict` restores itself. Any other iterable is iterated again up to its
     position, with the random state from the start of the pass, so that a shuffling loader yields the same order. This
-    includes the generators of a loader and of its samplers. Such an iterable must be deterministic: for the same random
-    state and, if it has `set_epoch`, the same epoch, it must yield the same microbatches.
+    includes the generators of a loader and of its samplers, but not those of worker processes that persist. Such an
+    iterable must be deterministic: for the same random state and, if it has `set_epoch`, the same epoch, it must yield
+    the same microbatches.
 
     If the number of `ranks` has changed, the position becomes that of rank 0 times the former number of ranks, divided
     by `ranks`. This is exact if a pass has equally many microbatches on all ranks, which take them in turn.
@@ -264,8 +265,14 @@ class Stream:
                 iter(self.source)  # only the first iterator draws a seed: later passes of such a loader reset it
             self._begun = begun
             self._random.load_state_dict(begun)
-            for generator, known in zip(self._generators(), begun.get("own", ())):
-                generator.set_state(known)
+            generators, states = self._generators(), begun.get("own", [])
+            if len(generators) != len(states):
+                raise ConfigError(
+                    f"data: has {len(generators)} random generators of its own (loader and samplers), and had "
+                    f"{len(states)} when its position was saved; resume with the data that it was saved with"
+                )
+            for generator, state_then in zip(generators, states):
+                generator.set_state(state_then)
             self._iterator = iter(self.source)
             for done in range(self.taken):
                 if next(self._iterator, self) is self:
