@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import weft
 from tests.fsdp import nets, test_behaviour, test_frozen, test_numbers
@@ -21,7 +22,9 @@ from weft.comm import backends
 from weft.comm.agreement import Agreement
 from weft.comm.builtin import BuiltIn
 from weft.comm.gloo import Gloo
+from weft.fsdp.group import ParameterGroup
 from weft.fsdp.runtime import options
+from weft.fsdp.runtime.reductions import Reductions
 
 Z3 = {"strategy": "optim_grads_params"}
 
@@ -127,3 +130,40 @@ def test_a_gather_into_main_weights_is_no_write_to_them_so_that_the_microbatches
                 optimizer.step()
                 optimizer.zero_grad()
     assert all(gathers[::2]) and not any(gathers[1::2]), gathers
+
+
+class Reversed(nn.Module):
+    """Layers that run in another order than they were registered. A call may run only the last `count` of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+
+    def forward(self, x: torch.Tensor, count: int = 6) -> torch.Tensor:
+        for layer in reversed(self.layers[-count:]):
+            x = torch.tanh(layer(x))
+        return x
+
+
+@distributed(2)
+def test_units_that_ranks_must_run_in_one_order_anyway_are_reduced_when_their_gradients_are_ready():
+    started: list[int] = []
+
+    def reduce(order: Reductions, unit: int, group: ParameterGroup, start: Any = Reductions.reduce_group) -> Any:
+        started.append(len(order.waiting))
+        return start(order, unit, group)
+
+    waiting = []
+    for each in (Gloo(), Untagged()):
+        with mock.patch.object(backends, "INSTEAD", each), mock.patch.object(Reductions, "reduce_group", reduce):
+            net = Reversed()
+            for layer in net.layers:
+                weft.fully_shard(layer)
+            weft.fully_shard(net, runtime=weft.RuntimeOptions(bucket_bytes=0))
+            for count in (6, 3):
+                started.clear()
+                net(torch.ones(1, 16), count).sum().backward()
+                waiting.append((len(started), max(started)))
+    gloo, untagged = waiting[:2], waiting[2:]
+    assert untagged == [(6, 0), (3, 0)], "none waits for its turn, and none is reduced that did not run"
+    assert gloo[0] == (6, 5), "the others have arrived, and wait for the one that was registered last"

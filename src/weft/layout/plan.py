@@ -48,7 +48,7 @@ class UnitFacts:
     message that replaces one copy by the other in memory, and its temporary memory. `staging`: temporary memory of an
     upload. `post_forward`: the part kept from forward to backward. `tied`: the units whose parameters it shares.
     `bundle`: the units gathered in one message with it, including the unit itself. `gradients`: per group, None for a
-    group without gradients."""
+    group without gradients. `addressed`: its messages have tags, so that ranks may run it in different orders."""
 
     name: str
     gathered: tuple[int, ...]
@@ -60,6 +60,7 @@ class UnitFacts:
     tied: tuple[int, ...] = ()
     bundle: tuple[int, ...] = ()
     gradients: tuple[GradientFacts | None, ...] = ()
+    addressed: bool = True
 
     def due(self, number: int) -> Due:
         """Return the reduction of the unit. `number`: the unit's number."""

@@ -97,6 +97,11 @@ class ReductionOrder(ABC):
         """Start the reductions of all groups of several units in one message. Return a handle for `finish_group`."""
 
     @abstractmethod
+    def waits_for_turn(self, unit: int) -> bool:
+        """Return whether reductions of `unit` start in the agreed order. Otherwise the ranks must run such units in one
+        order anyway, and a turn starts as soon as the gradients of its units are ready."""
+
+    @abstractmethod
     def finish_group(self, unit: int, group: Any, under_way: Any) -> None:
         """Wait for the reductions of the handle `under_way`, and free the memory of the group's gradients."""
 
@@ -108,11 +113,16 @@ class ReductionOrder(ABC):
         self.waiting.clear()
         self._turns = None if turns is None else deque(turns)
 
-    def ready(self, unit: int, *, in_order: bool = True) -> bool:
+    def ready(self, unit: int) -> bool:
         """Start the reduction of `unit`, whose gradients are ready, if it is the unit's turn. Otherwise pack them.
-        `in_order=False` starts it immediately. Returns whether the unit follows the order."""
-        if self._turns is None or not in_order:
-            self._take((unit,))
+        Returns whether the unit follows the agreed order."""
+        if self._turns is None or not self.waits_for_turn(unit):
+            turn = next((each for each in self._turns or () if unit in each), (unit,))
+            if len(turn) > 1:
+                self.pack(unit)
+                self.waiting.add(unit)
+            if len(turn) == 1 or self.waiting.issuperset(turn):
+                self._take(turn)
             return False
         self.arrived.append(unit)
         if self._turns and self._turns[0] == (unit,):
@@ -139,7 +149,11 @@ class ReductionOrder(ABC):
     def complete(self) -> None:
         """Run the remaining turns at the end of backward, with zeros for units without gradients on this rank."""
         while self._turns:
-            self._take(self._turns[0])
+            turn = self._turns[0]
+            if self.waits_for_turn(turn[0]) or not self.waiting.isdisjoint(turn):
+                self._take(turn)
+            else:  # no rank has run these units
+                self._turns.popleft()
 
     def add(self, units: Iterable[int]) -> None:
         """Reduce these units, which are ready on some rank but are not in the agreed order."""
@@ -166,8 +180,8 @@ class ReductionOrder(ABC):
         return dropped
 
     def _take(self, turn: tuple[int, ...]) -> None:
-        if self._turns and self._turns[0] == turn:
-            self._turns.popleft()
+        if self._turns and turn in self._turns:
+            self._turns.remove(turn)
         for unit in turn if len(turn) > 1 else ():
             if unit not in self.waiting:  # its backward did not run on this rank
                 self.pack(unit)

@@ -130,7 +130,7 @@ class Walk:
         self._traces = traces
         self._refreshed: set[int] = set()
         """The units whose model weights were updated from the main weights in this step."""
-        self._limits = limits
+        self.limits = limits
         self.units = [_Unit(self, number, facts) for number, facts in enumerate(units)]
         for unit in self.units:
             unit.tied = [self.units[number] for number in unit.facts.tied]
@@ -227,7 +227,7 @@ class Walk:
             self._gradients.open(event.unit, unit.groups[number], defer=defer)
         elif event.what == "ready":
             self._gradients.finishes = bool(event.detail)
-            self._gradients.ready(event.unit, in_order=self._limits.checked)
+            self._gradients.ready(event.unit)
         elif event.what == "later":
             self._gradients.pack(event.unit)
 
@@ -248,13 +248,13 @@ class Walk:
                 unit.free()
 
     def _begin_reductions(self, trace: Trace) -> None:
-        if trace.kind == "schedule" or not self._limits.checked:
+        if trace.kind == "schedule" or not self.limits.checked:
             self._gradients.take_turns(None)
             return
         ready = {event.unit for event in trace.events if event.what == "ready"}
-        order = dict.fromkeys(self._limits.order or reversed(range(len(self.units))))
+        order = dict.fromkeys(self.limits.order or reversed(range(len(self.units))))
         due = [self.units[n].facts.due(n) for n in order if n in ready and self._gradients.groups_of(n)]
-        self._gradients.take_turns(turns_of(due, self._limits.bucket_bytes))
+        self._gradients.take_turns(turns_of(due, self.limits.bucket_bytes))
 
 
 class _Group:
@@ -290,6 +290,9 @@ class _Gradients(ReductionOrder):
 
     def groups_of(self, unit: int) -> Sequence[_Group]:
         return [group for group in self._walk.units[unit].groups if group is not None]
+
+    def waits_for_turn(self, unit: int) -> bool:
+        return self._walk.limits.checked and self._walk.units[unit].facts.addressed
 
     def has_buffer(self, unit: int, group: _Group) -> bool:
         return bool(group.buffers) or group.facts.declared

@@ -85,4 +85,5 @@ def _facts(unit: Unit, bucket: Bucket | None) -> UnitFacts:
         tied=tuple(other.number for other in unit.tied),
         bundle=tuple(sorted(bucket.numbers)) if bucket is not None else (),
         gradients=tuple(group.gradients.facts() if group.agreed else None for group in unit.groups),
+        addressed=unit.is_addressed,
     )

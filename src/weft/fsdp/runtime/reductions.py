@@ -95,7 +95,7 @@ class Reductions(ReductionOrder):
             self.pack(unit.number)
             return
         self._gathers.current.events.append(("ready", unit.number, int(self._finishes(unit))))
-        if not self.ready(unit.number, in_order=self._agreement.checks) and unit.is_addressed:
+        if not self.ready(unit.number) and unit.is_addressed:
             self._note(unit, unit.trainable_groups)
 
     def _note(self, unit: Unit, groups: Sequence[ParameterGroup]) -> None:
@@ -142,6 +142,10 @@ class Reductions(ReductionOrder):
     def groups_of(self, unit: int) -> Sequence[ParameterGroup]:
         """Return the unit's groups that all ranks reduce."""
         return self._units[unit].trainable_groups
+
+    def waits_for_turn(self, unit: int) -> bool:
+        """Return whether the unit's messages have tags, so that ranks may run it in different orders."""
+        return self._agreement.checks and self._units[unit].is_addressed
 
     def has_buffer(self, unit: int, group: ParameterGroup) -> bool:
         """Return whether the group's gradients are packed, or modules have declared to write them."""
