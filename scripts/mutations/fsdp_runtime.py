@@ -2,7 +2,6 @@
 
 from mutation import Mutation
 from mutations.tests import (
-    BETWEEN,
     BUCKETS,
     COPIES,
     EARLIER_FORWARD,
