@@ -411,6 +411,13 @@ MUTATIONS = [
     ),
     # --- what a process and its modules are like ----------------------------------------------------------------------
     Mutation(
+        "a pass begins with shards of an earlier forward",
+        "Unit.begin_pass",
+        "self.forget()",
+        "",
+        "fsdp/test_post_forward.py::test_what_stays_is_dropped_when_the_weights_may_have_changed[4]",
+    ),
+    Mutation(
         "shards that are not kept any more have a place in the plan",
         "Unit.reshard_after",
         "self.channels.weights.forget(group.post_forward.transient)",

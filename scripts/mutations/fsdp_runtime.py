@@ -2,6 +2,7 @@
 
 from mutation import Mutation
 from mutations.tests import (
+    BETWEEN,
     BUCKETS,
     COPIES,
     EARLIER_FORWARD,
@@ -65,6 +66,13 @@ MUTATIONS = [
         "[group for group in late if group.agreed]",
         "[]",
         DIFFERENTLY_FROZEN,
+    ),
+    Mutation(
+        "an evaluation inside another model's backward is treated as a recomputation",
+        "Runtime._recomputes",
+        "in_backward() and (torch.is_grad_enabled() or self.passes.current is Pass.BACKWARD)",
+        "in_backward()",
+        BETWEEN + "test_a_model_evaluated_in_a_hook_of_another_s_backward_has_the_weights_of_now[2-optim]",
     ),
     # --- what travels together ----------------------------------------------------------------------------------------
     Mutation(
@@ -206,6 +214,13 @@ MUTATIONS = [
         STREAMS + "test_frozen_weights_in_memory_of_the_host_may_be_written_after_a_backward[2]",
     ),
     # --- weights ------------------------------------------------------------------------------------------------------
+    Mutation(
+        "resident weights are never updated",
+        "Freshness.begin_pass",
+        "ordinary if words[0] else []",
+        "[]",
+        SEAMS + "test_freshness.py::test_weights_that_are_written_between_microbatches[2-optim-True-copy_]",
+    ),
     Mutation(
         "small writes to weights kept as payload are lost",
         "_word_of",

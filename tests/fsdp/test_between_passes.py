@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 import weft
 from tests.fsdp import nets
-from tests.fsdp.seams.truth import STRATEGIES, assert_gradients, assert_weights, sgd
+from tests.fsdp.seams.truth import STRATEGIES, assert_gradients, assert_weights, nothing_renewed, sgd
 from tests.fsdp.test_behaviour import everything, mine
 from tests.pool import distributed
 from weft.fsdp.autograd import WeightsWritten
@@ -97,6 +97,7 @@ def test_an_optimizer_that_steps_between_a_forward_and_its_backward_is_named(str
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(2)
+@nothing_renewed()
 def test_a_model_evaluated_in_a_hook_of_another_s_backward_has_the_weights_of_now(strategy):
     teachers = nets.make(seed=1).double(), nets.shard(nets.make(seed=1).double(), strategy=strategy)
     students = nets.make().double(), nets.shard(nets.make().double(), strategy=strategy)

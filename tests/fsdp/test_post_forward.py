@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import weft
 from tests.fsdp import nets
+from tests.fsdp.seams.truth import nothing_renewed
 from tests.fsdp.side_by_side import assert_same, batches, bottom_up, kinds, make, steps, whole
 from tests.pool import distributed
 from weft.comm import collectives
@@ -70,6 +71,7 @@ def test_half_of_each_unit_stays_and_backward_asks_the_neighbour_alone():
 
 
 @distributed(4)
+@nothing_renewed()
 def test_what_stays_is_dropped_when_the_weights_may_have_changed():
     net = nets.shard(nets.make(), reshard_after_forward=2)
     tokens = nets.data(1, 4)[0]

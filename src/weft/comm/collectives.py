@@ -26,7 +26,7 @@ UNEVEN_TAGS = 700
 
 def all_gather(full: Tensor, source: Tensor, group: ProcessGroup, tag: int) -> Pending:
     """Fill `full` with every rank's `source`, in rank order. `source` may be this rank's own slice of `full`; any other
-    tensor is copied there. The version counter of `full`, which tells of users' writes, stays, whatever the backend."""
+    tensor is copied there. On every backend the version counter of `full` stays: it counts the user's writes."""
     return transport_of(group, full.device).all_gather(full.data, source, group, tag)
 
 

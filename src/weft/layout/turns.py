@@ -15,7 +15,7 @@ are reduced at the end of the pass, after the ranks have exchanged which units a
 Small units that are adjacent in the order form one turn: they share a message, which starts when the last of them is
 ready. Order and sizes are the same on all ranks, so the turns are the same too. Over a transport whose messages have no
 tags, ranks must run units that are gathered for each use in one order anyway. For these units, a turn starts as soon as
-its units are ready, whatever the agreed order, and a turn of which no unit runs is left out.
+its units are ready, without regard to the agreed order. If none of its units runs, it is left out.
 
 The runtime applies these rules to gradients, and `layout.walk` applies them to numbers of bytes.
 """

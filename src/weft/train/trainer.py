@@ -47,7 +47,7 @@ class Trainer(loop.Trainer):
         model: an `nn.Module`, or a function that builds one. The function is called on the meta device.
         loss: a function `loss(model, microbatch)`. It returns the mean over the microbatch, or a tuple of this mean and
             a dictionary of other scalars. These scalars are also logged. The loss of a step or of a validation is the
-            mean of these means: every microbatch has the same weight, whatever its size.
+            mean of these means: every microbatch has the same weight, independent of its size.
         data: an iterable of this rank's microbatches, or a function (rank, ranks) -> iterable.
         config: the path of a TOML file, its tables as a dictionary, or a `TrainConfig`.
         validation: like `data`, but finite, with the same number of microbatches on every rank.

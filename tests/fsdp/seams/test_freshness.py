@@ -19,6 +19,7 @@ from tests.fsdp.seams.truth import (
     assert_weights,
     backward,
     naming,
+    nothing_renewed,
     sgd,
     step,
     tokens_loss,
@@ -176,6 +177,7 @@ BETWEEN = {
 @pytest.mark.parametrize("way", BETWEEN)
 @pytest.mark.parametrize(("strategy", "flagged"), [("optim", True), ("optim_grads", False)])
 @distributed(2)
+@nothing_renewed()
 def test_weights_that_are_written_between_microbatches(strategy, flagged, way):
     plain, sharded = nets.make(), half(strategy=strategy)
     for number, batch in enumerate(nets.data(3, 4)):

@@ -4,12 +4,14 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from tests.fsdp import nets
+from weft.fsdp.runtime.shared import Shared
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
@@ -75,3 +77,16 @@ def naming(*case: object) -> Iterator[None]:
     except BaseException as error:
         error.add_note(f"in the case {case}")
         raise
+
+
+@contextmanager
+def nothing_renewed() -> Iterator[None]:
+    """Each pass finds all weights up to date: no use has to gather them again. Also a decorator."""
+    renewed: list[str] = []
+
+    def count(shared: Shared, unit: Any) -> None:
+        renewed.append(str(unit))
+
+    with mock.patch.object(Shared, "_before_renewal", count):
+        yield
+    assert not renewed, renewed
