@@ -44,9 +44,9 @@ def describe(model: nn.Module) -> str:
 def memory_report(model: nn.Module) -> dict[str, Any]:
     """Return the bytes of the model's storages on this rank. Modules that were replaced but still exist count too.
 
-    `persistent`: a dict of the bytes that are always allocated on the device: "weights", "gradients" and, for payloads
-    and scales, "quantized weights". `offloaded`: such a dict for CPU memory, with `CPUOffloadPolicy`. `transient`: for
-    "gathered weights" and for "partial gradients", a dict of
+    `persistent`: a dict of the bytes that are always allocated on the device: "weights", "gradients" and, if weights
+    are quantized, "quantized weights" (with their scales). `offloaded`: the bytes of "weights" and "gradients" in CPU
+    memory, with `CPUOffloadPolicy`. `transient`: for "gathered weights" and for "partial gradients", a dict of
 
         live          bytes in use now
         peak          the maximum of live so far
@@ -131,7 +131,7 @@ def _nonfinite_here(model: nn.Module) -> list[Nonfinite]:
     tensors: list[tuple[str, str | None, Any, torch.Tensor]] = []
     for name, parameter in model.named_parameters():
         record, unit = record_of(parameter), None
-        if record is not None:  # the full parameter may be registered
+        if record is not None:  # `parameter` may be the full one
             unit, parameter = record.unit.name, record.sharded
         both = ("weight", parameter), ("gradient", parameter.grad)
         tensors += [(name, unit, what, local_of(each).detach()) for what, each in both if each is not None]

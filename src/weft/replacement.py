@@ -17,12 +17,12 @@ from weft.fsdp.module import FSDPModule, UnshardHandle, register_fsdp_forward_me
 
 _NAMES: tuple[Any, ...] = (fully_shard, FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx)
 _OURS = {id(getattr(torch_fsdp, ours.__name__)): ours for ours in _NAMES}
-"""weft's objects by the ids of torch's objects that they replace, which torch's private modules keep alive."""
+"""weft's objects, by the ids of the torch objects that they replace. torch's private modules keep those alive."""
 _DEFINING = "torch.distributed.fsdp._fully_shard."
 
 
 class DropIn:
-    """The names that `drop_in` has replaced. `print` shows them. A `with` statement restores torch's at its end."""
+    """The names that `drop_in` has replaced. `print` shows them. A `with` block restores torch's objects at its end."""
 
     def __init__(self, places: list[tuple[ModuleType, str, Any]]) -> None:
         self._places = places

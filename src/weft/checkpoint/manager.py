@@ -96,8 +96,8 @@ class CheckpointManager:
     def claim(self) -> None:
         """Become the only writer of the directory before the first save, and remove the debris of killed saves.
 
-        Tries all steps of a save with a small file. Raises CheckpointError if another run still writes to the directory
-        after 30 seconds, or if the file system cannot hold checkpoints or is not shared by all ranks.
+        Tries every file operation of a save with a small file. Raises CheckpointError if another run still writes to
+        the directory after 30 seconds, or if the file system cannot hold checkpoints or is not shared by all ranks.
         """
         self.wait()
         self._prepare(None)
@@ -180,9 +180,9 @@ class CheckpointManager:
 
         Raises CheckpointError if there is no checkpoint, or none is intact. `state` may then be filled in part. Raises
         CheckpointMismatch, before `state` is changed, if it differs from what is stored; the message lists all missing
-        and unexpected keys, and different shapes and dtypes. An error in `load_state_dict` is raised unchanged on its
-        rank. The other ranks raise the same error if it is one of weft, and otherwise a RuntimeError with the rank, the
-        type and the message.
+        and unexpected keys, and different shapes and dtypes. An error in `load_state_dict` is raised unchanged on the
+        rank where it occurs. The other ranks raise the same error if it is one of weft's errors. Otherwise they raise a
+        RuntimeError with the rank, the type and the message.
         """
         self.wait()
         steps = self.steps()

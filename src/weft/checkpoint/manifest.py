@@ -131,8 +131,8 @@ class Manifest:
 
 
 class CheckedFile(io.RawIOBase):
-    """The `length` bytes from `offset` on in the file `name` of a checkpoint. Reads compare each block with its
-    checksum.
+    """A part of the file `name` of a checkpoint: `length` bytes, beginning at `offset`. Reads compare each block with
+    its checksum.
 
     A read raises CheckpointError, with the names of file and checkpoint, if a checksum differs.
     """

@@ -15,7 +15,7 @@ _SEEN_S = 10.0
 
 
 def try_save(directory: Path) -> Path:
-    """Try all steps of a save in `directory`, with a folder that contains one small file.
+    """Try every file operation of a save in `directory`, with a folder that contains one small file.
 
     Returns the folder. Every rank then passes it to `sees`, and the first rank to `remove`. Raises CheckpointError with
     the failed operation and the fix.

@@ -1,7 +1,8 @@
 """Copies the state of a run, so that a background thread can write the copy while training continues.
 
-Distributed Checkpoint divides the state into items (`WriteItem`: a box of a tensor that this rank writes, or other
-data). Only these items are copied, so every kind of sharded tensor that Distributed Checkpoint supports can be copied.
+Distributed Checkpoint divides the state into items (`WriteItem`: a box, that is a rectangular part of a tensor, or
+other data). Each rank copies the items that it writes, so every kind of sharded tensor that Distributed Checkpoint
+supports can be copied.
 """
 
 import io
@@ -29,7 +30,7 @@ def flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def unflatten(template: Mapping[str, Any], flat: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a copy of `template` with each leaf replaced by the leaf of `flat`. The inverse of `flatten`."""
+    """Return a copy of `template` with each leaf replaced by its value in `flat`. The inverse of `flatten`."""
     return {
         key: unflatten(value, flat, f"{prefix}{key}.") if _is_branch(value) else flat[f"{prefix}{key}"]
         for key, value in template.items()

@@ -25,7 +25,7 @@ class Stateful(Protocol):
     Two members are optional. `prepare_load(stored)` is called before the tensors are filled, with the metadata of the
     stored entries by key. `per_rank = True` says that each rank saves and loads state of its own. If the number of
     ranks has changed, the load calls `load_from_other_ranks(state, rank, ranks)` of such an object instead of
-    `load_state_dict`: with the state of rank 0, the number of this rank and the new number of ranks.
+    `load_state_dict`. `state` is that of rank 0, `rank` is this rank, and `ranks` is the new number of ranks.
     """
 
     def state_dict(self) -> Mapping[str, Any]: ...
@@ -141,7 +141,7 @@ class RandomState:
     """The random generators of Python, numpy and torch (CPU and this rank's accelerator), one set for each rank.
 
     If the number of ranks is the same as at the save, each rank restores its generators exactly. Otherwise each rank
-    gets a new seed, which is derived from rank 0's saved generators, the number of the rank and the number of ranks.
+    gets a new seed, which is derived from rank 0's saved generators, the index of the rank and the number of ranks.
     The seeds are deterministic, and differ between ranks.
     """
 

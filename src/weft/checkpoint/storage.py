@@ -20,7 +20,7 @@ from typing import IO, Any
 from weft.errors import StorageError
 
 UNSUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK, errno.EISDIR, errno.EBADF}
-"""The error numbers of operations that a file system does not support. Failures of supported ones have others."""
+"""The error numbers of operations that a file system does not support. Supported ones fail with other numbers."""
 
 
 def before(name: str, path: str) -> None:

@@ -26,7 +26,7 @@ UNEVEN_TAGS = 700
 
 def all_gather(full: Tensor, source: Tensor, group: ProcessGroup, tag: int) -> Pending:
     """Fill `full` with every rank's `source`, in rank order. `source` may be this rank's own slice of `full`; any other
-    tensor is copied there. On every backend the version counter of `full` stays: it counts the user's writes."""
+    tensor is copied there. The version counter of `full` does not change, because it counts the user's writes."""
     return transport_of(group, full.device).all_gather(full.data, source, group, tag)
 
 
@@ -147,7 +147,7 @@ def receive(tensors: Several, group: ProcessGroup, peer: int, tag: int) -> Pendi
 
 
 def all_gather_uneven(parts: Several, rank: int, group: ProcessGroup, what: str = "a gather of uneven parts") -> None:
-    """Fill each `parts[r]`, 1-D, with rank r's own part, and wait. `rank`: this rank. `what`: its name in errors."""
+    """Fill each 1-D `parts[r]` with rank r's part, and wait. `rank`: this rank. `what`: the gather's name in errors."""
     kind = f"uneven/{[part.numel() for part in parts]}/{parts[rank].dtype}"
     with watching(kind, what, group):
         moved = [_movable(part, group) for part in parts]

@@ -141,7 +141,7 @@ class Lane:
 
     _NAMES = "gather reduce outer exchange counts download stage gathers reductions context tensor"
     TAGS = {name: tag for tag, name in enumerate(_NAMES.split(), 101)}
-    """The tag of each lane's point-to-point messages: equal on every rank, even if processes ran other work."""
+    """The tag of each lane's point-to-point messages. It depends only on the name, so it is equal on all ranks."""
 
     def __init__(self, name: str, device: torch.device, title: str = "") -> None:
         """`title`: the name of the lane's messages in reports. The default is `name`."""

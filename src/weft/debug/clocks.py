@@ -1,8 +1,9 @@
 """Streams and events as vector clocks.
 
-A clock maps each actor (a stream or the host) to the number of its pieces of work that are known to have ended. An
-actor's piece of work number t (its time) ended before an operation if the operation's clock has t or more for that
-actor. An event is a copy of a clock. Waiting for an event takes the maximum of both clocks, entry by entry.
+A clock maps each actor (a stream or the host) to the number of its pieces of work that are known to have ended. The
+pieces of work of each actor are numbered from 1; the number of a piece is its time. A piece with time t ended before an
+operation if the operation's clock has t or more for the actor of the piece. An event is a copy of a clock. Waiting for
+an event takes the maximum of both clocks, entry by entry.
 """
 
 from collections.abc import Callable, Mapping

@@ -30,7 +30,7 @@ def defer(tensor: UnevenDTensor, bring: Callable[[], None]) -> None:
 
 
 def arrive(tensor: UnevenDTensor) -> None:
-    """Make `tensor` an `UnevenDTensor` again: its local tensor has memory."""
+    """Make `tensor` an `UnevenDTensor` again, once its local tensor has memory."""
     vars(tensor).pop("_bring", None)
     tensor.__class__ = UnevenDTensor
 

@@ -34,7 +34,7 @@ def _with_spec(value: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 def combined_norms(parts: torch.Tensor, order: float, like: UnevenDTensor) -> torch.Tensor:
     """Combine the norms of local parts into norms of whole tensors. Collective. `parts`: one norm per tensor, 1-D, or
-    0-D for one tensor, in the dtype that `wide` returns. It is overwritten. `like`: one of the tensors. All of them are
+    0-D for one tensor, in the dtype that `wide` returns. It may be overwritten. `like`: one of the tensors. All are
     sharded over the same axes."""
     if not like.axes:
         return parts
@@ -51,7 +51,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def part_norm(part: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return the norm of a local part, 0-D, in the dtype `wide(part.dtype)`, or in `dtype` if that is another dtype."""
+    """Return the norm of a local part, 0-D, in `dtype`. If this is None or the part's dtype: in `wide(part.dtype)`."""
     inner = _inner(part, dtype)
     if not part.numel():
         return torch.full((), math.inf if order < 0 else 0.0, dtype=inner.to_real(), device=part.device)
@@ -96,7 +96,7 @@ def foreach_norm(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
 
 def _alike(tensors: Sequence[torch.Tensor]) -> tuple[list[list[int]], DeviceMesh | None]:
     """Return lists of indices: each list is of tensors of one dtype, sharded over the same axes of one mesh. Also
-    return a mesh on which values that are replicated on any of these meshes are replicated too, or None."""
+    return a mesh on which the norms of all lists are replicated, or None."""
     together: dict[tuple[int, tuple[int, ...], torch.dtype], list[int]] = {}
     for number, tensor in enumerate(tensors):
         if isinstance(tensor, UnevenDTensor):
@@ -106,7 +106,7 @@ def _alike(tensors: Sequence[torch.Tensor]) -> tuple[list[list[int]], DeviceMesh
 
 
 def _common_mesh(meshes: list[DeviceMesh]) -> DeviceMesh | None:
-    """Return the mesh that begins with the axes of each other mesh, or the largest if all consist of the same ranks."""
+    """Return the mesh with the most axes if the others are its first axes, or if all have the same ranks; else None."""
     longest = max(meshes, key=lambda mesh: mesh.ndim)
     groups = [group_of(longest, axis) for axis in range(longest.ndim)]
     if all([group_of(mesh, axis) for axis in range(mesh.ndim)] == groups[: mesh.ndim] for mesh in meshes):

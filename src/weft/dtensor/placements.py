@@ -6,10 +6,10 @@
     UnevenShard(dim, cuts), equal to Shard(dim) even cuts             `cuts`: the local tensor is one of the parts
 
 Tensors distributed with a parameter's placements, by `distribute_tensor` or `redistribute`, are even DTensors with the
-same values. A parameter's `copy_` and other operators accept them for all cuts. Tensors made from the
+same values. A parameter's `copy_` and other operators accept them, however the parameter is cut. Tensors made from the
 parameter's local part by `from_local` have the parameter's cuts. `from_local` has no hook for a placement: it would
 multiply the local shape by the number of ranks, with a different result on each rank. Therefore weft wraps `from_local`
-and `redistribute`. They change only for placements of these classes.
+and `redistribute`. With torch's own placements, both do what torch's do.
 """
 
 import functools

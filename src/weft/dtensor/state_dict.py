@@ -2,8 +2,8 @@
 
 torch's Distributed State Dict distributes full tensors (`full_state_dict=True`, with or without
 `broadcast_from_rank0=True`) by even slices, which it computes from placements. There is no hook for a DTensor with
-other cuts. With and without the broadcast, a function of torch writes its results into a dictionary that starts as the
-current state. weft wraps these two functions and passes another dictionary. For an `UnevenDTensor`, this dictionary
+other cuts. For each of the two cases, torch has a function that writes its results into a dictionary. The dictionary
+starts as the current state. weft wraps both functions and passes another dictionary. For an `UnevenDTensor`, this one
 replaces a full tensor by this rank's part.
 """
 

@@ -5,10 +5,10 @@ An operator on a list of sharded tensors makes one such call for all. An operato
 
     optimizer            parameters of the group           foreach, fused    steps
     -------------------  --------------------------------  ----------------  -----------------------------------
-    Adam's, AdamW's,     all sharded, on CPU, in fp32      None, None        over lists, as with `foreach=True`:
-      SGD's, Adagrad's     or fp64 like gradients and                          bitwise the same values; of local parts
-                           states, on average at most                          if a parameter's tensors have equal cuts
-                           `SMALL` elements for a rank
+    Adam, AdamW, SGD,    all sharded, on CPU, in fp32      None, None        over lists, as with `foreach=True`, with
+      Adagrad              or fp64 like gradients and                          bitwise the same values; over lists of
+                           states, on average at most                          local parts if a parameter's tensors
+                           `SMALL` elements for a rank                         have equal cuts
                          all sharded, on CPU, in one       None, None        over local parts, one by one
                            dtype and with equal cuts,
                            like gradients and states

@@ -68,7 +68,7 @@ class TensorParallel:
 
     @property
     def ranks(self) -> dist.ProcessGroup | None:
-        """The process group of the tensor-parallel axis or, of several such axes, of the last one that cuts it."""
+        """The process group of the tensor-parallel axis. If several axes cut the parameter: of the last of these."""
         return group_of(self.spec.mesh, self.cut[-1][0] if self.cut else 0) if self.spec is not None else None
 
     @property
@@ -77,7 +77,7 @@ class TensorParallel:
         return bool(self.cut)
 
     def slices(self, dim: int | None = None) -> int:
-        """Return the number of slices along `dim`. None: along any dimension."""
+        """Return the number of slices along `dim`. None: along all dimensions together."""
         if self.spec is None:
             return 1
         return math.prod(self.spec.mesh.size(axis) for axis, each in self.cut if dim is None or each.is_shard(dim))
@@ -100,7 +100,7 @@ class TensorParallel:
         return UnevenDTensor.make(local, cuts, self.mesh, (*placements, *self.beyond), shape=self.held.shape)
 
     def slice_of_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return this rank's slice of the gradient of `full`, reduced over the axis if it is partial."""
+        """Return this rank's slice of `gradient`, summed over the tensor-parallel axis if it is partial there."""
         given = cast(DTensor, gradient)
         if self.whole is None:
             return given.redistribute(placements=self.beyond).to_local()

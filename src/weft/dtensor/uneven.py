@@ -173,7 +173,7 @@ class UnevenDTensor(RuledDTensor):
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """Return the whole tensor on every rank. Differentiable. Collective. `grad_placements`: as in `to_local`."""
+        """Return the whole tensor. Differentiable. Collective. `grad_placements`: each `Replicate()` or `Partial()`."""
         if self.requires_grad and torch.is_grad_enabled():
             return _Read.apply(self, True, _partial(grad_placements, (Replicate(),) * self._spec.mesh.ndim))
         return self._gathered()

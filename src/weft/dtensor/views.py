@@ -16,7 +16,7 @@ from weft.dtensor.uneven import RuledDTensor, UnevenDTensor, spec_of
 
 
 class Step(NamedTuple):
-    """One operator between a tensor and its view. `output`: the index of its result; None if it is the only one."""
+    """One operator between a tensor and its view. `output`: which of the operator's results; None: its only one."""
 
     operator: Callable[..., Any]
     args: tuple

@@ -1,8 +1,8 @@
 """Sharding: which parts of weights, gradients and optimizer state a rank has, and when.
 
 A unit is what one call of `fully_shard` shards. It has one group for the parameters of each dtype and mesh. A driver,
-such as the hooks, runs units. A holder, such as a forward, needs a unit's full weights. Method names mean the same in
-all classes, which the last column names:
+such as the hooks, runs units. A holder, such as a forward, needs a unit's full weights. A method name means the same
+in every class that has it. The last column names these classes:
 
     weights    gather           start the all-gather of full weights             unit, group
                acquire, release add and remove a named holder of full weights    unit

@@ -8,9 +8,9 @@ call                                 meaning
 -----------------------------------  ------------------------------------------------------------------------------
 begin_forward(unit)                  a module of `unit` is called; the outermost call begins a pass
 end_forward(error)                   the call has ended; if it was the outermost, the pass has ended
-begin_backward(call)                 a backward reaches `call`. The first such call begins a pass. When autograd's
-                                     backward is over, the engine calls `call.end()` for each call that has `begun` and
-                                     not ended or, after a failure, `call.abandon()`
+begin_backward(call)                 a backward reaches `call`, one forward of a unit. The first one that it reaches
+                                     begins a pass. When autograd's backward is over, the engine calls `call.end()` for
+                                     each call that has `begun` and not ended or, after a failure, `call.abandon()`
 scheduled(trace, backward)           a context around a pass whose events are known in advance; backward=False: an
                                      evaluation
 use(unit, holder, named)             the holder needs the full weights from here on; `named`: the units that the user

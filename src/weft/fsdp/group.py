@@ -8,7 +8,7 @@ gradients                                           see `weft.fsdp.gradients.gro
 
 *   in the memory of main_weight if the dtypes are equal, and the same buffer if the placements are equal too;
     `copies` has two such buffers if backward uses other quantized weights than forward
-**  always, as model_weight, if the parameter placement is Replicate on every axis
+**  always, and the same buffer as model_weight, if the parameter placement is Replicate on every axis
 *** bytes of a quantized payload, if the recipe has one; then `full` is always freed between uses
 
 Every write to a sharded parameter increments the version counter of the main weights. It shows whether gathered weights

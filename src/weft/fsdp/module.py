@@ -103,7 +103,7 @@ class FSDPModule:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on this rank in this context, without reductions. The next backward outside of it
-        reduces them. As with `DistributedDataParallel.no_sync`, run all microbatches of a step but the last in it."""
+        reduces them. As with `DistributedDataParallel.no_sync`, use it for all microbatches of a step but the last."""
         units = units_under(self)
         before = [unit.requires_gradient_sync for unit in units]
         self.set_requires_gradient_sync(False)
@@ -114,7 +114,7 @@ class FSDPModule:
                 unit.requires_gradient_sync = reduces
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether each backward, until you call this method again, is the last before an optimizer step.
+        """Set whether a backward is the last before an optimizer step. The value holds until you set it again.
         Strategies with partial gradients, "no_shard" and "optim", reduce only in the last backward."""
         is_last_backward = _switch("set_is_last_backward", is_last_backward)
         runtime_of(self).reductions.last_backward = is_last_backward

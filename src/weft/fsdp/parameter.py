@@ -53,8 +53,8 @@ class Slot:
 
 @dataclass(eq=False)
 class Unsharded:
-    """A parameter that is about to be sharded over `mesh`. `value`: the tensor with its values: `original`, unless that
-    is on the meta device. `cutting`: the granularity and the dimension of its cuts."""
+    """A parameter that is about to be sharded over `mesh`. `value`: the tensor that holds its values. It is `original`,
+    unless `original` is on the meta device. `cutting`: the granularity and the dimension of its cuts."""
 
     original: nn.Parameter
     value: nn.Parameter

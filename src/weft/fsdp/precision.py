@@ -66,8 +66,8 @@ class MixedPrecisionPolicy:
         self, dtype: torch.dtype, *, keep: bool = False, quantized: bool = False, frozen: bool = False
     ) -> "Recipe":
         """Return the dtypes for a parameter of dtype `dtype`. `keep`: the parameter keeps its dtype. `quantized`: it is
-        gathered in `param_quantization`. `frozen`: no optimizer updates it. Raises ValueError if the range of that
-        format exceeds that of the compute dtype."""
+        gathered in `param_quantization`. `frozen`: no optimizer updates it. Raises ValueError if the quantized format
+        has a wider range than the compute dtype."""
         if keep or not dtype.is_floating_point:
             return Recipe(dtype, dtype, dtype, dtype)
         compute = self.param_dtype or dtype

@@ -162,8 +162,8 @@ class Backward:
         return Form(statics, backward, weights, self._kept)
 
     def begin(self, samples: Samples, full: Sequence[Sample]) -> Ranges | None:
-        """Record the form of `samples`. Return the memory that any form may read. It is the memory that the form of
-        `full` reads, in which all outputs have gradients.
+        """Record the form of `samples`. Return the memory that any form may read: that which the form of `full` reads,
+        where all outputs have gradients.
 
         Returns None if the form of `full` cannot be recorded. Raises CaptureRefused if that of `samples` cannot be
         recorded.

@@ -3,7 +3,7 @@
 call                                                  what happens
 ----------------------------------------------------  ------------------------------------------------------------
 evaluation, recomputation, a dispatch mode, ...       eager, counted with the reason
-new shapes, numbers, structure or dtypes              eager; the gradients are remembered
+new shapes, numbers, structure or dtypes              eager; the layouts of the outputs' gradients are noted
 known shapes etc., and a steady memory plan           eager, and also captured; replayed once all ranks have captured it
 captured, same addresses, no forward in flight        a replay
 captured, its last forward still waits for backward   eager; if a schedule drives the model, another capture
@@ -55,14 +55,14 @@ class Owner(Protocol):
 
 
 class Signature:
-    """What is known of calls with the same shapes, dtypes and numbers: gradients of their outputs, and captures."""
+    """What is known of calls with the same shapes, dtypes and numbers: samples of outputs' gradients, and captures."""
 
     def __init__(self) -> None:
         self.gradients: dict[int, Sample] = {}
         self.captured: list[Captured] = []
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
-        """Record the gradients that these outputs receive."""
+        """Record samples of the gradients that these outputs receive."""
         for number, output in enumerate(outputs):
             if output.requires_grad and not output.is_leaf:
                 output.register_hook(self._remember(number))

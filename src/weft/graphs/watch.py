@@ -1,4 +1,4 @@
-"""Detects operations that a graph cannot contain while a function runs: host reads, random numbers, collectives,
+"""Detects, while a function runs, operations that a graph cannot contain: host reads, random numbers, collectives,
 tensors of other classes, and accesses to unknown memory.
 """
 
@@ -83,7 +83,7 @@ class Watch(TorchDispatchMode):
         return returned
 
     def note(self, function: Any, args: tuple, kwargs: dict, given: list[Tensor], new: New) -> None:
-        """Check an operator that has run."""
+        """Called after each operator. Does nothing here: subclasses override it."""
 
     def memory(self) -> Ranges:
         """Return the memory that the operators allocated."""

@@ -5,8 +5,8 @@ convention         while a backward is tried    while it is captured           b
 weight_gradient    gets scratch; calls noted    gets the engine's buffer       the engine is called again, in order
 main_grad          is scratch; flags noted      is the engine's buffer         `grad_added_to_main_grad` is set again
 
-A graph fixes the addresses of these buffers, and whether it writes or adds. Therefore the first microbatch and later
-microbatches have separate recordings.
+A backward is tried first, to learn which gradients it writes. A graph fixes the addresses of the engine's buffers, and
+whether it writes or adds. Therefore the first microbatch and later microbatches have separate recordings.
 """
 
 from collections.abc import Callable, Iterator, Sequence

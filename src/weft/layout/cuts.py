@@ -66,7 +66,7 @@ class Cuts:
 
     @cached_property
     def row_dims(self) -> int | None:
-        """The first dimension that no cut divides. Parts have shape `[rows, *shape[row_dims:]]`. None: they are 1-D."""
+        """The first dimension that no cut divides. In memory, parts are `[rows, *stored[row_dims:]]`. None: 1-D."""
         for dim in range(1, len(self.shape)):
             row = math.prod(self.stored[dim:])
             if row and all(border % row == 0 for border in self.borders):

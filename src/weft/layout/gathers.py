@@ -5,7 +5,7 @@
     forward       the previous forward
     evaluation    the previous evaluation
     backward      the previous backward; the first one by the forward, reversed
-    schedule      the schedule itself, which knows its events in advance
+    schedule      the schedule (`weft.overlap`), which knows its events in advance
 
     one unit ahead:   use 0    gathers 0, and starts to gather 1
                       use 1    waits for 1, and starts to gather 2
@@ -14,8 +14,8 @@
     The unit or bundle (units gathered in one message) that ends a forward, and begins the backward, stays gathered.
 
 If a pass deviates from its trace, the rest of it is gathered on demand: predictions change speed, never results. A
-schedule gathers further ahead than hooks do. A byte budget limits the total size of the units that are gathered ahead,
-each counted once. The runtime applies these rules to units, and `layout.walk` to numbers of bytes.
+schedule gathers further ahead than the hooks that run in other passes. A byte budget limits the total size of the units
+that are gathered ahead, each counted once. The runtime applies these rules to units, `layout.walk` to numbers of bytes.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -27,11 +27,11 @@ from weft.layout.trace import Event, Trace
 
 
 class Gathered(Protocol):
-    """A unit as `GatherOrder` sees it. `tied`: the units whose parameters it shares. `holders`: the holders of its
-    weights. `resident`: the weights are gathered or being gathered. `turns`: backward uses another copy than forward.
-    `backward`: the current or next gather is of backward's copy. `turn`: select a copy; if the unit is held, gather it
-    now. `prefetch`: start the gather, unless resident. `has_room`: whether there is memory to gather the unit now.
-    `acquire`, `release`: add and remove a holder. `free`: free the memory, unless it has holders."""
+    """A unit as `GatherOrder` sees it. `tied`: the units whose parameters it shares. `holders`: what needs its
+    weights, such as a forward. `resident`: they are gathered or being gathered. `turns`: backward uses another copy
+    than forward. `backward`: the current or next gather is of backward's copy. `turn`: select a copy; if the unit has
+    holders, gather it now. `prefetch`: start the gather, unless resident. `has_room`: whether there is memory to gather
+    the unit now. `acquire`, `release`: add and remove a holder. `free`: free the memory, unless it has holders."""
 
     number: int
     gathered_bytes: int
@@ -80,7 +80,6 @@ class GatherOrder:
         """The last trace of each kind of pass."""
         self.off_plan: dict[str, int] = {}
         """The number of passes that deviated from their trace, by reason."""
-        """The number of units that a schedule gathers ahead; hooks gather one."""
         self.current = _Pass("forward")
         self._around: _Pass | None = None
         """The forward inside which a backward runs, such as one that computes a gradient."""
@@ -161,8 +160,8 @@ class GatherOrder:
 
     def use(self, unit: Gathered, holder: Any, named: Iterable[Gathered] | None = None) -> None:
         """Gather `unit`, which is used next, for `holder`. Also gather units ahead: those `named`, or else those that
-        the trace predicts. All gathers start before the host waits for the gather that it needs, so that the lanes
-        always have work."""
+        the trace predicts. All gathers start before the host waits for that of `unit`, so that the lanes (queues of
+        communication) always have work."""
         here, number, backward = self.current, unit.number, holder.backward
         position, expected = here.position, here.expected
         here.events.append(("use", number, int(backward and unit.turns)))
@@ -299,5 +298,5 @@ class GatherOrder:
 
 
 SCHEDULED_AHEAD = 2
-"""The number of units that a schedule gathers ahead: one per layer of a pair that starts together."""
+"""The number of units that a schedule gathers ahead: the two layers of a pair, which start together."""
 _RECORDS = 16  # the number of traces for which the units to gather ahead are cached

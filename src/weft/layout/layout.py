@@ -29,8 +29,8 @@ PREFERENCE = 1 / 256
 
 @dataclass(frozen=True)
 class Extent:
-    """The position of one tensor: `offset` in the flat buffer, in elements, and the `granularity` of its cuts. `dim`:
-    the dimension that is first in the buffer, and along which the tensor is cut."""
+    """The position of one tensor: `offset` in the flat buffer, in elements. It is cut at multiples of `granularity` of
+    its elements. `dim`: the dimension that is first in the buffer, and along which the tensor is cut."""
 
     shape: tuple[int, ...]
     offset: int
@@ -96,8 +96,8 @@ def plan_layout(
     element, the smallest of the dtypes that use the layout. `granularities`: per tensor, the number of elements between
     possible cuts (1: cuts anywhere; the tensor's size: never cut). If it does not divide the size, the last piece is
     smaller. `dims`: per tensor, the dimension that is stored first and cut; default: 0. The shard size is the smallest
-    that allows the coarsest cuts whose padding is at most `PREFERENCE` of the data or one alignment unit per shard.
-    Only `granularities` may cause more padding. Raises ValueError for no shards or for a granularity below 1."""
+    that allows the coarsest cuts whose padding is at most `PREFERENCE` of the data or one alignment unit per shard,
+    whichever is more. Only `granularities` can force more. Raises ValueError if `shards` or one of these is below 1."""
     tensors = [Extent(tuple(shape), 0, 1, dim) for shape, dim in zip(shapes, dims or [0] * len(shapes), strict=True)]
     sizes = [tensor.numel for tensor in tensors]
     demanded = list(granularities) if granularities is not None else [1] * len(sizes)

@@ -27,10 +27,10 @@ class StageFacts:
 
 @dataclass(frozen=True)
 class GradientFacts:
-    """The gradients of one trainable group. `kind`: groups of equal kind can be reduced in one message. `sent`: bytes
-    of the messages. `narrows`: gradients are packed in a wider dtype than that of the messages, even if they are
-    reduced immediately. `declared`: modules write them directly into buffers. `download`: bytes of the buffer from
-    which reduced gradients are copied to CPU memory."""
+    """The gradients of one trainable parameter group. `kind`: groups of equal kind can be reduced in one message.
+    `sent`: bytes of the messages. `narrows`: gradients are packed in a wider dtype than that of the messages, even if
+    they are reduced immediately. `declared`: modules write them directly into buffers. `download`: bytes of the buffer
+    from which reduced gradients are copied to CPU memory."""
 
     kind: Hashable | None
     sent: int
@@ -68,8 +68,8 @@ class UnitFacts:
 
 
 class Limits(NamedTuple):
-    """Limits that the user sets with `RuntimeOptions`. `order`: the units in the order in which their reductions start.
-    None: from the last unit to the first."""
+    """Limits that the user sets with `RuntimeOptions`. `checked`: its `check_collectives`. `order`: the units in the
+    order in which their reductions start. None: from the last unit to the first."""
 
     prefetch_bytes: int | None = None
     bucket_bytes: int = 0

@@ -13,9 +13,9 @@ A rank that follows the order starts each reduction at the end of the unit's bac
 are reduced at the end of the pass, after the ranks have exchanged which units are ready.
 
 Small units that are adjacent in the order form one turn: they share a message, which starts when the last of them is
-ready. Order and sizes are the same on all ranks, so the turns are the same too. Over a transport whose messages have no
-tags, ranks must run units that are gathered for each use in one order anyway. For these units, a turn starts as soon as
-its units are ready, without regard to the agreed order. If none of its units runs, it is left out.
+ready. Order and sizes are the same on all ranks, so the turns are the same too. If messages have no tags, all ranks
+must run the units that are gathered for each use in one order anyway. A turn of these units starts as soon as all of
+them are ready, without regard to the agreed order. If none of them runs, the turn is left out.
 
 The runtime applies these rules to gradients, and `layout.walk` applies them to numbers of bytes.
 """
@@ -36,7 +36,7 @@ class Due(NamedTuple):
 
     @classmethod
     def of(cls, unit: int, groups: Iterable[tuple[Hashable | None, int]]) -> "Due":
-        """Return the reduction of groups with these kinds and bytes. Groups of several kinds share no message."""
+        """Return the reduction of groups with these kinds and bytes. If the kinds differ, it shares no message."""
         (kind, nbytes), *others = groups
         for other, more in others:
             kind, nbytes = kind if other == kind else None, nbytes + more

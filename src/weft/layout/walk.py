@@ -158,7 +158,7 @@ class Walk:
             self.collectives.append(Collective("reduce-scatter" if what == "reduce" else "all-gather", units, sent))
 
     def gather(self, units: Sequence[_Unit], message: Sequence[_Unit] | None = None) -> None:
-        """Start to gather `units`. `message`: all units of the message, if it also has units that this rank drops."""
+        """Start to gather `units`. `message`: all units of the message, if these are more."""
         for unit in units:
             unit.come()
         self.alive[frozenset(unit.number for unit in self.units if unit.resident)] = None

@@ -7,16 +7,16 @@ attention is the same amount of work on each rank. With cp = 2:
     rank 0     0 0 3 3
     rank 1     1 1 2 2
 
-    layer   gathered over cp                                     bytes
-    *       keys and values, or positions exchanged for heads    grow with the row
+    layer   exchanged over cp                                    bytes
+    *       keys and values, or an all-to-all of heads           grow with the row
             with a window of at most one slice: the end of the   constant
             previous slice
     +       latents and rotated keys                             grow with the row, but are fewer
     M, G, K the last inputs of the convolution, then the factor  constant
             and the summand with which a slice updates the state
 
-Gathers run on the lane "context", a queue of communication beside the computation. In backward, gradients are summed
-over the ranks.
+These collectives run on the lane "context", a queue of communication beside the computation. The backward of a gather
+sums the gradients over the ranks.
 """
 
 import math
@@ -39,9 +39,9 @@ from weft.models.loss import IGNORED_LABEL
 
 
 class Piece(NamedTuple):
-    """Parts of documents, all of the same length, in this rank's slices, as indices. `queries` [count, S]: positions in
-    the flattened slices. `keys` [count, T]: the positions that the queries may see, in the flattened rows of keys. The
-    last S keys are at the positions of the queries."""
+    """Queries in this rank's slices and the keys that they may see, as indices, for parts of documents with S queries
+    and T keys each. `queries` [parts, S]: indices into the flattened slices. `keys` [parts, T]: indices into the
+    flattened rows of keys. The last S keys are at the positions of the queries."""
 
     queries: Tensor
     keys: Tensor
@@ -154,8 +154,8 @@ class Slices:
         return lambda: [torch.cat((self._ahead(tails), own), dim=1) for tails, own in zip(finish(), rows)]
 
     def pieces(self, device: torch.device, before: int | None = None) -> list[Piece]:
-        """Return which keys this rank's queries see, without padding: one `Piece` for each pair of a number of queries
-        and a number of keys.
+        """Return which keys this rank's queries see, without padding: one `Piece` for all parts of documents that have
+        the same number of queries and the same number of keys.
 
         `before`: if given, a query sees at most this many keys before its slice, and `Piece.keys` are indices into the
         rows of `haloing`.

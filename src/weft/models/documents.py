@@ -54,7 +54,7 @@ class Documents:
     - `continues`: whether the last document of each row continues after the row. If so, the label at the row's last
       position is used.
 
-    Two values are equal if they describe the same documents. The constructor checks the starts on the host. It raises
+    Two `Documents` are equal if all their fields are equal. The constructor checks the starts on the host. It raises
     `ValueError` for starts that do not ascend, lack the beginning of a row or are outside of the batch.
     """
 
@@ -239,8 +239,8 @@ class Documents:
         return labels.masked_fill(self.kept(labels.device, "labels", make), IGNORED_LABEL)
 
     def following(self, values: Tensor, places: int, filling: int) -> Tensor:
-        """Return `values` [batch, seq] shifted left by `places` within each document. The end of each is filled with
-        `filling`."""
+        """Return `values` [batch, seq] shifted left by `places` within each document. The end of each document is
+        filled with `filling`."""
         self.require(values)
         moved = F.pad(values[:, places:], (0, min(places, self.seq)), value=filling)
         numbers = self.numbers(values.device)

@@ -96,7 +96,8 @@ def generate(
 def continuations(
     model: Any, prompts: Sequence[Sequence[int]], *, ends: Collection[int] = (), most: int, **options: Any
 ) -> Iterator[list[int | None]]:
-    """Yield at each step a list with the next token of each of `prompts`, or None where the continuation has ended.
+    """Yield at each step a list with an entry for each of `prompts`: its next token, or None while the model still
+    reads the prompt and after the continuation has ended.
 
     A continuation ends before a token of `ends`, or after `most` tokens. The iterator ends when all continuations have
     ended. `options`: keyword arguments of `generate`.

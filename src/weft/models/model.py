@@ -271,8 +271,9 @@ class HybridModel(nn.Module):
                 -100 to ignore the position.
             cache: a dict for generation, empty at first. Each call updates it. The `tokens` of a call continue those of
                 earlier calls. Several calls with parts of a sequence return the logits of one call with the whole
-                sequence. If `rope_scaling` is "dynamic" or "longrope", each call returns the logits of a call with the
-                sequence so far: if it changes the rotation of earlier positions, it reads these positions again.
+                sequence. If `rope_scaling` is "dynamic" or "longrope", the rotation depends on the length: each call
+                returns the logits of one call with the sequence so far, and reads earlier positions again if their
+                rotation changes.
             documents: the documents and the padding in the rows. No information passes between documents. The label at
                 a document's last position is ignored (see `Documents.continues`).
             depths: return a list with the logits of each prediction depth, as `prediction_logits` does.
@@ -282,9 +283,9 @@ class HybridModel(nn.Module):
         losses of routers and prediction depths are added to it.
 
         Raises `ValueError` for `documents` of another shape or together with a cache, for a cache that only other
-        models have filled, for `depths` together with labels or a cache, with tensor parallelism for any cache, and
-        with context parallelism for a batch that is not from `context_part`. Raises `RuntimeError` if the model is cut
-        into pipeline stages on several ranks.
+        models have filled, and for `depths` together with labels or a cache. With tensor parallelism, any cache raises
+        it. With context parallelism, a batch that is not from `context_part` raises it. Raises `RuntimeError` if the
+        model is cut into pipeline stages on several ranks.
         """
         if self.cut is not None and self.cut.ranks > 1:
             raise RuntimeError(

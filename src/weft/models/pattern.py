@@ -14,8 +14,8 @@
     |        pipeline segment border, in the main part only
     /        start of a multi-token-prediction part; each part is one prediction depth
 
-`M[*-]|M[*E]/[*E]` is two pipeline segments, each a Mamba layer and an attention layer, and one prediction depth.
 A physical layer is a symbol, counted from 1. A logical layer is a group or a symbol outside of groups, counted from 0.
+`M[*-]|M[*E]/[*E]` is two pipeline segments of two logical layers each, and one prediction depth of one logical layer.
 """
 
 from dataclasses import dataclass

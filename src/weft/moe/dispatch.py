@@ -127,7 +127,9 @@ class Dispatcher(Protocol):
         ...
 
     def dispatch(self, rows: Tensor, handle: Handle, behind: Any = None) -> Arrival:
-        """Start to send rows, sorted by rank, to their experts' ranks; [sent or more, hidden] -> [received, hidden].
+        """Start to send rows, sorted by rank, to their experts' ranks; [sent or more, width] -> [received, width].
+
+        `width`: the hidden size, or more if a row also holds weights and numbers of experts (see `weft.moe.visits`).
 
         Only the first `handle.sent` rows are sent. On a device with streams, the host waits until it knows the numbers
         of rows. On CPU, the rows are sent in the background once these numbers are known. `behind`: an event
@@ -241,7 +243,7 @@ class AllToAll:
         return _ExchangeHandle(self.size, rows is not None, counts, received, host, ticket)
 
     def dispatch(self, rows: Tensor, handle: Handle, behind: Any = None) -> Arrival:
-        """Start to send rows to the ranks of their experts; [sent or more, hidden] -> [received, hidden]."""
+        """Start to send rows to the ranks of their experts; [sent or more, width] -> [received, width]."""
         assert isinstance(handle, _ExchangeHandle)
         if streams.has_streams(rows.device):
             handle.ready()

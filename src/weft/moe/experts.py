@@ -120,11 +120,11 @@ class GroupedExperts(nn.Module):
                 expert.copy_(whole.narrow(how.dim - 1, *how.spans[0]))
 
     def spread(self, mesh: DeviceMesh) -> None:
-        """Turn the parameters into DTensors that hold all experts, sharded over `mesh`, the 1-D mesh of the ranks
-        that hold experts.
+        """Turn the parameters into DTensors that hold all experts, sharded over `mesh`.
 
         Call it before `fully_shard`. Norms, optimizers and checkpoints then see each expert once, by its global number.
-        With tensor parallelism inside experts, `mesh` is 2-D, and its last axis is the tensor-parallel axis.
+        `mesh`: the ranks over which the experts are spread, 1-D. With tensor parallelism inside experts it is 2-D, and
+        its last axis is the tensor-parallel axis.
         """
         for name, weight in list(self.named_parameters()):
             beyond = weight.placements if isinstance(weight, DTensor) else ()

@@ -45,7 +45,8 @@ class Permutation:
 
     @cached_property
     def bags(self) -> tuple[Tensor, Tensor]:
-        """Return the rows sorted by token, then by slot, [rows], and the offsets at which each token's rows begin.
+        """The bags for `embedding_bag`, one per token: the rows sorted by token, then by slot, [rows], and each bag's
+        offset.
 
         The last offset is the number of rows. If `kept` is given, the unused rows at the end form one more bag.
         """

@@ -29,8 +29,8 @@ class Routing(NamedTuple):
     - `experts` [tokens, k] int64: the chosen experts, best first. Among equal scores the lower number comes first.
     - `weights` [tokens, k] fp32, differentiable: the weight of each chosen expert. 0 for dropped assignments.
     - `loss`: the sum of the auxiliary losses, times their coefficients, a scalar. None if there are none.
-    - `counts` [num_experts] int64: the number of tokens to send to each expert, with padding, without dropped
-      assignments.
+    - `counts` [num_experts] int64: the number of tokens to send to each expert. Padding is included, dropped
+      assignments are not.
     - `kept` [tokens, k] bool: False for assignments that the capacity drops. None without a capacity.
     """
 

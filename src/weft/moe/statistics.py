@@ -19,9 +19,9 @@ def load_statistics(model: nn.Module, reset: bool = True, group: Ranks = None) -
     Each value is a tensor [num_experts] int64; the keys are the layers' names in `model`. Forwards in training mode are
     counted, but not their recomputation in backward. Assignments that a capacity drops are included.
 
-    `reset`: set the counters to zero afterwards. `group`: sum over the ranks of this process group, or over all axes of
-    this mesh. All these ranks must call this function. If each tensor-parallel rank counts only its own positions, the
-    sum also covers the other tensor-parallel ranks. None: this rank's counts.
+    `reset`: set the counters to zero afterwards. `group`: None returns this rank's counts. Otherwise the result is the
+    sum over the ranks of this process group, or over all axes of this mesh. All these ranks must call this function. If
+    each tensor-parallel rank counts only its own positions, the sum also covers the other tensor-parallel ranks.
     """
     return _read(model, "load", reset, group)
 

@@ -4,9 +4,9 @@
     --------------------------------------  ---------------------------------------  -------------------------
     that of the model, cut over all axes    one rank                                 all of it
     that of the model, replicated           one rank of each replica                 1 / replicas
-    some of the model's ranks, for experts  as above; other ranks hold others        1 / replicas in its mesh
+    some of the model's ranks, for experts  as above; other ranks: other experts     1 / replicas in its mesh
     with tensor parallelism in addition     as above, for each slice                 as above; then sums are added*
-    whole experts on tensor-parallel ranks  as above; other ranks hold others        as above; then sums are added*
+    whole experts on tensor-parallel ranks  as above; other ranks: other experts     as above; then sums are added*
 
 *   over the tensor-parallel ranks, if these are outside of the model's mesh. Expert-parallel ranks are inside.
 

@@ -3,8 +3,8 @@
     hidden -> [enter] -> x -> layer -> ... -> layer -> [leave] -> hidden -> the next depth, or the head
                  +-> previous, for the head
 
-`enter` also returns its input, for the head. Its backward sums the gradients of both uses, so that backward visits the
-earlier graph once.
+`enter` also returns `previous`, the hidden states before the depth, for the head. Its backward sums the gradients of
+both uses, so that backward visits the earlier graph once.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ from weft.overlap.wgrad import DelayedWeights
 class DepthPass:
     """The steps "enter" and "leave" of depth `number` of `model`. Each runs once forward and once backward.
 
-    `policy`: the casts of the depth's inputs and outputs. `owner`: the only module whose parameters the steps may use:
-    others raise UndeclaredTensor. None: no check.
+    `policy`: the casts of the depth's inputs and outputs. `owner`: the steps may use only the parameters of this
+    module: others raise UndeclaredTensor. None: no check.
     """
 
     previous: Value

@@ -58,7 +58,7 @@ def pieces(intervals: Iterable[Interval], *lanes: str) -> list[Piece]:
 
 
 def without(those: Iterable[Piece], others: Sequence[Piece]) -> list[Piece]:
-    """Return the pieces `those` minus the pieces `others`. Both are sorted and disjoint."""
+    """Return the times in `those` that are not in `others`. Both are sorted, disjoint pieces."""
     left = []
     for start, stop in those:
         for begin, end in others:

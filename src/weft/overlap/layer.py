@@ -8,9 +8,9 @@
     combine    exchange   all-to-all back
     finish     compute    weighting, residual
 
-Rows are tokens, as they are sent to experts. The lane `exchange` is a queue of communication beside the computation. A
-layer's `forward` is `run_stages`, so a scheduled run and a plain run use the same code. Stages pass tensors to later
-stages in the `Crossing`. If a tensor bypasses the `Crossing`, the schedule raises an error.
+A row is the hidden state of a token, as it is sent to experts. The lane `exchange` is a queue of communication beside
+the computation. A layer's `forward` is `run_stages`, so a scheduled run and a plain run use the same code. Stages pass
+tensors to later stages in the `Crossing`. If a tensor bypasses the `Crossing`, the schedule raises an error.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from weft.moe.dispatch import Dispatcher, exchange
 
 COMPUTE_STAGES = ("attend", "experts", "finish")
 STAGES = (("attend",), COMPUTE_STAGES, ("attend", "dispatch", "experts", "combine", "finish"))
-"""The stages that a layer may have: `attend` alone, with a separate MLP, or with experts and their exchange of rows."""
+"""The choices for a layer's stages: `attend` alone; with a separate MLP; with experts and their exchange of rows."""
 
 
 @dataclass
@@ -100,8 +100,8 @@ class StagedModel(Protocol):
         ...
 
     def loss(self, hidden: Tensor, tokens: Tensor, labels: Tensor, losses: Sequence[Tensor]) -> Tensor:
-        """Return the loss, a scalar. `hidden`: the last layer's output. `losses`: the losses of the layers, in
-        order."""
+        """Return the loss, a scalar. `hidden`: the last layer's output. `losses`: the losses of the layers that have
+        one, in order."""
         ...
 
 
@@ -143,7 +143,7 @@ class StagedPredictor(Protocol):
 
     def total_loss(self, hidden: Sequence[Tensor], labels: Tensor, losses: Sequence[Tensor]) -> Tensor:
         """Return the loss, a scalar. `hidden`: the inputs of the head, from the model and from each depth. `losses`:
-        the losses of the layers."""
+        the losses of the layers that have one, also of those in depths."""
         ...
 
 

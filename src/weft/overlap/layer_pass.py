@@ -37,7 +37,7 @@ class LayerPass:
     - `hidden`: the input. The last forward step sets `output`. `attend` sets `loss`, if the layer has one.
     - `policy`: the casts of the layer's inputs and outputs.
     - `beside`: further arguments of `attend`.
-    - `owner`: the only module whose parameters the steps may use: others raise UndeclaredTensor. None: no check.
+    - `owner`: the steps may use only the parameters of this module: others raise UndeclaredTensor. None: no check.
     - `halves`: exchange the rows of each half of the tokens separately. The layer's dispatcher must send a token once
       to each rank that has any of its experts (`rows_per` is "rank").
     """

@@ -3,7 +3,7 @@
     Value --> [ border | computation ] --> Value --> ...       forward: each node has a separate autograd graph
     Value <-- [ border | computation ] <-- Value <-- ...       backward: gradients wait in the values between nodes
 
-A value keeps its gradient until `take_gradient`. `take` gives its data to a node and drops it here, so that the data is
+A value keeps its gradient until `take_gradient`. `take` moves the data from the value to a node, so that the data is
 freed when no autograd graph needs it.
 """
 
@@ -48,7 +48,8 @@ class Value:
 
 
 class ComputeNode:
-    """A function of values whose backward runs when `backward` is called. `around`: a context for both."""
+    """A function of values whose backward runs when `backward` is called. `around`: a context in which forward and
+    backward run."""
 
     def __init__(self, name: str, around: AbstractContextManager | None = None) -> None:
         self.name = name

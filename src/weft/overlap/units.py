@@ -152,7 +152,7 @@ class ModelUnits:
         return self.engine.scheduled(self.trace(program), backward=backward)
 
     def trace(self, program: Sequence[Around]) -> Trace:
-        """Return the events of units in `program`."""
+        """Return the uses, releases and reductions of units in `program`, as events."""
         events = []
         for each in program:
             events += [Event("use", unit.number, int(hold.backward and unit.turns)) for unit, hold in each.acquire]
@@ -180,7 +180,7 @@ class ModelUnits:
                 unit.calls.add(ref(self if unit in self.outside else graph, unit.calls.discard))
 
     def after(self, around: Around, graph: Any) -> None:
-        """Release the units, and reduce the gradients, that no later step of the microbatch needs."""
+        """Release units that no later step of the microbatch uses. Reduce gradients to which no later step adds."""
         if self.engine is None:
             return
         for unit, hold in around.release:

@@ -8,7 +8,7 @@
     combined      any (2)  in a loop    any                as interleaved, one more forward; pairs F+B; backwards
     paired        any (2)  in a loop    any                pairs F+F; pairs F+B; pairs B+B
     dualpipev     2        in a V       2p or more         forwards; pairs F+B; separate I and W at both ends
-    zbv           2        in a V       any                forwards; F, I, W of one chunk and the other; I; W
+    zbv           2        in a V       any                forwards; F, I, W of each chunk in turn; I; W
 
 A number in brackets is the default number of chunks. In each table a chunk runs the microbatches in order, in forward
 and in backward. Gradients are therefore summed as in one process.

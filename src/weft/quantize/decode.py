@@ -32,7 +32,7 @@ def dequantize(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the values, in `dtype`, of a payload and scales that `quantize` returned. They are multiplied in fp32.
+    """Return the values, in `dtype`, of a payload and scales from `quantize`. The product is computed in fp32.
 
     `out`: a contiguous tensor with the shape of the values. It is filled and returned, and its dtype replaces `dtype`.
     """

@@ -47,9 +47,10 @@ def quantize(
 
     For a stack of S matrices, `[S, R, C]`, the shapes of the scales begin with S: `[S]`, `[S, R]`, and so on.
 
-    `largest`: if `tensor` is a part of a matrix and the recipe has one scale per matrix (tensorwise, nvfp4), the result
-    of `largest_of` for the whole matrix; for a stack, one result for each matrix. `out`: the tensor for the payload.
-    Raises ValueError for a shape that does not fit the recipe, TypeError for a dtype that is not floating-point.
+    `largest`: pass it if `tensor` is a part of a matrix and the recipe has a scale per matrix (tensorwise, nvfp4). It
+    is the result of `largest_of` for the whole matrix; for a stack, a tensor with one result for each matrix. `out`:
+    the tensor for the payload. Raises ValueError for a shape that does not fit the recipe, TypeError for a dtype that
+    is not floating-point.
     """
     recipe.check(tensor.shape)
     if out is None:

@@ -33,7 +33,7 @@ from weft.weak import alive
 class PayloadOnly(FlatBuffer):
     """Main weights that are restored from `payload` when their `local` is read."""
 
-    WRITTEN, NEEDED = 1, 2  # messages of a rank to the others: the weights were written to; they must be kept from now
+    WRITTEN, NEEDED = 1, 2  # messages of a rank to the others: weights were written to; they must be kept from now on
 
     def __init__(
         self, main: FlatBuffer, model: FlatBuffer, payload: Narrow, parameters: Sequence[UnevenDTensor]

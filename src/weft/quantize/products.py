@@ -28,8 +28,8 @@ def beside(recipe: Quantization, dim: int, *, by_row: bool = False) -> Quantizat
     """Return the recipe of the other operand in a product with a weight that is quantized with `recipe`.
 
     `dim`: the dimension of the weight over which the product sums. `by_row`: each row of the operand has a separate
-    scale, so that a row of the product does not depend on other rows. Return None if the weight's scales differ along
-    `dim`: the operand is then not quantized.
+    scale, so that a row of the product does not depend on other rows. Return None if a rowwise, mx or nvfp4 weight has
+    blocks of one element along `dim`: the operand is then not quantized.
     """
     if recipe.kind == "tensorwise":
         return rowwise(pow2=recipe.pow2) if by_row else dataclasses.replace(recipe, via=None)

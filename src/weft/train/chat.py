@@ -1,8 +1,9 @@
 """Conversations as text: the chat template of a published tokenizer, and the text that the assistant writes.
 
 A template is written in Jinja. It is the file `chat_template.jinja`, or `chat_template` in tokenizer_config.json. The
-assistant writes the text between {% generation %} and {% endgeneration %}. In a template without these tags, the
-assistant writes what rendering each of its messages adds after the prompt for that message.
+assistant writes the text between {% generation %} and {% endgeneration %}. For a template without these tags, a
+conversation is rendered up to each of the assistant's messages: once without the message but with the prompt for it,
+and once with the message. The assistant writes the text that only the second rendering has.
 """
 
 import json

@@ -182,8 +182,7 @@ class Trainer:
             self.say(line)
 
     def run(self) -> bool:
-        """Train until the run is complete, or until the step after which the ranks agree to stop because one was asked
-        to.
+        """Train until the run is complete, or until any rank is asked to stop. All ranks then stop after the same step.
 
         Returns whether the run is complete: at its last step, or ended by `train.stop_after`. Complete or not, the step
         that it reached is in a committed checkpoint. Raises RuntimeError if the loss or the gradient norm is not
@@ -281,8 +280,8 @@ class Trainer:
         return f"{position.worse} validations in a row did not lower the loss below {best} (train.stop_after)"
 
     def moment(self, name: str, numbers: dict[str, Any]) -> None:
-        """Do nothing; for subclasses. Called on all ranks at "start", after each "step" and "validation", at "save" and
-        at "end"."""
+        """Do nothing; subclasses may override this method. It is called on all ranks with `name` "start", "step" and
+        "validation" (after each of them), "save" and "end"."""
 
     def _step(self, metrics: Metrics) -> tuple[dict[str, float], bool]:
         """Run one optimizer step. Return the values to log, and whether any rank was asked to stop."""

@@ -22,8 +22,8 @@ from weft.train.task.task import Task
 
 
 class Passes:
-    """The passes of one rank. In the first step, it counts operations and measures activation memory. In the last, it
-    records a timeline."""
+    """The passes of one rank. In the first step, `run` also measures activation memory and, with
+    `train.peak_tflops`, counts operations. In the last step, with overlap or a pipeline, `run` records a timeline."""
 
     def __init__(
         self,

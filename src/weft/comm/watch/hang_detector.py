@@ -206,7 +206,7 @@ class HangDetector:
         return str(mismatch("wait for different things", said, _RULE)) if left else ""
 
     def leave(self) -> None:
-        """Publish that the program or its world ends, and end the thread: at exit it could abort the interpreter."""
+        """Publish that the program or its world ends, and end the thread, which could abort the interpreter at exit."""
         if os.getpid() != self._process:  # called in a fork
             return
         self._over.set()
@@ -381,8 +381,8 @@ def explain(error: RuntimeError, call: Call | None) -> None:
 
 
 def watching(kind: str, name: str, group: Any) -> AbstractContextManager:
-    """Return a context that counts and watches a blocking collective of `group`. `name`: its name in errors. Ranks that
-    wait in collectives of different `kind` wait for different things."""
+    """Return a context that counts and watches a blocking collective of `group`. `name`: its name in errors. `kind`:
+    collectives of different kinds never match."""
     watch = hang_detector()
     if watch is None or group.size() == 1:
         return nullcontext()

@@ -2,7 +2,7 @@
 
 A parameter can be sharded if its class overrides no operators. If it is a DTensor with a tensor-parallel placement,
 this rank's slice is sharded further. `shard_placement_fn` chooses where parameters may be cut. With
-`param_quantization`, parameters whose class has a method `dequantize` are first replaced by plain ones.
+`param_quantization`, parameters whose class overrides `dequantize` are first replaced by plain ones.
 """
 
 import math
@@ -163,7 +163,7 @@ def recipe_of(
 
 
 def dequantize_parameters(slots: dict[nn.Parameter, Slot], policy: MixedPrecisionPolicy) -> dict[nn.Parameter, Slot]:
-    """Replace parameters whose class has `dequantize` by plain ones, also in `slots`, if `policy` quantizes."""
+    """Replace parameters whose class overrides `dequantize` by plain ones, also in `slots`, if `policy` quantizes."""
     if policy.param_quantization is None:
         return slots
     found = {}

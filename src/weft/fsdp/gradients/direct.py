@@ -1,4 +1,4 @@
-"""Gradients that modules write directly into the buffer that is reduced, or sum over tensor-parallel ranks first.
+"""Gradients that modules write into the buffer that is reduced, or that `whole` sums over tensor-parallel ranks first.
 
 A custom backward may write its product to a given tensor (`torch.addmm(out=)`, a fused kernel). This avoids a copy of
 the gradient and, with a wider `reduce_dtype`, rounding to the compute dtype. The backward calls `weight_gradient`, and

@@ -12,7 +12,7 @@ quantized full weights: float8 parameters. They are views of the codes in a grou
 
     | e4m3 codes of all weights, in the order of the layout | scales |
 
-Their gradients have the compute dtype. `F.linear` and `F.grouped_mm` look up their scales by the parameter. All other
+Their gradients have the compute dtype. `F.linear` and `F.grouped_mm` find a weight's scales by its parameter. All other
 operators raise TypeError, because codes have no meaning without scales.
 """
 

@@ -86,8 +86,8 @@ class RuntimeOptions:
             )
 
     def joined(self, given: "RuntimeOptions", now: "RuntimeOptions") -> "RuntimeOptions":
-        """Return these options of a new root with the changes that methods of an inner model made to its options: from
-        `given` to `now`. Of the numbers of buffers, the larger one applies."""
+        """Return these options, of a new root, with the changes that method calls made to an inner model's options,
+        from `given` to `now`. If `max_live_reduce_buffers` was changed, the larger value applies."""
         buffers, separate = self.max_live_reduce_buffers, self.separate_all_gather_group
         if now.max_live_reduce_buffers != given.max_live_reduce_buffers:
             buffers = max(buffers, now.max_live_reduce_buffers)

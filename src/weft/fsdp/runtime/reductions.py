@@ -99,7 +99,7 @@ class Reductions(ReductionOrder):
             self._note(unit, unit.trainable_groups)
 
     def _note(self, unit: Unit, groups: Sequence[ParameterGroup]) -> None:
-        """Log reductions that another rank may issue in another order: without tags, when they start."""
+        """Log reductions whose order may differ between ranks. Those without tags are logged when they start."""
         for group in groups:
             self._agreement.note(unit.number, "reduction", group.gradients.sent)
 
@@ -144,7 +144,7 @@ class Reductions(ReductionOrder):
         return self._units[unit].trainable_groups
 
     def waits_for_turn(self, unit: int) -> bool:
-        """Return whether the unit's messages have tags, so that ranks may run it in different orders."""
+        """Return whether `unit` waits for its turn. It does not without tags, or with `check_collectives=False`."""
         return self._agreement.checks and self._units[unit].is_addressed
 
     def has_buffer(self, unit: int, group: ParameterGroup) -> bool:

@@ -2,8 +2,8 @@
 
     call                         actions, in this order
     ---------------------------  -----------------------------------------------------------------------------------
-    begin_forward, scheduled     raise if modules were added to the model; recover from a failed pass; before the first
-                                 pass, compare the ranks' units; end old holds; check whether main weights changed
+    begin_forward, scheduled     raise if a trainable parameter is in no unit; recover from a failed pass; before the
+                                 first pass, compare the ranks' units; end old holds; check whether main weights changed
     use, done, keep, ready       (calls of a driver for each unit: see `Shared`)
     end_forward                  free weights that were gathered ahead and not used
     begin_backward               register a callback for the end of autograd's backward; a failure drops the callback
@@ -198,7 +198,7 @@ class Runtime(Shared):
     # --- backward ---------------------------------------------------------------------------------------------------
 
     def begin_backward(self, call: Any) -> None:
-        """Note that the backward of `call` begins. The first such call begins a pass."""
+        """Note that the backward of `call` begins. If no other backward is running, this begins a pass."""
         if self.passes.current is Pass.FAILED:
             self._recover()
         self._calls.append(call)

@@ -1,7 +1,7 @@
 """The files of a loaded model besides its weights. They stay with the model until it is saved.
 
 These are config.json, the tokenizer, the chat template, the generation settings, and the weights of other parts of a
-larger model. A run keeps them in its folder `origin`, which is a converted directory without weights.
+larger model. A run keeps them in its folder `origin`, a directory in weft's own format without the model's weights.
 """
 
 import dataclasses

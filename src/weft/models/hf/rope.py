@@ -17,7 +17,7 @@ def read(raw: Raw, *, theta: float = 10000.0, partial: float | None = None, unus
     """Return the RoPE fields of `HybridConfig`. `theta`: the family's default base.
 
     `partial`: the default fraction of a head that is rotated. None for families that rotate only whole heads. `unused`:
-    names in the table to ignore. If the file has both `rope_parameters` and `rope_scaling`, the latter applies, as in
+    RoPE parameters to ignore. If the file has both `rope_parameters` and `rope_scaling`, the latter applies, as in
     transformers.
     """
     return of_table(raw.get("rope_scaling") or raw.get("rope_parameters") or {}, raw, theta, partial, unused)

@@ -205,8 +205,9 @@ def causal_attention(
 ) -> Tensor:
     """Compute softmax attention of the last S of T positions. Each position sees itself and earlier positions.
 
-    `scale`: default C^-0.5. `window`: the number of positions that a query sees, including its own. None: all. `sinks`
-    [H]: a score per head that takes part in the softmax and has no value. Returns [B, S, H, C of v].
+    `scale`: the factor of the dot products. None: C^-0.5. `window`: the number of positions that a query sees,
+    including its own. None: all. `sinks` [H]: a score per head that takes part in the softmax and has no value. Returns
+    [B, S, H, C of v].
     """
     queries, seen = q_BSHC.shape[1], k_BTHC.shape[1]
     if window is not None:

@@ -45,7 +45,7 @@ def entering(numbers_BKL: Tensor, before_B: Tensor | None) -> Tensor:
 def summed(log_decay: Tensor, numbers: Tensor | None = None) -> Tensor:
     """Return cumulative sums along the last dimension. With `numbers`, sums restart at each document.
 
-    The numbers of other documents do not affect a sum, not even by rounding. `numbers`: the document of each position.
+    Values in other documents do not affect a sum, not even by rounding. `numbers`: the document of each position.
     """
     if numbers is None:
         return log_decay.cumsum(-1)

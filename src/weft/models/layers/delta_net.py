@@ -148,7 +148,8 @@ def delta_chunked(
 ) -> tuple[Tensor, Tensor]:
     """Compute the result of `delta_stepwise` by matrix products over chunks.
 
-    `slices`: each row is one slice of a document. The state before it comes from earlier slices on other context ranks.
+    `slices`: if given, each row is one slice of a row of the batch (`Slices.rows`), and its first state comes from the
+    slices before it, also from those on other context ranks.
     """
     before_B = None
     if slices is not None:

@@ -101,7 +101,8 @@ class Experts(MoE):
         return [self.experts]
 
     def compute(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        """Run the experts on sorted rows. Backward gathers the rows again, so that they need not be saved."""
+        """Run the experts on sorted rows. With `ranks`, each rank saves only a part of the rows, and backward gathers
+        them again."""
         with Rows(self.ranks, rows) as kept:
             output = super().compute(kept.whole, offsets)
         return kept.before(output)

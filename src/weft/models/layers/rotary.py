@@ -32,12 +32,12 @@ BY_LENGTH = ("dynamic", "longrope")
 class RotaryEmbedding(nn.Module):
     """Rotates the first `width` elements of each head, and leaves the others unchanged.
 
-    - `scaling`: {"rope_type": a type of the table above, and its numbers}, like `HybridConfig.rope_scaling`. None: no
-      scaling.
+    - `scaling`: a dict like `HybridConfig.rope_scaling`: a "rope_type" of this module's table, and its numbers. None:
+      no scaling.
     - `local`: the `RotaryEmbedding` of layers with a window, if theirs differs.
 
-    All layers of a stack share one instance. Its tables are buffers [positions, width] that are not in checkpoints.
-    They grow for longer sequences, and stay at least fp32 if the module is cast.
+    All layers of a stack share one instance. `cos` and `sin` are buffers [positions, width] that are not saved in
+    checkpoints. They grow for longer sequences, and stay at least fp32 if the module is cast.
     """
 
     cos: Tensor
@@ -58,7 +58,7 @@ class RotaryEmbedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Recompute the tables, on their device and in their dtype."""
+        """Recompute `cos` and `sin`, on their device and in their dtype."""
         self._fill(self.cos.shape[0])
 
     def _apply(self, *args: Any, **options: Any) -> "RotaryEmbedding":

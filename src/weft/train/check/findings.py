@@ -2,7 +2,7 @@
 
 what differs                what it means
 --------------------------  -------------------------------------------------------------------------------------
-names, first weights        a stage has layers under wrong names, or a rank holds another part than its placement says
+names, initial weights      a stage has layers under wrong names, or a rank holds another part than its placement says
 losses                      the forward pass is wrong
 gradients                   not reduced over an axis: the sum or mean over its ranks is right
                             counted too often: wrong by a factor, which is the size of an axis
@@ -42,8 +42,8 @@ class Seen:
 
     - `at`: the rank's coordinate on each mesh axis.
     - `losses`: by microbatch.
-    - `squares`: for each parameter, the squared norm that clipping would compute if only this parameter had a gradient,
-      of ones.
+    - `squares`: for each parameter, the squared norm that clipping would compute if this parameter's gradient were all
+      ones and all others were 0.
     - `factor`: the factor by which clipping scaled the gradients.
     - `marks`: for each parameter, text on how it is sharded.
     - `missing`: parameters without a gradient on this rank that have a gradient in the step on one rank.

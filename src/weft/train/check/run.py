@@ -90,8 +90,8 @@ def _microbatches(config: TrainConfig, ranks: int) -> int:
 
 
 def _microbatch(config: TrainConfig, number: int) -> dict[str, Any]:
-    """Return a microbatch of random tokens, some without a label. If the configuration packs documents whole, it has
-    random documents."""
+    """Return a microbatch of random tokens, some without a label. If the configuration packs documents whole, the
+    microbatch has random documents."""
     generator = torch.Generator().manual_seed(number)
     shape = (2, config.train.microbatch_size, config.data.sequence_length)
     tokens, labels = torch.randint(config.hybrid.vocab_size, shape, generator=generator).unbind()
@@ -166,8 +166,8 @@ def _on_rank(config: TrainConfig, rank: int, ranks: int, rows: list[dict[str, An
 
 
 def _squares(model: nn.Module, names: Iterable[str]) -> dict[str, float]:
-    """Return, by parameter name, the squared norm that clipping computes if this parameter's gradient is 1 and all
-    others are 0."""
+    """Return, by parameter name, the squared norm that clipping computes if this parameter's gradient is all ones and
+    all others are 0."""
     parameters = dict(model.named_parameters())
     for parameter in parameters.values():
         parameter.grad = torch.zeros_like(parameter)

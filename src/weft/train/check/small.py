@@ -1,6 +1,7 @@
 """Shrinks a configuration: the same kinds of layers, mesh axes and options with smaller sizes.
 
-a size that an axis cuts          as few units per rank as possible; the ratio of heads to groups does not change
+a size that an axis cuts          few heads, groups, experts or columns per rank; the number of heads per group changes
+                                  only if fewer groups do not fit
 layers                            one of each kind in each segment
 more than `_FEW` ranks            at most 2 replicas, shards and expert-parallel ranks, if that fits
 precision                         fp64

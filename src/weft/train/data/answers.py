@@ -1,6 +1,7 @@
 """Sequences made of conversations. Only tokens that the assistant writes are labels.
 
-A token t that is not a label is stored in files as t + the vocabulary's size, and in rows as -101 - t.
+A token t that is not a label is stored in files as t + the vocabulary's size, and in the rows of a batch as
+-101 - t.
 """
 
 import numpy as np
@@ -17,7 +18,7 @@ def marked(tokens: np.ndarray, labelled: np.ndarray, vocab_size: int) -> np.ndar
 
 
 class Answered:
-    """The sequences that have at least one label. Their tokens have the form that `marked` returns."""
+    """Those of `sequences` that have at least one label. The tokens of `sequences` are as `marked` returns them."""
 
     def __init__(self, sequences: Sequences, vocab_size: int) -> None:
         self.sequences, self.vocab_size = sequences, vocab_size
@@ -52,6 +53,6 @@ class Answered:
 
 
 def split(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Split rows into tokens and labels, int64 [row, sequence]. -100 marks positions without a label."""
+    """Split rows into tokens and labels, both int64 [rows, length]. -100 marks positions without a label."""
     tokens = np.where(rows <= WITHOUT, WITHOUT - rows, np.maximum(rows, 0))
     return np.ascontiguousarray(tokens[:, :-1]), np.maximum(rows[:, 1:], WITHOUT + 1)

@@ -85,8 +85,8 @@ def _paths(data: DataConfig, setting: str, paths: Sequence[str], written: Sequen
 
 
 def documents(data: DataConfig, setting: str, files: Sequence[File], fraction: float) -> Iterator[Document]:
-    """Yield all documents of `files`. `fraction`: the share of them that is for validation, always the same ones.
-    `setting`: as in `find_files`."""
+    """Yield all documents of `files`. `fraction`: the share of them that is for validation. Every call chooses the
+    same ones. `setting`: as in `find_files`."""
     if data.kind == "text":
         yield from _texts(setting, files, fraction)
         return

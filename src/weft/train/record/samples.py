@@ -15,7 +15,7 @@ from weft.train.toml_values import show
 
 
 class Samples:
-    """The samples of a run. All ranks together generate the same text. Raises ConfigError if the model cannot."""
+    """The samples of a run. All ranks generate each text together. Raises ConfigError if they cannot."""
 
     def __init__(self, config: TrainConfig, model: HybridModel, device: torch.device) -> None:
         prompt, sharding = config.train.sample, config.sharding

@@ -21,7 +21,7 @@ def size(simulation: Simulation) -> tuple[float, float]:
 
 
 def pipeline(simulation: Simulation) -> Draw:
-    """Draw each action as a box with its microbatch, lighter for later chunks. The boxes of a pair are stacked."""
+    """Draw each action as a box with its microbatch, lighter for later chunks. Concurrent actions are stacked."""
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes = figure.subplots()

@@ -17,7 +17,7 @@ ALWAYS = {
 
 
 def in_use(text: str) -> str:
-    """Reduce a complete configuration in TOML to settings that are not at their defaults, and the sizes of its layers.
+    """Reduce a complete configuration in TOML to settings that are not at their defaults, and the layers' sizes.
 
     Text that is not TOML is returned unchanged.
     """

@@ -101,7 +101,7 @@ def launch(
 
 
 def report_failure(rank: int, kind: Kind, message: str, error: BaseException) -> None:
-    """Write why this rank ends to a file, which the process that started the rank reads.
+    """Write to a file why this rank ends. The process that started the rank reads the file.
 
     The file is in the folder of the ranks' store. It is not in the run's directory, whose disk may be full.
     """

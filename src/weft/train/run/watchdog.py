@@ -9,7 +9,7 @@ takes longer than the limit counts as a hang. A rank without progress for longer
     a rank is not in a collective                the rank hangs there, and the others wait for it
     all are in collectives                       the ranks wait for each other
 
-The hang detector of the engine (`weft.comm.watch`) is a separate thread. It tells the watchdog what a rank waits for.
+The hang detector (`weft.comm.watch`) is a separate thread. It tells the watchdog what a rank waits for.
 The detector uses the job's store, because outside of runs the ranks have no other connection. A request to a store
 whose host is stopped never returns. In that case the watchdog must end the process. Therefore the watchdog is another
 thread, which does not use the store. The first rank that knows the cause of a hang sends it to the others, so that all

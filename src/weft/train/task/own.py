@@ -170,13 +170,13 @@ class Stream:
     """Microbatches of an iterable, in endless passes over it. The position is saved and restored exactly.
 
     An iterable with `state_dict` and `load_state_dict` restores itself. Any other iterable is iterated again up to its
-    position, with the random state from the start of the pass, so that a shuffling loader yields the same order. This
-    includes the generators of a loader and of its samplers, but not those of worker processes that persist. Such an
-    iterable must be deterministic: for the same random state and, if it has `set_epoch`, the same epoch, it must yield
-    the same microbatches.
+    position, with the random state from the start of the pass, so that a shuffling loader yields the same order. The
+    random state includes the generators of a loader and of its samplers, but not those of worker processes that
+    persist. Such an iterable must be deterministic: for the same random state and, if it has `set_epoch`, the same
+    epoch, it must yield the same microbatches.
 
     If the number of `ranks` has changed, the position becomes that of rank 0 times the former number of ranks, divided
-    by `ranks`. This is exact if a pass has equally many microbatches on all ranks, which take them in turn.
+    by `ranks`. This is exact if the ranks take the microbatches of a pass in turn, equally many each.
     """
 
     per_rank = True
@@ -262,7 +262,7 @@ class Stream:
         elif self.taken:
             now = self._random.state_dict()
             if self.epoch and getattr(self.source, "persistent_workers", False):
-                iter(self.source)  # only the first iterator draws a seed: later passes of such a loader reset it
+                iter(self.source)  # only the first iterator draws a seed: later passes reuse it and draw none
             self._begun = begun
             self._random.load_state_dict(begun)
             generators, states = self._generators(), begun.get("own", [])

@@ -206,10 +206,10 @@ def _seen_of_others(model: nn.Module, text: torch.Tensor) -> float:
 
 
 def next_token_loss(model: nn.Module, microbatch: Batch) -> torch.Tensor:
-    """Return the mean cross-entropy of the logits that `model(tokens)` returns, itself or as `logits` of an object.
+    """Return the mean cross-entropy of the logits: the result of `model(tokens)`, or its attribute `logits`.
 
-    With documents, the model also gets `position_ids` and `cu_seqlens`, if its forward takes them. It also gets
-    `use_cache=False`, because models of transformers ignore restarting positions if they use a cache.
+    If the microbatch has documents, the model also gets those of `position_ids`, `cu_seqlens` and `use_cache=False`
+    that its forward takes. With a cache, models of transformers ignore that positions restart in each document.
     """
     labels = microbatch["labels"] if isinstance(microbatch, dict) else microbatch[1]
     return cross_entropy(_scores(model, microbatch), labels)

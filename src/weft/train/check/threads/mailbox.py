@@ -31,7 +31,7 @@ class Mailbox:
             waiter[1].notify()
 
     def expect(self, key: Any) -> int:
-        """Return the number of the next message under `key`. Sends and receives pair in order."""
+        """Return the number of the next message to receive under `key`. The n-th receive gets the n-th message."""
         number = self._expected[key] = self._expected[key] + 1
         return number
 
