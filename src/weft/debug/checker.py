@@ -24,6 +24,7 @@ called.
 """
 
 import sys
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +36,6 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.comm import streams
@@ -154,9 +154,9 @@ class StreamChecker:
     def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Record that the operator `func` has run. Raises StreamOrderError for a missing wait."""
         self._raise_pending()
-        given = tensors_in((args, kwargs))
-        written = written_by(func, args, kwargs)
-        there = {each.untyped_storage()._cdata for each in given if has_memory(each)}
+        given = [each for each in tensors_in((args, kwargs)) if has_memory(each)]
+        written = [each for each in written_by(func, args, kwargs) if has_memory(each)]
+        there = {each.untyped_storage()._cdata for each in given}
         made = [each for each in tensors_in(result) if has_memory(each)]
         fresh = [each for each in made if each.untyped_storage()._cdata not in there]
         if not written and made and not fresh:
@@ -176,7 +176,8 @@ class StreamChecker:
                 self._use(each, Memory.write, access, clock)
         else:
             wrote = [*written, *fresh]
-            reads = [each for each in given if not any(each is other for other in written)]
+            overwritten = set(map(id, written))
+            reads = [each for each in given if id(each) not in overwritten]
             if host:  # scalar tensors on the device are passed by value
                 reads, wrote = ([e for e in some if e.ndim or self._is_host(e)] for some in (reads, wrote))
             for each in reads:
@@ -204,8 +205,10 @@ class StreamChecker:
 
     def _only_host(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether an operator on `tensors` runs on the host. Scalar tensors may be on either side."""
-        wide = [each for each in tensors if has_memory(each) and each.ndim] or [e for e in tensors if has_memory(e)]
-        return bool(wide) and all(self._is_host(each) for each in wide)
+        if not self._of_host:
+            return False
+        wide = [each for each in tensors if each.ndim] or tensors
+        return bool(wide) and all(map(self._is_host, wide))
 
     def freed(self, storage: Any) -> None:
         """Record that `storage` returns its memory to the allocator."""
@@ -221,7 +224,7 @@ class StreamChecker:
         self._raise_pending()
 
     def _use(self, tensor: torch.Tensor, use: Callable[..., None], access: Access, clock: Clock) -> None:
-        if has_memory(tensor) and tensor.numel():
+        if tensor.numel():
             use(self._memory_of(tensor.untyped_storage()), *bytes_of(tensor), access, clock)
 
     def _access(self, operator: str, host: bool = False) -> tuple[Access, Clock]:
@@ -233,12 +236,12 @@ class StreamChecker:
 
     def _memory_of(self, storage: Any, home: int | None = None) -> Memory:
         key = storage._cdata
-        if key not in self._memories:
-            self._memories[key] = Memory(self._compute.actor if home is None else home)
+        if (memory := self._memories.get(key)) is None:
+            memory = self._memories[key] = Memory(self._compute.actor if home is None else home)
         if key not in self._watched:
             self._watched.add(key)
             weakref.finalize(storage, _finalized, weakref.ref(self), key).atexit = False  # type: ignore[misc]
-        return self._memories[key]
+        return memory
 
     def _gone(self, key: int) -> None:
         self._watched.discard(key)
@@ -274,9 +277,7 @@ class StreamChecker:
     ) -> None:
         def names(tensors: Sequence[torch.Tensor]) -> tuple[str, ...]:
             found = (
-                self._memory_of(each.untyped_storage()).name_of(*bytes_of(each))
-                for each in tensors
-                if has_memory(each) and each.numel()
+                self._memory_of(each.untyped_storage()).name_of(*bytes_of(each)) for each in tensors if each.numel()
             )
             return tuple(dict.fromkeys(each for each in found if each))
 
@@ -287,6 +288,10 @@ class StreamChecker:
         if self._errors:
             errors, self._errors = self._errors, []
             raise errors[0]
+
+
+_READ = ("tolist", "numpy", "cpu")
+"""Methods with which the host reads a tensor, and which run no operator on a CPU tensor."""
 
 
 class _Mode(TorchDispatchMode):
@@ -306,21 +311,6 @@ class _Mode(TorchDispatchMode):
         return result
 
 
-class _Calls(TorchFunctionMode):
-    """Notifies the checker of method calls with which the host reads a tensor."""
-
-    _READ = {torch.Tensor.tolist: "tolist", torch.Tensor.numpy: "numpy", torch.Tensor.cpu: "cpu"}
-
-    def __init__(self, checker: StreamChecker) -> None:
-        super().__init__()
-        self._checker = checker
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if (name := self._READ.get(func)) is not None:
-            self._checker.asked(args[0], name)
-        return func(*args, **(kwargs or {}))
-
-
 @contextmanager
 def check_streams(*, record: bool = False) -> Iterator[StreamChecker]:
     """Run weft's code for CUDA on CPU tensors, and raise StreamOrderError if a missing wait allows a wrong result.
@@ -330,6 +320,7 @@ def check_streams(*, record: bool = False) -> Iterator[StreamChecker]:
     """
     checker = StreamChecker(record)
     resize = torch.UntypedStorage.resize_
+    read, thread = {name: getattr(torch.Tensor, name) for name in _READ}, threading.get_ident()
 
     def resized(storage: Any, size: int) -> Any:
         before = storage.nbytes()
@@ -340,14 +331,26 @@ def check_streams(*, record: bool = False) -> Iterator[StreamChecker]:
             checker.allocated(storage)
         return result
 
+    def reading(name: str) -> Callable[..., Any]:
+        def asks(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread:
+                checker.asked(tensor, name)
+            return read[name](tensor, *args, **kwargs)
+
+        return asks
+
     streams.check_with(checker)
     torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
+    for name in _READ:
+        setattr(torch.Tensor, name, reading(name))
     try:
-        with _Mode(checker), _Calls(checker):
+        with _Mode(checker):
             yield checker
         checker.finish()
     finally:
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        for name in _READ:
+            setattr(torch.Tensor, name, read[name])
         streams.check_with(None)
 
 

@@ -11,8 +11,8 @@ write    the last write and all reads since
 free     all reads and writes, by the clock of the stream that allocated the memory: that stream will reuse the memory
 """
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import NamedTuple
@@ -51,11 +51,10 @@ class Access(NamedTuple):
         return f"{self.operator} on {self.stream}, called by {self.site}"
 
 
-@dataclass
+@dataclass(slots=True)
 class _Segment:
-    """The bytes from `begin` to the next segment. `reads`: the latest read of each actor since the last write."""
+    """The accesses to a range of bytes. `reads`: the latest read of each actor since the last write."""
 
-    begin: int
     write: Access | None = None
     reads: dict[int, Access] = field(default_factory=dict)
 
@@ -67,7 +66,9 @@ class Memory:
         self.home = home
         self.lent: set[int] = set()
         """The actor numbers of other streams that use the memory: it is reused only after their work."""
-        self._segments = [_Segment(0)]
+        self._begins = [0]
+        """Where each of the segments begins."""
+        self._segments = [_Segment()]
         self._names: dict[tuple[int, int], Callable[[], str]] = {}
 
     def call(self, begin: int, end: int, describe: Callable[[], str]) -> None:
@@ -83,7 +84,7 @@ class Memory:
 
     def read(self, begin: int, end: int, access: Access, clock: Mapping[int, int]) -> None:
         """Record a read. Raises StreamOrderError if it may happen before the last write."""
-        for segment in self._within(begin, end):
+        for segment in self._segments[self._cut(begin) : self._cut(end)]:
             if segment.write is not None and not segment.write.happened(clock):
                 raise self._error(begin, end, "reads", access, "the write by", segment.write)
             segment.reads[access.actor] = access
@@ -91,11 +92,11 @@ class Memory:
     def write(self, begin: int, end: int, access: Access, clock: Mapping[int, int]) -> None:
         """Record a write. Raises StreamOrderError if it may happen before the last write, or before a read since
         then."""
-        for segment in self._within(begin, end):
+        first, last = self._cut(begin), self._cut(end)
+        for segment in self._segments[first:last]:
             self._refuse_users(segment, begin, end, "writes to", access, clock)
-        self._cut(begin, end)
-        first, last = self._index(begin), self._index(end)
-        self._segments[first:last] = [_Segment(begin, access)]
+        self._begins[first:last] = [begin]
+        self._segments[first:last] = [_Segment(access)]
 
     def free(self, access: Access, clock: Mapping[int, int]) -> None:
         """Record that the memory is freed. Raises StreamOrderError if another stream may still use it."""
@@ -111,19 +112,14 @@ class Memory:
             if not other.happened(clock):
                 raise self._error(begin, end, verb, access, "the read by", other)
 
-    def _within(self, begin: int, end: int) -> Iterator[_Segment]:
-        self._cut(begin, end)
-        yield from self._segments[self._index(begin) : self._index(end)]
-
-    def _cut(self, *borders: int) -> None:
-        for border in borders:
-            at = bisect_right(self._segments, border, key=lambda segment: segment.begin) - 1
-            segment = self._segments[at]
-            if segment.begin != border:
-                self._segments.insert(at + 1, _Segment(border, segment.write, dict(segment.reads)))
-
-    def _index(self, border: int) -> int:
-        return bisect_right(self._segments, border, key=lambda segment: segment.begin) - 1
+    def _cut(self, border: int) -> int:
+        """Return the index of the segment that begins at `border`, after cutting the one around it if none does."""
+        at = bisect_left(self._begins, border)
+        if at == len(self._begins) or self._begins[at] != border:
+            around = self._segments[at - 1]
+            self._begins.insert(at, border)
+            self._segments.insert(at, _Segment(around.write, dict(around.reads)))
+        return at
 
     def _error(self, begin: int, end: int, verb: str, access: Access, earlier: str, other: Access) -> StreamOrderError:
         name = self.name_of(begin, end)

@@ -6,7 +6,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 _WRITTEN_BY_COLLECTIVES = {
     "_allgather_base_": 1,
@@ -39,8 +38,17 @@ _ASK_THE_DEVICE = {
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in an operator's arguments or results, a nested structure."""
-    return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
+    """Return the tensors in an operator's arguments or results: in tuples, lists and the values of dictionaries."""
+    found: list[torch.Tensor] = []
+    ahead = [value]
+    for each in ahead:
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif isinstance(each, (tuple, list)):
+            ahead.extend(each)
+        elif isinstance(each, dict):
+            ahead.extend(each.values())
+    return found
 
 
 def made_of_others(kind: Any) -> bool:
@@ -55,9 +63,11 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the range of bytes of a tensor in its storage, as (begin, end)."""
+    """Return the range of bytes of a tensor with elements in its storage, as (begin, end)."""
     size = tensor.element_size()
     begin = tensor.storage_offset() * size
+    if tensor.is_contiguous():
+        return begin, begin + tensor.numel() * size
     extent = 1 + sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride()))
     return int(begin), int(begin + extent * size)
 
