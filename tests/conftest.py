@@ -10,6 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.pool import Pool, Template
 
 torch.set_num_threads(1)
+gc.set_threshold(20_000)
 settings.register_profile("untimed", deadline=None)  # a slow machine is no failure
 settings.load_profile("untimed")
 # With this policy a thread does not preempt the one that has just woken it. By default gloo's thread preempts the
