@@ -42,7 +42,8 @@ def describe(model: nn.Module) -> str:
 
 
 def memory_report(model: nn.Module) -> dict[str, Any]:
-    """Return the bytes of the model's storages on this rank. Modules that were replaced but still exist count too.
+    """Return the bytes of the model's storages on this rank. Sharded modules that you have replaced count too, while
+    they exist.
 
     `persistent`: a dict of the bytes that are always allocated on the device: "weights", "gradients" and, if weights
     are quantized, "quantized weights" (with their scales). `offloaded`: the bytes of "weights" and "gradients" in CPU
@@ -51,8 +52,8 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
         live          bytes in use now
         peak          the maximum of live so far
         slab          bytes of the slab: one allocation, in which the memory plan places the buffers
-        lower bound   the most bytes in use at once in the planned steps: no plan can take less
-        plans         number of plans made
+        lower bound   the most bytes in use at once in the steps that the plan covers: no plan can take less
+        plans         number of memory plans made so far
         allocations   number of allocations: of a slab, or of one buffer outside of it
         fallbacks     how often a buffer found no free place in the slab after the first plan
     """
@@ -86,10 +87,10 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
 
 
 class Nonfinite(NamedTuple):
-    """The number of non-finite elements in one rank's part of a parameter or gradient.
+    """How many elements of one rank's part of a parameter or gradient are not finite.
 
-    `unit`: the name of the unit, "" for the root, None for a parameter that is in no unit. `nan`, `inf`: the numbers of
-    elements that are NaN and infinite. `stage`: the pipeline stage, None for a model without stages.
+    `unit`: the name of the parameter's unit, "" for the root, None if the parameter is in no unit. `nan`: the number of
+    NaN elements. `inf`: the number of infinite elements. `stage`: the pipeline stage, None for a model without stages.
     """
 
     name: str
@@ -109,9 +110,9 @@ class Nonfinite(NamedTuple):
 def find_nonfinite(model: nn.Module) -> list[Nonfinite]:
     """Find NaN and infinity in the weights and gradients of a model, including all pipeline stages.
 
-    The result is the same on every rank, ordered by rank, then in the model's order. Collective. No tensor is gathered:
-    each rank checks its own parts. The ranks exchange their findings only if any of them has found something. Raises
-    ValueError for a model without sharded modules.
+    Collective. The result is the same on every rank. It is sorted by rank; the entries of a rank are in the order of
+    its model's parameters. No tensor is gathered: each rank checks its own parts. The ranks exchange their findings
+    only if any of them has found something. Raises ValueError for a model without sharded modules.
     """
     units, what = units_of(model), "search for values that are not finite"
     found, parts = _nonfinite_here(model), parts_of(model)
@@ -157,8 +158,8 @@ def _nonfinite_here(model: nn.Module) -> list[Nonfinite]:
 
 
 def groups_to_all_ranks(model: nn.Module) -> list[dist.ProcessGroup]:
-    """Return process groups of the model. A value that is reduced over each of them, one after another, is reduced over
-    all ranks of the model."""
+    """Return process groups of the model. To reduce a value over all ranks of the model, reduce it over each group, one
+    after another. In a pipeline, this reaches only the ranks that have the same stages as this rank."""
     groups = [group for unit in units_of(model) for group in unit.groups]
     mesh = max((group.mesh for group in groups), key=lambda mesh: mesh.size())
     reached = [group_of(mesh, axis) for axis in range(mesh.ndim)]
@@ -170,8 +171,9 @@ def groups_to_all_ranks(model: nn.Module) -> list[dist.ProcessGroup]:
 def quantization_shares(model: nn.Module) -> dict[str, Shares]:
     """Return which fractions of each unit's quantized weights saturate and underflow.
 
-    The keys are the names of the units ("" for the root). The result is the same on all ranks. Each rank quantizes its
-    main weights again to count the elements. Frozen weights that are kept only in quantized form are not counted.
+    The keys are the names of the units with quantized weights ("" for the root). The result is the same on all ranks;
+    in a pipeline, on all ranks with the same stages, and it contains only units of these stages. Each rank quantizes
+    its main weights again to count the elements. Frozen weights that are kept only in quantized form are not counted.
     Collective. Do not call it between a forward and its backward. Raises ValueError for a model without sharded
     modules.
     """
@@ -195,9 +197,9 @@ def quantization_shares(model: nn.Module) -> dict[str, Shares]:
 
 
 def check_views(model: nn.Module) -> None:
-    """Check that this rank's sharded parameters are in their units' buffers, and that no weights or gradients overlap.
+    """Check that this rank's weights are in their units' flat buffers, and that no weights or gradients overlap.
 
-    Raises RuntimeError with the names of the parameters, or ValueError for a model without sharded modules.
+    If not, raises RuntimeError with the names of the parameters. Raises ValueError for a model without sharded modules.
     """
     found: list[tuple[int, int, str]] = []
     for name, record in named_records(model):

@@ -58,34 +58,46 @@ class WeightsGone(WeftError, RuntimeError):
 
 
 class WeightsWritten(WeftError, RuntimeError):
-    """Code wrote to gathered weights, which are copies. The message names the unit and the parameter."""
+    """Code wrote to gathered weights, which are copies, or to main weights between a forward and its backward.
+
+    The message names the unit and the parameter.
+    """
 
 
 class UndeclaredTensor(WeftError, RuntimeError):
-    """A node of a schedule (`weft.overlap`) used a tensor that is not among its inputs. The message names the node."""
+    """A node of a schedule (`weft.overlap`) used a tensor that is neither its input nor a parameter of its module.
+
+    The message names the node.
+    """
 
 
 class StreamOrderError(WeftError, RuntimeError):
-    """Two operations that may run at the same time use the same memory. The message names both, with their streams."""
+    """Two operations that may run at the same time use the same memory, and at least one writes to it or frees it.
+
+    The message names both operations, with their streams.
+    """
 
 
 class CheckpointError(WeftError, RuntimeError):
-    """A checkpoint could not be written, or a checkpoint on disk does not match its manifest."""
+    """A checkpoint could not be written or read.
+
+    For example, another run uses the directory, or a file does not match the checkpoint's manifest.
+    """
 
 
 class CheckpointGone(CheckpointError):
-    """The checkpoint does not exist. A run that still trains may have removed it with other old checkpoints."""
+    """The checkpoint does not exist. A run that is still training may have removed it after it saved newer ones."""
 
 
 class StorageError(WeftError, OSError, RuntimeError):
-    """A file operation failed. The message names rank, operation and file. `errno` is the system's error number."""
+    """A file operation failed. The message names the rank, operation and file. `errno`: the system's error number."""
 
     def __str__(self) -> str:
         return str(self.strerror)
 
 
 class KernelError(WeftError, RuntimeError):
-    """A kernel that was selected by name does not run on this machine."""
+    """A kernel that was selected by name is not installed, or does not support the device, tensors or settings."""
 
 
 # --- invalid arguments and input --------------------------------------------------------------------------------------
@@ -96,7 +108,7 @@ class ConfigError(WeftError, ValueError):
 
 
 class NotReadable(WeftError, ValueError):
-    """A file is not a regular file, is larger than files of its kind can be, or is nested too deeply for the parser."""
+    """A file is not a regular file, or is larger than weft allows, or its content is nested too deeply."""
 
 
 class TokensDamaged(WeftError, ValueError):
@@ -123,7 +135,7 @@ class PatternError(WeftError, ValueError):
 
     @property
     def shown(self) -> str:
-        """The pattern with carets under the offending part, and the rule in the line below."""
+        """Two lines: the pattern; then carets under the offending part, followed by the rule."""
         return f"{self.pattern}\n{' ' * self.position}{'^' * max(1, len(self.part))} {self.rule}"
 
     def __reduce__(self) -> tuple:
@@ -131,7 +143,10 @@ class PatternError(WeftError, ValueError):
 
 
 class TableError(WeftError, ValueError):
-    """A schedule table cannot run. `rank` and `position` (from 0) name the wrong entry; `reason`: what is wrong."""
+    """A schedule table cannot run. The entry at index `position` of rank `rank` is wrong; `reason` says what is wrong.
+
+    If an entry is missing at the end, `position` is the number of the rank's entries.
+    """
 
     def __init__(self, message: str, rank: int, position: int, reason: str) -> None:
         super().__init__(message)

@@ -34,8 +34,10 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 class Meshes:
     """The device meshes of a model's parameters, as seen from this rank.
 
-    - `dense`: the mesh of the data-parallel ranks. It is 1-D, or 2-D (outer, shard) if `dp_replicate > 1`.
-    - `expert`: the mesh of the data-parallel ranks that hold the same experts. It is `dense` if `ep` is 1.
+    - `dense`: the mesh over which parameters outside of experts are sharded and replicated: the data-parallel ranks,
+      including context-parallel ranks. It is 1-D, or 2-D (outer, shard) if `dp_replicate > 1`.
+    - `expert`: the mesh over which parameters of the same experts are sharded and replicated. It is `dense` if `ep` is
+      1, and otherwise 1-D or 2-D, as `init_meshes` describes.
     - `ep`, `pp`, `tp`, `cp`: a 1-D mesh of each axis. None if the axis has one rank.
     - `etp`: the mesh over which each expert is cut: the same mesh as `tp`. None if experts are not cut.
     """
@@ -52,7 +54,7 @@ class Meshes:
 
     @property
     def dp_size(self) -> int:
-        """The number of parts into which a global batch is divided: the size of `dense` divided by that of `cp`."""
+        """The number of parts of a global batch: the size of `dense` divided by the number of context ranks."""
         return self.dense.size() // self._context_ranks
 
     @property
@@ -71,7 +73,7 @@ def ranks_over(mesh: DeviceMesh, axes: Iterable[int]) -> int:
 
 
 def position_on(mesh: DeviceMesh, axes: Iterable[int]) -> int:
-    """Return the index of this rank among the ranks of `mesh` along `axes`, with the last axis fastest."""
+    """Return this rank's index among the ranks of `mesh` along `axes`. The last of `axes` varies fastest."""
     position = 0
     for axis in axes:
         position = position * mesh.size(axis) + mesh.get_local_rank(axis)
@@ -105,12 +107,13 @@ def init_meshes(
         etp: the number of ranks over which each expert is cut: `tp` or 1. Default: `tp`. With 1, experts are whole, and
             each tensor-parallel rank sends only its own positions of a sequence to them.
 
-    With `dp_replicate > 1`, the expert mesh is 2-D (outer, shard) if `ep` divides `dp_shard * cp` (times `tp` if `etp`
-    is 1). Otherwise expert-parallel groups span replicas, and the expert mesh is 1-D.
+    With `dp_replicate > 1`, the expert mesh is 2-D (outer, shard) if `ep` divides `dp_shard * cp` or, if `etp` is 1,
+    `dp_shard * cp * tp`. If it does not, expert-parallel groups span replicas, and the expert mesh is 1-D.
 
     Raises:
-        ValueError: a device that this host lacks, a size below 1, sizes whose product is not the world size, an `ep`
-            that does not divide the number of ranks stated above, or an `etp` that is neither 1 nor `tp`.
+        ValueError: an unknown device type or one that this host lacks, a size below 1, a product
+            `pp * dp_replicate * dp_shard * cp * tp` that is not the world size, an `ep` that does not divide the number
+            stated above, or an `etp` that is neither 1 nor `tp`.
         RuntimeError: no process group exists, and the environment does not describe one.
     """
     if device_type not in ("cpu", "cuda"):
@@ -149,7 +152,7 @@ _worlds: dict[tuple[str, Any], DeviceMesh] = {}
 
 
 def whole_world(device_type: str) -> DeviceMesh:
-    """Return the mesh over all ranks. It is cached, because every new mesh creates a communicator."""
+    """Return the mesh over all ranks. It is cached, because a new mesh may create a communicator."""
     key = (device_type, dist.group.WORLD)
     if key not in _worlds:
         _worlds.clear()
@@ -160,9 +163,9 @@ def whole_world(device_type: str) -> DeviceMesh:
 def forget_meshes() -> None:
     """Clear the caches of meshes, and of DTensor data derived from meshes, in weft and torch.
 
-    The caches keep destroyed process groups and their gloo threads alive. A thread that is alive when the interpreter
-    exits may abort the process. Delete your models first. Then call `destroy_process_group()`, this function and
-    `gc.collect()`.
+    The caches keep destroyed process groups and their gloo threads alive. Such a thread may abort the process when the
+    interpreter exits. Before the program ends, delete your models. Then call `destroy_process_group()`, this function
+    and `gc.collect()`, in this order.
     """
     _worlds.clear()
     for function in vars(functional).values():  # the default of some is the group that was the world at their import
@@ -240,7 +243,7 @@ def _fit(world: int, etp: int, **axes: int) -> int:
 
 
 class Parts(Protocol):
-    """The interface of `weft.pipeline.Cut`, the stages of a model. Modules outside of `pipeline/` use it."""
+    """The interface of `weft.pipeline.Cut`, the stages of a model, for modules that do not import `weft.pipeline`."""
 
     group: Any
     """The process group of the ranks that hold the stages; None if this rank holds all of them."""

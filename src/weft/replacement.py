@@ -22,14 +22,16 @@ _DEFINING = "torch.distributed.fsdp._fully_shard."
 
 
 class DropIn:
-    """The names that `drop_in` has replaced. `print` shows them. A `with` block restores torch's objects at its end."""
+    """The names that `drop_in` has replaced. `print` lists them. In a `with` statement, torch's objects are restored at
+    the end of the block."""
 
     def __init__(self, places: list[tuple[ModuleType, str, Any]]) -> None:
         self._places = places
         self.replaced = tuple(f"{module.__name__}.{name}" for module, name, _ in places)
 
     def undo(self) -> None:
-        """Restore torch's names where `drop_in` replaced them. Modules imported since then keep weft's names."""
+        """Restore torch's objects where `drop_in` replaced them. Modules that were imported after `drop_in` keep
+        weft's."""
         while self._places:
             module, name, theirs = self._places.pop()
             setattr(module, name, theirs)
@@ -52,11 +54,13 @@ class DropIn:
 
 
 def drop_in() -> DropIn:
-    """Replace torch's `fully_shard`, and the names that belong to it, by weft's in all imported modules.
+    """Replace torch's `fully_shard`, `FSDPModule`, `UnshardHandle`, `register_fsdp_forward_method` and `share_comm_ctx`
+    by weft's, in all imported modules.
 
     The replacement lasts until the process ends, or until a block `with weft.drop_in() as replaced:` ends. Call it
-    before anything is sharded; libraries may be imported earlier or later. `print` the result to see the replaced
-    names. A second call also replaces names in modules that were imported since the first.
+    before anything is sharded. Libraries may be imported before the call or after it: later imports from
+    `torch.distributed.fsdp` get weft's objects. Only a later import from torch's private modules, where the objects are
+    defined, gets torch's. After such an import, call `drop_in` again. `print` the result to see the replaced names.
     """
     places = []
     for module in list(sys.modules.values()):

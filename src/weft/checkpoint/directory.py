@@ -28,12 +28,13 @@ _DEBRIS = re.compile(r"step-\d{8,}\.(tmp|trash)-[0-9a-f]+")
 
 
 def path_of(directory: Path, step: int) -> Path:
-    """Return the folder of the checkpoint of `step`, which need not exist."""
+    """Return the path of the folder for the checkpoint of `step`. The folder need not exist."""
     return directory / f"step-{step:08d}"
 
 
 def committed_steps(directory: Path) -> list[int]:
-    """Return the steps of the committed checkpoints in `directory`, oldest first, or `[]` if it does not exist."""
+    """Return the steps of the committed checkpoints in `directory`, oldest first, or `[]` if `directory` does not
+    exist."""
     if not directory.is_dir():
         return []
     matches = (_COMMITTED.fullmatch(path.name) for path in directory.iterdir())
@@ -41,14 +42,15 @@ def committed_steps(directory: Path) -> list[int]:
 
 
 def debris(directory: Path) -> list[Path]:
-    """Return the folders that interrupted saves and deletions left in `directory`."""
+    """Return the folders in `directory` of saves and deletions that were interrupted or have not ended yet."""
     if not directory.is_dir():
         return []
     return sorted(path for path in directory.iterdir() if _DEBRIS.fullmatch(path.name))
 
 
 def identity(directory: Path) -> str:
-    """Return the identity of the run whose checkpoints are in `directory`; "" if it has no identity yet."""
+    """Return the identity of the run whose checkpoints are in `directory`, read from the file `.run` there. Return ""
+    if the file holds no valid identity or does not exist."""
     try:
         with (directory / RUN).open("rb") as stream:
             text = stream.read(64).decode(errors="replace").strip()
@@ -58,8 +60,8 @@ def identity(directory: Path) -> str:
 
 
 def identify(directory: Path) -> str:
-    """Return the identity of the run in `directory`. If it has none, give it that of its newest checkpoint, or a new
-    one."""
+    """Return the identity of the run whose checkpoints are in `directory`. If there is none yet, first write one to
+    `.run`: that of the newest checkpoint whose manifest can be read, or else a new one."""
     if known := identity(directory):
         return known
     found = ""
@@ -77,7 +79,8 @@ def identify(directory: Path) -> str:
 
 
 def require_own(checkpoint: Path, manifest: Manifest) -> None:
-    """Raise CheckpointError for a checkpoint that another run has written."""
+    """Raise CheckpointError if another run wrote `checkpoint`: if the identity in `manifest` differs from the identity
+    of the folder that contains the checkpoint. If either has no identity, do nothing."""
     own = identity(checkpoint.parent)
     if own and manifest.run and manifest.run != own:
         raise CheckpointError(
@@ -87,7 +90,7 @@ def require_own(checkpoint: Path, manifest: Manifest) -> None:
 
 
 def begin(directory: Path, step: int) -> Path:
-    """Create a folder for the checkpoint of `step`, not yet committed, and return it."""
+    """Create the temporary folder in which the checkpoint of `step` is written until `commit`, and return its path."""
     temporary = directory / f"step-{step:08d}.tmp-{uuid.uuid4().hex[:12]}"
     with operation("mkdir", temporary):
         temporary.mkdir()
@@ -95,8 +98,9 @@ def begin(directory: Path, step: int) -> Path:
 
 
 def commit(temporary: Path, manifest: Manifest) -> Path:
-    """Write the manifest into the folder of a complete checkpoint and give it its final name. Once this returns, the
-    checkpoint survives a crash of the machine."""
+    """Write `manifest` into the folder `temporary`, which holds all other files of the checkpoint. Then rename the
+    folder to its final name, and return its new path. Once this returns, the checkpoint survives a crash of the
+    machine."""
     manifest.write(temporary)
     flush_directory(temporary)
     final = path_of(temporary.parent, manifest.step)
@@ -107,14 +111,15 @@ def commit(temporary: Path, manifest: Manifest) -> Path:
 
 
 def set_aside(checkpoint: Path) -> None:
-    """Rename a damaged checkpoint, so that its step can be saved again. Damaged checkpoints are never deleted."""
+    """Rename the folder of a damaged checkpoint, so that its step can be saved again. weft never deletes a folder that
+    was renamed in this way."""
     with operation("rename", checkpoint):
         os.rename(checkpoint, checkpoint.with_name(f"{checkpoint.name}.damaged-{uuid.uuid4().hex[:12]}"))
 
 
 def discard(paths: Iterable[Path]) -> None:
-    """Delete the folders `paths`. Committed checkpoints are renamed first, so that one that is deleted in part is not
-    taken for a checkpoint."""
+    """Delete the folders `paths`. The folder of a committed checkpoint is renamed first, so that an interrupted
+    deletion leaves no folder that looks like a committed checkpoint."""
     for path in paths:
         if not _DEBRIS.fullmatch(path.name):
             trash = path.with_name(f"{path.name}.trash-{uuid.uuid4().hex[:12]}")

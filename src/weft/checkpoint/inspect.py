@@ -22,9 +22,12 @@ _ONE_LINE = 10_000
 def show(path: Path, *, verify_content: bool = False, console: Console | None = None) -> None:
     """Print tables about `path`: a checkpoint, a folder of checkpoints, or a run directory.
 
-    With `verify_content`, every file of every checkpoint is read and compared with its checksum. For a single
-    checkpoint, its tensors are listed. For several, a table shows which of them are damaged, and a summary describes
-    the newest intact one. Raises ValueError for any other path, and CheckpointError for a damaged checkpoint.
+    For a checkpoint, the tables list its tensors. For a folder of checkpoints or a run directory, a table lists the
+    checkpoints and marks the damaged ones, and a summary describes the newest intact one. The presence and the lengths
+    of all files are checked. With `verify_content`, every file is also read and compared with its checksums.
+
+    Raises ValueError if `path` is none of the three. Raises CheckpointError if a checkpoint is damaged; for a folder or
+    a run directory, after the tables are printed.
     """
     console = console or Console(width=None if sys.stdout.isatty() else _ONE_LINE)
     if (path / MANIFEST).is_file():

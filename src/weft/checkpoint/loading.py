@@ -43,8 +43,8 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def unpack(stream: IO[bytes]) -> Any:
-    """Load data that `torch.save` wrote, without running code. It uses memory in proportion to the length of the
-    stream."""
+    """Return the data that `torch.save` wrote to `stream`. No code that the data name is run, and the memory used is at
+    most proportional to the length of `stream`."""
     stream.seek(0)
     if stream.read(4) != _ZIP:  # torch would read other files as its legacy format
         raise ValueError("it is not in torch's zip format")
@@ -79,10 +79,10 @@ def _check_names(pickled: bytes, length: int) -> None:
 def compare(
     checkpoint: str, live: Mapping[str, Any], stored: Mapping[str, Stored], elsewhere: Collection[str] = ()
 ) -> None:
-    """Raise CheckpointMismatch if the keys, shapes or dtypes of `live` differ from those that are stored.
+    """Raise CheckpointMismatch if the keys, shapes or dtypes of `live` differ from those of `stored`.
 
-    `elsewhere`: keys of other pipeline stages, which may be stored too. Without this check, Distributed Checkpoint
-    would skip keys that are only stored or only live, and cast if dtypes differ.
+    `elsewhere`: keys of other pipeline stages, which `stored` may contain too. Distributed Checkpoint itself would
+    ignore keys that are only in `stored`, and would cast tensors of another dtype.
     """
     complaints = []
     if missing := [key for key in live if key not in stored]:
@@ -103,7 +103,7 @@ def compare(
 
 
 def stored_below(metadata: Metadata, prefix: str) -> dict[str, Stored]:
-    """Return the entries whose keys start with `prefix`, with the prefix removed from the keys."""
+    """Return the entries of `metadata` whose keys start with `prefix`, with the prefix removed from the keys."""
     return {
         key.removeprefix(prefix): value for key, value in metadata.state_dict_metadata.items() if key.startswith(prefix)
     }

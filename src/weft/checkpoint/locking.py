@@ -38,11 +38,11 @@ class Lock(Protocol):
 
 
 def lock(directory: Path, *, timeout: float, say: Callable[[str], None]) -> Lock:
-    """Become the only writer of `directory`.
+    """Make this process the only writer of `directory` until it releases the returned lock.
 
-    Waits up to `timeout` seconds for another process, because a run that was just killed may take a moment to end.
-    `say` is called with a line of text before the wait. Raises CheckpointError if another process still writes to the
-    directory.
+    If another process holds the lock, waits up to `timeout` seconds for it, because a run that was just killed may take
+    a moment to end. Before the wait, `say` is called with a line of text. Raises CheckpointError if the other process
+    still holds the lock after the wait.
     """
     path = directory / LOCK
     with operation("open", path):
@@ -85,10 +85,10 @@ class _Flock:
         pass
 
     def release(self) -> None:
-        """Release the lock, so that others can write.
+        """Release the lock, so that other processes can write.
 
-        Forked processes, such as data loader workers, have the file open too. If it were only closed, it would stay
-        locked until they exit.
+        Processes that were forked from this one, such as data loader workers, have the lock file open too. If this
+        process only closed the file, it would stay locked until they exit.
         """
         fcntl.flock(self._stream, fcntl.LOCK_UN)
         self._stream.close()

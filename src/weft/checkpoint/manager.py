@@ -40,11 +40,13 @@ class CheckpointManager:
     """Saves and loads checkpoints of a run in `directory`, which all ranks must see.
 
     A save is written to a new folder and flushed. After every rank has confirmed its part, one rename makes the folder
-    a checkpoint. The newest `keep` checkpoints are kept, and older ones deleted. All ranks of `process_group` (default:
-    all ranks) must call every method with the same arguments. A single process needs no process group.
+    a checkpoint. Then all checkpoints older than the newest `keep` are deleted, except for those in `protected`, and
+    those that existed when `load` found a damaged one. All ranks of `process_group` (default: all ranks) must make the
+    same calls in the same order, each with its own part of the state. A single process needs no process group.
 
-    `progress` is called on the first rank with a line of text: about each save (from a background thread), about each
-    damaged checkpoint that `load` skips, and before it waits for another run to release the directory.
+    `progress` is called on the first rank with a line of text: about each save (if it is asynchronous, from its
+    background thread), about each damaged checkpoint that `load` skips, and before the first rank waits for another run
+    to release the directory.
     """
 
     def __init__(
@@ -94,10 +96,12 @@ class CheckpointManager:
             self.close()
 
     def claim(self) -> None:
-        """Become the only writer of the directory before the first save, and remove the debris of killed saves.
+        """Become the only writer of the directory until `close`, and remove what killed saves and deletions left.
 
-        Tries every file operation of a save with a small file. Raises CheckpointError if another run still writes to
-        the directory after 30 seconds, or if the file system cannot hold checkpoints or is not shared by all ranks.
+        Calling this is optional, because the first `save` does it too. `claim` also tries every file operation of a
+        save with a small file, so a run can find out before it trains whether it can save. Raises CheckpointError if
+        another run still holds the directory after 30 seconds, if a file operation fails, or if a rank does not see the
+        file.
         """
         self.wait()
         self._prepare(None)
@@ -117,11 +121,15 @@ class CheckpointManager:
     ) -> None:
         """Save `state` (name -> Stateful or state dict) as the checkpoint of `step`.
 
-        First waits for the previous save to end. With `asynchronous`, returns when the state is copied to the host. A
-        background thread writes the copy while training continues. If a background save fails, the next `save`, `wait`
-        or `close` raises its error. `committed` is called on the first rank when the checkpoint is complete; with
-        `asynchronous`, from a background thread. Raises CheckpointError if the step already exists (unless `load` found
-        it damaged), or if another run writes to the directory.
+        First waits for the previous save to end. With `asynchronous`, returns when the state is copied to host memory.
+        A background thread writes the copy while training continues. If a background save fails, the next `save`,
+        `load`, `claim`, `wait` or `close` raises CheckpointError with its message. Without `asynchronous`, returns when
+        the checkpoint is complete.
+
+        `committed` is called on the first rank when the checkpoint is complete; with `asynchronous`, from the
+        background thread. Raises CheckpointError if another run still holds the directory after 30 seconds, or if a
+        checkpoint of `step` already exists. A checkpoint of `step` that the last `load` found damaged is renamed
+        instead.
         """
         self.wait()
         self._prepare(step)
@@ -170,19 +178,25 @@ class CheckpointManager:
         return steps[-1] if steps else None
 
     def load(self, state: Mapping[str, Any], step: int | None = None) -> int:
-        """Fill `state` from the checkpoint of `step`, and return the step. Default: the newest intact checkpoint.
+        """Fill `state` from the checkpoint of `step`, or by default from the newest intact one, and return its step.
 
         The number of ranks and the sharding may differ from those of the save. Stored objects whose names are not in
-        `state` are not read. All data are compared with their checksums, and no code that the checkpoint names is run.
-        Without `step`, damaged checkpoints are listed in `passed_over`, and older ones are tried. If any is damaged,
-        later saves of this manager delete none of the checkpoints that exist now. If a training run deletes a
-        checkpoint during the load because it has saved newer ones, the newer ones are tried.
+        `state` are not read. All data that are read are compared with their checksums, and no code that the checkpoint
+        names is run.
 
-        Raises CheckpointError if there is no checkpoint, or none is intact. `state` may then be filled in part. Raises
-        CheckpointMismatch, before `state` is changed, if it differs from what is stored; the message lists all missing
-        and unexpected keys, and different shapes and dtypes. An error in `load_state_dict` is raised unchanged on the
-        rank where it occurs. The other ranks raise the same error if it is one of weft's errors. Otherwise they raise a
-        RuntimeError with the rank, the type and the message.
+        Without `step`, `load` skips damaged checkpoints and those of other runs, and lists them in `passed_over`. If it
+        skips any, later saves of this manager delete none of the checkpoints that existed during the load. If a
+        training run deletes a checkpoint during the load because it has saved newer ones, `load` tries the newer ones.
+
+        Raises CheckpointError if the checkpoint does not exist, is damaged or is of another run; without `step`, if
+        this is true of all checkpoints. If one is damaged, `state` may be filled in part before the error. Raises
+        CheckpointMismatch, before `state` is changed, if keys, shapes or dtypes in `state` differ from the stored ones.
+        The message lists the missing keys, the unexpected keys and the keys with another shape or dtype, at most 20 of
+        each.
+
+        An error in `load_state_dict` is raised unchanged on the rank where it occurs. The other ranks raise the same
+        error if it is one of weft's errors. Otherwise they raise a RuntimeError with the rank, and the type and the
+        message of the error.
         """
         self.wait()
         steps = self.steps()

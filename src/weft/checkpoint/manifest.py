@@ -60,7 +60,8 @@ class File:
 
     @classmethod
     def from_plain(cls, fields: Any) -> "File":
-        """Build a File from parsed JSON. Raises ValueError if it is invalid."""
+        """Build a File from parsed JSON. Raises ValueError, KeyError or TypeError if the JSON does not describe a
+        File."""
         length, digests = fields["bytes"], fields["sha256"]
         if not (_is_count(length) and isinstance(digests, list) and len(digests) == -(-length // BLOCK)):
             raise ValueError(
@@ -89,7 +90,8 @@ class Manifest:
 
     @classmethod
     def read(cls, checkpoint: Path) -> "Manifest":
-        """Read the manifest of `checkpoint`. Raises CheckpointError if this version cannot read it."""
+        """Read the manifest of `checkpoint`. Raises CheckpointError if the manifest is missing or damaged, or if this
+        version of weft does not read its format."""
         path = checkpoint / MANIFEST
         try:
             require_plain(path)
@@ -119,7 +121,8 @@ class Manifest:
             raise _unusable(checkpoint, f"{MANIFEST} cannot be used: {one_line(error)}") from error
 
     def text(self) -> str:
-        """Return the text of the manifest file, with a checksum of its own that reveals any changed byte."""
+        """Return the text of the manifest file. It contains a checksum of all other fields, so `read` detects any
+        changed byte."""
         fields = asdict(self)
         if self.format == _WITHOUT_RUN:
             del fields["run"]
@@ -131,10 +134,11 @@ class Manifest:
 
 
 class CheckedFile(io.RawIOBase):
-    """A part of the file `name` of a checkpoint: `length` bytes, beginning at `offset`. Reads compare each block with
-    its checksum.
+    """A part of the file `name` of a checkpoint: `length` bytes from `offset` on. If `length` is None: all bytes from
+    there.
 
-    A read raises CheckpointError, with the names of file and checkpoint, if a checksum differs.
+    `file`: the entry of the file in the manifest. A read compares each block that it needs with the checksum in this
+    entry. If a checksum differs, the read raises CheckpointError with the names of the file and the checkpoint.
     """
 
     def __init__(self, checkpoint: Path, name: str, file: File, offset: int = 0, length: int | None = None) -> None:
@@ -169,7 +173,8 @@ class CheckedFile(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Fill the buffer up to the end of the part. torch's reader expects complete reads."""
+        """Fill `buffer`, or read up to the end of the part, and return the number of bytes read. `readinto` of other
+        files may read fewer bytes, but torch's reader expects all of them."""
         target = memoryview(buffer).cast("B")[: max(0, self._length - self._position)]
         done = 0
         while done < len(target):
@@ -202,10 +207,10 @@ class CheckedFile(io.RawIOBase):
 
 
 def verify(checkpoint: Path, *, content: bool = True) -> Manifest:
-    """Compare every file of a checkpoint with its manifest. Return the manifest.
+    """Compare the files of a checkpoint with its manifest, and return the manifest.
 
-    Presence and length are compared and, with `content`, also the checksums. Raises CheckpointError with the name of
-    the first file that differs.
+    Each file that the manifest lists must exist and have the length given there. With `content`, its checksums must
+    match too. Raises CheckpointError with the name of the first file that differs.
     """
     manifest = Manifest.read(checkpoint)
     if checkpoint.name.startswith("step-") and checkpoint.name != f"step-{manifest.step:08d}":
@@ -221,7 +226,8 @@ def verify(checkpoint: Path, *, content: bool = True) -> Manifest:
 
 
 def require_whole(checkpoint: Path, name: str, file: File) -> None:
-    """Raise CheckpointError if `name` is not a regular file of the right length."""
+    """Raise CheckpointError if the file `name` of `checkpoint` is missing, is not a regular file, or does not have the
+    length that `file`, its entry in the manifest, gives."""
     path = checkpoint / name
     try:
         require_plain(path)

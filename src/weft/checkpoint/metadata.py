@@ -92,8 +92,8 @@ def _member(enumeration: Any, name: Any) -> _MEM_FORMAT_ENCODING:
 def read_metadata(content: bytes, manifest: Manifest) -> Metadata:
     """Return the metadata in `content`, the bytes of `.metadata`, checked against the files that `manifest` lists.
 
-    No code that `content` names is run. Raises CheckpointError with a message such as "cannot be read: ...". The caller
-    adds the name of the file.
+    No code that `content` names is run. Raises CheckpointError with a message such as "cannot be read: ...", to which
+    the caller adds the name of the file.
     """
     try:
         metadata = _Unpickler(io.BytesIO(content)).load()

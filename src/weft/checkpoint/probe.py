@@ -15,10 +15,10 @@ _SEEN_S = 10.0
 
 
 def try_save(directory: Path) -> Path:
-    """Try every file operation of a save in `directory`, with a folder that contains one small file.
+    """Try every file operation of a save: write a folder with one small file to `directory`, and read the file.
 
-    Returns the folder. Every rank then passes it to `sees`, and the first rank to `remove`. Raises CheckpointError with
-    the failed operation and the fix.
+    Only the first rank calls this. It returns the folder. Every rank then passes the folder to `sees`, and at the end
+    the first rank passes it to `remove`. Raises CheckpointError with the failed operation and how to fix it.
     """
     for left in directory.glob(f"{PROBE}*"):
         shutil.rmtree(left, ignore_errors=True)
@@ -48,7 +48,8 @@ def try_save(directory: Path) -> Path:
 
 
 def sees(probe: Path) -> bool:
-    """Return whether this rank sees the folder `probe` of the first rank. Waits up to 10 seconds for it."""
+    """Return whether this rank sees `probe`, the folder that the first rank made. Waits up to 10 seconds for it to
+    appear."""
     deadline = time.monotonic() + _SEEN_S
     while not (probe / "file").is_file():
         if time.monotonic() > deadline:

@@ -20,9 +20,10 @@ from weft.checkpoint.metadata import read_metadata
 
 
 def describe(checkpoint: Path, *, content: bool = False) -> tuple[Manifest, Metadata]:
-    """Return the manifest and the metadata of a checkpoint, after checking that its files have the right length.
+    """Return the manifest and the metadata of a checkpoint, after checking both, and the lengths of all files.
 
-    With `content`, all checksums are also compared. Raises CheckpointError with the name of the checkpoint.
+    With `content`, all checksums are also compared. Raises CheckpointError with the name of the checkpoint if a check
+    fails.
     """
     manifest = verify(checkpoint, content=content)
     with CheckedFile(checkpoint, METADATA, manifest.files[METADATA]) as stream:
@@ -34,7 +35,8 @@ def describe(checkpoint: Path, *, content: bool = False) -> tuple[Manifest, Meta
 
 
 class Reader(dcp.FileSystemReader):
-    """A reader for `dcp.load`. It compares every block with its checksum, and runs no code that a checkpoint names."""
+    """A reader for `dcp.load`. It compares every block that it reads with its checksum, and runs no code that a
+    checkpoint names."""
 
     def __init__(self, checkpoint: Path, manifest: Manifest, metadata: Metadata) -> None:
         super().__init__(checkpoint)
@@ -87,7 +89,8 @@ def _tensor(stream: CheckedFile) -> torch.Tensor:
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Turn errors that ranks raise inside Distributed Checkpoint into a CheckpointError of one line."""
+    """Turn a CheckpointException, in which Distributed Checkpoint collects the errors of all ranks, into a
+    CheckpointError. Its message is one line, and describes the error of the lowest rank that failed."""
     try:
         yield
     except CheckpointException as error:

@@ -1,7 +1,7 @@
 """Copies the state of a run, so that a background thread can write the copy while training continues.
 
 Distributed Checkpoint divides the state into items (`WriteItem`: a box, that is a rectangular part of a tensor, or
-other data). Each rank copies the items that it writes, so every kind of sharded tensor that Distributed Checkpoint
+other data). Each rank copies the items that it holds, so every kind of sharded tensor that Distributed Checkpoint
 supports can be copied.
 """
 
@@ -17,9 +17,10 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 
 def flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings with string keys into one dictionary. Its keys are joined by dots.
+    """Flatten nested mappings with string keys into one dictionary, and join nested keys by dots.
 
-    All other values are leaves. Raises ValueError if two leaves get the same key.
+    Any value that is not such a mapping is a leaf. Every key of the result begins with `prefix`. Raises ValueError if
+    two leaves get the same key.
     """
     flat: dict[str, Any] = {}
     for key, value in _leaves(state, prefix):
@@ -50,7 +51,7 @@ def _is_branch(value: Any) -> bool:
 
 
 class Staged(SavePlanner):
-    """A copy in host memory of the data that this rank writes. It is also the planner for `dcp.save`."""
+    """A copy in host memory of the state that this rank holds. It is also the planner for `dcp.save`."""
 
     def __init__(self, items: list[WriteItem], data: dict[MetadataIndex, Any]) -> None:
         self.items = items
@@ -76,15 +77,17 @@ class Staged(SavePlanner):
 
 
 class Stager:
-    """Copies state to host memory. Copies from an accelerator go to pinned memory, which the next save reuses."""
+    """Copies state to host memory. Tensors on an accelerator are copied to pinned memory, which the next save
+    reuses."""
 
     def __init__(self) -> None:
         self._pinned: dict[MetadataIndex, torch.Tensor] = {}
 
     def stage(self, flat: Mapping[str, Any]) -> Staged:
-        """Copy the current leaves of `flat`. Return when the copy is complete.
+        """Copy the values in `flat` to host memory, and return the copy when it is complete. Of a sharded tensor, only
+        this rank's part is copied.
 
-        Raises TypeError for a leaf that is neither a tensor nor plain data (numbers, strings, lists, tuples,
+        Raises TypeError for a value that is neither a tensor nor plain data (numbers, strings, lists, tuples,
         dictionaries, None): loading it would have to run code from the checkpoint.
         """
         planner = DefaultSavePlanner(flatten_state_dict=False)

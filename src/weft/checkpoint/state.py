@@ -20,12 +20,14 @@ from weft.optim.flat import FlatOptimizer
 class Stateful(Protocol):
     """The protocol of objects that can be in a checkpoint.
 
-    A load fills in place the tensors that `state_dict` returns. Then it calls `load_state_dict` with them.
+    A load calls `state_dict`, and fills the tensors that it returns in place. Then the load calls `load_state_dict`
+    with a dictionary of the same structure, which contains these tensors and the other stored values.
 
-    Two members are optional. `prepare_load(stored)` is called before the tensors are filled, with the metadata of the
-    stored entries by key. `per_rank = True` says that each rank saves and loads state of its own. If the number of
-    ranks has changed, the load calls `load_from_other_ranks(state, rank, ranks)` of such an object instead of
-    `load_state_dict`. `state` is that of rank 0, `rank` is this rank, and `ranks` is the new number of ranks.
+    Two members are optional. A load calls `prepare_load(stored)` before `state_dict`. `stored` maps the key of each
+    stored entry of the object to its metadata. `per_rank = True` means that each rank saves and loads state of its own.
+    If such an object is loaded on another number of ranks, the load calls `load_from_other_ranks(state, rank, ranks)`
+    instead of `load_state_dict`. `state` is what rank 0 saved, `rank` is this rank, and `ranks` is the new number of
+    ranks.
     """
 
     def state_dict(self) -> Mapping[str, Any]: ...
@@ -49,7 +51,7 @@ class ModelState:
 class OptimizerState:
     """An optimizer's state by parameter name. It can be loaded with another number of ranks or another sharding.
 
-    An optimizer of `weft.optim.flat` and the torch optimizer that it replaces have the same state, so each can load
+    An optimizer of `weft.optim.flat` saves the same state as the torch optimizer that it replaces, so each can load
     what the other saved.
     """
 
@@ -89,8 +91,8 @@ class OptimizerState:
         return {name: dict(state[parameter]) for name, parameter in self.parameters.items() if parameter in state}
 
     def prepare_load(self, stored: Mapping[str, Stored]) -> None:
-        """Allocate tensors for the state that is stored. Stored state of parameters that the model lacks is later
-        reported as unexpected."""
+        """Allocate the tensors that the load fills with the stored state. State of parameters that the model lacks gets
+        no tensors, and the load reports its keys as unexpected."""
         targets: dict[str, dict[str, Any]] = {}
         for key, value in stored.items():
             first, *parts = key.split(".")
@@ -230,5 +232,5 @@ def _over_stages(model: nn.Module, groups: list[list[str]]) -> list[list[str]]:
 
 
 def state_dict_of(value: Any) -> Mapping[str, Any]:
-    """Return the state dict of `value`, which is a Stateful or a state dict."""
+    """Return the state dict of `value` if it is a Stateful. Otherwise it is a state dict itself, and is returned."""
     return value.state_dict() if isinstance(value, Stateful) else value

@@ -24,7 +24,7 @@ UNSUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errn
 
 
 def before(name: str, path: str) -> None:
-    """Do nothing. Called before each operation with its name and path. Fault tests replace this function."""
+    """Do nothing. `operation` calls this before each file operation. Fault tests replace this function."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ def moves() -> int:
 
 @contextmanager
 def operation(name: str, path: str | Path) -> Iterator[None]:
-    """Record the file operation that runs inside this context. Turns an OSError into a StorageError."""
+    """Record a file operation, the body of the `with` statement, while it runs. An OSError in the body becomes a
+    StorageError that names the operation, the path and the rank."""
     global _moves
     key = _moves = next(_numbers)
     _running[key] = Operation(name, str(path), time.monotonic())
@@ -120,7 +121,8 @@ class WrittenFile:
 
 @contextmanager
 def written(path: Path, mode: str = "wb") -> Iterator[WrittenFile]:
-    """Open a new file for a `with` block. Its content is on the disk when the block ends without an error."""
+    """Open a new file for a `with` block. If the block ends without an error, the file is flushed to the disk and
+    closed."""
     stream = WrittenFile(path, mode)
     try:
         yield stream

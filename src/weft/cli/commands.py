@@ -14,9 +14,10 @@ _BESIDE = 10
 
 
 def config(options: argparse.Namespace) -> int:
-    """Print every setting, or check a configuration file, or print the [model] section of a directory.
+    """Print every setting with its default. With --check, check a configuration file instead. With --from, print the
+    [model] section of a run, a checkpoint or a model directory instead.
 
-    Raises ValueError for an invalid number of ranks or invalid settings.
+    Raises ValueError for invalid settings, an invalid number of ranks, or options that do not belong together.
     """
     from weft.train.config import load_config
     from weft.train.settings import as_markdown, as_toml
@@ -41,10 +42,10 @@ def config(options: argparse.Namespace) -> int:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Run one step of a small copy of the run that a configuration describes, with its ranks as threads of this
-    process.
+    """Run one step of a small copy of a configured run on one rank, and on several ranks as threads of this process.
+    Compare the two and print the differences.
 
-    Returns 1 if there are findings. Raises ValueError for an invalid number of ranks or invalid settings.
+    Returns 1 if there are differences. Raises ValueError for an invalid number of ranks or invalid settings.
     """
     from weft.train.check import check as checked
     from weft.train.config import load_config
@@ -103,7 +104,8 @@ def evaluate(options: argparse.Namespace) -> int:
 
 
 def report(options: argparse.Namespace) -> int:
-    """Write the report of a run again, and print its path. Raises ValueError if there is no run."""
+    """Write the report of a run again, and print the path of the report. Raises ValueError if the directory is not that
+    of a run, or if the value of --live is invalid."""
     from weft.train.record.metrics import FILE
     from weft.train.report import write_report
 
@@ -119,7 +121,7 @@ def report(options: argparse.Namespace) -> int:
 
 
 def inspect(options: argparse.Namespace) -> int:
-    """Print the contents of a checkpoint or a run. With --verify, compare the checksums of its files."""
+    """Print the contents of a checkpoint or a run. With --verify, also compare all files with their checksums."""
     from weft.checkpoint.inspect import show
 
     show(Path(options.path), verify_content=options.verify)
@@ -127,7 +129,8 @@ def inspect(options: argparse.Namespace) -> int:
 
 
 def convert(options: argparse.Namespace) -> int:
-    """Convert between a run or a checkpoint, Hugging Face files, and weft's own model directory."""
+    """Convert Hugging Face files to weft's own model directory. Convert such a directory, a run or a checkpoint to
+    Hugging Face files."""
     from weft.checkpoint.manifest import MANIFEST
     from weft.models import HybridModel, hf
     from weft.train.run.runs import CHECKPOINTS
@@ -153,7 +156,8 @@ def convert(options: argparse.Namespace) -> int:
 
 
 def pattern(options: argparse.Namespace) -> int:
-    """Print a table of a pattern's layers and their parameters. For an invalid pattern, mark the error and return 2."""
+    """Print a table of a pattern's layers and their parameters. If the pattern is invalid, print it with the error
+    marked, and return 2."""
     import dataclasses
 
     from rich.console import Console
@@ -184,8 +188,8 @@ def pattern(options: argparse.Namespace) -> int:
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Run a benchmark of the repository in processes on this machine. Raises ValueError for an unknown name, or for 0
-    ranks."""
+    """Run a benchmark of the repository on this machine, with one process per rank. Raises ValueError for an unknown
+    name, or for fewer ranks than 1."""
     if options.ranks < 1:
         raise ValueError(f"--ranks {options.ranks}: must be at least 1")
     folders = [Path(__file__).resolve().parents[3] / "benchmarks", Path.cwd() / "benchmarks"]

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def sample(options: argparse.Namespace) -> int:
-    """Print continuations of the prompts by a trained model. Raises ValueError for options out of range."""
+    """Print how a trained model continues each prompt. Raises ValueError for options out of range."""
     choices = _choices(options)
     for prompt in options.prompt:
         if not _is_text(prompt):
@@ -34,7 +34,7 @@ def sample(options: argparse.Namespace) -> int:
 
 
 def chat(options: argparse.Namespace) -> int:
-    """Answer each line of standard input as the next message of one conversation."""
+    """Read each line of standard input as the next message of one conversation, and print the model's answer to it."""
     choices = _choices(options)
     source = _source(options)
     _ = source.template, source.tokenizer  # raises before the first message if the model lacks one

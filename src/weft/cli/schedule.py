@@ -13,7 +13,8 @@ _MOST_BOXES = 3_000
 
 
 def draw(options: argparse.Namespace) -> int:
-    """Check and draw the schedule that `options` name, and return the exit code. With --save, write it to a file."""
+    """Check the schedule that `options` name, print a drawing of it, and return the exit code. With --save, also write
+    it to a file."""
     from rich.console import Console
 
     from weft.pipeline import check, format_table, table

@@ -13,7 +13,8 @@ EXAMPLE = Path(__file__).parents[1] / "train" / "example.toml"
 
 
 def start(options: argparse.Namespace) -> int:
-    """Train and return the exit code. A process that is a rank exits with that code instead."""
+    """Start the ranks, and return the exit code when the training has ended. If a launcher has started this process as
+    one of the ranks, train as that rank, and exit with the code instead of returning it."""
     from weft.train.config import ConfigError, load_config
     from weft.train.run.launch import launch
     from weft.train.run.runs import open_run, resuming

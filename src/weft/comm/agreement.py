@@ -29,10 +29,10 @@ TAGS = 200
 
 
 def agree(values: Sequence[int], groups: Sequence[dist.ProcessGroup], what: str, *, channel: int) -> list[int]:
-    """All-reduce integers, and return the maximum of each.
+    """Return the maximum of each of `values` over all ranks of the mesh.
 
-    `groups`: the process groups of mesh axes. The result covers all ranks of the mesh. Integers are below 2**63 in
-    magnitude. In each of log2(n) rounds a rank sends one message, to a rank twice as far away as in the round before.
+    `groups`: the process groups of the mesh axes. Integers are below 2**63 in magnitude. In a group of n ranks, each
+    rank sends one message in each of log2(n) rounds (rounded up), to a rank twice as far away as in the round before.
     `what`: the purpose. `channel`: the model's number. Messages with another purpose or channel never match these.
     """
     tag = tag_of(TAGS, what, channel)
@@ -55,8 +55,8 @@ def agree(values: Sequence[int], groups: Sequence[dist.ProcessGroup], what: str,
 
 
 class Agreement:
-    """The log of one backward's collectives. At the end of the backward it is compared across ranks. `checks`: whether
-    ranks exchange anything. `channel`: a number that separates the messages of models with the same process groups."""
+    """The log of one backward's collectives, which `reach` compares across ranks. `checks`: if false, nothing is logged
+    or exchanged. `channel`: a number that separates the messages of models with the same process groups."""
 
     def __init__(self, checks: bool, channel: int) -> None:
         self.checks = checks
@@ -75,8 +75,8 @@ class Agreement:
     def same_structure(
         self, units: Sequence[str], groups: Sequence[dist.ProcessGroup], trains: Sequence[bool] = ()
     ) -> list[bool]:
-        """Raise CollectiveMismatch if the ranks have different units. Return, per parameter group, whether any rank
-        trains it. `units`: a description of each unit. `trains`: per parameter group, whether this rank trains it."""
+        """Raise CollectiveMismatch if `units`, one text per unit, differ between ranks. Return, per parameter group,
+        whether any rank trains it. `trains`: whether this rank trains each. `groups`: process groups."""
         word = _fingerprint(units)
         high, low = agree([word, -word], groups, "first pass", channel=self.channel)
         if high != -low:
@@ -91,10 +91,10 @@ class Agreement:
         names: Sequence[str],
         groups: Sequence[dist.ProcessGroup],
     ) -> tuple[list[list[bool]], bool]:
-        """Compare the logs of all ranks at the end of a backward, and clear this rank's. Return `flags`, each true if
-        it is true on any rank, and whether `arrived` is the same on all ranks.
+        """Compare the logs of all ranks at the end of a backward, and clear this rank's log. Return `flags`, each true
+        if it is true on any rank, and whether `arrived` is the same on all ranks.
 
-        `arrived`: the units in the order in which their backwards ended. `names`: those of all units. `groups`: the
+        `arrived`: the units in the order in which their backwards ended. `names`: the names of all units. `groups`: the
         process groups of the mesh axes, which together reach every rank. Raises CollectiveMismatch, on every rank, if
         any two logs differ."""
         log, self._log = self._log, []

@@ -47,8 +47,8 @@ INSTEAD: Transport | None = None
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the name of the backend of `group` for tensors on `device`, or "" if it has none. A group may have one
-    backend per device type, such as torch's default "cpu:gloo,cuda:nccl"."""
+    """Return the name of the backend of `group` for tensors on `device`, or "" if the group has none for them. A group
+    may have a backend for each device type, as with torch's default, "cpu:gloo,cuda:nccl"."""
     try:
         return group._get_backend(device).name()
     except RuntimeError:
@@ -56,7 +56,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def transport_of(group: dist.ProcessGroup, device: torch.device) -> Transport:
-    """Return the transport of tensors on `device` between the ranks of `group`."""
+    """Return the transport that moves tensors on `device` between the ranks of `group`."""
     if INSTEAD is not None:
         return INSTEAD
     backend = backend_of(group, device)
@@ -82,8 +82,8 @@ def reaches_devices() -> bool:
 
 
 def is_pretended(group: dist.ProcessGroup) -> bool:
-    """Return whether `group` has torch's "fake" backend, whose other ranks do not exist. Their values are assumed
-    to equal this rank's."""
+    """Return whether `group` has torch's "fake" backend. The other ranks of such a group do not exist. Their values are
+    assumed to equal those of this rank."""
     return backend_of(group, torch.device("cpu")) == "fake"
 
 

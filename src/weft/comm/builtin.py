@@ -18,8 +18,8 @@ from weft.comm.transport import Adds, Capabilities, Pending, Scales, Several, Si
 
 
 class BuiltIn:
-    """A `weft.comm.transport.Transport` over the collectives of the backend. `averages`: the backend has
-    `ReduceOp.AVG`."""
+    """A `weft.comm.transport.Transport` that calls the collectives of the group's own backend. `averages`: whether this
+    backend has `ReduceOp.AVG`."""
 
     # The order of magnitude of NCCL's latency and bandwidth between GPUs of one host.
     capabilities = Capabilities(tags=False, helpers=False, bundles=True, latency=2e-5, bandwidth=2e11)
@@ -28,7 +28,7 @@ class BuiltIn:
         self._averages = averages
 
     def all_gather(self, full: Tensor, source: Tensor, group: ProcessGroup, tag: int) -> Pending:
-        """Gather in place. First copy `source` into `full`, unless it is a slice of `full`."""
+        """Gather in place. First copy `source` into `full`, unless `source` is already this rank's slice of `full`."""
         size = group.size()
         own = full.view(size, -1)[dist.get_rank(group)]
         if source.data_ptr() != own.data_ptr():
@@ -40,7 +40,7 @@ class BuiltIn:
     def all_gather_bundle(
         self, fulls: Wanted, sources: Several, group: ProcessGroup, tag: int, dtype: torch.dtype
     ) -> Pending:
-        """Gather in place. Tensors that are not kept are gathered into temporary memory."""
+        """Gather each tensor in place, or into temporary memory if its entry in `fulls` is None."""
         rank, size = dist.get_rank(group), group.size()
         wholes = [
             torch.empty(size * source.numel(), dtype=dtype, device=source.device) if full is None else full
@@ -56,7 +56,7 @@ class BuiltIn:
         return _started(work, wholes.clear)  # keeps the temporary memory until the transfers have ended
 
     def all_gather_uneven(self, parts: Several, rank: int, group: ProcessGroup, tag: int) -> Pending:
-        """Gather parts that are padded to the size of the largest part."""
+        """Pad all parts to the size of the largest one, and gather them in one collective."""
         width = max(part.numel() for part in parts)
         padded = parts[rank].new_zeros(len(parts), width)
         padded[rank, : parts[rank].numel()] = parts[rank]
@@ -71,7 +71,7 @@ class BuiltIn:
         return _started(work, spread)
 
     def reduce_scatter(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
-        """Reduce-scatter with `ReduceOp.AVG` if the scale is that of an average and the backend has it."""
+        """Use `ReduceOp.AVG` if the backend has it and `how` permits an average. Otherwise, sum and scale."""
         op, scale = self._scaled(partial, how.scale, group.size(), how.sum_only)
         beside, inbox = _beside(partial), how.inbox
         if not how.accumulate and scale == 1.0 and output.dtype == partial.dtype:
@@ -82,7 +82,7 @@ class BuiltIn:
     def reduce_scatter_bundle(
         self, outputs: Several, partials: Several, scales: Scales, adds: Adds, group: ProcessGroup, tag: int
     ) -> Pending:
-        """Reduce-scatter all tensors into temporary memory, then scale and copy the sums to the outputs."""
+        """Reduce-scatter into temporary memory. Then scale the sums, and copy or add them to the outputs."""
         size = group.size()
         alike = len(set(scales)) == 1
         scaled = [self._scaled(partial, scale, size, sum_only=not alike) for partial, scale in zip(partials, scales)]
@@ -98,7 +98,7 @@ class BuiltIn:
         return _started(work, take_sums)
 
     def all_reduce(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
-        """All-reduce `partial` in place, then scale and copy the sum to `output`."""
+        """All-reduce `partial` in place. Then scale the sum, and copy or add it to `output`."""
         _, scale = self._scaled(partial, how.scale, group.size(), sum_only=True)
         works = [dist.all_reduce(partial, group=group, async_op=True)]
         return Pending(works, lambda: add_scaled(output, partial, scale, how.accumulate))
@@ -111,7 +111,7 @@ class BuiltIn:
         return _started(dist.all_to_all_single(output, source, *sizes, group=group, async_op=_beside(output)))
 
     def inbox_numel(self, partial_numel: int, size: int, *, scatters: bool) -> int:
-        """Return the size of a reduce-scatter's result, which is received before it is added to the output."""
+        """Return the number of elements of a reduce-scatter's result; 0 for an all-reduce, which needs no inbox."""
         return partial_numel // size if scatters else 0
 
     def _scaled(self, partial: Tensor, scale: float, size: int, sum_only: bool) -> tuple[Any, float]:

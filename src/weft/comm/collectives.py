@@ -26,7 +26,7 @@ UNEVEN_TAGS = 700
 
 def all_gather(full: Tensor, source: Tensor, group: ProcessGroup, tag: int) -> Pending:
     """Fill `full` with every rank's `source`, in rank order. `source` may be this rank's own slice of `full`; any other
-    tensor is copied there. The version counter of `full` does not change, because it counts the user's writes."""
+    tensor is copied there. The version counter of `full` does not change, so that it counts only the user's writes."""
     return transport_of(group, full.device).all_gather(full.data, source, group, tag)
 
 
@@ -38,15 +38,14 @@ def all_gather_bundle(fulls: Wanted, sources: Several, group: ProcessGroup, tag:
 
 
 def alone(work: Callable[[], Any], tag: int) -> Pending:
-    """Call `work()`, which does not communicate. Pass `alone` to `Lane.run` to queue it among collectives."""
+    """Call `work()`, which must not communicate. `Lane.run(alone, work)` queues this call among collectives."""
     work()
     return Pending()
 
 
 def move(target: Tensor, source: Tensor, staging: Tensor | None, tag: int = 0) -> Pending:
     """Copy `source` to `target` on this rank without making the host wait. One of them may be in pinned CPU memory.
-    `staging`: device memory in the dtype of `source`. It is needed if `target` has another dtype, because a cast on the
-    CPU would make the host wait."""
+    `staging`: device memory in the dtype of `source`, needed if the dtypes differ: a CPU cast makes the host wait."""
     if staging is None:
         target.copy_(source, non_blocking=True)
     else:
@@ -56,8 +55,8 @@ def move(target: Tensor, source: Tensor, staging: Tensor | None, tag: int = 0) -
 
 
 def reduce_scatter(output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, **how: Any) -> Pending:
-    """Reduce-scatter `partial` into `output`, or add the result to it. `output` must not alias `partial`. `how`: the
-    fields of a `Sum`."""
+    """Reduce-scatter `partial`, and write the result to `output` or, if `accumulate`, add it to `output`. `output` must
+    not alias `partial`. `how`: the fields of a `Sum`, which include `accumulate`."""
     if group.size() == 1:
         add_scaled(output, partial, how["scale"], how["accumulate"])
         return Pending()
@@ -67,8 +66,8 @@ def reduce_scatter(output: Tensor, partial: Tensor, group: ProcessGroup, tag: in
 def reduce_scatter_bundle(
     outputs: Several, partials: Several, scales: Scales, adds: Adds, group: ProcessGroup, tag: int
 ) -> Pending:
-    """Reduce-scatter each `partials[i]` into `outputs[i]`, all at the cost of one message. `adds`: for each output,
-    whether to add to it."""
+    """Reduce-scatter each `partials[i]` into `outputs[i]`, all at the cost of one message. `scales`: a factor for each
+    sum. `adds`: for each sum, whether to add it to the output; otherwise it overwrites the output."""
     if group.size() == 1:
         for each in zip(outputs, partials, scales, adds):
             add_scaled(*each)
@@ -77,7 +76,7 @@ def reduce_scatter_bundle(
 
 
 def all_reduce(output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, **how: Any) -> Pending:
-    """All-reduce `partial` into `output`, or add the sum to it. Overwrites `partial`. `how`: the fields of a `Sum`."""
+    """All-reduce `partial` into `output`, or add to it if `accumulate`. Overwrites `partial`. `how`: see `Sum`."""
     if group.size() == 1:
         return Pending([], lambda: add_scaled(output, partial, how["scale"], how["accumulate"]))
     return transport_of(group, partial.device).all_reduce(output, partial, group, tag, Sum(**how))
@@ -86,7 +85,7 @@ def all_reduce(output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, *
 def inbox_numel(
     reduction: Callable[..., Pending], partial_numel: int, group: ProcessGroup, device: torch.device
 ) -> int:
-    """Return the number of elements of the inbox that `reduction` (`reduce_scatter` or `all_reduce`) needs."""
+    """Return the number of elements of `Sum.inbox` for `reduction` (`reduce_scatter` or `all_reduce`)."""
     size = group.size()
     if size == 1:
         return 0
@@ -102,8 +101,8 @@ def reduce_through(
     accumulate: bool,
     **how: Any,
 ) -> Pending:
-    """Run `reduction` (`reduce_scatter` or `all_reduce`) into `scratch`, call `hook(scratch)`, which may modify it,
-    then copy or add it to `output`. On CUDA the hook runs on the stream of the reduction, after it."""
+    """Run `reduction` (`reduce_scatter` or `all_reduce`) into `scratch`, and call `hook(scratch)`, which may modify it.
+    Then copy or add `scratch` to `output`. On CUDA the hook runs after the reduction, on the same stream."""
 
     def pass_on() -> None:
         hook(scratch)
@@ -116,13 +115,13 @@ def all_to_all(
     output: Tensor, source: Tensor, output_sizes: Sizes, source_sizes: Sizes, group: ProcessGroup, tag: int
 ) -> Pending:
     """Send the r-th part of `source` to rank r. Fill `output` with the parts for this rank, in rank order. Sizes are in
-    rows (dim 0) and may be 0. `source_sizes[p]` of rank r is `output_sizes[r]` of rank p."""
+    rows (dim 0) and may be 0. `source_sizes[p]` on rank r must equal `output_sizes[r]` on rank p."""
     return transport_of(group, output.device).all_to_all(output, source, output_sizes, source_sizes, group, tag)
 
 
 def all_to_all_counts(received: Tensor, counts: Tensor, host: Tensor, group: ProcessGroup, tag: int) -> Pending:
     """Send the r-th equal part of `counts` to rank r. Fill `received` with the parts for this rank. Then copy `counts`
-    and `received` to `host`, [2, n] in pinned CPU memory. Call `Ticket.synchronize` before you read `host`."""
+    to `host[0]` and `received` to `host[1]`, in pinned CPU memory. Call `Ticket.synchronize` before you read `host`."""
     even = [counts.numel() // group.size()] * group.size()
     pending = all_to_all(received, counts, even, even, group, tag)
 
@@ -147,7 +146,8 @@ def receive(tensors: Several, group: ProcessGroup, peer: int, tag: int) -> Pendi
 
 
 def all_gather_uneven(parts: Several, rank: int, group: ProcessGroup, what: str = "a gather of uneven parts") -> None:
-    """Fill each 1-D `parts[r]` with rank r's part, and wait. `rank`: this rank. `what`: the gather's name in errors."""
+    """Send `parts[rank]` to all other ranks, fill `parts[r]` with the part of every other rank r, and wait. All parts
+    are 1-D. `rank`: this rank. `what`: the gather's name in errors."""
     kind = f"uneven/{[part.numel() for part in parts]}/{parts[rank].dtype}"
     with watching(kind, what, group):
         moved = [_movable(part, group) for part in parts]

@@ -40,8 +40,8 @@ _GONE = (
 
 
 def group_of(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
-    """Return this rank's process group of one mesh axis. Raises RuntimeError if torch has destroyed it. torch finds
-    groups by name: a mesh of a destroyed world works if the current world has a group of the same name."""
+    """Return this rank's process group of one mesh axis. Raises RuntimeError if torch has destroyed the group. torch
+    finds groups by name, so there is no error if a group that was created later has the same name."""
     try:
         return mesh.get_group(axis)
     except (KeyError, RuntimeError, ValueError) as error:
@@ -70,8 +70,8 @@ def _next(group: dist.ProcessGroup, kind: str) -> int:
 
 
 def next_channel(group: dist.ProcessGroup) -> int:
-    """Return a new channel number of `group`, which keeps messages apart. It is equal on all ranks if all call this
-    function in the same order. Also starts the hang detector, which watches the waits for other ranks."""
+    """Return a new channel number of `group`. If the transport has tags, messages of different channels do not match.
+    All ranks must call this in the same order, for equal numbers. Starts the hang detector if there are other ranks."""
     channel = _next(group, "channel")
     if CHANNEL_STRIDE * (channel + 1) > _LARGEST_TAG:
         raise RuntimeError(f"{channel} channels over one process group use up all tags: use another group")
@@ -81,7 +81,7 @@ def next_channel(group: dist.ProcessGroup) -> int:
 
 
 def tag_of(first: int, what: str, channel: int = 0) -> int:
-    """Return the tag for the purpose `what`, at or after the tag `first`. Messages with another tag do not match."""
+    """Return a tag for `what`: one of the 300 from `first` on. Messages match only if their tags are equal."""
     return CHANNEL_STRIDE * channel + first + zlib.crc32(what.encode()) % _TAGS_OF_A_KIND
 
 
@@ -146,13 +146,13 @@ def _options(group: dist.ProcessGroup) -> Any:
 
 
 def twin_group(group: dist.ProcessGroup) -> Any:
-    """Create a second communicator over the ranks of `group`. Exactly these ranks must call this function. A
-    communicator runs its collectives one after another. Those of two communicators overlap."""
+    """Create a second communicator over the ranks of `group`. All these ranks, and no others, must call this function.
+    A communicator runs its collectives one after another. Collectives of different communicators can overlap."""
     return _made_within(group, dist.get_process_group_ranks(group), f"twin {_next(group, 'twin')}")
 
 
 def second_communicator(group: dist.ProcessGroup) -> Any:
-    """Return a communicator whose messages can overlap with those of `group`: `group` if it has tags, else another."""
+    """Return `group` if gloo is its only backend: messages with different tags overlap. Otherwise return a new twin."""
     tagged = transport_of(group, torch.device("cpu")).capabilities.tags
     of_hosts = all(backend.name() == HOSTS for backend in _backends(group))
     return group if tagged and of_hosts else twin_group(group)
@@ -160,7 +160,7 @@ def second_communicator(group: dist.ProcessGroup) -> Any:
 
 def neighbours(group: dist.ProcessGroup, size: int) -> Any:
     """Return a communicator over the block of `size` adjacent ranks of `group` that contains this rank. It is created
-    once for each size. Every rank of `group` must call this function in the same order."""
+    once for each size. Every rank of `group` must make the same calls in the same order."""
     made = _made.setdefault(group, {})
     if size not in made:
         first = group.rank() // size * size
@@ -170,10 +170,10 @@ def neighbours(group: dist.ProcessGroup, size: int) -> Any:
 
 
 def pair_groups(group: dist.ProcessGroup, pairs: Sequence[tuple[int, int]], device: torch.device) -> list[Any]:
-    """Return a communicator for each of `pairs` of ranks of `group`. It is None for pairs without this rank. Every rank
-    of `group` must call this in the same order, with the same pairs. With tags, equal pairs share one communicator.
-    Without tags, each has a separate one, because a communicator runs one message at a time. `group` itself is never
-    used, because aborting a wait closes the communicator for good."""
+    """Return one communicator for each of `pairs` of ranks of `group`, and None for a pair without this rank. Every
+    rank of `group` must make the same calls in the same order. With tags, pairs of the same two ranks share one
+    communicator. Without tags, each pair has its own, because a communicator runs one message at a time. `group` itself
+    is never one of them, because an aborted wait closes its communicator for good."""
     tagged = transport_of(group, device).capabilities.tags
     ranks = dist.get_process_group_ranks(group)
     call = _next(group, "pairs")
@@ -187,14 +187,14 @@ def pair_groups(group: dist.ProcessGroup, pairs: Sequence[tuple[int, int]], devi
 
 
 def group_beside(group: dist.ProcessGroup, purpose: str, *, timeout: timedelta) -> Any:
-    """Create a gloo group of the ranks of `group`. All of them must make the calls for `purpose` in the same order."""
+    """Create a gloo group of the ranks of `group`. Each of them must call this equally often for each `purpose`."""
     ranks = dist.get_process_group_ranks(group)
     return _made_within(group, ranks, f"{purpose} {_next(group, purpose)}", backend=HOSTS, timeout=timeout)
 
 
 def host_group(group: dist.ProcessGroup) -> Any:
-    """Return a group of the same ranks that sends CPU tensors: `group`, or an additional gloo group. The first call is
-    collective if the gloo group must be created."""
+    """Return a gloo group of the same ranks for CPU tensors: `group` if its CPU backend is gloo, else an additional
+    group. The first call creates the additional group, and is then collective."""
     if backend_of(group, torch.device("cpu")) == HOSTS:
         return group
     made = _made.setdefault(group, {})
@@ -206,9 +206,9 @@ def host_group(group: dist.ProcessGroup) -> Any:
 def exchange_objects(
     value: Any, group: dist.ProcessGroup | None = None, what: str = "an exchange of objects", *, watched: bool = True
 ) -> list[Any]:
-    """Gather every rank's `value`, in rank order, over gloo. It is slow: use it for errors and construction, not in
-    each step. `group`: default is the world. `what`: its name in errors. `watched`: False on a thread other than the
-    main thread, because the hang detector watches one wait at a time."""
+    """Return every rank's `value`, in rank order. Sends over gloo, which is slow: use it for errors and construction,
+    not in each step. `group`: default is the world. `what`: the exchange's name in errors. `watched`: pass False on any
+    thread but the main thread, because the hang detector watches one wait at a time."""
     group = group or world()
     everyone: list[Any] = [value] * group.size()
     if is_pretended(group):
@@ -222,7 +222,7 @@ def exchange_objects(
 def broadcast_object(
     value: Any, group: dist.ProcessGroup | None = None, what: str = "an object", *, watched: bool = True
 ) -> Any:
-    """Broadcast the `value` of the group's first rank. The arguments are those of `exchange_objects`."""
+    """Return the `value` of the group's first rank, on all its ranks. The arguments are those of `exchange_objects`."""
     group = group or world()
     if is_pretended(group):
         return value

@@ -32,9 +32,9 @@ ABANDONED_TIMEOUT = timedelta(seconds=10)
 
 @dataclass(eq=False, repr=False)
 class Ticket:
-    """A handle of communication in flight. `wait` orders subsequent computation after it; further waits cost nothing.
-    `after`: the ticket after which this one runs. `home`: the stream that was current when the communication started,
-    to which its memory belongs. `name`: its name in reports of the stream checker."""
+    """A handle of communication in flight. `wait` makes later computation wait for it; further waits cost nothing.
+    `after`: the ticket that must end before this one starts. `home`: the stream that was current when the communication
+    started, and that uses its memory. `name`: the communication's name in reports of the stream checker."""
 
     _transfer: Transfer | None
     _event: Any
@@ -53,9 +53,9 @@ class Ticket:
             self.abandon()
 
     def abandon(self, timeout: timedelta = ABANDONED_TIMEOUT) -> None:
-        """Wait for this ticket's transfer and discard its result, so that its memory can be reused.
+        """Wait at most `timeout` for this ticket's transfer, and discard its result. Its memory can then be reused.
 
-        Without this, the lane's next receives would take the messages of this transfer.
+        Without the wait, the lane's next receives would take the messages of this transfer.
         """
         self._order(self._home)
         transfer, self._transfer = self._transfer, None
@@ -65,8 +65,8 @@ class Ticket:
 
     @property
     def ended(self) -> bool:
-        """Whether the transfers have ended, so that their memory is free. On CPU, False until this ticket was waited
-        for, by a caller or by the thread of `end_by_itself`."""
+        """Whether the transfers have ended and no longer use their memory. On CPU, False until a caller, or the thread
+        of `end_by_itself`, has waited for this ticket."""
         if self._event is not None and not self._event.query():
             return False
         return self._transfer is None or self._transfer.has_ended
@@ -78,7 +78,7 @@ class Ticket:
             self._transfer.end_by_itself()
 
     def wait(self) -> None:
-        """Make subsequent computation see the result. A timeline shows the wait in its row "wait"."""
+        """Make later computation wait, so that it sees the result. A timeline shows this wait in its row "wait"."""
         if self._transfer is not None:
             with span("wait"):
                 self._collect()
@@ -89,7 +89,7 @@ class Ticket:
                     self._order(stream)
 
     def synchronize(self) -> None:
-        """Make the host wait, so that it may read results in CPU memory."""
+        """Make the host wait for the communication, so that it may read results in CPU memory."""
         if self._event is not None and not self._event.query():
             watch = hang_detector() if self._call is not None else None
             with watched(self._call):
@@ -164,12 +164,12 @@ class Lane:
         prepare: Callable[[], Any] | None = None,
         **kwargs: Any,
     ) -> Ticket:
-        """Start `collective(*args, tag, **kwargs)` after the current stream's work so far. `channel`: a number that
-        separates these messages from others of the lane, for collectives that only some ranks may run. `after`: a
-        ticket after which it starts; the computation does not wait for the ticket. `behind`: an event
-        (`streams.moment`) at which all inputs are ready. With streams, the collective waits only for this event, and
-        must write to memory from `Lane.memory`. `prepare`: called right before the collective starts, on CUDA on the
-        lane's stream."""
+        """Start `collective(*args, tag, **kwargs)` after the current stream's work so far. `channel`: keeps these
+        messages apart from the lane's messages of other channels. Collectives that some ranks may skip need their own
+        channel. `after`: a ticket that must end before the collective starts; the computation does not wait for it.
+        `behind`: an event (`streams.moment`) at which all inputs are ready. With streams, the collective waits only for
+        it, not for other work of the current stream, and must write to memory from `Lane.memory`. `prepare`: called
+        right before the collective starts, on CUDA on the lane's stream."""
         if (self.stream is not None) != streams.has_streams(self._device):
             raise RuntimeError(
                 f"the lane {self.name!r} was made outside of weft.debug.check_streams() and is used inside, or the "
@@ -232,9 +232,8 @@ class Lane:
 
     def memory(self, like: torch.Tensor, *size: int) -> torch.Tensor:
         """Allocate memory in the dtype of `like` that the lane can fill immediately, for use by the current stream. It
-        belongs to the lane's stream: memory of the current stream may still be in use by earlier computation, for which
-        the lane would have to wait. It returns to the lane when the current stream has finished with it, so successive
-        exchanges reuse it."""
+        is allocated on the lane's stream. Earlier computation may still use memory of the current stream, so the lane
+        would have to wait. The lane can reuse the memory once it is freed and the current stream is done with it."""
         home = streams.current(self._device)
         with streams.on(self.stream):
             made = like.new_empty(size)
@@ -242,7 +241,7 @@ class Lane:
         return made
 
     def key(self, group: dist.ProcessGroup, channel: int) -> str:
-        """Return the name of the collectives of a channel. It is the same on all ranks."""
+        """Return the hang detector's key of this lane's collectives of a channel. It is the same on all ranks."""
         return f"{group.group_name}/{self.name}/{channel}"
 
     def _call(self, group: dist.ProcessGroup, channel: int) -> Call | None:

@@ -17,14 +17,14 @@ _gate: threading.Event | None = None
 
 
 def expect() -> None:
-    """Hold back the gathers and reductions that units issue from now until `let_go`, for an exchange to come."""
+    """Hold back gathers and reductions that units issue from now until `let_go`: an exchange will soon be issued."""
     global _gate
     if _gate is None:
         _gate = threading.Event()
 
 
 def let_go() -> None:
-    """Start communication that was held back. Do nothing without an earlier `expect`."""
+    """Start the communication that was held back since `expect`. Do nothing without an earlier `expect`."""
     global _gate
     if _gate is not None:
         _gate.set()

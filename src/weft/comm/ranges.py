@@ -22,8 +22,8 @@ _HAS_CUDA = torch.backends.cuda.is_built()
 
 
 def profiled(unit: str, what: str) -> AbstractContextManager:
-    """Return a context that is a range of the profile, or the label of communication in a timeline. `unit`: the name of
-    the unit. `what`: "gather", "forward", "backward" or "reduce"."""
+    """Return a context that records a range for a profiler. If none reads ranges, it labels communication in a
+    timeline. `unit`: the name of the unit. `what`: such as "gather", "forward", "backward" or "reduce"."""
     if (watch := hang_detector()) is not None:
         watch.subject = unit or "the root"
     if not recording and not observed():
@@ -40,7 +40,7 @@ observed: Callable[[], bool] = _observed if _HAS_CUDA else torch.autograd._profi
 
 
 class Stretch:
-    """A range of the profile that begins in one hook and ends in another. The first hook makes it."""
+    """A range of the profile that begins in one hook, which creates it, and ends in another, which calls `end`."""
 
     def __init__(self, unit: str, what: str) -> None:
         self._range = _range(unit, what)
@@ -68,13 +68,13 @@ recording: list[Any] = []
 
 
 def labelled(label: str) -> AbstractContextManager:
-    """Inside this context, a timeline that records gives communication the label `label`."""
+    """Return a context in which a recording timeline gives communication the label `label`."""
     return _labelled(recording[0], label) if recording else NOTHING
 
 
 def span(lane: str, label: str = "") -> AbstractContextManager:
-    """Record the body of this context, such as computation, as one interval of `lane`; on CUDA on the current stream.
-    `label`: default is the label set by `labelled`."""
+    """Return a context whose body a recording timeline shows as one interval of `lane`; on CUDA, the current stream's
+    work in it. `label`: default is the label set by `labelled`."""
     return _span(recording[0], lane, label) if recording else NOTHING
 
 

@@ -80,18 +80,18 @@ def on(stream: Any) -> AbstractContextManager:
 
 
 def on_host() -> AbstractContextManager:
-    """Mark work inside the context as work of the host, on small tensors in CPU memory."""
+    """Return a context in which the checker treats all work as the host's, on tensors in CPU memory."""
     return _checker.on_host() if _checker is not None else _NOTHING
 
 
 def moment(device: torch.device) -> Any:
-    """Record an event after all work so far of the current stream of `device`. None if it has no streams."""
+    """Return an event recorded after all work so far of the current stream of `device`, or None without streams."""
     return current(device).record_event() if has_streams(device) else None
 
 
 def lend(memory: torch.Tensor, stream: Any) -> None:
-    """Declare that `stream` also uses `memory` of the current stream, as `Tensor.record_stream` does: when the tensor
-    is freed, its memory is not reused before `stream` has finished its work so far. None: do nothing."""
+    """Declare that `stream`, if not None, also uses `memory` of the current stream, as `Tensor.record_stream` does:
+    when the tensor is freed, its memory is not reused before `stream` has finished its work up to then."""
     if stream is None:
         return
     if _checker is not None:
@@ -112,20 +112,20 @@ def wait_on_host(event: Any, check: Callable[[], None] | None) -> None:
 
 
 def host_memory(*size: int, dtype: torch.dtype, device: torch.device, pinned: bool = True) -> torch.Tensor:
-    """Allocate CPU memory for asynchronous copies from and to `device`. `pinned`: pin it if `device` is on CUDA."""
+    """Allocate CPU memory for asynchronous copies from and to `device`. `pinned`: pin it if `device` is CUDA."""
     with on_host():
         return torch.empty(size, dtype=dtype, device="cpu", pin_memory=pinned and device.type == "cuda")
 
 
 def taken(memory: torch.Tensor, describe: Callable[[], str]) -> None:
-    """Tell the checker that `memory` is reused from here on, after all earlier uses. `describe()`: its user."""
+    """Tell the checker that `memory` gets a new user, whose name `describe()` returns, after all earlier uses."""
     if _checker is not None:
         _checker.taken(memory, describe)
 
 
 def unawaited(what: str, event: Any) -> None:
-    """Tell the checker that a wait is missing. No stream waited for `what`, which ends with `event`, and it was not
-    abandoned."""
+    """Tell the checker that a wait may be missing: no stream waited for the communication `what`, and it was not
+    abandoned. `event`: its end."""
     if _checker is not None and not event.query():  # not if the host already knows that the work is done
         _checker.note_unawaited(what)
 

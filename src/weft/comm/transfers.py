@@ -30,7 +30,7 @@ GOODBYE_S = 2.0
 
 
 class Transfer:
-    """One collective in flight. The first thread that calls `wait` also does what follows the transfer."""
+    """One collective in flight. The first thread that waits for it also calls `Pending.finish`."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Transfer:
         return True
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Open the gate and wait for the end; raises the exception of a failed transfer. With a `timeout`, the call is
+        """Open the gate and wait for the end. Raises the exception of a failed transfer. A call with a `timeout` is
         `abandon(timeout)`, which discards the result. The signature is that of torch's work handles."""
         if timeout is not None:
             return self.abandon(timeout)

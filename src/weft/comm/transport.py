@@ -27,9 +27,9 @@ Adds = Sequence[bool]
 @dataclass(frozen=True)
 class Capabilities:
     """The capabilities of a transport, and the cost of a message. `tags`: messages of different lanes and channels over
-    one group never match, in any order of calls. `helpers`: while a rank waits, a thread can take part in a gather that
-    the rank skipped. `bundles`: several tensors can be sent at the cost of one message. `latency`: the seconds that an
-    empty message takes. `bandwidth`: the bytes per second that one rank sends."""
+    one group never match, even if ranks issue them in different orders. `helpers`: while a rank waits, a thread can
+    take part in a gather that the rank skipped. `bundles`: several tensors can be sent at the cost of one message.
+    `latency`: the seconds that an empty message takes. `bandwidth`: the bytes per second that one rank sends."""
 
     tags: bool
     helpers: bool
@@ -46,7 +46,7 @@ class Capabilities:
 
     @property
     def bundle_bytes(self) -> int:
-        """The size of a message whose transfer takes as long as its latency. Smaller messages are worth bundling."""
+        """The bytes that one rank sends in the time of one latency. Messages of fewer bytes are worth bundling."""
         return int(self.latency * self.bandwidth)
 
 
@@ -54,7 +54,7 @@ class Capabilities:
 class Pending:
     """Transfers in flight: their work handles, and the work of this rank that follows them.
 
-    `finish`: called after the transfers. `second`: if there is a second round of transfers, called instead to start it.
+    `finish`: called after the transfers. `second`: called after them to start a second round, with its own `finish`.
     """
 
     works: list[Any] = field(default_factory=list)
@@ -91,8 +91,8 @@ class Pending:
 
 class Sum(NamedTuple):
     """How a reduction writes its sum over the ranks to the output. `scale`: the sum is multiplied by it. `accumulate`:
-    add to the output. `inbox`: memory for received data, `inbox_numel` elements in the dtype of the messages.
-    `sum_only`: the backend must not average; scale its sum instead."""
+    add the sum to the output. `inbox`: memory for received data, `inbox_numel` elements in the dtype of the messages.
+    `sum_only`: the backend must sum, not average; the transport scales the sum."""
 
     scale: float
     accumulate: bool
@@ -102,8 +102,8 @@ class Sum(NamedTuple):
 
 class Transport(Protocol):
     """Collectives over one backend. They do what the functions of the same names in `weft.comm.collectives` do. Each
-    call starts its transfers and returns a `Pending`. `all_reduce` overwrites `partial`. `inbox_numel` is for a
-    reduction over `size` > 1 ranks."""
+    collective starts its transfers and returns a `Pending`. `all_reduce` overwrites `partial`. Reductions, and
+    `inbox_numel`, are called only for more than one rank."""
 
     capabilities: Capabilities
 
@@ -131,7 +131,7 @@ class Transport(Protocol):
 
 
 def add_scaled(output: Tensor, value: Tensor, scale: float, accumulate: bool) -> None:
-    """Write `scale` times `value` to `output`, or add it if `accumulate`."""
+    """Write `scale` times `value` to `output`, or add it to `output` if `accumulate`."""
     if accumulate:
         output.add_(value, alpha=scale)
     elif scale == 1.0:

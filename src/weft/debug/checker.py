@@ -85,7 +85,7 @@ class StreamChecker:
     - `unawaited`: the number of communication operations whose handle (ticket) was dropped without a wait, by operation
       and place. Dropping the handle orders later work after the operation. Work before the drop may have read the
       result too early.
-    - `work`: the pieces of work that ran, if `record`.
+    - `work`: the pieces of work, in the order in which they ran. It stays empty without `record`.
     """
 
     def __init__(self, record: bool = False) -> None:
@@ -152,7 +152,7 @@ class StreamChecker:
     # --- operators ---------------------------------------------------------------------------------------------------
 
     def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Record that the operator `func` has run. Raises StreamOrderError for a missing wait."""
+        """Record that the operator `func` has run. Raises StreamOrderError if a wait before it is missing."""
         self._raise_pending()
         given = [each for each in tensors_in((args, kwargs)) if has_memory(each)]
         written = [each for each in written_by(func, args, kwargs) if has_memory(each)]
@@ -190,7 +190,8 @@ class StreamChecker:
             self._host.wait(dict(clock), name)
 
     def asked(self, tensor: torch.Tensor, name: str) -> None:
-        """Record that the host reads `tensor` with the method `name`, which runs no operator on a CPU tensor."""
+        """Record that the host reads `tensor` with the method `name`. On a CPU tensor this runs no operator, so `ran`
+        does not see it."""
         if self._as_host or not has_memory(tensor):
             return
         if self._is_host(tensor):
@@ -220,7 +221,7 @@ class StreamChecker:
         known.write(0, storage.nbytes(), *self._access("getting it from the allocator"))
 
     def finish(self) -> None:
-        """Raise an error that was found in a finalizer, because a finalizer cannot raise."""
+        """Raise an error that a finalizer found and could not raise itself."""
         self._raise_pending()
 
     def _use(self, tensor: torch.Tensor, use: Callable[..., None], access: Access, clock: Clock) -> None:
@@ -315,8 +316,8 @@ class _Mode(TorchDispatchMode):
 def check_streams(*, record: bool = False) -> Iterator[StreamChecker]:
     """Run weft's code for CUDA on CPU tensors, and raise StreamOrderError if a missing wait allows a wrong result.
 
-    Create, shard and run models inside the context. A gloo process group suffices. `record`: keep all work in
-    `checker.work`.
+    Create, shard and run models inside the context. A gloo process group suffices. `with check_streams() as checker`
+    yields a `StreamChecker`. `record`: keep all pieces of work in `checker.work`.
     """
     checker = StreamChecker(record)
     resize = torch.UntypedStorage.resize_

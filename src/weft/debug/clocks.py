@@ -16,7 +16,7 @@ HOST = 0
 
 
 def merge(clock: Clock, other: Mapping[int, int]) -> None:
-    """Set each entry of `clock` to the maximum of itself and that of `other`, as a wait does."""
+    """Set each entry of `clock` to the larger of its own value and the value in `other`, as a wait does."""
     for actor, time in other.items():
         if time > clock.get(actor, 0):
             clock[actor] = time
@@ -34,7 +34,8 @@ class CheckedEvent:
         self._host.current().wait_event(self)
 
     def query(self) -> bool:
-        """Return whether the host has waited for this event. Without a wait, it is not known to be complete."""
+        """Return whether the host has waited for this event, or for later work. Otherwise the event may be
+        incomplete."""
         return all(self._host.clock.get(actor, 0) >= time for actor, time in self.clock.items())
 
     def synchronize(self) -> None:
@@ -77,7 +78,7 @@ class CheckedStream:
 
 class Host:
     """The host, which issues work. `current`: a function that returns the current stream. `on_wait`: a function that is
-    called with the cause of each wait."""
+    called with the cause of each wait of the host."""
 
     def __init__(self, current: Callable[[], CheckedStream], on_wait: Callable[[str], None]) -> None:
         self.clock: Clock = {}

@@ -8,8 +8,9 @@
     reads `weight.detach()` that was kept from a forward    data of another unit              NaN
     writes to gathered weights through `weight.data`        lost with the next gather         `WeightsWritten`
 
-When gathered weights are freed, their memory is filled with NaN and not reused. The weights of all units are therefore
-in memory at the same time. Writes are found by a comparison with a copy before the weights are freed.
+When gathered weights are freed, their memory is filled with NaN. Memory outside of a slab is then kept, so the weights
+of all units may be in memory at the same time. Memory in a slab is NaN until another buffer takes it. Writes are found
+by a comparison with a copy before the weights are freed.
 """
 
 from collections.abc import Iterator
@@ -22,8 +23,9 @@ guards = 0
 def guard_memory() -> Iterator[None]:
     """Fill gathered weights with NaN when they are freed, and raise `WeightsWritten` for writes to gathered weights.
 
-    Use it to find bugs, in a model with few layers: it needs the memory of the unsharded model. Gathered weights are
-    copied, and compared with the copy before they are freed. The host waits for each comparison.
+    Use this context to find bugs, in a model with few layers: it may need as much memory as the unsharded model.
+    Weights are copied when they are gathered. Before they are freed, they are compared with the copy, and
+    `WeightsWritten` is raised if they differ. The host waits for each comparison.
     """
     global guards
     guards += 1

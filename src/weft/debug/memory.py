@@ -34,8 +34,8 @@ class Site(NamedTuple):
 
 
 class Access(NamedTuple):
-    """One operator's read or write of memory. `time`: the operator's number among the work of its actor. `site`: its
-    call stack."""
+    """One operator's read or write of memory. `actor`: the number of its stream, or `HOST`. `time`: the operator's
+    number among the work of its actor. `stream`: its stream's name for errors. `site`: its call stack."""
 
     actor: int
     time: int
@@ -44,7 +44,7 @@ class Access(NamedTuple):
     site: Site
 
     def happened(self, clock: Mapping[int, int]) -> bool:
-        """Return whether this access ended before an operation with `clock`."""
+        """Return whether this access always ends before an operation with `clock` begins."""
         return clock.get(self.actor, 0) >= self.time
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class Memory:
         self._names[begin, end] = describe
 
     def name_of(self, begin: int, end: int) -> str:
-        """Return the names of the bytes from `begin` to `end`, joined by " and "."""
+        """Return all names that were given to bytes from `begin` to `end`, joined by " and "."""
         return " and ".join(
             dict.fromkeys(name() for place, name in self._names.items() if begin < place[1] and place[0] < end)
         )

@@ -38,7 +38,7 @@ _ASK_THE_DEVICE = {
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in an operator's arguments or results: in tuples, lists and the values of dictionaries."""
+    """Return the tensors in an operator's arguments or results, which may be nested."""
     found: list[torch.Tensor] = []
     ahead = [value]
     for each in ahead:
@@ -58,7 +58,7 @@ def made_of_others(kind: Any) -> bool:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has a storage: it is strided, not on the meta device and no wrapper."""
+    """Return whether a tensor has its own memory: it is strided, not on the meta device, and wraps no tensor."""
     return tensor.layout is torch.strided and not tensor.is_meta and not made_of_others(type(tensor))
 
 
@@ -91,8 +91,8 @@ def _arguments_written(func: Any) -> list[tuple[int, str]]:
 def asks_device(
     func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor], is_host: Callable[[torch.Tensor], bool]
 ) -> bool:
-    """Return whether `func` makes the host wait for a result. `tensors`: the inputs and outputs of `func`. `is_host`: a
-    function that returns whether a tensor is in host memory."""
+    """Return whether `func` makes the host wait for a result of the device. `tensors`: the inputs and outputs of
+    `func`. `is_host`: a function that returns whether a tensor is in host memory."""
     name = func._schema.name
     if name in ("aten::copy_", "aten::_to_copy"):
         sides = {is_host(each) for each in tensors if has_memory(each)}

@@ -26,9 +26,9 @@ from weft.comm.transport import Pending
 
 
 class Interval(NamedTuple):
-    """One operation on a lane. Times are seconds since the recording began. `start`: the time at which the operation
-    could run: it was issued, and its communicator, which runs one operation after another, had finished all earlier
-    ones."""
+    """One operation on a lane. Times are seconds since the recording began. `start`: the first time at which the
+    operation could run. By then it was issued, and its communicator had finished all earlier operations. A communicator
+    runs one operation after another."""
 
     lane: str
     label: str
@@ -103,17 +103,17 @@ class Timeline:
     # --- called by lanes ---------------------------------------------------------------------------------------------
 
     def begin(self, lane: str, label: str, channel: Any = None) -> _Entry:
-        """Record the issue of an operation on `lane`. Operations with the same `channel` (communicator) run in turn."""
+        """Record the issue of an operation on `lane`. Operations of one `channel` (communicator) run in sequence."""
         entry = _Entry(lane, label, channel, self._now())
         self._entries.append(entry)
         return entry
 
     def end(self, entry: _Entry) -> None:
-        """Record the end of an operation: now, or at the current position of the current stream."""
+        """Record the end of an operation: now, or on CUDA when the current stream has finished its work so far."""
         entry.end = self._now()
 
     def noting(self, entry: _Entry, pending: Pending) -> Pending:
-        """Wrap the transfers `pending` so that the end of the last of them is recorded."""
+        """Return the transfers `pending`, wrapped so that the end of the last of them is recorded in `entry`."""
         if (second := pending.second) is not None:
             return Pending(pending.works, pending.finish, lambda: self.noting(entry, second()))
         if not pending.works:

@@ -13,7 +13,7 @@ from weft.dtensor.uneven import UnevenDTensor
 
 
 class DeferredDTensor(UnevenDTensor):
-    """A sharded tensor whose local tensor has no memory. Its first read makes this an `UnevenDTensor` again."""
+    """The class of an `UnevenDTensor` whose local tensor has no memory. The first read restores memory and class."""
 
     _bring: Callable[[], None]
 
@@ -24,13 +24,13 @@ class DeferredDTensor(UnevenDTensor):
 
 
 def defer(tensor: UnevenDTensor, bring: Callable[[], None]) -> None:
-    """Make `tensor` a `DeferredDTensor`. `bring`: called by the first read; it restores values and calls `arrive`."""
+    """Make `tensor` a `DeferredDTensor`. The first read calls `bring`, which must restore values and call `arrive`."""
     vars(tensor)["_bring"] = bring
     tensor.__class__ = DeferredDTensor
 
 
 def arrive(tensor: UnevenDTensor) -> None:
-    """Make `tensor` an `UnevenDTensor` again, once its local tensor has memory."""
+    """Make `tensor` an `UnevenDTensor` again. Call this after its local tensor has got memory again."""
     vars(tensor).pop("_bring", None)
     tensor.__class__ = UnevenDTensor
 

@@ -33,7 +33,7 @@ def parts_of(values: Iterable[Any]) -> list[Any]:
 
 
 def holding(parts: Iterable[torch.Tensor]) -> list[bool]:
-    """Return which parts have elements. If a part is empty, some multi-tensor kernels write to adjacent memory."""
+    """Return for each part whether it has elements. With empty parts, some multi-tensor kernels write out of bounds."""
     return [part.numel() > 0 for part in parts]
 
 
@@ -43,7 +43,7 @@ def filled(parts: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def kinds_of(parts: Iterable[torch.Tensor]) -> set[tuple[torch.device, torch.dtype]]:
-    """Return the pairs of device and dtype in `parts`. A multi-tensor kernel needs tensors with one such pair."""
+    """Return the (device, dtype) pairs of `parts`. All tensors of one multi-tensor kernel must have the same pair."""
     return set(map(_KIND, parts))
 
 
@@ -56,7 +56,7 @@ def uneven_in(values: Any) -> list[UnevenDTensor]:
 
 
 def changed_by(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """Return the tensors among the arguments to which operator `func` writes."""
+    """Return the tensors that operator `func` writes to if it is called with these arguments."""
     arguments = func._schema.arguments
     given = [*zip(arguments, args), *((each, kwargs.get(each.name)) for each in arguments[len(args) :])]
     return [
@@ -89,7 +89,7 @@ def _facts(func: Any) -> tuple[Callable[..., Any], tuple[str, ...], frozenset[st
 
 
 def element_wise(func: Any) -> Callable[[Any, tuple, dict], Any]:
-    """Return the rule of an element-wise operator: the fast path, or otherwise `on_parts`."""
+    """Return the rule of the element-wise operator `func`. It calls `on_parts` where it cannot take the fast path."""
     run, increment, writes = _facts(func)[0], torch.autograd.graph.increment_version, func._schema.is_mutable
     if writes and not func._schema.arguments[0].is_write:  # out=
         return on_parts
@@ -131,8 +131,8 @@ def _beside(operands: tuple) -> list[Any] | None:
 
 
 def on_parts(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run an element-wise operator on the local parts. Each operand is a scalar, has the same cuts as the result, or
-    can be sliced by these cuts."""
+    """Run an element-wise operator on the local parts. Each operand must be a scalar, or have the same cuts as the
+    result, or be a tensor that can be sliced by these cuts. Otherwise, return `NotImplemented`."""
     # No pytree functions, which are slow: these operators take no lists, and optimizers call them per parameter.
     changed = kwargs.get("out", args[0]) if func._schema.is_mutable else None
     given = (*args, *kwargs.values())
@@ -160,7 +160,7 @@ def on_parts(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def explain_dtypes(func: Any, dtypes: set[torch.dtype], error: Exception) -> None:
-    """Raise TypeError from `error` if the operands have several dtypes, which is then the likely reason."""
+    """Raise TypeError from `error` if the operands have several dtypes: they are the likely cause of `error`."""
     if len(dtypes) > 1:
         raise TypeError(
             f"{func} takes tensors of one dtype, not {' and '.join(sorted(map(str, dtypes)))}: Adam and fused "
@@ -170,7 +170,7 @@ def explain_dtypes(func: Any, dtypes: set[torch.dtype], error: Exception) -> Non
 
 
 def refuse_plain(func: Any, plain: torch.Tensor, sharded: torch.Tensor) -> NoReturn:
-    """Raise TypeError for an operator that writes values of a sharded tensor to a plain one, such as a loaded state."""
+    """Raise TypeError: `func` writes values of a sharded tensor to a plain tensor, such as a loaded optimizer state."""
     raise TypeError(
         f"{func} writes values of a sharded tensor of shape {tuple(sharded.shape)} to a plain one of shape "
         f"{tuple(plain.shape)}: use its .full_tensor(). If the plain one is an optimizer's state, load whole states "
@@ -180,7 +180,7 @@ def refuse_plain(func: Any, plain: torch.Tensor, sharded: torch.Tensor) -> NoRet
 
 
 def fits(operand: torch.Tensor, like: UnevenDTensor) -> bool:
-    """Return whether the local part of `operand` can be used with that of `like`: equal cuts, or a scalar."""
+    """Return whether the local parts of `operand` and `like` fit: `operand` is a scalar, or both have equal cuts."""
     if isinstance(operand, UnevenDTensor):
         if operand._cuts is like._cuts and operand._spec is like._spec:
             return True
@@ -195,13 +195,13 @@ def fits(operand: torch.Tensor, like: UnevenDTensor) -> bool:
 
 
 def whole_of(value: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor of a DTensor, or another tensor unchanged. Collective for a DTensor."""
+    """Return the full tensor if `value` is a DTensor; this is collective. Return any other tensor unchanged."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run a foreach or fused operator on the local parts of its lists, all tensors at once. Empty parts are left out.
-    If the operator has results, a second call computes those of empty parts."""
+    If the operator returns results, a second call computes the results of the empty parts."""
     run, names, written = _facts(func)
     given = dict(zip(names, args)) | kwargs
     lists = [value for value in given.values() if isinstance(value, (list, tuple))]
@@ -214,7 +214,7 @@ def on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
     here = holding(own)
 
     def on_those(keep: Sequence[bool] | None) -> Any:
-        """Run the operator on the tensors of the lists for which `keep` is true; None: on all tensors."""
+        """Run the operator on those tensors of the lists for which `keep` is true. If `keep` is None: on all."""
         mine = parts if keep is None else {name: _kept(value, name, keep) for name, value in parts.items()}
         try:
             return run(*(mine[name] for name in names[: len(args)]), **{name: mine[name] for name in kwargs})

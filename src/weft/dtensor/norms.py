@@ -2,7 +2,7 @@
 
 Norms and clipping compute in at least fp32, and round to the tensors' dtype once. torch's norm of many tensors makes a
 DTensor of each norm, and its clipping computes the factor on DTensors, which takes time. If all tensors are sharded,
-the functions at the end of this file use all local parts in one operation, with one all-reduce per set of axes.
+the functions at the end of this file use all local parts in one operation, and combine many norms per all-reduce.
 """
 
 import functools
@@ -33,8 +33,8 @@ def _with_spec(value: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 
 def combined_norms(parts: torch.Tensor, order: float, like: UnevenDTensor) -> torch.Tensor:
-    """Combine the norms of local parts into norms of whole tensors. Collective. `parts`: one norm per tensor, 1-D, or
-    0-D for one tensor, in the dtype that `wide` returns. It may be overwritten. `like`: one of the tensors. All are
+    """Combine the norms of local parts into norms of whole tensors. Collective. `parts`: this rank's norms from
+    `part_norm`, 1-D, or 0-D for one tensor. They may be overwritten. `like`: any one of the tensors, which must all be
     sharded over the same axes."""
     if not like.axes:
         return parts
@@ -46,12 +46,12 @@ def combined_norms(parts: torch.Tensor, order: float, like: UnevenDTensor) -> to
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for sums: at least fp32, because squares of fp16 numbers overflow from 256 on."""
+    """Return the dtype for sums of values of `dtype`: at least fp32, because in fp16 the square of 256 overflows."""
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
 def part_norm(part: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return the norm of a local part, 0-D, in `dtype`. If this is None or the part's dtype: in `wide(part.dtype)`."""
+    """Return a local part's norm, 0-D. If `dtype` is None or `part.dtype`, the norm's dtype is `wide(part.dtype)`."""
     inner = _inner(part, dtype)
     if not part.numel():
         return torch.full((), math.inf if order < 0 else 0.0, dtype=inner.to_real(), device=part.device)
@@ -59,7 +59,7 @@ def part_norm(part: torch.Tensor, order: float, dtype: torch.dtype | None) -> to
 
 
 def part_norms(parts: list[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """Return the `part_norm` of each of `parts`, which have one dtype, with one foreach operation."""
+    """Return the `part_norm` of each part, computed in one foreach operation. All `parts` must have the same dtype."""
     here, inner = holding(parts), _inner(parts[0], dtype)
     norms = iter(torch._foreach_norm(list(compress(parts, here)), order, dtype=inner) if any(here) else ())
     if all(here):
@@ -76,7 +76,7 @@ def _inner(part: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def foreach_norm(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """Compute `torch._foreach_norm` of many tensors: one kernel and one all-reduce for each list of `_alike`."""
+    """Compute `torch._foreach_norm`: for each list from `_alike`, one foreach operation and one all-reduce per axis."""
     tensors, order = args[0], float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
     norms: list[Any] = [None] * len(tensors)
@@ -118,7 +118,7 @@ def _common_mesh(meshes: list[DeviceMesh]) -> DeviceMesh | None:
 
 
 def norm_at_once(torchs: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap torch's norm of many tensors, `torchs`: compute it in one operation if all tensors are sharded."""
+    """Wrap `torchs`, torch's `get_total_norm`: if all tensors are sharded, compute the norm in one operation."""
 
     @functools.wraps(torchs)
     def total_norm(
@@ -135,7 +135,7 @@ def norm_at_once(torchs: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 def clipping_at_once(torchs: Callable[..., None]) -> Callable[..., None]:
-    """Wrap torch's clipping by a known norm, `torchs`: use one foreach operation if all gradients are sharded."""
+    """Wrap `torchs`, torch's `clip_grads_with_norm_`: if all gradients are sharded, clip them in one operation."""
 
     @functools.wraps(torchs)
     def clip(parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None) -> None:

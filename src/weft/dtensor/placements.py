@@ -28,8 +28,8 @@ from weft.layout.cuts import Cuts
 
 
 class _Uneven:
-    """A placement over one of the axes of `cuts`. `even`: the placement of even cuts as which torch treats it. `shape`:
-    the shape of the whole tensor."""
+    """A placement over one of the axes of `cuts`. torch treats it as `even`, a placement of even cuts.
+    `shape`: the shape of the whole tensor."""
 
     dim: int
 
@@ -50,7 +50,7 @@ class UnevenShard(_Uneven, Shard):
 
 
 class UnevenStridedShard(_Uneven, _StridedShard):
-    """`UnevenShard` of a tensor that tensor parallelism slices along the same dimension."""
+    """`UnevenShard` along a dimension that tensor parallelism slices too."""
 
 
 def placements_of(tensor: UnevenDTensor) -> tuple[Placement, ...]:
@@ -66,7 +66,7 @@ def placements_of(tensor: UnevenDTensor) -> tuple[Placement, ...]:
 
 
 def plain(placements: Sequence[Placement]) -> list[Placement]:
-    """Return `placements` with torch's placements of even cuts in place of weft's."""
+    """Return `placements`, with each of weft's placements replaced by torch's placement of even cuts."""
     return [each.even if isinstance(each, _Uneven) else each for each in placements]
 
 
@@ -108,7 +108,7 @@ def _like_a_part(
 
 
 def taking_parts(from_local: Callable[..., DTensor]) -> Callable[..., DTensor]:
-    """Wrap `DTensor.from_local` so that it also accepts the placements of uneven parts."""
+    """Wrap `DTensor.from_local` so that it also accepts `UnevenShard` and `UnevenStridedShard`."""
 
     @functools.wraps(from_local)
     def wrapped(local_tensor: torch.Tensor, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:
@@ -122,7 +122,7 @@ def taking_parts(from_local: Callable[..., DTensor]) -> Callable[..., DTensor]:
 
 
 def taking_even(redistribute: Callable[..., DTensor]) -> Callable[..., DTensor]:
-    """Wrap `DTensor.redistribute` to treat the placements of uneven parts as torch's own."""
+    """Wrap `DTensor.redistribute`: it treats `UnevenShard` and `UnevenStridedShard` as placements of even cuts."""
 
     @functools.wraps(redistribute)
     def wrapped(self: DTensor, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:

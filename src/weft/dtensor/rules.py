@@ -73,7 +73,7 @@ def _alias(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def rule_of(func: Any) -> Rule:
-    """Return the function that runs operator `func`. Call it with `func`, `args` and `kwargs`."""
+    """Return the `Rule` of operator `func`: a function of `func`, `args` and `kwargs` that runs the operator."""
     name = func._schema.name.removeprefix("aten::")
     if func.namespace in _COLLECTIVES or (torch.Tag.inplace_view in func.tags and name != "detach_"):
         return _refuse

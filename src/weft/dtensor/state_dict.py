@@ -41,7 +41,7 @@ def _cut(like: UnevenDTensor, value: torch.Tensor) -> UnevenDTensor:
 
 
 def slicing(function: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a `function` of torch that distributes full tensors, so that uneven tensors get the parts of their cuts."""
+    """Wrap torch's `function`, which distributes full tensors, so that uneven tensors get parts by their own cuts."""
 
     @functools.wraps(function)
     def distribute(full_state_dict: dict, local_state_dict: dict, *args: Any, **kwargs: Any) -> None:

@@ -37,7 +37,7 @@ SMALL = 4096
 
 
 def over_parts(step: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `step`, the function of one of torch's optimizers, to step over lists and local parts as in the table."""
+    """Wrap `step`, the function of one of torch's optimizers, to step as in the table at the top of this file."""
 
     @functools.wraps(step)
     def choosing(params: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:

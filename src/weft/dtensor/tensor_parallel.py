@@ -63,27 +63,27 @@ class TensorParallel:
 
     @cached_property
     def cut(self) -> Sequence[tuple[int, Placement]]:
-        """The axes over which the parameter is cut, with their placements."""
+        """The tensor-parallel axes that slice the parameter, as pairs of the axis's index and its placement."""
         return [(axis, placement) for axis, placement in enumerate(self.beyond) if placement.is_shard()]
 
     @property
     def ranks(self) -> dist.ProcessGroup | None:
-        """The process group of the tensor-parallel axis. If several axes cut the parameter: of the last of these."""
+        """The process group of the tensor-parallel axis, if any; of the last one, if several slice the parameter."""
         return group_of(self.spec.mesh, self.cut[-1][0] if self.cut else 0) if self.spec is not None else None
 
     @property
     def is_spread(self) -> bool:
-        """Whether each rank of the axis holds a slice of the parameter, not all of it."""
+        """Whether the tensor-parallel axis slices the parameter. If not, each rank has the whole parameter."""
         return bool(self.cut)
 
     def slices(self, dim: int | None = None) -> int:
-        """Return the number of slices along `dim`. None: along all dimensions together."""
+        """Return the number of tensor-parallel slices along `dim`, or of all slices if `dim` is None."""
         if self.spec is None:
             return 1
         return math.prod(self.spec.mesh.size(axis) for axis, each in self.cut if dim is None or each.is_shard(dim))
 
     def full(self, local: torch.Tensor) -> DTensor:
-        """Return the parameter from this rank's slice `local`, as the tensor-parallel plan placed it."""
+        """Return the unsharded parameter, placed by the tensor-parallel plan. `local`: this rank's slice of it."""
         order = sorted(range(local.dim()), key=local.stride, reverse=True)  # the slice's memory format
         held = self.held
         whole = torch.empty([held.shape[dim] for dim in order], device="meta")
@@ -92,15 +92,15 @@ class TensorParallel:
         return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
 
     def sharded(self, local: torch.Tensor, cuts: Cuts, placements: tuple[Placement, ...]) -> UnevenDTensor:
-        """Return the sharded parameter over both kinds of axes. `local`: this rank's part. `cuts`, `placements`: those
-        of the slice over the data-parallel axes."""
+        """Return the parameter sharded over data-parallel and tensor-parallel axes. `local`: this rank's part. `cuts`,
+        `placements`: how the tensor-parallel slice is cut over the data-parallel axes."""
         if (slices := self.slices(cuts.dim)) > 1:
             again = _StridedShard(cuts.dim, split_factor=slices)  # torch's placement for cutting slices once more
             placements = tuple(again if p in self.beyond and p.is_shard() else p for p in placements)
         return UnevenDTensor.make(local, cuts, self.mesh, (*placements, *self.beyond), shape=self.held.shape)
 
     def slice_of_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return this rank's slice of `gradient`, summed over the tensor-parallel axis if it is partial there."""
+        """Return this rank's slice of `gradient`. Where `gradient` is partial over the tensor-parallel axis, sum it."""
         given = cast(DTensor, gradient)
         if self.whole is None:
             return given.redistribute(placements=self.beyond).to_local()
@@ -114,9 +114,8 @@ def tensor_parallel_of(
     parameter: nn.Parameter, mesh: DeviceMesh, where: str, replicas: Collection[str] = ()
 ) -> TensorParallel | None:
     """Return the tensor-parallel placement of `parameter`, or None if it is a plain tensor. `mesh`: the data-parallel
-    axes. `where`: the parameter's name in errors. `replicas`: the names of the data-parallel axes, for parameters over
-    the whole mesh. Raises ValueError for a mesh or placement that cannot be combined with data parallelism over
-    `mesh`."""
+    axes. `where`: the parameter's name in errors. `replicas`: the names of the data-parallel axes, if the parameter may
+    be a DTensor over the whole mesh. Raises ValueError if its mesh or placement cannot be combined with `mesh`."""
     if not isinstance(parameter, DTensor):
         return None
     spec, whole = parameter._spec, None

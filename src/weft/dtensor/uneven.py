@@ -57,7 +57,7 @@ class RuledDTensor(DTensor):
 
     @property
     def data(self) -> Any:  # type: ignore[override]
-        """The tensor, detached from autograd. It shares memory, so writes to it change this tensor."""
+        """A tensor with the memory of this tensor, detached from autograd. Writes to it change this tensor."""
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
@@ -87,8 +87,8 @@ class UnevenDTensor(RuledDTensor):
         placements: tuple[Placement, ...],
         shape: torch.Size | None = None,
     ) -> "UnevenDTensor":
-        """Return the tensor whose part on this rank is `local`. `shape`: the shape of the whole tensor, if `cuts` are
-        those of a slice of it."""
+        """Return the tensor whose part on this rank is `local`. `shape`: the shape of the whole tensor, if `cuts` cut
+        only a tensor-parallel slice of it. Default: the shape in `cuts`."""
         shape = torch.Size(cuts.shape) if shape is None else shape
         stride = torch.empty(shape, device="meta").stride()
         return cls._wrap(local, spec_of(mesh, placements, shape, stride, local.dtype), _one(cuts))
@@ -124,8 +124,8 @@ class UnevenDTensor(RuledDTensor):
         return UnevenDTensor._wrap(local, spec, self._cuts)
 
     def owned_alike(self, local: torch.Tensor | None, meta: torch.Tensor) -> "UnevenDTensor":
-        """Return a tensor with the shape and strides of `meta` that is whole on one rank: the one that owns all of this
-        tensor. `local`: the returned tensor's values on that rank; None on other ranks."""
+        """Return a tensor with the shape, strides and dtype of `meta`. The rank that has all of this tensor, its owner,
+        has all of the returned tensor too. `local`: the returned tensor's values on the owner; None on other ranks."""
         owner = self.owner
         assert owner is not None
         borders = (0,) * (owner + 1) + (meta.numel(),) * (self._cuts.parts - owner)
@@ -138,13 +138,13 @@ class UnevenDTensor(RuledDTensor):
 
     @property
     def slice_placements(self) -> tuple[Placement, ...]:
-        """The placements after a gather over the cut axes: replicated there, and sharded over tensor-parallel axes."""
+        """The placements after a gather over the cut axes: `Replicate()` on these axes, unchanged on the others."""
         cut = self._cuts.axes
         return tuple(Replicate() if axis in cut else p for axis, p in enumerate(self._spec.placements))
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """The mesh axes over which the elements are spread: cut, or sliced for tensor parallelism."""
+        """The mesh axes over which the elements are spread, by cuts or by tensor-parallel slices."""
         cut, placements = self._cuts.axes, self._spec.placements
         if len(cut) == len(placements):
             return cut
@@ -152,7 +152,7 @@ class UnevenDTensor(RuledDTensor):
 
     @property
     def owner(self) -> int | None:
-        """The index of the one part that has all elements while the others are empty; None if there is no such part."""
+        """The index of the part with all elements of the tensor. None if no part, or the only part, has all of them."""
         return self._cuts.owner if self.axes == self._cuts.axes else None
 
     @property
@@ -160,20 +160,21 @@ class UnevenDTensor(RuledDTensor):
         return position_on(self._spec.mesh, self._cuts.axes)
 
     def combine(self, value: torch.Tensor, op: Any) -> torch.Tensor:
-        """All-reduce `value`, a small tensor, in place over the ranks that hold other elements, and return it."""
+        """All-reduce `value`, a small tensor, in place over the `axes` of this tensor, and return it."""
         for axis in self.axes:
             collectives.reduce_now(value, op, group_of(self._spec.mesh, axis), f"a reduction of {tuple(self.shape)}")
         return value
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """Return this rank's part. Differentiable. `grad_placements`: the placements of the gradient: those of the
-        tensor, with `Partial()` on the axes over which the gradient must be summed."""
+        """Return this rank's part. Differentiable. `grad_placements`: this tensor's placements, with `Partial()` in
+        place of `Replicate()` on each axis over which the gradient must be summed. None: no sums."""
         if self.requires_grad and torch.is_grad_enabled():
             return _Read.apply(self, False, _partial(grad_placements, self._spec.placements))
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """Return the whole tensor. Differentiable. Collective. `grad_placements`: each `Replicate()` or `Partial()`."""
+        """Return the whole tensor. Differentiable. Collective. `grad_placements`: for each mesh axis, `Partial()` if
+        the gradient must be summed over it, otherwise `Replicate()`. None: no sums."""
         if self.requires_grad and torch.is_grad_enabled():
             return _Read.apply(self, True, _partial(grad_placements, (Replicate(),) * self._spec.mesh.ndim))
         return self._gathered()
@@ -181,7 +182,7 @@ class UnevenDTensor(RuledDTensor):
     def redistribute(  # type: ignore[override]
         self, device_mesh: DeviceMesh | None = None, placements: Any = None, **kwargs: Any
     ) -> DTensor:
-        """Return an even DTensor with these placements and the same values. Collective."""
+        """Return a DTensor with even cuts, these placements and the same values. Collective."""
         mesh = device_mesh or self._spec.mesh
         full = DTensor.from_local(self.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False)
         return full.redistribute(placements=placements or self._spec.placements, **kwargs)

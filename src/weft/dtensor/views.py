@@ -16,7 +16,7 @@ from weft.dtensor.uneven import RuledDTensor, UnevenDTensor, spec_of
 
 
 class Step(NamedTuple):
-    """One operator between a tensor and its view. `output`: which of the operator's results; None: its only one."""
+    """One operator between a tensor and its view. `output`: the index of the result to use; None: the only one."""
 
     operator: Callable[..., Any]
     args: tuple
@@ -25,16 +25,16 @@ class Step(NamedTuple):
 
 
 class ShardedView(RuledDTensor):
-    """A view of a sharded tensor. Reading it gathers the tensor; an in-place operator also writes to the tensor. Both
-    are collective. `repr` does neither. `to_local()` raises RuntimeError: its result would be a copy, and writes to the
-    copy would be lost."""
+    """A view of a sharded tensor. Reading the view gathers the tensor. An in-place operator on the view also writes to
+    the tensor. Both are collective. `repr` does not communicate. `to_local()` raises RuntimeError: its result would be
+    a copy, and writes to the copy would be lost."""
 
     _parent: UnevenDTensor
     _steps: tuple[Step, ...]
 
     @classmethod
     def make(cls, parent: UnevenDTensor, steps: tuple[Step, ...], meta: torch.Tensor) -> "ShardedView":
-        """Return the view of `parent` after `steps`. `meta`: a tensor with its shape, strides and dtype."""
+        """Return the view that `steps` make of `parent`. `meta`: a tensor with the view's shape, strides and dtype."""
         mesh = parent._spec.mesh
         spec = spec_of(mesh, (Replicate(),) * mesh.ndim, meta.shape, meta.stride(), meta.dtype)
         nothing = torch.empty(0, dtype=meta.dtype, device=parent._local_tensor.device)
@@ -78,7 +78,7 @@ class ShardedView(RuledDTensor):
 
 @cache
 def is_view(func: Any) -> bool:
-    """Return whether operator `func` returns views of its first argument, and writes to nothing."""
+    """Return whether operator `func` returns views of its first argument, and writes to no argument."""
     aliases = [value.alias_info for value in func._schema.returns if value.alias_info is not None]
     return bool(aliases) and not any(alias.is_write for alias in aliases)
 
@@ -99,6 +99,6 @@ def view_of(func: Any, args: tuple, kwargs: dict) -> ShardedView | list[ShardedV
 
 
 def parents_of(tensors: Sequence[torch.Tensor]) -> list[UnevenDTensor]:
-    """Return the sharded tensors among `tensors` and the parents of views among them. Each appears once."""
+    """Return the sharded tensors in `tensors`, and the parents of the views in `tensors`. Each appears once."""
     parents = [each._parent if isinstance(each, ShardedView) else each for each in tensors]
     return list({id(parent): parent for parent in parents if isinstance(parent, UnevenDTensor)}.values())

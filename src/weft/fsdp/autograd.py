@@ -49,8 +49,8 @@ behind_classes = torch._C.DisableTorchFunctionSubclass
 
 
 class FullParameters:
-    """The full parameters of one group as autograd sees them. `copies`: whether they are copies, so that writes do not
-    reach the main weights. `version`: the version counter of the main weights."""
+    """The full parameters of one group as autograd sees them. `copies`: whether they are copies of the main weights. If
+    so, writes to them do not reach the main weights. `version`: the version counter of the main weights."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, copies: bool, version: int) -> None:
         self._parameters = tuple(parameters)
@@ -66,8 +66,8 @@ class FullParameters:
         _gone_versions[self._gone] = self
 
     def come(self, version: int) -> None:
-        """Mark the weights as gathered from main weights at `version`, which tensors saved for backward must match.
-        Raises WeightsWritten if code wrote to their memory while they were freed."""
+        """Mark the weights as gathered. `version`: the version counter of the main weights. Backward raises if it reads
+        a tensor saved at another version. Raises WeightsWritten if code wrote to the weights while they were freed."""
         if version == self._version and not self._copies:
             return
         from_gone = self._versions[0] == self._gone
@@ -107,7 +107,7 @@ class FullParameters:
                 parameter.__class__ = _subclass(_Gone, here)
 
     def check_unwritten(self) -> None:
-        """Raise WeightsWritten if other code wrote to gathered weights that are copies."""
+        """Raise WeightsWritten if the gathered weights are copies and code outside weft wrote to them."""
         if self._came is None and (not self._copies or tuple(map(_version_of, self._parameters)) == self._versions):
             return
         written = self._written()
@@ -141,7 +141,7 @@ class FullParameters:
         )
 
     def named(self, shape: tuple[int, ...]) -> str:
-        """Return the names of the parameters of this shape or its transpose, and of their unit."""
+        """Return the names of the parameters that have `shape` or its transpose, and the name of their unit."""
         records = [record_of(each) for each in self._parameters if tuple(each.shape) in (shape, shape[::-1])]
         names = [repr(each.name) for each in filter(None, records)]
         record = record_of(self._parameters[0])
@@ -187,7 +187,7 @@ HARMLESS = frozenset(
 
 
 class Original:
-    """Mixin of the class of a replaced parameter: writes and reading `.grad` raise RuntimeError."""
+    """Mixin for the class of a parameter that a sharded one replaced. Writes and uses of `.grad` raise RuntimeError."""
 
     __slots__ = ()
 
@@ -214,7 +214,7 @@ _WRITES = re.compile(
 
 
 def retire(original: nn.Parameter) -> None:
-    """Turn `original`, which a sharded parameter with the same `record_of` has replaced, into an `Original`."""
+    """Make `original` an `Original`. `record_of(original)` must be the record of the parameter that replaces it."""
     original.__class__ = _subclass(Original, type(original))
 
 
@@ -224,7 +224,7 @@ def _subclass(mixin: type, kind: type) -> type:
 
 
 def names_of(func: Any) -> tuple[str, str | None]:
-    """Return the name of `func`, and of the attribute if it is a getter or setter."""
+    """Return the name of `func` and, if `func` is the getter or setter of an attribute, the attribute's name."""
     return func.__name__, getattr(getattr(func, "__self__", None), "__name__", None)
 
 
@@ -246,9 +246,9 @@ first_backwards: list[tuple[weakref.ref[Any], int]] = []
 def explaining(
     run: Callable[..., Any], look_around: Callable[..., list], settle: Callable[[], None]
 ) -> Callable[..., Any]:
-    """Wrap `run`, torch's function that runs a backward, so that its errors name weights. `look_around(roots, outputs)`
-    is called before a backward that may be the first of some roots, and returns the roots that this backward does not
-    reach. `settle()` is called after each backward."""
+    """Wrap `run`, torch's function that runs a backward, so that its errors name weights. If no backward has reached
+    the root units `roots` since their forward, `look_around(roots, outputs)` is called before a backward without
+    `inputs`. It returns the roots for the next such call. After each backward without error, `settle()` is called."""
 
     @functools.wraps(run)
     def explained(outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -27,7 +27,7 @@ _twins: MutableMapping[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDi
 
 
 class Channels:
-    """The lanes and pools of one model. `separate`: whether gathers use the communicators of `separate_gathers`."""
+    """The lanes and pools of one model. `separate`: whether gathers use the communicators from `separate_gathers`."""
 
     def __init__(self, device: torch.device, *, planned: bool) -> None:
         self.separate = False
@@ -49,13 +49,13 @@ class Channels:
         self.gathers, self.reductions = other.gathers, other.reductions
 
     def of_gathers(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """Return the communicator for all-gathers over the ranks of `group`: a separate one, or `group` itself."""
+        """Return the communicator for all-gathers over the ranks of `group`: if `separate`, its own; else `group`."""
         return _twins[group] if self.separate else group
 
     def separate_gathers(self, groups: Sequence[dist.ProcessGroup], choice: bool | Sequence[dist.ProcessGroup]) -> None:
-        """Set a second communicator for each process group of a model (`groups`): the group of `choice` with the same
-        ranks in the same order, or a new one. Collective over each group. Raises ValueError for a process group of
-        `choice` with other ranks, or if a group already has another communicator."""
+        """Give each process group in `groups`, those of a model, a second communicator: the group in `choice` with the
+        same ranks in the same order, otherwise a new one. If `choice` is False, give none. Collective over each group.
+        Raises ValueError if one in `choice` fits none of `groups`, or if a group already has another communicator."""
         self.separate = bool(choice)
         there = [dist.get_process_group_ranks(group) for group in groups]
         given = [] if isinstance(choice, bool) else [(dist.get_process_group_ranks(each), each) for each in choice]

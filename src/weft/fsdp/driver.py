@@ -39,8 +39,8 @@ from weft.layout.trace import Trace
 
 @dataclass(frozen=True, eq=False)
 class Hold:
-    """A holder of full weights: they stay until all holders release them. `computes`: it computes with them now, so
-    their memory cannot be taken for other units. `backward`: it computes gradients with them."""
+    """A holder of a unit's full weights, which stay until all their holders release them. `computes`: whether it now
+    computes with them, so that other units cannot take their memory. `backward`: whether it computes gradients."""
 
     name: str
     computes: bool = True
@@ -48,7 +48,7 @@ class Hold:
 
 
 class TiedHold(NamedTuple):
-    """Holds a unit that owns tied parameters for as long as `holder` holds another `unit`, which uses them too."""
+    """A holder of a unit with tied parameters that `unit` uses too. It holds them as long as `holder` holds `unit`."""
 
     unit: Any
     holder: Any
@@ -73,7 +73,7 @@ UNTIL_NEXT_PASS = Hold("reshard_after_backward=False", computes=False)
 
 
 def is_users(holder: Any) -> bool:
-    """Return whether `holder` is the user's `unshard()`, of this unit or of a unit that shares its parameters."""
+    """Return whether `holder` is the user's `unshard()` of the held unit, or of a unit that uses its parameters too."""
     return holder is USER or (isinstance(holder, TiedHold) and is_users(holder.holder))
 
 

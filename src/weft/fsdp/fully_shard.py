@@ -48,25 +48,25 @@ def fully_shard(
     Args:
         module: a module, or a list of modules that are gathered and reduced together.
         mesh: a DeviceMesh of data-parallel ranks: 1-D, or 2-D (outer, shard). Default: all ranks, on the parameters'
-            device; for parameters on "cpu" or "meta", on CUDA if it is available and the process group supports it.
+            device; for parameters on "cpu" or "meta", on CUDA if it is available and the process group supports it,
+            otherwise on the CPU.
         strategy: "no_shard", "optim", "optim_grads", "optim_grads_params" (ZeRO-0 to 3) or `weft.Placements`.
         outer_strategy: the strategy over the outer axis of a 2-D mesh: "no_shard" (HSDP) or "optim" (HFSDP).
         reshard_after_forward: whether to free the full weights after forward and gather them again for backward. None:
-            True, except for the root, because its backward follows immediately. An int n that divides the size of the
-            shard axis: after forward, weights are sharded over n adjacent ranks only, and backward gathers them from
-            these. This takes more memory than True. If the n ranks are on one node, backward gathers nothing from
+            False for the root, because its backward follows immediately, otherwise True. An int n that divides the size
+            of the shard axis: after forward, weights are sharded over n adjacent ranks only, and backward gathers them
+            from these. This takes more memory than True. If the n ranks are on one node, backward gathers nothing from
             other nodes.
         shard_placement_fn: called with each parameter. It may return `weft.TensorAtomic()` (never cut),
             `weft.BlockAtomic(rows)` (cut only between blocks of rows), None or `Shard(0)` (cut where the least padding
-            is needed), or `Shard(dim)` (cut between slices along another dimension; shards may be unequal). It may
-            also return torch's `ShardPlacementResult`, whose `mesh_info` gives the parameter another mesh, such as that
-            of experts.
+            is needed), or `Shard(dim)` (cut between slices along another dimension; shards may be unequal). Or it
+            returns torch's `ShardPlacementResult`, whose `mesh_info` gives the parameter another mesh, as for experts.
         mp_policy: `weft.MixedPrecisionPolicy`, or torch's.
-        offload_policy: `weft.OffloadPolicy`, `weft.CPUOffloadPolicy` (sharded weights, gradients and optimizer state
-            stay in CPU memory), or torch's.
+        offload_policy: `weft.OffloadPolicy` (the default: no offloading) or `weft.CPUOffloadPolicy` (sharded weights,
+            gradients and optimizer state stay in CPU memory). Both are torch's classes.
         ignored_params: parameters that are not sharded. Parameters of other modules are allowed.
         gradient_divide_factor: a further divisor of the averaged gradients. Default: 1.
-        runtime: `weft.RuntimeOptions`. The root's options apply. Pass equal options to the other units, or none.
+        runtime: `weft.RuntimeOptions`. The root's apply to all units. Pass equal options to the other units, or none.
         dp_mesh_dims: `weft.DataParallelMeshDims`, or torch's: the data-parallel axes of a larger `mesh`. If it names
             axes to replicate over and none to shard over, the default strategy is "no_shard".
 
@@ -134,11 +134,11 @@ def _refuse_in_use(driver: UnitDriver) -> None:
 
 
 def plan_of(model: nn.Module) -> Plan | None:
-    """Return the plan of the model's next step, assuming that it repeats the last one. None before the first pass.
+    """Return the plan of the model's next step, assuming that it repeats the last step. None before the first pass.
 
-    `model`: the root, or any sharded module inside it. `print(plan.table())` shows the actions at each event.
-    `plan.peak_bytes` equals the peaks that `memory_report` measures. Raises TypeError if `model` is not a module,
-    ValueError if it is not sharded itself.
+    `model`: the root, or any sharded module inside it: the plan is that of the whole model. `print(plan.table())` shows
+    the actions at each event. If all steps are equal, `plan.peak_bytes` has the peaks that `memory_report` measures.
+    Raises TypeError if `model` is not a module, ValueError if `fully_shard` was not called on it.
     """
     if not isinstance(model, FSDPModule):
         units_of(model)

@@ -175,13 +175,13 @@ class ParameterGroup:
         return self.refreshes and self._gathered_from is None
 
     def outdate(self, *, agreed: bool = False) -> None:
-        """Make the next gather start from the main weights. If these are freed between uses (`payload_only`), do this
-        only if they were written to: on this rank or, if the ranks have `agreed` on it, on any rank."""
+        """Make the next gather start from the main weights. With `payload_only`, do nothing unless this rank has
+        written to the main weights, or `agreed` is True: the ranks have agreed that some rank has written."""
         if self.payload_only is None or agreed or self.is_stale:
             self._gathered_from = None
 
     def gather(self, channels: Channels) -> Ticket | None:
-        """Start to gather the full weights from the main weights. Return None if no transfer is needed."""
+        """Start to gather the full weights. Update outdated model weights first. Return None if nothing is sent."""
         self.refresh(channels)
         refreshing, self._refreshing = self._refreshing, None
         if self.transient is None:
@@ -213,7 +213,7 @@ class ParameterGroup:
 
     @property
     def fits_buckets(self) -> bool:
-        """Whether the group may share a message: it is gathered for each use, from model weights on the device."""
+        """Whether the group's gather may share a message. It must run for each use, and read weights on the device."""
         return (
             self.transient is not None
             and (not self.refreshes or (self.payload.refreshes and self.plan.moves and not self.refreshed_bytes))
@@ -223,12 +223,12 @@ class ParameterGroup:
         )
 
     def bundled(self, channels: Channels, copy: int) -> torch.Tensor:
-        """Return the model weights that this rank sends in a message of several units. Needs `torch.no_grad()`."""
+        """Return the weights that this rank sends in a message of several units. Call it under `torch.no_grad()`."""
         self.refresh(channels)
         return self.copies[min(copy, self.payload.copies - 1)].local
 
     def open_full(self, channels: Channels) -> torch.Tensor:
-        """Allocate full weights. Return the tensor that the message of several units fills. Needs `torch.no_grad()`."""
+        """Allocate full weights. Return the tensor that a message of several units fills. Call it under `no_grad`."""
         assert self.transient is not None
         if not self.refreshes:
             self._gathered_from = self.version
@@ -251,7 +251,7 @@ class ParameterGroup:
             )
 
     def refresh(self, channels: Channels) -> None:
-        """Start to update the model weights from the main weights, if the main weights have changed."""
+        """Start to update the model weights from the main weights, if they are outdated (`is_outdated`)."""
         if not self.is_outdated:
             return
         self.await_refresh()
@@ -272,7 +272,7 @@ class ParameterGroup:
         self._refreshing, self._gathered_from = run, self.version
 
     def await_refresh(self) -> None:
-        """Wait for the update of the model weights, before the main weights change again."""
+        """Wait for an update of the model weights, if one is in flight. Call it before the main weights change."""
         ticket, self._refreshing = self._refreshing, None
         if ticket is not None:
             with torch.no_grad():
@@ -280,7 +280,7 @@ class ParameterGroup:
             self.payload.open(self.full.local, self.copy)
 
     def rest(self, *, quantize: bool = False) -> None:
-        """Free main weights that the payload can restore, if it is up to date. `quantize`: make the payload first."""
+        """Free the main weights if an up-to-date payload can restore them. `quantize`: make the payload first."""
         if self.payload_only is None:
             return
         if quantize:
@@ -297,13 +297,13 @@ class ParameterGroup:
 
     @property
     def refreshed_bytes(self) -> int:
-        """The bytes of the model weights that are made from the main weights once per step."""
+        """The bytes of the model weights if an update gathers them once per step; 0 if updates gather nothing."""
         moves = self.refreshes and set(self.main_weight.axes) - set(self.model_weight.axes)
         return self.model_weight.local.nbytes * len(self.copies) if moves else 0
 
     @property
     def staging_bytes(self) -> int:
-        """The bytes that upload and cast of the weights need besides the gathered weights."""
+        """The bytes of temporary memory of a gather, apart from the full weights: for uploads, casts or payloads."""
         staging = self.payload.staging
         return staging.nbytes if staging is not None and (self.payload.refreshes or not self.refreshes) else 0
 
@@ -314,8 +314,8 @@ class ParameterGroup:
             upload.synchronize()
 
     def shard_after_forward(self, size: int | None) -> None:
-        """Keep 1/`size` of the gathered weights between forward and backward; None: keep nothing. Collective over the
-        shard axis if `size` is not None."""
+        """Set what each rank keeps of the gathered weights between forward and backward: 1/`size` of them, or nothing
+        if `size` is None. Collective over the shard axis if `size` is not None."""
         self.post_forward = None
         if self.transient is not None and size is not None:
             group = neighbours(self.groups[-1], size)
@@ -330,7 +330,7 @@ class ParameterGroup:
         self.fulls.come(self.version)
 
     def gather_other(self, copy: int, channels: Channels) -> None:
-        """Gather another copy of the weights in place of the current copy. The computation waits for it."""
+        """Gather copy number `copy` of the weights in place of the current one. Computation waits for the gather."""
         self.fulls.check_unwritten()
         self.fulls.leave()
         self.copy = copy
@@ -344,7 +344,7 @@ class ParameterGroup:
             self.transient.give()
 
     def take_requires_grad(self) -> None:
-        """Apply the user's changes of `requires_grad` of full parameters, under `unshard()`, to the sharded ones."""
+        """If the user changed `requires_grad` of full parameters under `unshard()`, change the sharded ones too."""
         with behind_classes():
             before, self._flags = self._flags, [*map(_full_trains, self.parameters)]
         for each, known, flag in zip(self.parameters, before, self._flags):
@@ -352,7 +352,7 @@ class ParameterGroup:
                 each.sharded.requires_grad_(flag)
 
     def sync_requires_grad(self) -> None:
-        """Set `requires_grad` of full parameters to that of the sharded ones. Raise for hooks that would never run."""
+        """Copy `requires_grad` from sharded to full parameters. Raise RuntimeError for hooks that would never run."""
         self._flags = trains = [*map(_trains, self.parameters)]
         self.trains = any(trains)
         with behind_classes():
@@ -374,7 +374,7 @@ class ParameterGroup:
 
     @cached_property
     def slice_ranges(self) -> list[tuple[int, int, dist.ProcessGroup | None]]:
-        """The ranges `(start, stop, group)` of the layout's elements whose parameters have the same slice group."""
+        """The layout's elements as ranges `(start, stop, group)`. `group`: their parameters' slice group, or None."""
         starts: list[int] = []
         groups = []
         for group, members in groupby(self.parameters, key=lambda each: each.slices):

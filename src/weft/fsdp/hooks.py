@@ -32,7 +32,7 @@ from weft.weak import alive
 
 
 class ForwardCall:
-    """One forward of a unit, until the end of its backward. It holds the weights in backward."""
+    """One forward of a unit, with its backward. During that backward, this object holds the unit's weights."""
 
     computes = backward = True
 
@@ -53,7 +53,7 @@ class ForwardCall:
         return f"a backward of {self.unit}"
 
     def begin(self, gradient: torch.Tensor | None = None) -> None:
-        """Begin the call's backward. Each gradient of the outputs calls this hook; only the first has an effect."""
+        """Begin the call's backward. The gradient of each output calls this hook; only the first call has an effect."""
         if self.begun:
             return
         unit, driver = self.unit, self.driver
@@ -76,13 +76,13 @@ class ForwardCall:
         engine.offer(unit)
 
     def begin_inside(self, gradient: torch.Tensor) -> None:
-        """Begin the call's backward, as a hook on the base of an output that is a view. The hook of the view does not
-        run if the caller wrote to the view."""
+        """Begin the call's backward. If an output is a view, this is a hook on its base: the hook on the view itself
+        does not run if the caller wrote to the view in place."""
         if self._ended_in != torch._C._current_graph_task_id():
             self.begin()
 
     def reach_inputs(self, gradients: Iterable[torch.Tensor | None]) -> None:
-        """End the call's backward: the gradients of the inputs are computed."""
+        """End the call's backward. It is called when autograd has computed the gradients of the call's inputs."""
         if not self.begun and self.unit.awaits_reduction:
             self.begin()
         if torch.is_grad_enabled():
@@ -138,8 +138,8 @@ _mark: Callable[..., Any] = super(torch.autograd.Function, _EndOfBackward).apply
 
 
 class HookDriver:
-    """The code that runs around the calls of one unit's modules, outside of compiled regions. `engine`: the engine of
-    the model, made at its first pass."""
+    """The code that runs around the calls of one unit's modules. torch.compile never traces it. `engine`: the engine of
+    the model; it is made at the model's first pass."""
 
     engine: Engine
 
@@ -254,7 +254,7 @@ class HookDriver:
         return output
 
     def abandon(self) -> None:
-        """End the unit's forward if it has begun, although not all of its modules ran."""
+        """End the unit's forward, if one has begun, even if some modules of the unit have not run in it."""
         if self._entered:
             self._leave(self.engine)
         elif self._hold in self.unit.holders:  # the forward failed before any module began

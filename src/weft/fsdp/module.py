@@ -20,7 +20,7 @@ from weft.fsdp.unit import Unit
 
 
 class FSDPModule:
-    """The methods that `fully_shard` adds. FSDP2's methods do the same as in torch, or raise NotImplementedError."""
+    """The methods that `fully_shard` adds to a module. Those of FSDP2 work as in torch or raise NotImplementedError."""
 
     _weft_unit: Unit
     _weft_driver: UnitDriver
@@ -77,7 +77,7 @@ class FSDPModule:
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all parameters, including sharded ones while full parameters are registered."""
+        """Clear the gradients of all parameters. While full parameters are registered, clear the sharded ones' too."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for unit in units_under(self):
             for group in unit.groups:
@@ -88,8 +88,9 @@ class FSDPModule:
                         (gradient if gradient.grad_fn is None else gradient.detach_()).requires_grad_(False).zero_()
 
     def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
-        """Gather the full parameters and register them, until `reshard()`, a state dict, or a forward or backward that
-        frees them. With `async_op=True`, return a handle at once; its `wait()` registers the parameters."""
+        """Gather this unit's full parameters and register them. They stay until `reshard()`, until a state dict is read
+        or loaded, or until a forward or backward frees them. With `async_op=True`, return a handle at once; its
+        `wait()` registers the parameters."""
         runtime_of(self).unshard(unit_of(self))
         handle = UnshardHandle(self)
         if not async_op:
@@ -97,7 +98,7 @@ class FSDPModule:
         return handle if async_op else None
 
     def reshard(self) -> None:
-        """Register the sharded parameters, and free the full ones if nothing else holds them."""
+        """Register the sharded parameters, and free the full ones unless a running forward or backward uses them."""
         runtime_of(self).reshard(unit_of(self))
 
     @contextmanager
@@ -114,8 +115,9 @@ class FSDPModule:
                 unit.requires_gradient_sync = reduces
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether a backward is the last before an optimizer step. The value holds until you set it again.
-        Strategies with partial gradients, "no_shard" and "optim", reduce only in the last backward."""
+        """Pass False if more backwards follow before the optimizer step, and True before the last. Default: True.
+        "no_shard" and "optim" reduce only in the last backward. The other strategies reduce in every backward, but over
+        the outer axis of a 2-D mesh only in the last."""
         is_last_backward = _switch("set_is_last_backward", is_last_backward)
         runtime_of(self).reductions.last_backward = is_last_backward
 
@@ -147,17 +149,15 @@ class FSDPModule:
             unit.reshard_after(reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Set whether the full weights are freed after backward. With False they stay in memory, although the sharded
-        parameters are registered between passes."""
+        """Set whether the full weights are freed after backward. False: they stay in memory until `reshard()`. Between
+        passes the sharded parameters are registered nevertheless."""
         reshard_after_backward = _switch("set_reshard_after_backward", reshard_after_backward)
         for unit in units_under(self, recurse):
             unit.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: list["FSDPModule"]) -> None:
         """Prefetch `modules` when this module's forward begins, instead of the units that followed it in the last pass.
-
-        Raises TypeError if `modules` is no iterable, ValueError if a module is not sharded or is in another model.
-        """
+        Raises TypeError if `modules` is not iterable, ValueError if one is not sharded or is in another model."""
         self._weft_driver.forward_prefetch = _to_prefetch(self, "set_modules_to_forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: list["FSDPModule"]) -> None:
@@ -165,8 +165,9 @@ class FSDPModule:
         self._weft_driver.backward_prefetch = _to_prefetch(self, "set_modules_to_backward_prefetch", modules)
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
-        """Divide summed gradients by `factor`. None: by the number of ranks, times `gradient_divide_factor` if it was
-        given. Raises TypeError if `factor` is not a number, ValueError if it is not positive and finite."""
+        """Divide this unit's summed gradients by `factor`. None: by the number of ranks, times the
+        `gradient_divide_factor` of `fully_shard` if you passed one. Raises TypeError if `factor` is not a number,
+        ValueError if it is not positive and finite."""
         unit_of(self).replaced_factor = None if factor is None else checked_factor("gradient divide factor ", factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float | None) -> None:
@@ -177,10 +178,9 @@ class FSDPModule:
         """Call `hook(reduced)` with the reduced gradients of this unit's backward before they are added to `.grad`.
 
         `reduced`: this rank's part, 1-D, averaged, in the reduce dtype. On a 2-D mesh it is reduced over both axes. The
-        hook may change it, and runs on the stream of the reduction, or on `stream`. On CPU, `stream` has no effect.
-
-        Raises TypeError if `hook` is not callable, ValueError for a stream with a 2-D mesh, whose outer axis has a
-        separate stream.
+        hook may change it in place. The hook runs on `stream`; None: on the stream of the reduction. On CPU, `stream`
+        has no effect. Parameters of different dtypes are reduced separately, each time with a call of the hook. Raises
+        TypeError if `hook` is not callable, ValueError if `stream` is given on a 2-D mesh.
         """
         unit = unit_of(self)
         if not callable(hook):
@@ -196,7 +196,7 @@ class FSDPModule:
             group.gradients.hook = hook
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Set whether this unit's reductions are always sums that weft scales, not averages by the backend."""
+        """Set whether the backend only sums this unit's gradients, and weft divides. False: the backend may average."""
         enable = _switch("set_force_sum_reduction_for_comms", enable)
         for group in unit_of(self).groups:
             group.gradients.sums_only = enable
@@ -250,8 +250,9 @@ class FSDPModule:
         unit_of(self).unshard_in_backward = _switch("set_unshard_in_backward", unshard_in_backward)
 
     def reset_iter_state(self) -> None:
-        """Clean up all units after an exception in forward or backward. Without this call, the next pass cleans up.
-        The call also drops gradients that wait for their reduction. A failed backward sets all gradients to None."""
+        """Clean up the model after an exception in forward or backward. Without this call, the next pass cleans up. A
+        failed backward drops all gradients, and sets every `.grad` to None. A failed forward drops none; this call then
+        drops those of earlier backwards that wait for their reduction."""
         runtime_of(self).reset()
 
 
@@ -279,7 +280,8 @@ class UnshardHandle:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Make `module.method_name` gather parameters as `forward` does. Raises ValueError if the method does not exist."""
+    """Make the method named `method_name` gather parameters as `forward` does. Does nothing if `module` is not sharded.
+    Raises ValueError if the method does not exist."""
     if not isinstance(module, FSDPModule):
         return
     method = getattr(type(module), method_name, None)
@@ -297,10 +299,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Issue the communication of several sharded models, such as pipeline stages, in one common order.
-
-    Raises ValueError for a module that is not sharded.
-    """
+    """Issue the communication of several sharded models, such as pipeline stages, in one common order. `modules`: one
+    sharded module of each model. Raises ValueError for a module that is not sharded."""
     runtimes = [runtime_of(checked(module)) for module in modules]
     for runtime in runtimes[1:]:
         runtime.channels.share_lanes(runtimes[0].channels)
@@ -322,7 +322,7 @@ def attach(module: nn.Module, unit: Unit, driver: UnitDriver) -> None:
 
 
 def kind_of(module: nn.Module) -> str:
-    """Return the name of the module's class, without the prefix of sharded classes."""
+    """Return the name of the module's class, without the prefix "FSDP" if it is sharded."""
     return type(module).__name__.removeprefix("FSDP") if isinstance(module, FSDPModule) else type(module).__name__
 
 
@@ -337,7 +337,7 @@ def runtime_of(module: Any) -> Runtime:
 
 
 def checked_factor(what: str, factor: Any) -> float:
-    """Return `factor`. `what`: its name in errors. Raises TypeError or ValueError if it is not positive and finite."""
+    """Return `factor`, `what` in errors. Raises TypeError if it is no number, ValueError if not positive and finite."""
     if isinstance(factor, (bool, str)) or not hasattr(factor, "__float__"):
         raise TypeError(f"{what}{factor!r}: choose a positive number")
     if not 0 < float(factor) < math.inf:

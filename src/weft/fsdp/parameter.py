@@ -24,8 +24,8 @@ from weft.memory.buffer import FlatBuffer
 
 @dataclass
 class Slot:
-    """The places where a parameter is registered: its name in the unit, the registered tensor, and its owners.
-    `observed`: whether an owner's class defines `__setattr__`. An RNN's, for example, also keeps weights in a list."""
+    """The places where a parameter is registered. `name`: its name in the unit. `there`: the tensor registered now.
+    `owners`: modules, and its name there. `observed`: whether an owner's class defines `__setattr__`, as RNNs do."""
 
     name: str
     there: nn.Parameter | None
@@ -54,7 +54,7 @@ class Slot:
 @dataclass(eq=False)
 class Unsharded:
     """A parameter that is about to be sharded over `mesh`. `value`: the tensor that holds its values. It is `original`,
-    unless `original` is on the meta device. `cutting`: the granularity and the dimension of its cuts."""
+    unless that is on the meta device. `cutting`: the number of elements between possible cuts, and the dimension."""
 
     original: nn.Parameter
     value: nn.Parameter
@@ -79,8 +79,8 @@ class GradientState:
 @dataclass(frozen=True, eq=False)
 class ShardedParameter:
     """Parameter `number` of a group. `extent`: its position in the group's layout. `parallel`: its tensor-parallel
-    placement. `full`: the parameter that is registered while the weights are gathered. `sharded`: the parameter that is
-    registered otherwise."""
+    placement. `full`: the parameter that is registered while a computation or the user's `unshard()` holds the weights.
+    `sharded`: the parameter that is registered otherwise."""
 
     number: int
     slot: Slot
@@ -119,7 +119,7 @@ class ShardedParameter:
 
     @cached_property
     def slices(self) -> dist.ProcessGroup | None:
-        """The process group of the tensor-parallel ranks with its other slices; None if it is not sliced."""
+        """The process group of the tensor-parallel ranks that have the parameter's slices; None if it is not sliced."""
         return self.parallel.ranks if self.parallel is not None and self.parallel.is_spread else None
 
 
@@ -128,7 +128,7 @@ known: MutableMapping[Any, "weakref.ref[ShardedParameter]"] = WeakTensorKeyDicti
 
 
 def record_of(parameter: Any) -> ShardedParameter | None:
-    """Return the record of a unit's parameter, given its full, sharded or original tensor; None for others."""
+    """Return the record of a unit's parameter, given its full, sharded or original tensor. None: no unit has it."""
     if parameter not in known:
         return None
     record = known[parameter]()
@@ -146,7 +146,7 @@ def is_ignored(parameter: nn.Parameter) -> bool:
 
 
 def parameters_of(group: Any, members: Sequence[Unsharded]) -> tuple[ShardedParameter, ...]:
-    """Create the records of a group: their tensors are views of its buffers, with the attributes set on `members`."""
+    """Create a group's records. Their tensors are views of its buffers, with the attributes of the original ones."""
     views = FlatBuffer(group.layout, group.mesh, group.plan.whole, group.full.local).views()
     tensors = group.main_weight.dtensors([each.parallel for each in members])
     records = []
@@ -168,7 +168,7 @@ SHARDED = attrgetter("sharded")
 
 
 def register(parameters: Iterable[ShardedParameter], form: Callable[[ShardedParameter], nn.Parameter | None]) -> None:
-    """Register the tensor `form` (`FULL` or `SHARDED`) of each parameter. Raises RuntimeError if one was replaced."""
+    """Register full (`form=FULL`) or sharded (`SHARDED`) tensors. Raises RuntimeError if other code replaced one."""
     # All are registered before the error is raised, so that the next call does not raise for the same reason.
     replaced: list[Slot] = []
     observed: list[tuple[nn.Module, str, nn.Parameter | None]] = []
@@ -216,7 +216,7 @@ _OPTIMIZER_NEVER_RUNS = (
 
 
 def never_runs(parameter: nn.Parameter) -> str:
-    """Return why a hook or optimizer on the gradient of `parameter` would never run; "" if the parameter has none.
+    """Return why a hook or optimizer on the gradient of `parameter` would never run; "" if there is neither.
     Autograd computes the gradient of the gathered parameter, a different tensor. Only hooks of
     `register_post_accumulate_grad_hook` run, with the reduced gradient."""
     if parameter._backward_hooks:

@@ -26,8 +26,8 @@ from weft.fsdp.runtime.joint_backward import finish_backwards
 
 @dataclass(frozen=True)
 class Patch:
-    """Replaces attribute `name` of torch by `replacing(original)`. `of`: where it is, as "module" or "module:Class".
-    `parameters`: exactly the parameter names of torch's function, if the replacement depends on them."""
+    """Replaces the attribute `name` by `replacing(original)`. `of`: its place in torch, as "module" or "module:Class".
+    `parameters`: the parameter names that torch's function must have, if the replacement depends on them."""
 
     of: str
     name: str
@@ -45,7 +45,7 @@ class Patch:
 
     @property
     def fits(self) -> bool:
-        """Whether this version of torch has the attribute with these parameters."""
+        """Whether this version of torch has the attribute and, if `parameters` is given, exactly these parameters."""
         theirs = getattr(self.owner(), self.name, None)
         return theirs is not None and (
             not self.parameters or tuple(inspect.signature(theirs).parameters) == self.parameters
@@ -91,7 +91,7 @@ _undo: list[Callable[[], None]] = []
 
 
 def apply() -> None:
-    """Apply all patches once. If this version of torch lacks an attribute, raises RuntimeError and applies none."""
+    """Apply all patches once. Raises RuntimeError, and applies none, if one does not fit this version of torch."""
     if _undo:
         return
     missing = [str(patch) for patch in PATCHES if not patch.fits]

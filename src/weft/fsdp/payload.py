@@ -45,8 +45,8 @@ class Plain:
         return functools.partial(collectives.move, own, source, staging)
 
     def land(self, full: torch.Tensor, source: torch.Tensor, pool: Pool) -> torch.Tensor:
-        """Return the tensor into which the ranks' parts are gathered, before `open` converts it to the full weights.
-        `Plain` returns `full` itself. Others return `source`, this rank's part, if each rank has the whole payload."""
+        """Return the tensor into which the ranks' parts are gathered; `open` then converts it to the full weights.
+        `Plain` returns `full` itself. Others return staging memory or, if each rank has all parts, `source`."""
         return full
 
     def open(self, full: torch.Tensor, copy: int) -> None:
@@ -57,12 +57,12 @@ class Plain:
 
 class PostForwardShard:
     """The shard that a rank keeps between forward and backward with an integer `reshard_after_forward`: one of
-    `group.size()` equal shards of a parameter group's gathered weights.
+    `group.size()` equal shards of a parameter group's gathered weights. With `reshard_after_forward=2`, for example:
 
     ranks of the shard axis          0      1      2      3
     sharded                          a      b      c      d        a quarter each
     forward                          abcd   abcd   abcd   abcd     gathered over four ranks
-    until backward, with 2           ab     cd     ab     cd       half each, copied from the gathered weights
+    until backward                   ab     cd     ab     cd       half each, copied from the gathered weights
     backward                         abcd   abcd   abcd   abcd     gathered over two adjacent ranks, usually of one node
     """
 
@@ -74,13 +74,13 @@ class PostForwardShard:
 
     @torch.no_grad()
     def keep(self, full: torch.Tensor, pool: Pool) -> None:
-        """Keep the shard of the gathered weights; the next gather starts from it."""
+        """Keep this rank's shard of the gathered weights `full`. The next gather starts from such shards."""
         if not self.held:
             self.held = True
             pool.take(self.transient).copy_(full.view(self._group.size(), -1)[self._group.rank()])
 
     def gather_into(self, full: torch.Tensor, lane: Lane, channel: int) -> Ticket:
-        """Start to gather the full weights `full` from the shards of the group."""
+        """Start to gather the full weights `full` from the shards that the ranks keep."""
         return lane.run(collectives.all_gather, full, self.transient.tensor, self._group, channel=channel)
 
     def drop(self) -> None:

@@ -74,7 +74,7 @@ class Placements:
 
 
 def placements_of(strategy: "str | Placements", outer_strategy: str, axes: int) -> Placements:
-    """Return the placements of these strategies on a mesh of `axes` axes. Raises ValueError for unknown strategies."""
+    """Return the strategies' placements on `axes` mesh axes. Raises ValueError if these are unknown or do not fit."""
     if isinstance(strategy, Placements):
         if outer_strategy != "no_shard":
             raise ValueError(

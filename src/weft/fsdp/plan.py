@@ -20,8 +20,8 @@ from weft.mesh import ranks_over
 
 @dataclass(eq=False)
 class GroupPlan:
-    """The fixed properties of a parameter group. `offload`: keeps sharded weights and gradients in CPU memory.
-    `unit()`: the unit of the group; None before it is made and after it was freed."""
+    """The fixed properties of a parameter group. `offload`: if given, sharded weights and gradients are in CPU memory.
+    `unit()`: the unit of the group; None before the unit is made and after it was freed."""
 
     layout: Layout
     mesh: DeviceMesh
@@ -48,11 +48,11 @@ class GroupPlan:
         return FlatBuffer(laid, self.mesh, placements, torch.empty(numel, dtype=dtype, device=self.device))
 
     def transient(self, numel: int, dtype: torch.dtype, what: str, *, filled: bool = False) -> Transient:
-        """Return transient memory on the device. `what`: its name in errors, after the unit's name."""
+        """Return transient memory on the device. Its name in errors is `what`, then "of" and the unit's name."""
         return Transient(numel, dtype, self.device, describe=lambda: f"{what} of {self.unit()}", filled=filled)
 
     def home_buffer(self, dtype: torch.dtype) -> FlatBuffer:
-        """Return a new buffer under the optimizer's placements. With CPU offload, it is in CPU memory."""
+        """Return a new buffer with the optimizer's placements, on the device or, with CPU offload, in CPU memory."""
         placements = self.placements.optimizer
         if self.offload is None:
             return self.buffer(placements, dtype)
@@ -63,7 +63,7 @@ class GroupPlan:
 
     @property
     def moves(self) -> bool:
-        """Whether full weights are gathered from other ranks before they are used."""
+        """Whether full weights are gathered from other ranks for each use."""
         return bool(sharded_axes(self.placements.parameter)) and self.layout.shards > 1
 
     def numel(self, placements: tuple[Placement, ...]) -> int:

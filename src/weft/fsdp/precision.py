@@ -24,7 +24,7 @@ _COMPUTED_IN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """The dtypes of a unit. None keeps the dtype of the parameter or tensor, except as stated.
+    """The dtypes of a unit. None keeps the dtype of the parameter or tensor, unless a line below says otherwise.
 
     - `param_dtype`: dtype of the gathered weights and of the computation.
     - `reduce_dtype`: dtype in which gradients are reduced. None: `param_dtype`.
@@ -33,11 +33,11 @@ class MixedPrecisionPolicy:
     - `main_params_dtype`: dtype of the weights that the optimizer updates. None: the parameter's, or float32 for
       a quantized parameter that is not frozen.
     - `main_grads_dtype`: dtype of `.grad`, in which gradients accumulate. None: `main_params_dtype`.
-    - `param_quantization`: a recipe of `weft.quantize` for gathered weights. They are dequantized for use, unless the
-      recipe has `compute="scaled"`.
+    - `param_quantization`: a recipe of `weft.quantize`, in which weights are gathered. They are dequantized for use,
+      unless the recipe has `compute="scaled"`. None: weights are not quantized.
     - `quantize(name, parameter)`: returns whether to quantize a parameter. `name` is its name in the sharded module.
-      None: quantize parameters with two or three dimensions, except embeddings. With `compute="scaled"`, only weights
-      of linear layers and experts.
+      None: quantize parameters with two or three dimensions, except embeddings. If the recipe has `compute="scaled"`,
+      None quantizes only the weights of linear layers and experts.
 
     Raises ValueError for dtypes other than float64, float32, bfloat16 and float16.
     """
@@ -66,8 +66,8 @@ class MixedPrecisionPolicy:
         self, dtype: torch.dtype, *, keep: bool = False, quantized: bool = False, frozen: bool = False
     ) -> "Recipe":
         """Return the dtypes for a parameter of dtype `dtype`. `keep`: the parameter keeps its dtype. `quantized`: it is
-        gathered in `param_quantization`. `frozen`: no optimizer updates it. Raises ValueError if the quantized format
-        has a wider range than the compute dtype."""
+        gathered in `param_quantization`. `frozen`: no optimizer updates it. Raises ValueError for an `mx` format and a
+        compute dtype of float16, because the scales of `mx` exceed the range of float16."""
         if keep or not dtype.is_floating_point:
             return Recipe(dtype, dtype, dtype, dtype)
         compute = self.param_dtype or dtype
@@ -81,14 +81,14 @@ class MixedPrecisionPolicy:
         return Recipe(main, compute, self.reduce_dtype or compute, self.main_grads_dtype or main, narrow)
 
     def cast_inputs(self, values: Any) -> Any:
-        """Return the tree `values` with floating-point tensors cast to `param_dtype`, if the policy casts inputs."""
+        """Return `values`, a pytree, with floating-point tensors cast to `param_dtype` if the policy casts inputs."""
         if self.param_dtype is None or not self.cast_forward_inputs:
             return values
         return map_tensors(_cast_to(self.param_dtype), values)
 
     def cast_output(self, values: Any) -> Any:
-        """Return `values`, a tree or dataclass, with floating-point tensors cast to `output_dtype`, if that is set.
-        Raises TypeError if all floating-point tensors are in an object that cannot be rebuilt with cast ones."""
+        """Return `values`, a pytree or dataclass, with floating-point tensors cast to `output_dtype` if it is set.
+        Raises TypeError if no tensor could be cast, because weft cannot rebuild the objects that hold the tensors."""
         if self.output_dtype is None:
             return values
         cast = map_tensors(_cast_to(self.output_dtype), values, in_dataclasses=True)
@@ -103,10 +103,10 @@ class MixedPrecisionPolicy:
 
 
 def keep_dtype(parameter: torch.nn.Parameter) -> None:
-    """Keep a parameter's own dtype in gathers, computation and gradients, under every policy of its unit.
+    """Keep a parameter's own dtype in main weights, gathers, computation and gradients, whatever policy its unit has.
 
-    Call it before `fully_shard`, for parameters that need the precision, such as the decays of a recurrence. Raises
-    TypeError for anything but a parameter, ValueError for a sharded parameter.
+    Call it before `fully_shard`, for parameters that need more precision than the policy gives, such as the decays of a
+    recurrence. Raises TypeError for anything but a parameter, ValueError for a sharded parameter.
     """
     if not isinstance(parameter, torch.nn.Parameter):
         raise TypeError(f"keep_dtype got a {type(parameter).__name__}: call it with each parameter, not with a module")
@@ -129,7 +129,7 @@ def _cast_to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The dtypes that a policy gives to parameters of one dtype. No field is None."""
+    """The dtypes that a policy gives to a parameter. `quantization`: the format of gathered weights, or None."""
 
     main: torch.dtype
     compute: torch.dtype
@@ -139,7 +139,7 @@ class Recipe:
 
     @property
     def gathered(self) -> torch.dtype:
-        """The dtype of full weights: the compute dtype, or float8 if products multiply quantized operands."""
+        """The dtype of full weights: the compute dtype, or float8 if matrix products read the quantized weights."""
         return torch.float8_e4m3fn if self.quantization is not None and self.quantization.is_scaled else self.compute
 
     @property
@@ -150,7 +150,7 @@ class Recipe:
 
     @cached_property
     def narrows(self) -> bool:
-        """Whether a gradient may overflow in the reduce dtype. If so, it is first scaled in the dtype `main_grad`."""
+        """Whether a gradient may overflow in the reduce dtype. Then it is first packed in the dtype `main_grad`."""
         return has_less_range(self.reduce, self.compute)
 
 
@@ -160,7 +160,7 @@ def has_less_range(narrow: torch.dtype, wide: torch.dtype) -> bool:
 
 
 def precision_of(policy: Any) -> MixedPrecisionPolicy:
-    """Convert weft's or torch's policy to weft's. Raises TypeError for any other object."""
+    """Return `policy`, weft's or torch's `MixedPrecisionPolicy`, as weft's. Raises TypeError for any other object."""
     if isinstance(policy, MixedPrecisionPolicy):
         return policy
     if isinstance(policy, _TorchMixedPrecisionPolicy):

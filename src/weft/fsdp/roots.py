@@ -19,7 +19,7 @@ from weft.weak import alive
 
 
 class UnitDriver(HookDriver):
-    """The hook driver of one unit. It is the root of a model, or under another driver."""
+    """Drives one unit by hooks. The driver of a model's outermost unit is the root; the other drivers are under it."""
 
     def __init__(self, unit: Unit, options: RuntimeOptions | None) -> None:
         """`options`: the `runtime` argument of `fully_shard`, if given."""
@@ -32,12 +32,12 @@ class UnitDriver(HookDriver):
 
     @property
     def runtime(self) -> Runtime | None:
-        """The runtime of the root; None before its first pass, and after the root was freed."""
+        """The runtime of the root; None before the first pass of the root, and after the root has been freed."""
         return self._known()
 
     @property
     def engine(self) -> Runtime:  # type: ignore[override]
-        """The runtime of all units of the root. It is created if it does not exist yet."""
+        """The runtime of the root, which serves all units of the model. If there is none yet, it is created."""
         runtime = self._known()
         if runtime is None:
             root = self.root
@@ -54,7 +54,7 @@ class UnitDriver(HookDriver):
         return root
 
     def come_under(self, around: "UnitDriver") -> None:
-        """Put this driver, and the drivers under it, under the driver `around`, and so under the root of `around`."""
+        """Put this driver, with all drivers under it, under the driver `around`. Their root is now that of `around`."""
         if self.above() is None:
             self.above = weakref.ref(around)
         runtime = self.runtime

@@ -36,8 +36,8 @@ _OPAQUE = (
 def map_tensors(
     change: Change, value: Any, *, in_dataclasses: bool = False, rebuilt: list[tuple[Any, Any]] | None = None
 ) -> Any:
-    """Return `value` with `change` applied to its tensors, or `value` itself if no tensor changes. `rebuilt`: a list to
-    which pairs are appended: an old list or dict, and its replacement."""
+    """Return `value` with `change` applied to its tensors, or `value` itself if no tensor changes. `rebuilt`: a list
+    that receives a pair for each list or dict that is replaced: the old one and the new one."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if value is None or isinstance(value, _OPAQUE):
@@ -54,8 +54,8 @@ def map_tensors(
 
 
 def give_back(rebuilt: list[tuple[Any, Any]], original: dict[int, Any]) -> None:
-    """Copy changes of rebuilt lists and dicts back to the old ones. `rebuilt`: the pairs from `map_tensors`.
-    `original`: the original value of each replaced value, by the id of the replacement."""
+    """Copy the current contents of rebuilt lists and dicts into the old ones. `rebuilt`: the pairs from `map_tensors`.
+    `original`: by the id of each replacement, the value that it has replaced."""
     for old, new in rebuilt:
         if type(new) is list:
             old[:] = [original.get(id(each), each) for each in new]
@@ -66,7 +66,7 @@ def give_back(rebuilt: list[tuple[Any, Any]], original: dict[int, Any]) -> None:
 
 
 def tensors_in(value: Any, *, hidden: bool = False) -> Iterator[torch.Tensor]:
-    """Yield the tensors in `value`. `hidden`: also those in dataclasses, other objects and other containers."""
+    """Yield the tensors in `value`. `hidden`: also those in the last two rows of the table at the top of this file."""
     if isinstance(value, torch.Tensor):
         yield value
         return

@@ -60,7 +60,7 @@ _moves = attrgetter("moves")
 
 
 class Unit:
-    """The parameter groups of one `fully_shard` call. `channels`: the lanes and pools of its model."""
+    """The parameter groups of one `fully_shard` call. `channels`: the lanes and pools of the model."""
 
     def __init__(
         self,
@@ -150,13 +150,13 @@ class Unit:
             self._gather()
 
     def gather_started(self, ticket: Ticket) -> None:
-        """Record that `ticket`, a message of several units, gathers the weights. They must not be gathered yet."""
+        """Record that the message of `ticket`, which several units share, gathers the weights. They must be at rest."""
         self.state = TRANSITIONS.get((self.state, "gather")) or self._refuse("gather")
         self.resident = True
         self._tickets = [ticket]
 
     def acquire(self, holder: Any) -> None:
-        """Hold the full weights: register them, and make subsequent computation wait for them."""
+        """Hold the full weights: gather and register them as needed, and make subsequent computation wait for them."""
         if holder in self.holders:
             raise RuntimeError(f"{self}: {holder.name} holds its weights already")
         for unit in self.tied:
@@ -210,8 +210,8 @@ class Unit:
         self._wait()
 
     def turn(self, backward: bool) -> None:
-        """Switch weights that have a second copy for backward to the copy for this pass: the next gather brings it. If
-        the weights are held, gather that copy now."""
+        """Choose which copy gathers read, if weights have a second copy for backward: the one for backward or the one
+        for forward. If the weights are held, gather the chosen copy now."""
         if not self.turns or self.backward == backward:
             return
         self.free()  # gathered ahead for the other direction
@@ -227,7 +227,7 @@ class Unit:
             group.gather_other(int(backward), self.channels)
 
     def sync_versions(self) -> None:
-        """Make autograd raise for tensors saved at another version of the main weights. Raises as `release` does."""
+        """Make autograd raise for tensors saved at another version of main weights. May raise WeightsWritten."""
         if self.state in (State.HERE, State.HELD):
             for group in self.groups:
                 group.fulls.check_unwritten()
@@ -255,7 +255,8 @@ class Unit:
                 group.free()
 
     def reshard_after(self, forward: bool | int | None) -> None:
-        """Set whether the weights are freed after forward. An int: then keep them sharded over that many ranks."""
+        """Set whether the weights are freed after forward. None: they are, unless this is the root. An int: they are,
+        but a shard over that many ranks is kept until backward."""
         self.forget()
         size = None if forward is None or isinstance(forward, bool) else forward
         self.reshard_after_forward = True if size is not None else forward  # type: ignore[assignment]
@@ -272,7 +273,7 @@ class Unit:
                 group.post_forward.drop()
 
     def begin_pass(self) -> None:
-        """Free the remains of an earlier pass, and apply the user's changes of `requires_grad`."""
+        """Free weights that are left from an earlier pass, and apply the user's changes of `requires_grad`."""
         self.forget()
         if self.state is not State.AT_REST:
             self.free()  # waits for a gather before the model weights change that it reads
@@ -296,7 +297,7 @@ class Unit:
         self.free()
 
     def has_room(self) -> bool:
-        """Return whether the weights can be gathered now, at the address where autograd may need them."""
+        """Return whether the weights can be gathered now: not if autograd needs them at an address that is occupied."""
         return all(map(self.channels.weights.has_room, self.gathered))
 
     def is_evictable(self) -> bool:
@@ -307,7 +308,7 @@ class Unit:
         return True
 
     def lends(self, tensor: torch.Tensor) -> bool:
-        """Return whether `tensor` is in the memory of gathered weights, which are freed between uses."""
+        """Return whether `tensor` is in the memory of this unit's gathered weights, which is freed between uses."""
         if tensor.layout is not torch.strided:
             tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
         for each in self.gathered:
@@ -363,7 +364,7 @@ class Unit:
 
     @cached_property
     def is_addressed(self) -> bool:
-        """Whether gathers of this unit cannot match those of other units: it has none, or messages have tags."""
+        """Whether gathers of this unit cannot be mixed up with others: it has none, or messages have tags."""
         gathered = (group for group in self.groups if group.plan.moves)
         return all(transport_of(group.groups[-1], group.device).capabilities.tags for group in gathered)
 
@@ -376,7 +377,7 @@ class Unit:
         return False
 
     def scale_of(self, group: ParameterGroup) -> float:
-        """Return the factor by which the sum of gradients over the ranks is multiplied."""
+        """Return the factor by which the sum, over the ranks, of the group's gradients is multiplied."""
         if self.replaced_factor is not None:
             return 1 / self.replaced_factor
         return 1 / (group.ranks * (self._divide_factor or 1))

@@ -25,7 +25,7 @@ from weft.graphs.walk import UNSET, Slots, Walk
 
 
 class Attributes:
-    """The attributes of `modules`, and the code, defaults and closure of the captured `function`, at construction.
+    """A record of the attributes of `modules`, and of the code, defaults and closure of the captured `function`.
 
     Raises CaptureRefused for state that cannot be compared.
     """
@@ -49,7 +49,7 @@ class Attributes:
         return True
 
     def difference(self) -> str | None:
-        """Return the name of something that has changed, or None. A replaced buffer counts as a change."""
+        """Return the name of something that differs from the record, or None. A replaced buffer counts too."""
         try:
             now = Walk(self._modules, self._function).tokens
         except CaptureRefused as error:

@@ -36,7 +36,7 @@ _ONE = tree_flatten(((torch.empty(0),), {}))[1]
 
 
 class Owner(Protocol):
-    """The interface of the object, a `GraphTable`, that all graphed calls of one model share."""
+    """The interface of `GraphTable`, the object that all graphed calls of one model share."""
 
     backend: Backend
 
@@ -45,7 +45,7 @@ class Owner(Protocol):
         ...
 
     def may_capture(self) -> bool:
-        """Return whether gathered weights will have the same addresses in further passes."""
+        """Return whether the memory plan has been steady for long enough to capture calls."""
         ...
 
     @property
@@ -55,7 +55,7 @@ class Owner(Protocol):
 
 
 class Signature:
-    """What is known of calls with the same shapes, dtypes and numbers: samples of outputs' gradients, and captures."""
+    """The state of calls with the same shapes, dtypes and numbers: samples of outputs' gradients, and captures."""
 
     def __init__(self) -> None:
         self.gradients: dict[int, Sample] = {}
@@ -77,8 +77,8 @@ class Signature:
 
 
 class GraphedCall:
-    """Replaces the method `name` of `module`. `scope`: the name under which calls are counted. `inside`: returns
-    the modules that the method uses. `is_owned`: see `Places`."""
+    """Replaces the method `name` of `module`. `scope`: the name under which the report counts the calls. `inside`:
+    returns the modules that the method uses. `is_owned`: see `Places`."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ class CaptureRefused(RuntimeError):
 
 
 class Delays(Protocol):
-    """A function mode that queues weight gradients during a backward, to be computed later."""
+    """A `TorchFunctionMode` that queues weight gradients during a backward, to compute them later."""
 
     def fresh(self) -> "Any":
         """Return a new object of the same class, with an empty queue."""
@@ -28,7 +28,7 @@ class Delays(Protocol):
         """Empty the queue."""
 
     def repeatable(self) -> Callable[[], None]:
-        """Return a function that computes the queued entries, any number of times."""
+        """Return a function that computes the queued weight gradients. You can call it any number of times."""
         ...
 
     def add(self, function: Callable[[], None]) -> None:
@@ -36,13 +36,13 @@ class Delays(Protocol):
 
 
 def delaying() -> Delays | None:
-    """Return the innermost function mode if it delays weight gradients, otherwise None."""
+    """Return the innermost active function mode if it is one that delays weight gradients, otherwise None."""
     mode: Any = _get_current_function_mode()
     return mode if hasattr(mode, "repeatable") else None
 
 
 class Recording(Protocol):
-    """Recorded operators with constant addresses. They run again without the Python code that issued them."""
+    """Recorded operators whose tensors have constant addresses. A replay runs no Python code of the function."""
 
     @property
     def nbytes(self) -> int:
@@ -55,7 +55,7 @@ class Recording(Protocol):
         ...
 
     def memory(self) -> Ranges:
-        """Return the addresses of the memory of the results, as far as the backend knows them."""
+        """Return the ranges of memory that the results are in, as far as the backend knows them."""
         ...
 
     def replay(self) -> None:
@@ -71,9 +71,9 @@ class Backend(Protocol):
     def capture(
         self, function: Callable[[], Any], known: Ranges, behind: "Recording | None" = None
     ) -> tuple[Any, Recording]:
-        """Run `function()`. Return its result, and a recording that replays the function into the same tensors.
+        """Run `function()`, perhaps twice. Return its result, and a recording whose replays write to the result.
 
-        `known`: the memory that the function may read but does not allocate. `behind`: the recording that is always
-        replayed before this recording. Raises CaptureRefused if the function cannot be captured.
+        `known`: the memory that the function may read but does not allocate. `behind`: a recording that is always
+        replayed before the new one. Raises CaptureRefused if the function cannot be captured.
         """
         ...

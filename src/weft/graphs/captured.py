@@ -45,8 +45,8 @@ _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
 class Lease:
-    """A replayed forward. Its capture is busy until the backward has ended, or autograd has freed the forward's nodes.
-    `queue`: receives the recording of the delayed gradients."""
+    """A replayed forward. Its capture is busy until the backward has ended, or until autograd has freed the forward's
+    nodes. `queue`: the function mode that receives the recording of delayed weight gradients, if any."""
 
     def __init__(self, captured: "Captured", queue: Delays | None) -> None:
         self._captured = captured
@@ -58,12 +58,14 @@ class Lease:
 
 
 class Captured:
-    """`function`, captured with the arguments that pytree's `tree_flatten` has turned into `leaves` and `spec`.
+    """A capture of `function`: of its forward and of its backward.
 
+    - `leaves`, `spec`: the arguments of the function, as pytree's `tree_flatten` returns them.
     - `places`: the parameters and buffers that the function may read.
-    - `gradients`: samples of its outputs' gradients, by the index of the output among the tensors that it returns.
-    - `count`: called with the reason why a backward is eager.
-    - `queue`: the function mode that delays weight gradients, if any.
+    - `gradients`: for outputs that had a gradient in an eager call, the layout of the gradient (a `Sample`). The key is
+      the output's index among the tensors that the function returns.
+    - `count`: called with the reason each time the backward, or a part of it, runs eagerly.
+    - `queue`: the function mode that delays weight gradients. None: they are not delayed.
 
     Raises CaptureRefused if the function cannot be captured.
     """
@@ -223,7 +225,7 @@ class Captured:
 
     @property
     def nbytes(self) -> int:
-        """The memory of the results and of the static inputs, in bytes."""
+        """The memory of the capture in bytes: of its static inputs, its forward and its backward."""
         statics = sum(each.tensor.untyped_storage().nbytes() for each in self._inputs)
         return statics + self._forward.nbytes + self._backward.nbytes
 
@@ -232,10 +234,11 @@ class Captured:
         return None if self._holder is None else self._holder()
 
     def run(self, leaves: Sequence[Any], *, copies: bool, queue: Delays | None = None) -> Any:
-        """Replay the forward and return the function's result.
+        """Replay the forward with the arguments `leaves`, and return the function's result.
 
-        `copies`: whether to return copies, which the next replay does not overwrite. `queue`: the function mode that
-        delays weight gradients, if any.
+        `copies`: whether to return copies of the static outputs. The next replay overwrites the static outputs, but not
+        the copies. `queue`: the function mode to which the backward adds its delayed weight gradients. None: they are
+        not delayed.
         """
         lease = Lease(self, queue)
         self._holder = weakref.ref(lease)
@@ -247,7 +250,7 @@ class Captured:
 
     @torch.no_grad()
     def forward(self, inputs: Sequence[Tensor], *, copies: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Replay the forward.
+        """Copy `inputs` into the static inputs, and replay the forward. `copies`: see `run`.
 
         Return all outputs, the outputs that are not differentiable, and the tensors that must not be written to before
         the backward.
@@ -270,8 +273,9 @@ class Captured:
 
     @torch.no_grad()
     def backward(self, gradients: Sequence[Tensor | None], lease: Lease, *, ends: bool) -> Sequence[Tensor | None]:
-        """Replay the backward, and return a gradient for each use of a leaf (see `Uses`). Delayed gradients are queued.
-        `ends`: whether autograd frees its graph after this backward, so that the lease ends."""
+        """Replay the backward, and return a gradient for each use of a leaf (see `Uses`). Delayed weight gradients are
+        added to the lease's queue, not computed. `ends`: whether autograd frees the graph after this backward. If so,
+        the lease ends: at once or, with delayed gradients, when they have been computed."""
         if self._places.addresses() != self.addresses:
             raise RuntimeError(
                 "weights of a captured function have moved, or were frozen, between its forward and its backward: "
@@ -286,7 +290,7 @@ class Captured:
         return found
 
     def rest(self) -> None:
-        """Note that no forward is in flight."""
+        """Record that no forward is in flight."""
         self._holder = None
         if POISON:
             with torch.no_grad():

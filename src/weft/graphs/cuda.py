@@ -22,8 +22,8 @@ from weft.graphs.watch import Methods, Watch
 
 
 class CudaRecording:
-    """One CUDA graph. `watch`: has the memory that its operators allocated and read. `nbytes`: by how much the memory
-    pool grew in its capture."""
+    """One CUDA graph. `watch`: the `Watch` that was active during the capture. It has noted the memory that
+    operators allocated and read. `nbytes`: the bytes by which the capture increased the device's reserved memory."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, watch: Watch, nbytes: int) -> None:
         self.graph = graph
@@ -40,7 +40,7 @@ class CudaRecording:
         return self._made
 
     def poison(self) -> None:
-        """Do nothing: a CUDA graph's memory belongs to its pool. Only tests of the tape backend poison memory."""
+        """Do nothing: a CUDA graph's memory belongs to its pool. Only the tape backend implements this method."""
 
 
 class CudaBackend:

@@ -13,11 +13,13 @@ from weft.graphs.table import Engine, GraphTable
 class Graphs(Settings):
     """Capture parts of a model and replay them: a replay takes one launch per part, not one per operator.
 
-    - `scopes`: parts of the layers of `weft.models`: "attn", "mamba", "mlp" (dense, and the shared expert),
-      "moe_router", "moe_preprocess" (only with "moe_router"), "experts" (only with `pad_to_capacity`) and "finish".
-    - `modules`: further modules, by their names in the root's `named_modules()`, or by a predicate of name and module.
-      Each module must be part of one unit, and contain no other unit.
-    - `warmup`: the number of passes that run eagerly after each new memory plan.
+    - `scopes`: the parts of the layers of `weft.models` to capture, by default all of these: "attn", "mamba", "mlp"
+      (dense MLPs, and the shared expert), "moe_router", "moe_preprocess" (needs "moe_router"), "experts" (captured only
+      if the model's `pad_to_capacity` is true), and "finish" (the sum of the experts' outputs, and the residual sum).
+    - `modules`: further modules to capture: their names in the root's `named_modules()`, or a predicate of name and
+      module. A chosen module must not contain another unit or another chosen module.
+    - `warmup`: the number of passes that run eagerly after each new memory plan, before parts are captured. A forward
+      and its backward count as one pass.
     - `backend`: "cuda" (None means the same) or "tape". "tape" replays the operators one by one on the CPU. This tests
       captures without a GPU, but saves no time.
     """

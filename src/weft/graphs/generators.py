@@ -10,8 +10,8 @@ from weft.graphs.capture import CaptureRefused
 
 @contextmanager
 def nothing_drawn() -> Iterator[None]:
-    """Raise CaptureRefused if random numbers of Python or NumPy are drawn inside this context. Restore the state of
-    the generators."""
+    """Raise CaptureRefused if code inside this context draws from the global generators of `random` or `numpy.random`.
+    In any case, the generators have their old state again after the context."""
     before = random.getstate()
     drawn = sys.modules["numpy"].random.get_state(legacy=False) if "numpy" in sys.modules else None
     try:

@@ -16,7 +16,8 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 def range_of(tensor: Tensor, *, writable: bool = False) -> tuple[int, int, bool]:
-    """Return the range of bytes from the beginning of `tensor` to the end of its last element."""
+    """Return the range of memory (see `Ranges`) from the beginning of `tensor` to the end of its last element.
+    `writable`: whether a captured function may write to it."""
     start = tensor.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) if tensor.numel() else -1
     return start, start + (last + 1) * tensor.itemsize, writable
@@ -28,7 +29,8 @@ def touches(one: tuple[int, int, bool], others: Iterable[tuple[int, int, bool]])
 
 
 def cut_of(tensor: Tensor) -> tuple[slice, ...] | None:
-    """Return an index that selects each element in the memory of an expanded `tensor` once. None: all of `tensor`."""
+    """Return an index into `tensor` that selects one element along each expanded dimension (of stride 0), so that no
+    element in memory is selected twice. Return None if no dimension is expanded."""
     cut = tuple(slice(0, 1) if not stride else slice(None) for stride in tensor.stride())
     return cut if any(each.stop for each in cut) else None
 
@@ -54,7 +56,8 @@ def has_hooks(module: nn.Module) -> bool:
 
 @contextmanager
 def versions_set(tensors: Sequence[Tensor], versions: Sequence[int]) -> Iterator[None]:
-    """Inside this context, set the version counters of `tensors` to `versions`, at which autograd saved them."""
+    """Inside this context, the version counters of `tensors` are `versions`. Autograd has saved the tensors at these
+    versions, and refuses a backward at others. Afterwards the counters have their old values again."""
     now = tuple(each._version for each in tensors)
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
     try:
@@ -64,8 +67,8 @@ def versions_set(tensors: Sequence[Tensor], versions: Sequence[int]) -> Iterator
 
 
 class Places:
-    """The parameters and buffers of `modules`. `is_owned`: returns whether weft copies the gradient of a parameter
-    before the next replay, so that the graph may reuse the gradient's memory."""
+    """The parameters and buffers of `modules`. `is_owned`: called with a parameter, returns whether weft copies its
+    gradient before the next replay. If so, the next replay may overwrite the gradient."""
 
     def __init__(self, modules: Sequence[nn.Module], is_owned: Callable[[nn.Parameter], bool]) -> None:
         self.is_owned = is_owned
@@ -76,9 +79,10 @@ class Places:
                 self._slots += [(slots, name) for name in slots]  # None may become a tensor
 
     def addresses(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Return what a graph depends on: each tensor's address and layout; whether each trains, and has hooks.
+        """Return what a graph depends on, as two tuples with an entry per tensor. The first has its address, shape,
+        strides and dtype. The second has whether it requires a gradient, and whether hooks run on its gradient.
 
-        Raises WeightsGone for weights that are not gathered.
+        Raises WeightsGone if gathered weights of the modules were freed.
         """
         places, flags = [], []
         for slots, name in self._slots:
@@ -98,7 +102,7 @@ class Places:
         ]
 
     def ranges(self) -> Ranges:
-        """Return the byte ranges of all tensors. Buffers may be written to."""
+        """Return the memory of all parameters and buffers. A captured function may write to the buffers only."""
         return [range_of(local(each), writable=not isinstance(each, nn.Parameter)) for each in self.tensors()]
 
     @contextmanager

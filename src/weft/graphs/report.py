@@ -9,17 +9,19 @@ from weft.graphs.table import GraphTable
 
 
 def graph_report(model: nn.Module) -> dict[str, Any]:
-    """Return how often parts of the model were captured, replayed and run eagerly, and the bytes of the captures.
+    """Return how often parts of the model were captured, replayed and run eagerly on this rank, and the bytes of the
+    captures.
 
     The result is {"captures": int, "replays": int, "eager": {reason: int}, "bytes": int, "scopes": {...}}. "scopes" has
-    a dict with the first four keys for each part, by name. `model`: the root. Raises ValueError for a model without
-    `RuntimeOptions(graphs=...)`.
+    a dict with the first four keys for each scope (such as "attn") and each captured module, by name. `model`: the
+    root. Raises ValueError if the root is not sharded, or was sharded without `RuntimeOptions(graphs=...)`.
     """
     return _table(model).report()
 
 
 def drop_graphs(model: nn.Module) -> None:
-    """Free the memory of all captures. The model then runs eagerly. Raises ValueError as `graph_report` does."""
+    """Free the memory of all captures. From then on the model runs eagerly, and nothing is captured again. Raises
+    ValueError as `graph_report` does."""
     _table(model).drop()
 
 

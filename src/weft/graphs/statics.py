@@ -14,7 +14,7 @@ from weft.graphs.places import cut_of
 
 
 class Sample(NamedTuple):
-    """The properties of a tensor of an eager call, from which a static tensor is made."""
+    """The shape, strides, dtype and device of a tensor in an eager call. `Static` makes a tensor with the same ones."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -30,7 +30,7 @@ class Sample(NamedTuple):
 class Static:
     """A zero-filled `tensor` at a constant address, with the shape, strides, dtype and device of a sample.
 
-    Raises CaptureRefused if the elements of the sample overlap in memory.
+    Raises CaptureRefused if elements of the sample overlap in memory. Those of expanded dimensions (stride 0) may.
     """
 
     def __init__(self, sample: Sample) -> None:
@@ -41,7 +41,7 @@ class Static:
         self._memory.zero_()
 
     def fill(self, given: Tensor) -> None:
-        """Copy the values of `given`, which has the strides of the sample."""
+        """Copy the values of `given` into the tensor. `given` has the shape and the strides of the sample."""
         self._memory.copy_(given if self._cut is None else given[self._cut])
 
 

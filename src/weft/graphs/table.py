@@ -28,7 +28,8 @@ class Engine(Protocol):
 
     @property
     def steady_passes(self) -> int:
-        """The number of passes since the memory plan changed; 0 in a pass that has left the recorded order of units."""
+        """The number of passes that ended since the memory plan changed (a forward and its backward count as one). It
+        is 0 while a pass uses units in another order than the last pass of its kind."""
         ...
 
     @property
@@ -38,7 +39,8 @@ class Engine(Protocol):
 
 
 class GraphTable:
-    """The captures of one model. `root`: the model. Raises ValueError for modules that cannot be captured."""
+    """The graphed calls of one model. `root`: its root module. Raises ValueError if `settings` choose a module that
+    cannot be captured, or no part of the model, or a backend that does not run on `device`."""
 
     def __init__(self, settings: Settings, root: nn.Module, engine: Engine, device: torch.device) -> None:
         self.settings = settings
@@ -92,7 +94,8 @@ class GraphTable:
         return "weft.debug.guard_memory is active" if guard.guards else None
 
     def may_capture(self) -> bool:
-        """Return whether gathered weights will have the same addresses in further passes."""
+        """Return whether the memory plan has been steady for `warmup` passes. Gathered weights are then expected to
+        keep their addresses."""
         return self._engine.steady_passes >= self.settings.warmup
 
     @property
@@ -102,13 +105,14 @@ class GraphTable:
 
     @property
     def failed(self) -> list[bool]:
-        """For each call, whether a capture failed on this rank since the last agreement."""
+        """For each graphed call, whether a capture of it has failed on this rank since the last call of `agree`."""
         return [call.failed for call in self.calls]
 
     def agree(self, failed: Sequence[bool]) -> None:
-        """End the pass, and allow replays of new captures.
+        """Allow replays of new captures. Called at the end of a backward, after the ranks have exchanged `failed`.
 
-        `failed`: for each call, whether its capture failed on any rank in this pass.
+        `failed`: for each graphed call, whether a capture of it has failed on any rank since the last call of `agree`.
+        Such a call stays eager. With `check_collectives=False` the ranks exchange nothing: these are this rank's flags.
         """
         for call, anywhere in zip(self.calls, failed):
             if anywhere and call.refused is None:
@@ -123,7 +127,8 @@ class GraphTable:
             call.drop()
 
     def report(self) -> dict[str, Any]:
-        """Return captures, replays, eager calls by reason, and bytes: in total and by scope."""
+        """Return the numbers of captures, replays and, by reason, eager calls, and the bytes of the captures: in total,
+        and for each scope."""
         scopes = dict.fromkeys(call.scope for call in self.calls if call.captures or call.eager or call.refused)
         each = {scope: _sum(call for call in self.calls if call.scope == scope) for scope in scopes}
         return {**_sum(self.calls), "scopes": each}

@@ -23,8 +23,9 @@ _EMPTY = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_em
 
 
 class Call(NamedTuple):
-    """One operator. `results`: its results that are in new memory, each with its index among all results.
-    `differentiable`: whether gradients were enabled. Some operators then return more tensors."""
+    """One recorded call of an operator. `results`: its results that are in new memory, each with its index among all
+    results (see `New`). `differentiable`: whether gradients were enabled at the capture. If they are enabled, some
+    operators return more tensors."""
 
     function: Any
     args: tuple
@@ -34,8 +35,8 @@ class Call(NamedTuple):
 
 
 class Tape:
-    """Calls in order. `made`: the first tensor in each storage that the calls allocated. `read`: the other tensors that
-    they use."""
+    """The recorded calls, in order. `made`: for each storage that the calls allocated, by its address, the first tensor
+    in it. `read`: the tensors in other memory that the calls use, by address."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -69,13 +70,14 @@ class Tape:
 
     @torch.no_grad()
     def poison(self) -> None:
-        """Fill the results with NaN, or with bytes that are not a valid index."""
+        """Call `poison` for the memory of the results."""
         for tensor in self.made.values():
             poison(tensor)
 
 
 def poison(tensor: Tensor) -> None:
-    """Fill the memory of `tensor` with NaN, or with bytes that are not a valid index."""
+    """Fill the whole storage of `tensor` with bytes 0xFF: NaN in floating dtypes, -1 in signed integers. Does nothing
+    to a bool tensor."""
     if tensor.dtype is not torch.bool:
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         whole.fill_(0xFF)

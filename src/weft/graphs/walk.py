@@ -49,8 +49,8 @@ UNSET = object()
 
 
 class Walk:
-    """The Python state that can be reached. `tokens`: names and values that can be compared with those of another walk.
-    `kept`: the objects that can change, each with a copy of its contents."""
+    """The Python state that can be reached from `modules` and `function`. `tokens`: names and values, to be compared
+    with those of another walk. `kept`: the objects that can change, each with a copy of its contents."""
 
     def __init__(self, modules: Sequence[nn.Module], function: Any) -> None:
         # The values to compare before each replay, without Python code for each value: all elements of containers, and
@@ -85,8 +85,8 @@ class Walk:
             raise CaptureRefused("it may read state that cannot be compared: tuples are nested too deeply") from None
 
     def same(self) -> bool:
-        """Return whether all recorded objects are still in their places. Raises KeyError, AttributeError or ValueError
-        if one was removed."""
+        """Return whether each recorded attribute, element and closure variable is still the same object. May raise
+        KeyError, AttributeError or ValueError if one no longer exists."""
         return (
             [*map(len, self._sized)] == self._lengths
             and all(map(is_, chain.from_iterable(map(call, self._getters, self._owners)), self._got))

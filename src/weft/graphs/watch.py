@@ -26,7 +26,8 @@ one."""
 
 
 class Methods(TorchFunctionMode):
-    """Refuses tensor methods that are not operators: host reads, and hooks on gradients."""
+    """A function mode that raises CaptureRefused when a tensor is read on the host (such as by `tolist`), or when a
+    hook is registered on a gradient. `Watch` does not see these calls, because they are not operators."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _HOST_READS:
@@ -37,8 +38,8 @@ class Methods(TorchFunctionMode):
 
 
 class Watch(TorchDispatchMode):
-    """Refuses operators that a graph cannot contain. `known`: the memory that the function may read
-    although its operators did not allocate it, and whether they may write to it."""
+    """A dispatch mode that raises CaptureRefused for operators that a graph cannot contain. `known`: memory that the
+    operators may read although they did not allocate it; each range says whether they may also write to it."""
 
     def __init__(self, known: Ranges) -> None:
         super().__init__()
@@ -83,7 +84,8 @@ class Watch(TorchDispatchMode):
         return returned
 
     def note(self, function: Any, args: tuple, kwargs: dict, given: list[Tensor], new: New) -> None:
-        """Called after each operator. Does nothing here: subclasses override it."""
+        """Called after each operator. `given`: the tensors among its arguments. `new`: its results in new memory. Does
+        nothing here: subclasses override it."""
 
     def memory(self) -> Ranges:
         """Return the memory that the operators allocated."""

@@ -28,8 +28,8 @@ Target = tuple[Tensor, bool]
 
 
 class Writes:
-    """The writes of a backward. `asked`: its calls of `weight_gradient`, in order. `added`: the parameters to whose
-    `main_grad` it adds."""
+    """The weight gradients that a backward writes into buffers itself. `asked`: the parameters for which it calls
+    `weight_gradient`, in the order of the calls. `added`: the parameters to whose `main_grad` it adds."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.asked: list[nn.Parameter] = []
@@ -41,8 +41,8 @@ class Writes:
 
     @contextmanager
     def tried(self) -> Iterator[Ranges]:
-        """Make a backward inside this context write to scratch memory, and note its writes. Yields the memory to which
-        it may write."""
+        """Make a backward inside this context write to scratch memory, and note its writes in `asked` and `added`.
+        Yields the scratch memory that stands in for each `main_grad`."""
         before = [(vars(each).get("main_grad"), each.grad_added_to_main_grad) for each in self._declared]
         scratch = [torch.zeros(each.shape, dtype=each.dtype, device=each.device) for each in self._declared]
         for each, place in zip(self._declared, scratch):
@@ -78,10 +78,11 @@ class Recorded(NamedTuple):
 
 
 class Recordings:
-    """The recordings of one function that may write weight gradients: one recording for each set of buffers.
+    """The recordings of one function that may write weight gradients: one for each set of gradient buffers (`Targets`).
 
-    `capture`: captures a function, given the memory to which it may write. `restored`: a context that restores the
-    modules' buffers at its end. `count`: called with the reason why a call is eager.
+    `capture`: captures a function, given the memory to which it may write. `restored`: returns a context that restores
+    the buffers of the modules (`Module.buffers()`) at its end. `count`: called with the reason each time `run` runs the
+    function eagerly.
     """
 
     def __init__(
@@ -115,7 +116,9 @@ class Recordings:
         return sum(each.recording.nbytes for each in self._found.values())
 
     def run(self, *, poisoned: bool) -> Any:
-        """Replay into the current buffers, and return the static result. For new buffers, record first."""
+        """Replay the recording that writes into the current gradient buffers. For new buffers, make a recording first.
+        If none can be made, run the function eagerly. Return the function's result, which the next replay overwrites.
+        `poisoned`: for tests, overwrite the memory of the results before the replay."""
         targets = Targets(self.writes)
         found = self._found.get(targets.key)
         because = f"a backward writes to more than {MOST} sets of buffers"
@@ -141,7 +144,8 @@ class Recordings:
 
 
 class Targets:
-    """The buffers of one backward. `key`: the properties on which a recording depends."""
+    """The gradient buffers into which one backward writes. `key`: their addresses, strides and dtypes, and whether the
+    backward writes or adds. A recording can be replayed only into buffers with its key."""
 
     def __init__(self, writes: Writes) -> None:
         self._asked = list(writes.asked)
@@ -167,7 +171,8 @@ class Targets:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore the buffers' values at the end of this context, in which the backward may run any number of times."""
+        """Restore the values of the gradient buffers at the end of this context. The backward may run any number of
+        times inside."""
         buffers = self._buffers()
         with torch.no_grad():
             before = [each.clone() for each in buffers]
@@ -179,18 +184,20 @@ class Targets:
                     buffer.copy_(values)
 
     def answer(self, parameter: nn.Parameter) -> Target:
-        """Return the buffer for the next call of `weight_gradient` in the backward."""
+        """Return the buffer for the next call of `weight_gradient` in the backward, and whether to add to it. Raises
+        CaptureRefused if the call is for another `parameter` than when the backward was tried."""
         if self._next == len(self._asked) or self._asked[self._next] is not parameter:
             raise CaptureRefused(_OTHERS)
         self._next += 1
         return self._answers[self._next - 1]
 
     def end(self) -> None:
-        """End a run of the backward. Raises CaptureRefused if the run left out a buffer."""
+        """End a run of the backward. Raises CaptureRefused if it called `weight_gradient` fewer times than when it was
+        tried."""
         if self._next != len(self._asked):
             raise CaptureRefused(_OTHERS)
 
     def written(self) -> None:
-        """Note that the backward has ended: set `grad_added_to_main_grad` of the parameters to which it added."""
+        """Set `grad_added_to_main_grad` of the parameters to whose `main_grad` the backward has added."""
         for each in self._added:
             each.grad_added_to_main_grad = True

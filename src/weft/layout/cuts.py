@@ -23,9 +23,9 @@ from weft.layout.layout import dim_first
 
 @dataclass(frozen=True)
 class Cuts:
-    """The cuts of one tensor: part r has elements `[borders[r], borders[r + 1])`. With one part, the tensor is not cut.
-    `axes`: the mesh axes over which the parts are distributed, the axis of the coarsest cuts first. `dim`: the
-    dimension that is cut and that is first in memory. If it is not 0, cuts are only between slices along it."""
+    """The cuts of one tensor. Part r has elements `[borders[r], borders[r + 1])` in memory order; if there is one part,
+    it has all. `axes`: the mesh axes over which the parts are distributed, the axis of the coarsest cuts first. `dim`:
+    the dimension that is cut and that is first in memory. If it is not 0, cuts are only between slices along it."""
 
     shape: tuple[int, ...]
     borders: tuple[int, ...]
@@ -47,13 +47,13 @@ class Cuts:
 
     @cached_property
     def owner(self) -> int | None:
-        """The one part that has all elements, or None if several parts have elements, or if there is only one part."""
+        """The number of the part that has all elements. None if there is no such part, or if there is only one part."""
         full = [part for part, (start, stop) in enumerate(pairwise(self.borders)) if stop > start]
         return full[0] if len(full) == 1 and self.parts > 1 else None
 
     @cached_property
     def is_even(self) -> bool:
-        """Whether there is one mesh axis, and all parts have the same number of slices along `dim`."""
+        """Whether the parts are distributed over one mesh axis and have equally many slices along `dim`."""
         if len(self.axes) != 1 or not self.shape:
             return False
         numel = math.prod(self.shape)
@@ -66,7 +66,7 @@ class Cuts:
 
     @cached_property
     def row_dims(self) -> int | None:
-        """The first dimension that no cut divides. In memory, parts are `[rows, *stored[row_dims:]]`. None: 1-D."""
+        """The least d >= 1 such that cuts divide no block `stored[d:]`. Parts are `[rows, *stored[d:]]`; None: 1-D."""
         for dim in range(1, len(self.shape)):
             row = math.prod(self.stored[dim:])
             if row and all(border % row == 0 for border in self.borders):
@@ -74,16 +74,16 @@ class Cuts:
         return None
 
     def shaped(self, flat: Any, part: int | None = None) -> Any:
-        """Return a view of `flat`, a 1-D tensor in memory order, in the shape of `part`. None: of the whole tensor."""
+        """Return a view of `flat` (1-D, in memory order) in the shape of part number `part`. None: the whole tensor."""
         shape = self.stored if part is None else self._stored_part(part)
         return flat.view(shape).movedim(0, self.dim) if self.dim else flat.view(shape)
 
     def flattened(self, tensor: Any) -> Any:
-        """Return `tensor` as 1-D in memory order, the inverse of `shaped`: a view, if the strides allow one."""
+        """Return `tensor` as 1-D in memory order, the inverse of `shaped`: a view if strides allow it, else a copy."""
         return (tensor.movedim(self.dim, 0) if self.dim else tensor).reshape(-1)
 
     def part_of(self, full: Any, part: int) -> Any:
-        """Return part number `part` of `full`, a tensor of the shape `shape`: a view, if the strides allow one."""
+        """Return part number `part` of the whole tensor, `full`: a view if its strides allow it, else a copy."""
         return self.shaped(self.flattened(full)[self.borders[part] : self.borders[part + 1]], part)
 
     def _stored_part(self, part: int) -> tuple[int, ...]:
@@ -96,8 +96,8 @@ class Cuts:
         return (numel // math.prod(rows), *rows)
 
     def boxes(self, part: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
-        """Yield part number `part` as rectangles of the full tensor: `(offsets, sizes, index)`. `index`: the index, in
-        the part, of the rectangle's first element."""
+        """Yield the rectangles of the full tensor that make up part number `part`, as `(offsets, sizes, index)`.
+        `index`: the number of the part's elements before the rectangle."""
         start, stop = self.borders[part], self.borders[part + 1]
         if part == 0 and not math.prod(self.shape):  # an empty tensor: one rank must record its shape
             yield (0,) * len(self.shape), self.shape, 0

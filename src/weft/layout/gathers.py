@@ -27,11 +27,11 @@ from weft.layout.trace import Event, Trace
 
 
 class Gathered(Protocol):
-    """A unit as `GatherOrder` sees it. `tied`: the units whose parameters it shares. `holders`: what needs its
-    weights, such as a forward. `resident`: they are gathered or being gathered. `turns`: backward uses another copy
-    than forward. `backward`: the current or next gather is of backward's copy. `turn`: select a copy; if the unit has
-    holders, gather it now. `prefetch`: start the gather, unless resident. `has_room`: whether there is memory to gather
-    the unit now. `acquire`, `release`: add and remove a holder. `free`: free the memory, unless it has holders."""
+    """A unit as `GatherOrder` sees it. `tied`: the units whose parameters it shares. `holders`: what needs its weights,
+    such as a forward. `resident`: whether its weights are gathered or being gathered. `turns`: whether backward uses
+    another copy of them than forward. `backward`: whether backward's copy is selected. `turn`: select a copy; a held
+    unit gathers it now. `prefetch`: start the gather, unless resident. `has_room`: whether there is memory for it now.
+    `acquire`, `release`: add and remove a holder. `free`: free the weights' memory, unless there are holders."""
 
     number: int
     gathered_bytes: int
@@ -71,9 +71,9 @@ class _Pass:
 
 
 class GatherOrder:
-    """Starts gathers in the predicted order. `units`: by number. `bundles`: the bundle of each unit, if any, by the
-    unit's number; its `gather(backward)` starts to gather the units in it that are not resident and have room.
-    `budget`: the maximum number of bytes to gather ahead; None: only the next unit or bundle."""
+    """Starts gathers in the predicted order. `units`: by number. `bundles`: the bundle of each unit that is in one, by
+    the unit's number. A bundle's `gather(backward)` starts to gather its units that are not resident and have room.
+    `budget`: the maximum number of bytes to gather ahead. None: the next unit or bundle (in a schedule, two units)."""
 
     def __init__(self, units: Sequence[Gathered], bundles: Mapping[int, Any], budget: int | None) -> None:
         self.traces: dict[str, Trace] = {}
@@ -92,7 +92,7 @@ class GatherOrder:
     # --- passes -----------------------------------------------------------------------------------------------------
 
     def begin(self, kind: str, *, inside: bool = False) -> None:
-        """Begin a pass of this kind. `inside`: whether it runs inside another pass."""
+        """Begin a pass of this `kind`. `inside`: whether it is a backward that runs inside another pass."""
         self._around = self.current if inside else None
         known = self._known(kind)
         if known is not None:
@@ -102,7 +102,7 @@ class GatherOrder:
             self._follow(kind, turned, (1,) * len(turned))
 
     def foresee(self, trace: Trace) -> bool:
-        """Begin a schedule with the events of `trace`. Return whether `trace` is new."""
+        """Begin a schedule with the events of `trace`. Return whether its uses differ from the last schedule's."""
         known = self.traces.get("schedule")
         new = known is None or (known.uses, known.backwards) != (trace.uses, trace.backwards)
         if new:
@@ -111,7 +111,7 @@ class GatherOrder:
         return new
 
     def end_forward(self) -> None:
-        """End a forward. It deviates from its trace if expected uses are left."""
+        """End a forward or an evaluation. It has deviated from its trace if uses that the trace expects are left."""
         here = self.current
         here.on_plan = here.on_plan and here.position == len(here.expected)
         self._keep_trace(here.kind)
@@ -159,9 +159,9 @@ class GatherOrder:
     # --- events -----------------------------------------------------------------------------------------------------
 
     def use(self, unit: Gathered, holder: Any, named: Iterable[Gathered] | None = None) -> None:
-        """Gather `unit`, which is used next, for `holder`. Also gather units ahead: those `named`, or else those that
-        the trace predicts. All gathers start before the host waits for that of `unit`, so that the lanes (queues of
-        communication) always have work."""
+        """Gather `unit`, and hold it for `holder`, which uses it now. Also start to gather units ahead: those `named`
+        or, if `named` is None, those that the trace predicts. The gathers ahead start before the host waits for the
+        gather of `unit`, so that the lanes (queues of communication) always have work."""
         here, number, backward = self.current, unit.number, holder.backward
         position, expected = here.position, here.expected
         here.events.append(("use", number, int(backward and unit.turns)))
@@ -194,14 +194,14 @@ class GatherOrder:
         unit.acquire(holder)
 
     def keep(self, unit: Gathered, holder: Any) -> None:
-        """Hold `unit` for `holder` after its use: after a forward until its backward, after a backward until
-        it is resharded."""
+        """Hold `unit` for `holder` beyond a use: after a forward until the backward or the next forward, after
+        a backward until the user reshards the unit."""
         if holder not in unit.holders:
             self.current.events.append(("keep", unit.number, 0))
             unit.acquire(holder)
 
     def done(self, unit: Gathered, holder: Any, *, backward_follows: bool = False) -> None:
-        """Release `unit` from `holder`. The last release frees its memory, unless the unit is needed again soon."""
+        """End the hold of `holder` on `unit`. Without other holds its memory is freed, unless the unit `stays`."""
         self.current.events.append(("done", unit.number, int(backward_follows)))
         unit.release(holder)
         for each in (unit, *unit.tied):
@@ -209,7 +209,7 @@ class GatherOrder:
                 each.free()
 
     def stays(self, unit: Gathered) -> bool:
-        """Return whether to keep the memory of `unit`, which was just released, because the pass needs it next."""
+        """Return whether to keep the memory of `unit`, just released: this pass, or the backward, uses it next."""
         here, number = self.current, unit.number
         if not here.on_plan:
             return False

@@ -29,8 +29,8 @@ PREFERENCE = 1 / 256
 
 @dataclass(frozen=True)
 class Extent:
-    """The position of one tensor: `offset` in the flat buffer, in elements. It is cut at multiples of `granularity` of
-    its elements. `dim`: the dimension that is first in the buffer, and along which the tensor is cut."""
+    """The position of one tensor: `offset` in the flat buffer, in elements. Shard borders cut it only at multiples of
+    `granularity` elements. `dim`: the dimension that is stored first, and along which the tensor is cut."""
 
     shape: tuple[int, ...]
     offset: int
@@ -69,8 +69,8 @@ class Layout:
         return (self.numel - self.data_numel) / max(self.data_numel, 1)
 
     def cuts(self, tensor: int, pieces: int | None = None) -> tuple[int, ...]:
-        """Return the borders inside tensor number `tensor`, counted in its elements. If the buffer is cut into `pieces`
-        equal pieces (default: the shards), piece r has the tensor's elements `[cuts[r], cuts[r + 1])`."""
+        """Return borders in tensor number `tensor`, as indices of its elements. If the buffer is cut into `pieces`
+        equal pieces (default: the shards), piece r has the elements `[borders[r], borders[r + 1])` of the tensor."""
         extent = self.extents[tensor]
         pieces = pieces or self.shards
         numel = self.numel // pieces
@@ -92,12 +92,12 @@ def plan_layout(
     granularities: Sequence[int] | None = None,
     dims: Sequence[int] | None = None,
 ) -> Layout:
-    """Return a layout of tensors with these shapes, in this order, in `shards` equal shards. `itemsize`: bytes of an
-    element, the smallest of the dtypes that use the layout. `granularities`: per tensor, the number of elements between
-    possible cuts (1: cuts anywhere; the tensor's size: never cut). If it does not divide the size, the last piece is
-    smaller. `dims`: per tensor, the dimension that is stored first and cut; default: 0. The shard size is the smallest
-    that allows the coarsest cuts whose padding is at most `PREFERENCE` of the data or one alignment unit per shard,
-    whichever is more. Only `granularities` can force more. Raises ValueError if `shards` or one of these is below 1."""
+    """Return a layout of tensors with these shapes, in this order, in `shards` equal shards. `itemsize`: bytes per
+    element in the smallest dtype that uses the layout. `granularities`: per tensor, cuts are only at multiples of this
+    number of elements (1: anywhere; the tensor's size: nowhere). `dims`: per tensor, the dimension that is stored first
+    and cut; default: 0. Cuts are as coarse as possible while the padding is at most `PREFERENCE` of the data or one
+    alignment unit per shard, whichever is more; then shards are as small as possible. Only `granularities` can force
+    more padding. Raises ValueError if `shards` or a granularity is below 1."""
     tensors = [Extent(tuple(shape), 0, 1, dim) for shape, dim in zip(shapes, dims or [0] * len(shapes), strict=True)]
     sizes = [tensor.numel for tensor in tensors]
     demanded = list(granularities) if granularities is not None else [1] * len(sizes)
@@ -135,7 +135,8 @@ def plan_layout(
 
 
 def padding_of(shapes: Sequence[Sequence[int]], shard_size: int, *, dtype: torch.dtype = torch.float32) -> float:
-    """Return the padding of a unit with these tensor shapes in `shard_size` shards, as a fraction of its data."""
+    """Return the padding of a unit with these tensor shapes, over `shard_size` ranks, as a fraction of its data.
+    `dtype`: the smallest dtype in which weft keeps, sends or computes with the tensors."""
     return plan_layout(shapes, shard_size, itemsize=dtype.itemsize).padding
 
 

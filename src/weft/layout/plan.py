@@ -16,8 +16,8 @@ WEIGHTS, GRADIENTS = "gathered weights", "partial gradients"
 
 @dataclass(frozen=True)
 class StageFacts:
-    """The bytes of the buffers of one stage of a reduction. `accumulating`: of the buffer that adds up microbatches.
-    `travelling`: of the one that is sent. `inbox`: for received data. `shared`: whether the first two are one."""
+    """The bytes of the buffers of one stage of a reduction. `accumulating`: the buffer that adds up microbatches.
+    `travelling`: the buffer that is sent. `shared`: whether these two are one. `inbox`: that for received data."""
 
     accumulating: int
     travelling: int
@@ -27,10 +27,10 @@ class StageFacts:
 
 @dataclass(frozen=True)
 class GradientFacts:
-    """The gradients of one trainable parameter group. `kind`: groups of equal kind can be reduced in one message.
-    `sent`: bytes of the messages. `narrows`: gradients are packed in a wider dtype than that of the messages, even if
-    they are reduced immediately. `declared`: modules write them directly into buffers. `download`: bytes of the buffer
-    from which reduced gradients are copied to CPU memory."""
+    """The gradients of one trainable parameter group. `kind`: groups of equal kind can share a message (None: never).
+    `sent`: the bytes of its message. `narrows`: gradients may overflow in the messages' dtype, so they are first packed
+    in a wider one. `declared`: modules write some of them directly into buffers. `download`: the bytes of the device
+    buffer from which reduced gradients are copied to CPU memory (0: none)."""
 
     kind: Hashable | None
     sent: int
@@ -43,12 +43,12 @@ class GradientFacts:
 @dataclass(frozen=True)
 class UnitFacts:
     """The sizes of one unit, in bytes, and its relations to other units. `gathered`: gathered weights, per group.
-    `sent`: the message that gathers them all. `refreshed`: model weights that each rank keeps, and that are gathered
-    once per step, after the optimizer. `turned`: if backward uses another copy of some weights than forward, the
-    message that replaces one copy by the other in memory, and its temporary memory. `staging`: temporary memory of an
-    upload. `post_forward`: the part kept from forward to backward. `tied`: the units whose parameters it shares.
-    `bundle`: the units gathered in one message with it, including the unit itself. `gradients`: per group, None for a
-    group without gradients. `addressed`: its messages have tags, so that ranks may run it in different orders."""
+    `sent`: the message that gathers all groups. `refreshed`: model weights that each rank keeps, and that a message
+    updates once per step. `turned`: the message that replaces forward's copy of some weights by backward's, and its
+    temporary memory; (0, 0): there is one copy. `staging`: temporary memory of uploads and casts. `post_forward`: the
+    part of the weights kept from forward to backward. `tied`: the units whose parameters it shares. `bundle`: the units
+    gathered in one message, itself included; empty: it is gathered alone. `gradients`: per group; None: the group is
+    not reduced. `addressed`: all its gathers have tags: ranks may run it in different orders."""
 
     name: str
     gathered: tuple[int, ...]
@@ -63,13 +63,13 @@ class UnitFacts:
     addressed: bool = True
 
     def due(self, number: int) -> Due:
-        """Return the reduction of the unit. `number`: the unit's number."""
+        """Return the reduction of all gradients of the unit. `number`: the unit's number."""
         return Due.of(number, [(each.kind, each.sent) for each in self.gradients if each is not None])
 
 
 class Limits(NamedTuple):
-    """Limits that the user sets with `RuntimeOptions`. `checked`: its `check_collectives`. `order`: the units in the
-    order in which their reductions start. None: from the last unit to the first."""
+    """Limits that the user sets with `RuntimeOptions`. `checked`: the option `check_collectives`. `order`: the units in
+    the order in which their reductions start. None: from the last unit to the first."""
 
     prefetch_bytes: int | None = None
     bucket_bytes: int = 0
@@ -79,7 +79,7 @@ class Limits(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A collective: `operation` is "all-gather" or "reduce-scatter", `nbytes` the size of the whole message."""
+    """A collective for these units. `operation`: "all-gather" or "reduce-scatter". `nbytes`: its message's size."""
 
     operation: str
     units: tuple[int, ...]
@@ -94,7 +94,7 @@ class Action(NamedTuple):
 
 
 class Step(NamedTuple):
-    """An event of a pass of this `kind`, its actions, and the live bytes of weights and gradients after it."""
+    """An event of a pass of this `kind`, its actions, and the live bytes of weights and gradients after these."""
 
     kind: str
     event: Event
@@ -105,10 +105,10 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of one training step of a model on one rank. `steps`: its events. `collectives`: in the order of their
-    start. `peak_bytes`: the largest number of live bytes, by role. `alive`: the sets of units that are gathered at the
-    same time. `names`: the units' names, by number. `off_plan`: the number of passes that differed from the pass before
-    them, by reason. `addresses`: the byte offset of each unit's gathered weights in the slab, by the unit's name."""
+    """The plan of one training step of a model on one rank. `steps`: its events, in order. `collectives`: in the order
+    in which they start. `peak_bytes`: the largest number of live bytes, by role. `alive`: each set of units that are
+    gathered at the same time. `names`: the units' names, by number. `off_plan`: how many passes so far deviated from
+    the last pass of their kind, by reason. `addresses`: by name, the byte offset of each unit's weights in the slab."""
 
     steps: tuple[Step, ...]
     collectives: tuple[Collective, ...]
@@ -129,7 +129,7 @@ class Plan:
         return hashlib.blake2b(repr(self.collectives).encode(), digest_size=8).hexdigest()
 
     def bytes_at(self, number: int) -> int:
-        """Return the bytes of transient memory after event `number`. Raises IndexError if there is no such event."""
+        """Return the live bytes of weights and gradients after event `number`. Raises IndexError if there is none."""
         return self.steps[number].weights + self.steps[number].gradients
 
     @property

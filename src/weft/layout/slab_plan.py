@@ -30,8 +30,8 @@ class SlabPlan:
 
 
 def plan_slab(sizes: Mapping[Hashable, int], meet: Callable[[Hashable, Hashable], bool]) -> SlabPlan:
-    """Return offsets for buffers of these `sizes`, in bytes, given in the order of their first use. `meet(a, b)`, which
-    is symmetric, returns whether the two buffers are ever live together."""
+    """Return offsets for buffers. `sizes`: their bytes, in the order of their first use. `meet(a, b)`: returns whether
+    buffers a and b are ever live together; the order of a and b does not matter."""
     names = list(sizes)
     near: dict[Hashable, set[Hashable]] = {name: set() for name in names}
     for number, one in enumerate(names):

@@ -27,10 +27,10 @@ from typing import NamedTuple
 
 
 class Event(NamedTuple):
-    """One event. `unit`: the unit's number in the model. `detail` of `use`: 1 in backward, if this uses another copy of
-    the unit's weights than forward. Of `done` in a forward: 1 if a backward follows. Of `ready`: 1 for the last
-    reductions of a step. Of `offer`: 1 if the gradients wait for another backward. Of `write`: the index n of the
-    group among the unit's trainable groups, or -1 - n if the gradients wait. Other details are 0."""
+    """One event. `unit`: the unit's number. `detail` is 0, except in these events. `use`: 1 in a backward that has its
+    own copy of the unit's weights. `done`: 1 in a forward that a backward follows. `ready`: 1 if all stages of
+    reductions run, as in the last ones of a step. `offer`: 1 if gradients wait for another backward. `write`: the index
+    n of the group among all groups of the unit; -1 - n if its gradients wait."""
 
     what: str
     unit: int
@@ -39,7 +39,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """The events of one pass. `kind`: "forward", "evaluation", "backward", "accumulation" or "schedule"."""
+    """Events of a pass. `kind`: "forward", "evaluation", "schedule", "backward" or (with `later`) "accumulation"."""
 
     kind: str
     events: tuple[Event, ...]
@@ -54,5 +54,5 @@ class Trace:
         return tuple(event.detail for event in self.events if event.what == "use")
 
     def turned(self) -> tuple[int, ...]:
-        """Predict the uses in the backward of this forward: its units in reverse order of `done`."""
+        """Predict the uses of the backward of this forward: the units that have one, in reverse order of `done`."""
         return tuple(event.unit for event in reversed(self.events) if event.what == "done" and event.detail)

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 
 class Due(NamedTuple):
-    """A unit whose gradients must be reduced. Units with the same `kind` may share a message. None: it never shares
-    one. `nbytes`: the bytes that it sends."""
+    """The reduction of a unit's gradients. Units with the same `kind` may share a message. A unit with the kind None
+    never does. `nbytes`: the bytes that the unit sends."""
 
     unit: int
     kind: Hashable | None
@@ -36,7 +36,7 @@ class Due(NamedTuple):
 
     @classmethod
     def of(cls, unit: int, groups: Iterable[tuple[Hashable | None, int]]) -> "Due":
-        """Return the reduction of groups with these kinds and bytes. If the kinds differ, it shares no message."""
+        """Return the reduction of `unit`. `groups`: each group's kind and bytes. If kinds differ, the kind is None."""
         (kind, nbytes), *others = groups
         for other, more in others:
             kind, nbytes = kind if other == kind else None, nbytes + more
@@ -44,7 +44,7 @@ class Due(NamedTuple):
 
 
 def turns_of(due: Iterable[Due], most: int) -> list[tuple[int, ...]]:
-    """Divide units, in the agreed order, into turns. Units of one turn share a message of at most `most` bytes."""
+    """Divide `due`, in the agreed order, into turns: one unit, or several with one message of at most `most` bytes."""
     turns: list[tuple[int, ...]] = []
     turn: list[int] = []
     spent, kind = 0, None
@@ -59,9 +59,8 @@ def turns_of(due: Iterable[Due], most: int) -> list[tuple[int, ...]]:
 
 
 class ReductionOrder(ABC):
-    """The order of reductions. Subclasses reduce buffers, or only count bytes. Units are numbered. `groups_of` returns
-    a unit's groups. `most_alive`: the number of units whose gradients may be live at once; the units of one turn count
-    as one."""
+    """Decides the order of reductions. Subclasses carry them out, or only count bytes. Units are given by number.
+    `most_alive`: the number of units whose gradients may be live at once. The units of one turn count as one."""
 
     def __init__(self, most_alive: int) -> None:
         self.most_alive = most_alive
@@ -85,11 +84,11 @@ class ReductionOrder(ABC):
 
     @abstractmethod
     def has_buffer(self, unit: int, group: Any) -> bool:
-        """Return whether there is a buffer to pack gradients into, or a module will write them into one."""
+        """Return whether the group's gradients are packed already, or modules write them directly into a buffer."""
 
     @abstractmethod
     def pack_group(self, unit: int, group: Any, *, defer: bool) -> None:
-        """Move autograd's gradients into the buffer, to reduce later. `defer`: another backward adds to it first."""
+        """Move autograd's gradients into the group's buffer. `defer`: it may collect more before it is reduced."""
 
     @abstractmethod
     def reduce_group(self, unit: int, group: Any) -> Any:
@@ -97,28 +96,28 @@ class ReductionOrder(ABC):
 
     @abstractmethod
     def reduce_turn(self, turn: Sequence[int]) -> Any:
-        """Start the reductions of all groups of several units in one message. Return a handle for `finish_group`."""
+        """Start to reduce all groups of the units in `turn` in one message. Return a handle for `finish_group`."""
 
     @abstractmethod
     def waits_for_turn(self, unit: int) -> bool:
-        """Return whether reductions of `unit` start in the agreed order. Otherwise the ranks must run such units in one
-        order anyway, and a turn starts as soon as the gradients of its units are ready."""
+        """Return whether reductions of `unit` wait for their turn in the agreed order. If not, all ranks must run such
+        units in the same order anyway, and a turn starts as soon as the gradients of all its units are ready."""
 
     @abstractmethod
     def finish_group(self, unit: int, group: Any, under_way: Any) -> None:
-        """Wait for the reductions of the handle `under_way`, and free the memory of the group's gradients."""
+        """Wait for the reductions with the handle `under_way`, and free the memory of the group's gradients."""
 
     # --- the rules ----------------------------------------------------------------------------------------------------
 
     def take_turns(self, turns: Iterable[tuple[int, ...]] | None) -> None:
-        """Begin a backward with these turns. None: it has no agreed order, like a pipeline schedule's backward."""
+        """Begin a backward with these turns. None: it has no agreed order (for example, that of a schedule)."""
         self.arrived.clear()
         self.waiting.clear()
         self._turns = None if turns is None else deque(turns)
 
     def ready(self, unit: int) -> bool:
-        """Start the reduction of `unit`, whose gradients are ready, if it is the unit's turn. Otherwise pack them.
-        Returns whether the unit follows the agreed order."""
+        """Start to reduce `unit`, whose gradients are ready, if it is the unit's turn. Otherwise pack its gradients.
+        Return whether reductions of the unit wait for their turn in an agreed order."""
         if self._turns is None or not self.waits_for_turn(unit):
             turn = next((each for each in self._turns or () if unit in each), (unit,))
             if len(turn) > 1:
@@ -138,7 +137,7 @@ class ReductionOrder(ABC):
         return True
 
     def pack(self, unit: int, groups: Sequence[Any] | None = None) -> None:
-        """Pack gradients that are reduced later: of `groups`, or of all groups with gradients."""
+        """Pack gradients of `unit`, to reduce them later: those of `groups`. None: of all groups that are reduced."""
         for group in self.groups_of(unit) if groups is None else groups:
             self._finish_own(unit, group)
             self.pack_group(unit, group, defer=True)
@@ -150,7 +149,7 @@ class ReductionOrder(ABC):
         self._keep_under_way(self.most_alive - 1)  # room for the gradients of the next unit's backward
 
     def complete(self) -> None:
-        """Run the remaining turns at the end of backward, with zeros for units without gradients on this rank."""
+        """Run the remaining turns at the end of a backward. Units without gradients on this rank send zeros."""
         while self._turns:
             turn = self._turns[0]
             if self.waits_for_turn(turn[0]) or not self.waiting.isdisjoint(turn):
@@ -164,9 +163,9 @@ class ReductionOrder(ABC):
             self._take((unit,))
 
     def make_room(self, unit: int, group: Any, *, defer: bool) -> None:
-        """Wait until gradients may be packed: until none of this group are in flight, and not too many of other units.
-        A unit's gradients count as one live buffer: autograd's, or the packed one. While they are copied from one to
-        the other, they count as two."""
+        """Wait until gradients of the group may be packed: until its own reduction has ended and, unless `defer`, until
+        enough others have ended that at most `most_alive` units are live. This unit counts as two if its gradients are
+        copied from autograd's memory to a new buffer, because both are then live."""
         self._finish_own(unit, group)
         if not defer:
             own = 1 if self.has_buffer(unit, group) else 2

@@ -152,13 +152,13 @@ class Walk:
         self.live[role] -= nbytes
 
     def act(self, what: str, units: tuple[int, ...], sent: int | None = None) -> None:
-        """Record an action. `sent`: the bytes of its collective, if it is a collective."""
+        """Record the action `what` for `units`. `sent`: the bytes of its collective. None: it has no collective."""
         self._acts.append(Action(what, units))
         if sent is not None:
             self.collectives.append(Collective("reduce-scatter" if what == "reduce" else "all-gather", units, sent))
 
     def gather(self, units: Sequence[_Unit], message: Sequence[_Unit] | None = None) -> None:
-        """Start to gather `units`. `message`: all units of the message, if these are more."""
+        """Start to gather `units`. `message`: the units that the message carries, if it carries more than `units`."""
         for unit in units:
             unit.come()
         self.alive[frozenset(unit.number for unit in self.units if unit.resident)] = None
@@ -174,8 +174,8 @@ class Walk:
     # --- passes -----------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Run each pass that has a trace. A forward precedes each backward. The step starts with the memory that the
-        step before has left. The records are those of this step only."""
+        """Simulate a step: each pass of `PASSES` that has a trace. The step starts with the memory that the step before
+        has left. After it, `steps`, `collectives` and `peak` are those of this step only."""
         self.steps, self.collectives, self.peak = [], [], dict(self.live)
         self._refreshed.clear()
         known = [kind for kind in PASSES if kind in self._traces]
@@ -336,8 +336,8 @@ class _Gradients(ReductionOrder):
 
 
 def compile_plan(traces: Mapping[str, Trace], units: Sequence[UnitFacts], limits: Limits, **known: Any) -> Plan:
-    """Return the plan of a step. `traces`: the trace of each pass, by the kind of the pass. `units`: the bytes of each
-    unit. `limits`: the limits on memory and buckets. `known`: fields of the plan that are not computed here."""
+    """Return the plan of a step. `traces`: the trace of each pass, by the kind of the pass. `units`: the facts of each
+    unit, by its number. `known`: fields of the plan that are not computed here, such as `off_plan`."""
     walk = Walk(traces, units, limits)
     walk.step()
     walk.step()  # this one is the plan: it starts with everything that stays from step to step

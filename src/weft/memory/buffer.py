@@ -34,7 +34,7 @@ from weft.mesh import position_on, ranks_over
 
 @dataclass(eq=False, repr=False)
 class FlatBuffer:
-    """This rank's part, `local`, of a flat buffer that is sharded or replicated by one placement per mesh axis."""
+    """This rank's part, `local`, of a flat buffer. `placements`: one per mesh axis (shard, replicate or partial)."""
 
     layout: Layout
     mesh: DeviceMesh
@@ -56,7 +56,7 @@ class FlatBuffer:
 
     @property
     def version(self) -> int:
-        """The version counter, which every write to this memory increments."""
+        """The version counter of `local`. In-place writes of torch increment it; gathers into the buffer do not."""
         return self.local._version
 
     @property
@@ -64,7 +64,7 @@ class FlatBuffer:
         return self.local.untyped_storage()
 
     def part(self, placements: tuple[Placement, ...]) -> "FlatBuffer":
-        """Return a view: this rank's part of the buffer under `placements`, which cut it further."""
+        """Return this rank's part of the buffer under `placements`, which cut it further. Its memory is a view."""
         cut = FlatBuffer(self.layout, self.mesh, placements, self.local)
         numel = self.layout.numel // cut.pieces
         start = cut.index * numel - self.index * (self.layout.numel // self.pieces)
@@ -72,7 +72,7 @@ class FlatBuffer:
         return cut
 
     def views(self) -> list[torch.Tensor]:
-        """Return a view of this rank's part of each tensor: of the whole tensor, if the layout is not cut."""
+        """Return one view per tensor: this rank's part of the tensor, or all of it if no axis shards the buffer."""
         index = self.index
         begin = index * (self.layout.numel // self.pieces)
         parts = []
@@ -84,7 +84,7 @@ class FlatBuffer:
         return parts
 
     def within(self, start: int, stop: int) -> torch.Tensor:
-        """Return a view: this rank's part of the layout's elements `[start, stop)`."""
+        """Return a view of those of the layout's elements `[start, stop)` that this rank has."""
         begin, numel = self.index * (self.layout.numel // self.pieces), self.local.numel()
         first, last = (min(max(border - begin, 0), numel) for border in (start, stop))
         return self.local[first:last]
@@ -94,7 +94,7 @@ class FlatBuffer:
         return Cuts(extent.shape, self.layout.cuts(number, self.pieces), self.axes, extent.dim)
 
     def dtensors(self, beyond: Sequence[TensorParallel | None]) -> list[UnevenDTensor]:
-        """Return a DTensor for each tensor. The local parts are views. `beyond`: each tensor's tensor parallelism."""
+        """Return a DTensor for each tensor, with a view as its local part. `beyond`: its tensor parallelism, if any."""
         made = []
         for number, (view, parallel) in enumerate(zip(self.views(), beyond)):
             cuts = self.cuts(number)
@@ -106,7 +106,7 @@ class FlatBuffer:
         return made
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy this rank's parts of full tensors in, and zero the padding. Mark parts of meta tensors as unfilled."""
+        """Copy this rank's parts of full `tensors` in, and zero the padding. Parts of meta tensors become `blank`."""
         self.local.zero_()
         for number, (view, tensor) in enumerate(zip(self.views(), tensors)):
             cuts = self.cuts(number)
@@ -125,9 +125,9 @@ class FlatBuffer:
         prepare: Callable[[], Any] | None = None,
         after: Ticket | None = None,
     ) -> Ticket | None:
-        """Start the all-gathers that fill this buffer from the ranks' parts under the placements `inner`, finest cuts
-        first. `through` returns the communicator for the process group of a mesh axis. `prepare` fills the local part
-        before the first gather, which waits for `after`. Returns the last gather's ticket, or None without gathers."""
+        """Start all-gathers that fill this buffer from the ranks' parts under `inner`, which cut it further: one per
+        further axis, finest cuts first. `through`: returns the communicator for an axis' group. `prepare`: fills this
+        rank's part just before the first gather, which runs after `after`. Returns the last ticket, if any."""
         ticket = None
         axes = sharded_axes(inner)
         while axes != self.axes:
@@ -142,5 +142,5 @@ class FlatBuffer:
 
 
 def sharded_axes(placements: tuple[Placement, ...]) -> tuple[int, ...]:
-    """Return the axes that `placements` shard. The last axis, with the coarsest cuts, comes first."""
+    """Return the mesh axes that `placements` shard, in reverse order: the axis of the coarsest cuts comes first."""
     return tuple(axis for axis in reversed(range(len(placements))) if placements[axis].is_shard())

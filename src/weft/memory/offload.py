@@ -24,7 +24,7 @@ from weft.memory.pool import Pool, Transient
 
 
 def offload_of(policy: Any) -> CPUOffloadPolicy | None:
-    """Return the policy if it offloads, otherwise None. Raises TypeError if `policy` is not an offload policy."""
+    """Return a copy of `policy` if it offloads, otherwise None. Raises TypeError if it is not an offload policy."""
     if isinstance(policy, CPUOffloadPolicy):
         return CPUOffloadPolicy(policy.pin_memory)  # a copy, because torch's policy is mutable
     if isinstance(policy, OffloadPolicy):
@@ -33,7 +33,7 @@ def offload_of(policy: Any) -> CPUOffloadPolicy | None:
 
 
 class GradientDownload:
-    """Copies reduced gradients from `strip` on the device to `main_grad` in CPU memory. `pinned`: pin CPU buffers."""
+    """Copies reduced gradients from `strip` on the device to `main_grad` in CPU memory, which is `pinned` or not."""
 
     def __init__(self, main_grad: FlatBuffer, strip: Transient, *, pinned: bool) -> None:
         self._main_grad = main_grad
@@ -44,13 +44,13 @@ class GradientDownload:
         self._adds = False
 
     def open(self, pool: Pool) -> FlatBuffer:
-        """Return the device buffer for the result of a reduction. Call `close` when the result was downloaded."""
+        """Wait for the last download. Return the device buffer for the next result. Call `close` after its download."""
         self.finish()
         home = self._main_grad
         return FlatBuffer(home.layout, home.mesh, home.placements, pool.take(self._strip))
 
     def start(self, reduction: Ticket, lane: Lane, *, accumulate: bool) -> Ticket:
-        """Start a download after `reduction`. It replaces the main gradients or, with `accumulate`, adds to them."""
+        """After `reduction`, copy its result over the main gradients. With `accumulate`, `finish` adds it to them."""
         target, source = self._main_grad.local, self._strip.tensor
         if accumulate:
             if self._more is None:
@@ -66,7 +66,7 @@ class GradientDownload:
         self._strip.give()
 
     def finish(self) -> None:
-        """Make the host wait for the download, and complete the main gradients."""
+        """Make the host wait for the download. If it was started with `accumulate`, add it to the main gradients."""
         if self._arriving is not None:
             self._arriving.synchronize()
             self._arriving = None

@@ -36,11 +36,11 @@ PATIENCE = 1.5
 
 
 class Transient:
-    """A flat buffer that has memory only between `Pool.take` and `Pool.give`. Views of `tensor` stay valid from one
-    take to the next, unless the take moved it; `on_move` is then called with the new tensor. `is_fixed()`: whether such
-    views are in use, so that it must not move. `is_evictable()`: whether it may move out for a while, because no
-    computation uses it. `describe()`: its name in errors. `filled`: whether it has memory from the start, until `empty`
-    is called, because torch cannot make views of an empty tensor."""
+    """A flat buffer that is alive, which means that it has memory, only between `Pool.take` and `Pool.give`. Views of
+    `tensor` are valid again after each take, unless that take moved the buffer. `on_move`: called with the new `tensor`
+    after a move. `is_fixed()`: whether views are in use, so that a take must not move it. `is_evictable()`: whether its
+    values may move out for a while, because no computation uses them. `describe()`: its name in errors. `filled`:
+    whether it also has memory at first, until `empty` is called: torch cannot make views of an empty tensor."""
 
     def __init__(
         self,
@@ -86,9 +86,9 @@ class Transient:
 class Pool:
     """Provides and plans the memory of a model's gathered weights, or of its partial gradients. `plan`: the plan of the
     slab, None before the first plan. `plans`: the number of plans so far. `lower_bound`: the peak of live bytes in the
-    steps that the plan covers; no slab can be smaller. `peak`: the peak of all steps. `allocations`: the number of
-    calls of torch's allocator, for the slab or for a buffer's separate memory. `fallbacks`: how often a buffer had no
-    free place in the slab. `outdated`: whether something happened that the plan does not cover."""
+    steps that the plan covers; no smaller slab can hold them. `peak`: the peak of live bytes in all steps.
+    `allocations`: the number of calls of torch's allocator. `fallbacks`: how often, since the first plan, a buffer had
+    no free place in the slab. `outdated`: whether the plan no longer fits the use of the buffers."""
 
     def __init__(self, planned: bool) -> None:
         self.planned = planned
@@ -139,7 +139,7 @@ class Pool:
         return tensor
 
     def give(self, transient: Transient) -> None:
-        """Take back the memory of `transient`. Computations that read it are ordered before later writes to it."""
+        """Take back the memory of `transient`. Queued computation may still read it: later writes wait for that."""
         transient.pool = lambda: None
         if transient not in self._alive:  # its take failed
             return
@@ -161,7 +161,7 @@ class Pool:
             others.pop(transient, None)
 
     def has_room(self, transient: Transient) -> bool:
-        """Return whether `transient` can be taken now. It cannot if it must be in its place, and this is occupied."""
+        """Return False if `take` would have to move another buffer out of the place of `transient`, otherwise True."""
         return not transient.is_fixed() or not any(self._rivals(transient))
 
     def come_back(self, transient: Transient) -> None:
@@ -194,8 +194,8 @@ class Pool:
             rival.live_in(rival.own)
 
     def end_step(self, foreseen: Iterable[Sequence[Transient]] = ()) -> None:
-        """End a step, and make a new plan if the plan does not cover the step. Does nothing while a buffer is alive.
-        `foreseen`: sets of buffers that may be alive together, although no step has shown this yet."""
+        """End a step. If the pool is `outdated`, make a new plan, unless views of a buffer are in use (`is_fixed`).
+        Does nothing while a buffer is alive. `foreseen`: sets of buffers that may be alive together in later steps."""
         if not self.planned or self._alive:
             return
         step, self._step = self._step, self._step + 1
@@ -214,7 +214,7 @@ class Pool:
         self._adopt(plan)
 
     def foresee(self, together: Iterable[Sequence[Transient]]) -> None:
-        """Plan for sets of buffers that will be alive together, if necessary. Does nothing while a buffer is alive."""
+        """Give the buffers in each set of `together` separate places. Does nothing while a buffer is alive or fixed."""
         if not self.planned or self._alive or any(each.is_fixed() for each in self._met):
             return
         for alive in together:

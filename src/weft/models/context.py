@@ -39,9 +39,11 @@ from weft.models.loss import IGNORED_LABEL
 
 
 class Piece(NamedTuple):
-    """Queries in this rank's slices and the keys that they may see, as indices, for parts of documents with S queries
-    and T keys each. `queries` [parts, S]: indices into the flattened slices. `keys` [parts, T]: indices into the
-    flattened rows of keys. The last S keys are at the positions of the queries."""
+    """The parts of documents in this rank's slices that have S queries and T keys each, for causal attention.
+
+    `queries` [parts, S]: the indices of the queries in the flattened slices. `keys` [parts, T]: the indices of the keys
+    in the flattened rows of keys (see `Slices.pieces`). The last S keys are at the positions of the queries.
+    """
 
     queries: Tensor
     keys: Tensor
@@ -49,10 +51,11 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Slices:
-    """This rank's slices of the rows of a batch. Layers take it as `documents`, in place of a `Documents`.
+    """This rank's two slices of each row of a batch. Layers take a `Documents` or this object as `documents`.
 
     `whole`: the documents of the whole batch, whose rows are padded to a multiple of 2 x `ranks`. `group`: the process
-    group of the ranks that share the rows. `rank`: this rank's number in the group.
+    group of the ranks that share the rows. `rank`: this rank's number in the group. The shape of its tensors is
+    [batch, 2 width, ...], where width is the length of a slice.
     """
 
     whole: Documents
@@ -78,7 +81,7 @@ class Slices:
         return self.rank, 2 * self.ranks - 1 - self.rank
 
     def require(self, values: Tensor) -> None:
-        """Raise `ValueError` if `values` are not the slices of this batch."""
+        """Raise `ValueError` if `values` do not have the shape of this rank's slices, [batch, 2 width]."""
         if values.shape != (self.whole.batch, 2 * self.width):
             raise ValueError(
                 f"slices of {self.whole.batch} rows, 2 x {self.width} tokens each do not fit a tensor of shape "
@@ -105,12 +108,15 @@ class Slices:
         return labels
 
     def following(self, values: Tensor, places: int, filling: int) -> Tensor:
-        """Return this rank's slices of `Documents.following`, which is computed from the gathered rows."""
+        """Return this rank's slices of what `Documents.following` returns for the whole rows.
+
+        `values`: this rank's slices. Collective: they are gathered first.
+        """
         whole = self._joined(gathered(self.group, values)[0].unbind())
         return self.cut(self.whole.following(whole, places, filling))
 
     def kept(self, device: torch.device, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """Return the result of `make` on `device`, cached by name and device, like `Documents.kept`."""
+        """Return the result of `make()`, moved to `device`. It is cached in this object by `device` and `name`."""
         if (device, name) not in self._made:
             with torch.inference_mode(False):
                 self._made[device, name] = make().to(device)
@@ -119,7 +125,7 @@ class Slices:
     # --- attention ----------------------------------------------------------------------------------------------------
 
     def gathering(self, *parts: Tensor) -> Callable[[], list[Tensor]]:
-        """Start to gather tensors [batch, 2 width, ...].
+        """Start to gather `parts`, this rank's slices [batch, 2 width, ...] of some tensors.
 
         The returned function waits and returns the whole rows of each tensor, [batch, seq, ...].
         """
@@ -127,7 +133,7 @@ class Slices:
         return lambda: [self._joined(each.unbind()) for each in finish()]
 
     def exchanging(self, *parts: Tensor) -> Callable[[], list[Tensor]]:
-        """Start to send the heads of tensors [batch, 2 width, heads, C] to the ranks. Each rank gets an equal part.
+        """Start to send each rank an equal share of the heads of `parts`, [batch, 2 width, heads, C] each.
 
         The returned function waits and returns this rank's heads of the whole rows, [batch, seq, heads / ranks, C].
         """
@@ -136,7 +142,7 @@ class Slices:
         return lambda: [self._joined(each.unbind()) for each in finish()]
 
     def exchanging_back(self, whole: Tensor) -> Callable[[], Tensor]:
-        """Start to send `whole` [batch, seq, heads / ranks, C] to the ranks that have its positions.
+        """Start the reverse of `exchanging`: send each rank its positions of `whole` [batch, seq, heads / ranks, C].
 
         The returned function waits and returns all heads of this rank's positions, [batch, 2 width, heads, C].
         """
@@ -146,19 +152,22 @@ class Slices:
     def haloing(self, size: int, *parts: Tensor) -> Callable[[], list[Tensor]]:
         """Start to gather the last `size` positions of each slice of `parts` [batch, 2 width, ...].
 
-        The returned function waits and returns this rank's slices, [2 batch, size + width, ...]. Each begins with the
-        `size` positions that precede it in its row, or with zeros at the beginning of a row.
+        The returned function waits and returns this rank's slices of each part, [2 batch, size + width, ...]. Each
+        slice comes after the `size` positions that precede it in its row, or after zeros at the beginning of a row.
+        `size` is at most the length of a slice.
         """
         rows = [self.rows(part) for part in parts]
         finish = start_gathering(self.group, *(self._tails(each, size) for each in rows))
         return lambda: [torch.cat((self._ahead(tails), own), dim=1) for tails, own in zip(finish(), rows)]
 
     def pieces(self, device: torch.device, before: int | None = None) -> list[Piece]:
-        """Return which keys this rank's queries see, without padding: one `Piece` for all parts of documents that have
-        the same number of queries and the same number of keys.
+        """Return which keys this rank's queries see. Padding has no queries and no keys.
+
+        In each slice, a document has queries, which are its positions in this slice, and keys, which are its positions
+        up to the last query. All parts with equal numbers of queries and of keys are in one `Piece`.
 
         `before`: if given, a query sees at most this many keys before its slice, and `Piece.keys` are indices into the
-        rows of `haloing`.
+        flattened result of `haloing` with this size. Default: all earlier keys, with indices into the flattened batch.
         """
         name = f"pieces/{before}"
         if (device, name) not in self._made:
@@ -199,15 +208,15 @@ class Slices:
 
     @cached_property
     def _numbers(self) -> Tensor:
-        """The number of each position's document, [2 batch, width], in CPU memory."""
+        """The index in `whole` of each position's document, [2 batch, width], in CPU memory."""
         return self.rows(self.cut(self.whole.numbers()))
 
     def numbers(self, device: torch.device) -> Tensor:
-        """Return the number of each position's document, [2 batch, width]."""
+        """Return the index in `whole` of each position's document, [2 batch, width]. See `Documents.numbers`."""
         return self.kept(device, "numbers", lambda: self._numbers)
 
     def before(self, device: torch.device) -> Tensor:
-        """Return the document number of the position before each slice, [2 batch]; -1 at the beginning of a row."""
+        """Return the document index (`numbers`) of the position before each slice, [2 batch]; -1 where a row begins."""
 
         def make() -> Tensor:
             numbers = F.pad(self.whole.numbers(), (1, 0), value=PADDING)
@@ -217,13 +226,17 @@ class Slices:
 
     @cached_property
     def local(self) -> Documents:
-        """The documents of this rank's slices, as a batch [2 batch, width]."""
+        """The documents in this rank's slices, as a batch with a row per slice, [2 batch, width].
+
+        Documents are cut at the borders of slices. Runs of padding count as documents.
+        """
         return Documents.from_ids(self._numbers)
 
     def halo(self, x: Tensor, size: int) -> Tensor:
         """Return the `size` positions before each of this rank's slices of `x` [batch, 2 width, ...].
 
-        The result is [2 batch, size, ...]. Positions outside of the document of the slice's first position are zeros.
+        The result is [2 batch, size, ...]. It is zero at positions that are not in the same document as the first
+        position of the slice.
         """
         if self.width < size:
             raise ValueError(
@@ -244,10 +257,10 @@ class Slices:
     def carrying(
         self, combine: Callable[[Tensor, Tensor], Tensor], across: Tensor, added: Tensor
     ) -> Callable[[], Tensor]:
-        """Start to gather `across` and `added`, [2 batch, ...].
+        """Start to gather `across` and `added`, [2 batch, ...], which describe what each slice does to a state.
 
-        A slice maps the state before it to the state after it, `combine(across, state) + added`. The returned function
-        waits and returns the state before each of this rank's slices.
+        If `state` is the state before a slice, `combine(across, state) + added` is the state after it. The state at the
+        beginning of a row is 0. The returned function waits and returns the state before each of this rank's slices.
         """
         finish = start_gathering(self.group, *(each.unflatten(0, (-1, 2)) for each in (across, added)))
 
@@ -263,10 +276,10 @@ class Slices:
     # --- loss ---------------------------------------------------------------------------------------------------------
 
     def mean(self, loss: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean loss over all labels of the whole rows, or NaN if there are none.
+        """Return the mean loss over all labels of the whole rows, or NaN if they have no labels.
 
-        `loss`: this rank's mean over its `labels`. If gradients are averaged over the ranks, the average is the
-        gradient of the returned mean.
+        `loss`: this rank's mean over its `labels`. Backward scales the gradient on each rank so that the average over
+        the ranks is the gradient of the returned mean.
         """
         count = (labels != IGNORED_LABEL).sum()
         return _Sum.apply(loss.where(count > 0, 0.0) * count, self.group) / _total(count, self.group)
@@ -276,8 +289,7 @@ class Slices:
         return _total(value, self.group)
 
     def average(self, loss: Tensor) -> Tensor:
-        """Return the mean of a number over the ranks. If gradients are averaged over the ranks, the average is this
-        mean's gradient."""
+        """Return the mean of `loss` over the ranks. Backward scales the gradient as for `mean`."""
         return _Sum.apply(loss, self.group) / self.ranks
 
     # --- parts --------------------------------------------------------------------------------------------------------
@@ -313,7 +325,7 @@ Borders = Documents | Slices
 
 
 def require_borders(documents: Any, tokens: Tensor) -> None:
-    """Raise `TypeError` or `ValueError` if `documents` are neither None nor of the shape of `tokens`."""
+    """Raise `TypeError` unless `documents` are None or `Borders`, and `ValueError` if `tokens` have another shape."""
     if not isinstance(documents, Documents | Slices | None):
         raise TypeError(
             f"documents is a {type(documents).__name__}: create it with weft.models.Documents, such as "
@@ -332,13 +344,14 @@ def context_part(batch: Mapping[str, Any], meshes: Meshes) -> dict[str, Any]:
         part = context_part({"tokens": tokens, "labels": labels, "documents": documents}, meshes)
         loss = model(part.pop("tokens"), **part)
 
-    Rows are padded to a multiple of 2 x cp, or of cp x lcm(2, tp) with tensor-parallel ranks. "labels" of padding and
-    of the last positions of documents are set to -100. The result always has "documents": a `Slices`, which the model
-    takes in place of a `Documents`.
+    Rows are padded to a multiple of 2 x cp, or of cp x lcm(2, tp) with tensor-parallel ranks. "labels" are set to -100
+    in padding. If the batch has "documents", the labels at the last positions of documents are set to -100 too, unless
+    the documents' `continues` keeps them. The result always has "documents": a `Slices`, which the model takes in place
+    of a `Documents`.
 
-    Raises `ValueError` without `meshes.cp`, and for values that are not tensors or do not begin with the shape of
-    "tokens". Raises `TypeError` for a batch without "tokens", and for documents of another type or documents that are
-    already cut.
+    Raises `ValueError` without `meshes.cp`, for other values than tensors, and for shapes that do not begin with the
+    shape of "tokens". Raises `TypeError` for a batch without "tokens", and for documents of another type or documents
+    that are already cut.
     """
     if meshes.cp is None:
         raise ValueError(

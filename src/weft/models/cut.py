@@ -22,10 +22,12 @@ from weft.pipeline.placement import Cut, balanced
 
 
 def cut_of(cfg: HybridConfig, meshes: Meshes | None, chunks: int | None, placement: str) -> Cut | None:
-    """Return the pipeline stages of a model of `cfg` on `meshes`, or None for a model without stages.
+    """Return the pipeline stages of a model of `cfg` on `meshes`. Without pipeline ranks, return None unless
+    `chunks` is more than 1.
 
     `chunks`: the number of stages on each rank. Default: the number of the pattern's segments divided by the number of
-    pipeline ranks, or 1 if the pattern has no `|`.
+    pipeline ranks, or 1 if the pattern has no `|`. `placement`: which stages a rank gets, "loop" or "v" (see
+    `weft.pipeline.placement`).
     """
     mesh = meshes.pp if meshes is not None else None
     ranks = mesh.size() if mesh is not None else 1

@@ -25,10 +25,10 @@ PADDING = -1
 
 
 class AttentionLayout(NamedTuple):
-    """The positions of all documents, grouped by the documents' length.
+    """The positions of all documents, without padding, in the order of the documents' lengths.
 
-    `order`: the indices of the positions in the flattened batch, or None if the batch has this order already. `groups`:
-    (number of documents, length of each).
+    `order`: the indices in the flattened batch of the positions in this order, or None if the batch already has this
+    order. `groups`: (number of documents, length of each) for each length, the shortest first.
     """
 
     order: Tensor | None
@@ -36,7 +36,7 @@ class AttentionLayout(NamedTuple):
 
 
 class ConvolutionLayout(NamedTuple):
-    """The flattened batch, with empty places before each document.
+    """The flattened batch, with empty places before each document and before each run of padding.
 
     `places`: the new index of each position. `size`: the number of places, including empty ones.
     """
@@ -51,8 +51,8 @@ class Documents:
 
     - `starts`: the first position of each document and of each run of padding, in the flattened batch.
     - `padding`: the indices in `starts` of the runs of padding.
-    - `continues`: whether the last document of each row continues after the row. If so, the label at the row's last
-      position is used.
+    - `continues`: whether the text of each row's last document continues after the row. If so, the loss uses the label
+      at the row's last position, which is the first token after the row. By default, the loss ignores this label.
 
     Two `Documents` are equal if all their fields are equal. The constructor checks the starts on the host. It raises
     `ValueError` for starts that do not ascend, lack the beginning of a row or are outside of the batch.
@@ -93,7 +93,8 @@ class Documents:
     def from_position_ids(cls, position_ids: Tensor) -> "Documents":
         """Create documents from positions [batch, seq] that restart with 0 at each document, as in transformers.
 
-        Raises `ValueError` for a position that is neither 0 nor one more than the position before it.
+        Padding is not recognized: it counts as tokens of documents. Raises `ValueError` for a position that is neither
+        0 nor one more than the position before it.
         """
         positions = _integers("position_ids", position_ids, "[batch, seq]")
         begins = positions == 0
@@ -112,8 +113,8 @@ class Documents:
     def from_cu_seqlens(cls, cu_seqlens: Tensor, batch: int, seq: int) -> "Documents":
         """Create documents from cumulative lengths in the flattened batch, `[0, n_1, n_1 + n_2, ..., batch * seq]`.
 
-        Raises `ValueError` unless they begin with 0, ascend and end with `batch * seq`, and for a document that crosses
-        rows.
+        Padding is not recognized: it counts as tokens of documents. Raises `ValueError` unless the lengths begin with
+        0, ascend and end with `batch * seq`, and for a document that crosses rows.
         """
         *starts, end = _integers("cu_seqlens", cu_seqlens, "[documents + 1]").tolist()
         if end != batch * seq:
@@ -126,8 +127,9 @@ class Documents:
     def from_ids(cls, ids: Tensor) -> "Documents":
         """Create documents from a number for each position, [batch, seq].
 
-        The number is the same for all positions of a document, and -1 in padding. Raises `ValueError` for a number
-        below -1, and for a number that appears in its row again after another number.
+        The number is the same for all positions of a document, and -1 in padding. Documents in different rows are
+        different, even if they have the same number. Raises `ValueError` for a number below -1, and for a document
+        number that appears in its row again after another number.
         """
         ids = _integers("ids", ids, "[batch, seq]")
         if bool((ids < PADDING).any()):
@@ -185,13 +187,11 @@ class Documents:
 
     @property
     def is_plain(self) -> bool:
-        """Whether each row is one document without padding, so that the model computes the same as without
-        `Documents`."""
+        """Whether each row is one document without padding. Layers then compute the same as without `Documents`."""
         return len(self.starts) == self.batch and not self.padding
 
     def numbers(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the index of each position's document in the batch, [batch, seq] int64. Runs of padding also have
-        an index."""
+        """Return the index in `starts` of each position's document or run of padding, [batch, seq] int64."""
 
         def make() -> Tensor:
             lengths = torch.tensor(self.lengths)
@@ -200,7 +200,7 @@ class Documents:
         return self.kept(device, "numbers", make)
 
     def position_ids(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the position of each token in its document, from 0, [batch, seq] int64."""
+        """Return the position of each token in its document or run of padding, from 0, [batch, seq] int64."""
 
         def make() -> Tensor:
             starts = torch.tensor(self.starts)[self.numbers()]
@@ -218,8 +218,8 @@ class Documents:
         return self.kept(device, "reaches", make)
 
     def cu_seqlens(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the starts of documents and padding in the flattened batch, then its length, int32, as variable-length
-        kernels take them."""
+        """Return the starts of documents and of runs of padding in the flattened batch, followed by the length
+        of the batch, as int32. Variable-length kernels take this form."""
         return self.kept(device, "cu_seqlens", lambda: torch.tensor([*self.starts, self.batch * self.seq]).int())
 
     def labels(self, labels: Tensor) -> Tensor:
@@ -273,7 +273,7 @@ class Documents:
         return self._made[device, "attention"]
 
     def convolution(self, before: int, device: torch.device) -> ConvolutionLayout:
-        """Return the layout in which `before` empty places precede each document of the flattened batch."""
+        """Return the flattened batch with `before` empty places before each document and each run of padding."""
         places = self.kept(
             device,
             f"convolution/{before}",
@@ -282,7 +282,7 @@ class Documents:
         return ConvolutionLayout(places, self.batch * self.seq + before * len(self.starts))
 
     def kept(self, device: torch.device | str, name: str, make: Callable[[], Tensor]) -> Tensor:
-        """Return the result of `make` on `device`, cached in this object by name and device."""
+        """Return the result of `make()`, moved to `device`. It is cached in this object by `device` and `name`."""
         key = torch.device(device), name
         if key not in self._made:
             self._made[key] = self._placed(make(), key[0])

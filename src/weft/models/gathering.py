@@ -31,7 +31,9 @@ def _lane(name: str, device: torch.device) -> Lane:
 
 
 def start_gathering(group: dist.ProcessGroup, *parts: Tensor, lane: str = CONTEXT) -> Callable[[], list[Tensor]]:
-    """Start to all-gather `parts`, tensors of one dtype; return a function that waits and returns [ranks, ...] of each.
+    """Start to all-gather `parts`, tensors of one dtype.
+
+    Return a function that waits and returns, for each part, the tensors of all ranks, [ranks, ...].
 
     The result is differentiable. Backward starts the reduce-scatter of gradients at the place where forward called the
     returned function, and waits for it at the place where forward called this function. In forward and in backward,
@@ -43,8 +45,8 @@ def start_gathering(group: dist.ProcessGroup, *parts: Tensor, lane: str = CONTEX
 def start_exchanging(group: dist.ProcessGroup, *parts: Tensor, lane: str = CONTEXT) -> Callable[[], list[Tensor]]:
     """Start to send row r of each part [ranks, ...] to rank r.
 
-    Return a function that waits and returns the received rows of each part, [ranks, ...]. Backward starts and waits for
-    the exchange of gradients at the same two places as `start_gathering`.
+    Return a function that waits and returns, for each part, the received rows, [ranks, ...]: row r comes from rank r.
+    Backward starts the exchange of gradients, and waits for it, at the same two places as that of `start_gathering`.
     """
     return _started(Exchanging(group, [part.shape[1:] for part in parts], lane), parts)
 
@@ -55,12 +57,12 @@ def _started(work: "Gathering", parts: Sequence[Tensor]) -> Callable[[], list[Te
 
 
 def gathered(group: dist.ProcessGroup, *parts: Tensor, lane: str = CONTEXT) -> list[Tensor]:
-    """All-gather `parts` and wait, with the backward of `start_gathering`. Return [ranks, ...] of each."""
+    """All-gather `parts` and wait: call `start_gathering` and the function that it returns. Differentiable."""
     return start_gathering(group, *parts, lane=lane)()
 
 
 def summed(group: dist.ProcessGroup, parts: Tensor, *, lane: str) -> Tensor:
-    """Reduce-scatter `parts` [ranks, ...]: return the sum over the ranks of this rank's row. Differentiable."""
+    """Reduce-scatter `parts` [ranks, ...]: rank r gets the sum of row r over all ranks. Differentiable."""
     return _Summed.apply(Gathering(group, [parts.shape[1:]], lane), parts)
 
 

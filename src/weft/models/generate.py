@@ -35,7 +35,10 @@ class Sampling:
                 raise ValueError(f"{name}={getattr(self, name)}: {rule}")
 
     def choose(self, scores_BV: Tensor, seen_BS: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Return the next token of each row, [B], from its logits and from `seen_BS`, the tokens so far."""
+        """Return the next token of each row, [B], chosen from its logits, `scores_BV`.
+
+        `seen_BS`: the earlier tokens of each row, to which `repetition_penalty` applies.
+        """
         if self.repetition_penalty != 1:
             there = scores_BV.gather(-1, seen_BS)
             there = torch.where(there < 0, there * self.repetition_penalty, there / self.repetition_penalty)
@@ -61,10 +64,10 @@ def generate(
     among: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the tokens that follow `tokens` [B, S] int64, at each step one for each row, [B], without end.
+    """Yield the next token of each row, [B], step after step without end. `tokens` [B, S] int64: the prompts.
 
-    `lengths`: the number of prompt tokens in each row. Default: S. `among`: the tokens to choose from, 1-D. Default:
-    all.
+    `lengths`: the number of tokens of each row's prompt, at the beginning of the row. Default: S. `among`: the tokens
+    to choose from, 1-D. Default: all.
 
     The model sees no padding. It first reads as many tokens of each row as the shortest prompt has. Then it reads one
     token of each row per step: the next token of the prompt or, after the prompt's end, the last sampled token. While
@@ -96,11 +99,11 @@ def generate(
 def continuations(
     model: Any, prompts: Sequence[Sequence[int]], *, ends: Collection[int] = (), most: int, **options: Any
 ) -> Iterator[list[int | None]]:
-    """Yield at each step a list with an entry for each of `prompts`: its next token, or None while the model still
-    reads the prompt and after the continuation has ended.
+    """Yield at each step a list with an entry for each of `prompts`: the next token of its continuation, or None while
+    the model still reads the prompt and after the continuation has ended.
 
-    A continuation ends before a token of `ends`, or after `most` tokens. The iterator ends when all continuations have
-    ended. `options`: keyword arguments of `generate`.
+    A continuation ends at a token of `ends`, which is not yielded, or after `most` tokens. A list of only None is not
+    yielded. The iterator ends when all continuations have ended. `options`: keyword arguments of `generate`.
     """
     lengths = [len(prompt) for prompt in prompts]
     tokens = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)

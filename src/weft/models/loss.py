@@ -19,9 +19,9 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     `logits`: [..., vocabulary]. `labels`: [...] int64. Returns a scalar, or NaN if every label is -100. The loss is
     computed in float32, or in float64 for float64 logits.
 
-    Forward also computes the gradient, in the dtype of `logits` and a few rows at a time, unless gradients are
-    disabled. The gradient is the only tensor of the logits' size that is allocated. Backward scales the gradient in
-    place, so a loss can be backpropagated only once, even with `retain_graph`. A second backward raises `RuntimeError`.
+    If `logits` require a gradient, forward computes it too, a few rows at a time and in the dtype of `logits`. The
+    gradient is the only tensor of the logits' size that is allocated. Backward scales the gradient in place, so a loss
+    can be backpropagated only once, even with `retain_graph`. A second backward raises `RuntimeError`.
     """
     check_labels(logits, labels)
     return _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten())
@@ -80,6 +80,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def rows_at_a_time(x_NV: Tensor) -> Iterator[slice]:
-    """Return slices of rows, each small enough to be processed at once."""
+    """Divide the rows of `x_NV` into slices. Each has at most as many elements as `CHUNK` says for the device, but at
+    least one row."""
     rows = max(1, CHUNK.get(x_NV.device.type, DEFAULT_CHUNK) // x_NV.shape[-1])
     return (slice(start, start + rows) for start in range(0, len(x_NV), rows))

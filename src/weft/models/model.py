@@ -33,20 +33,21 @@ from weft.pipeline.actions import LOOP
 class HybridModel(nn.Module):
     """A language model: an embedding, the layers that `cfg.pattern` describes, and a head that scores the next token.
 
-    The pattern may also describe multi-token prediction depths. Initial weights depend only on the seed: neither on
-    `meshes` nor, for a model on the meta device, on the order in which modules are materialized (`to_empty` and
-    `reset_parameters`). With tied embeddings the head uses the weight of the embedding.
+    The pattern may also describe depths of multi-token prediction. With tied embeddings the head uses the weight of the
+    embedding. Initial weights depend only on the seed and on the type of device, not on `meshes`. For a model on the
+    meta device, the order in which you materialize modules (`to_empty` and `reset_parameters`) does not matter either.
 
-    With a pipeline (`meshes.pp`), this rank has only `chunks` stages of the model (default: the number of the pattern's
-    segments divided by the number of pipeline ranks, or 1 without `|`). The model is cut at the `|` of the pattern or,
-    without `|`, into segments of equal cost. `placement` ("loop" or "v", see `weft.pipeline.placement`) assigns the
-    stages to ranks. Names and initial weights are the same as in the whole model. Run the model with
-    `weft.overlap.forward_backward`.
+    With a pipeline (`meshes.pp`), this rank has only some stages of the model. If the pattern has `|`, each of its
+    segments is a stage. Otherwise the layers are cut into stages of about equal cost. `chunks`: the number of stages on
+    each rank. Default: the number of segments divided by the number of pipeline ranks, or 1 for a pattern without `|`.
+    `placement`: which stages a rank gets, "loop" or "v" (see `weft.pipeline.placement`). The names of parameters and
+    their initial weights are the same as in the whole model. Run the model with `weft.overlap.forward_backward`.
 
     With `meshes.tp` the ranks of that axis share every layer (see `weft.models.tensor_parallel`). Each of them calls
     the model with the same tokens and gets the same loss. Parameters are DTensors.
 
-    Raises `ValueError` for meshes with an axis that this model cannot use.
+    Raises `ValueError` for meshes with an axis that this model cannot use, such as `ep` for a pattern without experts.
+    Raises it too if `chunks` or `placement` does not fit the pattern and the ranks.
     """
 
     origin: Any = None
@@ -105,9 +106,9 @@ class HybridModel(nn.Module):
 
     @property
     def chunks(self) -> list[list[StagedLayer]]:
-        """The logical layers of each stage of this rank, in the order in which a microbatch visits them.
+        """One list of logical layers for each stage on this rank, in the order in which a microbatch visits the stages.
 
-        A model without a pipeline is one chunk.
+        A model without a pipeline is one stage.
         """
         layers = iter(self.staged_layers)
         segments = [self.staged_layers] if self.cut is None else self.cut.mine
@@ -117,14 +118,17 @@ class HybridModel(nn.Module):
     def tied_ends(self) -> Sequence[nn.Module]:
         """This rank's modules that are used both before and after the layers.
 
-        The only one is the embedding, if a tied head or prediction depths use it.
+        This is only the embedding, if a tied head or prediction depths use it too. Otherwise there is none.
         """
         ties = self.cfg.tie_word_embeddings or self.cfg.parsed.depths > 0
         return [self.embedding] if ties and self.embedding is not None else []
 
     @property
     def shared_ends(self) -> Sequence[nn.Module]:
-        """The modules of `tied_ends` that the first and the last stage both have, if these stages are on two ranks."""
+        """The modules of `tied_ends`, if the first and the last stage are on different ranks and both have a copy.
+
+        Otherwise empty.
+        """
         return self.tied_ends if self.cut is not None and self.cut.shares_ends else []
 
     @property
@@ -135,8 +139,8 @@ class HybridModel(nn.Module):
     def embed(self, tokens: Tensor, documents: Borders | None = None) -> Tensor:
         """Embed tokens; [batch, seq] int64 -> [batch, seq, hidden].
 
-        Raises `TypeError` for `documents` that are neither `Documents` nor from `context_part`. Raises `ValueError` for
-        documents of another shape.
+        `documents` are only checked. Raises `TypeError` if they are neither `Documents` nor from `context_part`. Raises
+        `ValueError` if their shape is not that of `tokens`.
         """
         require_borders(documents, tokens)
         x_BSD, multiplier = self.embedding(tokens), self.cfg.embedding_multiplier
@@ -145,14 +149,15 @@ class HybridModel(nn.Module):
         return scaled(x_BSD, multiplier)
 
     def logits(self, x_BSD: Tensor) -> Tensor:
-        """Compute the logits from the last layer's output; [B, S, D] -> [B, S, vocabulary]."""
+        """Compute the logits from the last layer's output, before the final norm; [B, S, D] -> [B, S, vocabulary]."""
         return self._all_scores(self.final_norm(x_BSD))
 
     def prediction_logits(self, tokens: Tensor, documents: Borders | None = None) -> list[Tensor]:
         """Compute the logits of each prediction depth, [B, S, vocabulary] each.
 
-        The first depth predicts the token after the next one. At the end of a document, where a depth has no token to
-        read, it reads token 0. See `forward` for the arguments.
+        The first depth predicts the token after the next one, and each further depth the token after that. Depth n
+        (from 1) reads the tokens shifted left by n. Where the document, or the row, has no such token, the depth
+        reads token 0. See `forward` for the arguments.
         """
         return self(tokens, documents=documents, depths=True)  # a call, so that hooks of sharding run
 
@@ -174,7 +179,8 @@ class HybridModel(nn.Module):
     ) -> Tensor:
         """Return the mean cross-entropy, a scalar. In training mode, add the losses of layers and of prediction depths.
 
-        `x_BSD`: the last layer's output. `losses`: the losses of the layers.
+        `x_BSD`: the last layer's output, before the final norm. `losses`: the scalars that layers add to the loss, such
+        as those of routers.
         """
         outputs, added = self._outputs(x_BSD, tokens, self.depths if self.training else (), documents)
         return self.total_loss(outputs, labels, [*losses, *added], documents)
@@ -196,7 +202,10 @@ class HybridModel(nn.Module):
         return self.decoder.final_layernorm(hidden)
 
     def following(self, number: int, tokens: Tensor, documents: Borders | None = None) -> Tensor:
-        """Embed the tokens that depth `number` (from 0) reads. At the end of a document it reads token 0."""
+        """Embed the tokens that depth `number` (from 0) reads: `tokens` shifted left by `number` + 1.
+
+        At the end of a document, where no token follows, the depth reads token 0.
+        """
         return self.embed(shifted(tokens, number + 1, 0, documents))
 
     def total_loss(
@@ -204,7 +213,8 @@ class HybridModel(nn.Module):
     ) -> Tensor:
         """Compute the loss from the hidden states of the model and, in training mode, of each prediction depth.
 
-        `hidden`: [B, S, D] each, after the final norm. `losses`: scalars that are added in training mode.
+        `hidden`: those of the model, then those of each depth in order, [B, S, D] each, after the final norm. `losses`:
+        scalars that are added in training mode.
         """
         if documents is not None:
             labels = documents.labels(labels)
@@ -269,23 +279,25 @@ class HybridModel(nn.Module):
             tokens: [batch, seq] int64.
             labels: [batch, seq] int64. `labels[b, s]` is the token that follows `tokens[b, s]` (already shifted), or
                 -100 to ignore the position.
-            cache: a dict for generation, empty at first. Each call updates it. The `tokens` of a call continue those of
-                earlier calls. Several calls with parts of a sequence return the logits of one call with the whole
-                sequence. If `rope_scaling` is "dynamic" or "longrope", the rotation depends on the length: each call
-                returns the logits of one call with the sequence so far, and reads earlier positions again if their
+            cache: a dict for generation. Pass an empty dict to the first call, and the same dict to later calls, whose
+                `tokens` continue those of earlier calls. Each call updates the dict, and returns the logits of its own
+                `tokens`. These are equal to the logits of one call with the whole sequence. If `rope_scaling` is
+                "dynamic" or "longrope", the rotation depends on the length of the sequence. The logits are then equal
+                to those of one call with the sequence so far, and a call computes earlier positions again if their
                 rotation changes.
             documents: the documents and the padding in the rows. No information passes between documents. The label at
                 a document's last position is ignored (see `Documents.continues`).
-            depths: return a list with the logits of each prediction depth, as `prediction_logits` does.
+            depths: if True, return only a list with the logits of each prediction depth (see `prediction_logits`).
 
         Without labels, returns the logits [batch, seq, vocabulary]. With labels, returns a scalar: the mean
         cross-entropy over the labels that are not -100 (see `weft.models.loss.cross_entropy`). In training mode the
         losses of routers and prediction depths are added to it.
 
-        Raises `ValueError` for `documents` of another shape or together with a cache, for a cache that only other
-        models have filled, and for `depths` together with labels or a cache. With tensor parallelism, any cache raises
-        it. With context parallelism, a batch that is not from `context_part` raises it. Raises `RuntimeError` if the
-        model is cut into pipeline stages on several ranks.
+        Raises `ValueError` for `documents` whose shape is not that of `tokens`, for `documents` together with a cache,
+        for a cache that only other models have filled, and for `depths` together with labels or a cache. Raises
+        `ValueError` too for any cache with tensor parallelism, and for a batch that is not from `context_part` with
+        context parallelism. Raises `TypeError` for `documents` of another type. Raises `RuntimeError` if the model is
+        cut into pipeline stages on several ranks.
         """
         if self.cut is not None and self.cut.ranks > 1:
             raise RuntimeError(
@@ -323,7 +335,7 @@ def _rounded(number: float, dtype: torch.dtype) -> float:
 
 
 def require_usable(cfg: HybridConfig, meshes: Meshes) -> None:
-    """Raise `ValueError` if `meshes` has an axis that a model of `cfg` cannot use."""
+    """Raise `ValueError` if `meshes` has an axis that a model of `cfg` cannot use, or cannot use with its size."""
     if meshes.tp is not None:
         check_shared(cfg, meshes.tp.size(), 1 if meshes.etp is None else meshes.etp.size())
     if meshes.cp is not None:

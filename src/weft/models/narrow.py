@@ -20,10 +20,10 @@ _MARK = "is_quantized"
 
 
 def choose_weights(model: HybridModel, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """Return `policy` with a `quantize` function for the weights of `model`.
+    """Return a copy of `policy` whose `quantize` function selects the weights of `model` to quantize.
 
-    If `policy` does not quantize, or its `quantize` is a function of the user, it is returned unchanged. Raises
-    ValueError if `except_ends` leaves no layer to quantize.
+    Return `policy` itself if it has no `param_quantization`, or if its `quantize` is your own function. Raises
+    `ValueError` if `quantize=except_ends(...)` leaves no layer to quantize.
     """
     if policy.param_quantization is None or not (policy.quantize is None or isinstance(policy.quantize, ExceptEnds)):
         return policy

@@ -30,7 +30,11 @@ TERMINAL = "-E"
 
 @dataclass(frozen=True)
 class LogicalLayer:
-    """A logical layer: its number, the symbols of its blocks, and the number of its first physical layer."""
+    """A logical layer of one part of a pattern.
+
+    `index`: its number in the part, from 0. `symbols`: the symbols of its physical layers. `physical`: the number of
+    its first physical layer in the part, from 1.
+    """
 
     index: int
     symbols: str
@@ -39,8 +43,11 @@ class LogicalLayer:
 
 @dataclass(frozen=True)
 class Pattern:
-    """A parsed pattern: the logical layers of each pipeline segment, and those of one prediction part (all are
-    alike)."""
+    """A parsed pattern.
+
+    `segments`: the logical layers of each pipeline segment of the main part. `prediction`: the logical layers of one
+    prediction part; all prediction parts are alike. `depths`: the number of prediction parts.
+    """
 
     text: str
     segments: tuple[tuple[LogicalLayer, ...], ...]
@@ -59,10 +66,12 @@ class Pattern:
         return main, prediction, self.depths
 
     def stage(self, pp_rank: int, chunk: int = 0, *, pp_size: int) -> tuple[LogicalLayer, ...]:
-        """Return the logical layers of chunk `chunk` of pipeline rank `pp_rank`, of `pp_size` ranks.
+        """Return the logical layers of chunk number `chunk` (from 0) on pipeline rank `pp_rank` of `pp_size` ranks.
 
-        Rank r has the segments r, r + pp_size, r + 2 pp_size, ... Raises `PatternError` if the number of segments is
-        not a multiple of `pp_size`, and `ValueError` for a rank or a chunk that does not exist.
+        The chunks of rank r are the segments r, r + pp_size, r + 2 pp_size, ..., as with the placement "loop".
+
+        Raises `PatternError` if the number of segments is not a multiple of `pp_size`, and `ValueError` for a rank or a
+        chunk that does not exist.
         """
         count = len(self.segments)
         if pp_size < 1 or count % pp_size:
@@ -81,7 +90,8 @@ class Pattern:
 
 
 def parse(text: str) -> Pattern:
-    """Parse a pattern. Raises `PatternError` with the position (from 0), the wrong part and the rule."""
+    """Parse a pattern. Raises `PatternError` if the pattern breaks a rule. The error names the position (from 0), the
+    wrong part of the pattern, and the rule."""
     main: list[list[LogicalLayer]] = [[]]
     depths: list[list[LogicalLayer]] = []
     part = main  # the current part: the segments of the main part, or one list for a prediction part

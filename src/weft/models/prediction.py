@@ -29,10 +29,10 @@ from weft.overlap import StagedLayer
 
 
 class PredictionDepth(Stack):
-    """One depth: a projection, whose input is the next tokens' embeddings and the previous depth's output, and a stack
-    of layers.
+    """One depth of multi-token prediction: a projection, a stack of layers and a final norm.
 
-    It is a `weft.overlap.StagedDepth`.
+    The projection of depth k = 1, 2, ... combines the embeddings of the tokens k positions later with the output of the
+    previous depth or, in the first depth, of the model. The class follows the protocol `weft.overlap.StagedDepth`.
     """
 
     added_loss: Tensor
@@ -51,7 +51,7 @@ class PredictionDepth(Stack):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the summed losses to 0. Submodules reset their own parameters."""
+        """Set `added_loss` to 0. Submodules reset their own parameters."""
         nn.init.zeros_(self.added_loss)
 
     @property
@@ -62,7 +62,8 @@ class PredictionDepth(Stack):
     def enter(self, following: Tensor, previous: Tensor) -> Tensor:
         """Return the first layer's input, [B, S, D].
 
-        `following`: the embeddings of the next tokens. `previous`: the output of the previous depth.
+        `following`: in depth k = 1, 2, ..., the embeddings of the tokens k positions later. `previous`: the output of
+        the previous depth or, in the first depth, of the model after its final norm.
         """
         previous = previous.view_as(previous)  # its own autograd node, so that gradients are always summed in one order
         return self.project(torch.cat((self.embedding_norm(following), self.hidden_norm(previous)), dim=-1))
@@ -74,7 +75,8 @@ class PredictionDepth(Stack):
     def forward(  # type: ignore[override]
         self, following: Tensor, previous: Tensor, documents: Borders | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run `enter`, the layers and `leave`. Return the output and the losses that layers add, such as balancing."""
+        """Run `enter`, the layers and `leave`. Return the output [B, S, D] and the layers' auxiliary losses, a list of
+        scalars."""
         x_BSD, losses = super().forward(self.enter(following, previous), documents=documents)
         return self.leave(x_BSD), losses
 
@@ -95,7 +97,12 @@ class Predictions(nn.Module):
         loss_of: Callable[[Tensor, Tensor], Tensor],
         documents: Borders | None = None,
     ) -> Iterator[Tensor]:
-        """Yield the mean cross-entropy of each depth, times `mtp_loss_coef` and divided by the number of depths."""
+        """Yield, for each depth, its mean cross-entropy times `mtp_loss_coef`, divided by the number of depths.
+
+        `outputs`: the output of each depth. `labels`: the model's labels; this method shifts them for each depth.
+        `loss_of`: returns the mean cross-entropy of an output and its labels. A depth without labels yields 0. Each
+        mean is also added to the depth's `added_loss`.
+        """
         for number, (depth, output_BSD) in enumerate(zip(self.layers, outputs, strict=True), start=1):
             targets = shifted(labels, number, IGNORED_LABEL, documents)
             loss, count = loss_of(output_BSD, targets), (targets != IGNORED_LABEL).sum()
@@ -108,7 +115,11 @@ class Predictions(nn.Module):
 
 
 def shifted(tokens: Tensor, places: int, filling: int, documents: Borders | None = None) -> Tensor:
-    """Return `tokens` [B, S] shifted left by `places`, with `filling` at the end of each row or document."""
+    """Return `tokens` [B, S] with each row shifted left by `places`, and with `filling` at its end.
+
+    With `documents`, the same is done for each document instead of each row. If `documents` are `Slices`, the call is
+    collective.
+    """
     if documents is not None:
         return documents.following(tokens, places, filling)
     return F.pad(tokens[:, places:], (0, min(places, tokens.shape[1])), value=filling)
@@ -116,9 +127,10 @@ def shifted(tokens: Tensor, places: int, filling: int, documents: Borders | None
 
 @torch.no_grad()
 def prediction_losses(model: nn.Module) -> Tensor:
-    """Return the sum of each depth's cross-entropies over the training forwards since the last call, and reset it.
+    """Return, for each depth, the sum of its cross-entropies since the last call, and set the sums to 0.
 
-    The result is [depths] in fp32.
+    Each forward in training mode adds the mean cross-entropy of its batch, without `mtp_loss_coef`. Data-parallel ranks
+    do not combine their sums. The result is [depths] in fp32, and empty on a rank without depths.
     """
     depths = [module for module in model.modules() if isinstance(module, PredictionDepth)]
     losses = [depth.added_loss.clone() for depth in depths]

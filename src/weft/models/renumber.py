@@ -26,11 +26,11 @@ Numbers = Mapping[tuple[str, int, str], int]
 
 
 def renumbered(state: Mapping[str, Any], cfg: HybridConfig) -> dict[str, Any]:
-    """Wrap `state` so that `CheckpointManager.load` can fill it from a checkpoint that groups the symbols of `cfg`
-    differently.
+    """Return `state` with wrapped values, which `CheckpointManager.load` can fill from a checkpoint whose pattern has
+    the same symbols in other groups.
 
-    The first entry of `state` must be the model. If the checkpoint has other symbols, keys are unchanged, and the
-    error that loading raises lists the differences.
+    The first entry of `state` must be the model, and `cfg` its configuration. If the checkpoint has other symbols, or
+    has them in another order, `load` raises `CheckpointMismatch`, which lists the differences.
     """
     spelling = _Spelling(cfg)
     model = next(iter(state))
@@ -51,7 +51,7 @@ class _Spelling:
         self.ours: Numbers = {}
 
     def look_at(self, keys: Iterable[str]) -> None:
-        """Derive the numbers from the keys of the weights in a checkpoint."""
+        """Derive the numbers from `keys`, the keys of the checkpoint's weights."""
         blocks: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
         for found in filter(None, map(BLOCK.match, keys)):
             blocks[found[1]][int(found[2])].add(found[3])

@@ -17,7 +17,8 @@ TYPES: dict[str, tuple[set[str], set[str]]] = {
 
 
 def check_rope_scaling(scaling: Mapping[str, Any], pairs: int) -> None:
-    """Raise ValueError, with the rule, if `scaling` is not valid for a rotation of `pairs` pairs of elements."""
+    """Raise ValueError if `scaling` is not valid for a rotation of `pairs` pairs of elements. The message states the
+    rule that `scaling` breaks."""
     given = dict(scaling)
     kind = given.pop("rope_type", None)
     if not isinstance(kind, str) or kind not in TYPES:

@@ -13,16 +13,24 @@ from weft.models.narrow import choose_weights
 def shard(model: HybridModel, meshes: Meshes, **options: Any) -> HybridModel:
     """Shard `model` in place, one unit per logical layer, and return it.
 
-    Each logical layer and each prediction depth becomes one unit over `meshes.dense`. Experts that are spread over
-    ranks become separate units over `meshes.expert`. The gradients of experts are averaged over all data-parallel
-    ranks, like all other gradients. Each parameter of experts is a DTensor with the shape of all experts, sharded over
-    `meshes.ep` too. Parameters that the first and the last stage of a pipeline share form one more unit. The root is
-    the last unit. It has the embedding, the final norm and the head.
+    Each logical layer and each prediction depth becomes one unit over `meshes.dense`. If a layer's experts are spread
+    over ranks, they become a separate unit over `meshes.expert`. Each of their parameters is then a DTensor with the
+    shape of all experts, and is also sharded over `meshes.ep`. The gradients of experts are averaged over all
+    data-parallel ranks, like all other gradients. An embedding that the first and the last stage of a pipeline share is
+    one more unit. The model itself is the root unit. It has the other parameters of this rank: embedding, final norm
+    and head.
 
-    `options` are passed to each `weft.fully_shard` call. There are two exceptions. `runtime` is passed to the root
-    only. The `output_dtype` of `mp_policy` applies to the root only: the outputs of experts and of layers stay in
-    `param_dtype`. If `mp_policy` has `param_quantization` but no `quantize`, the experts and the projections of
-    layers are quantized. With `quantize=weft.quantize.except_ends(...)`, the first and the last layers are not.
+    `options` are passed to each `weft.fully_shard` call, with these exceptions:
+
+    - `runtime` is passed to the root only.
+    - The `output_dtype` of `mp_policy` applies to the root only: the outputs of experts and of layers stay in
+      `param_dtype`.
+    - For separate units of experts, `gradient_divide_factor` is changed so that gradients are averaged as stated above.
+      If `meshes.expert` is 1-D, `outer_strategy` is "no_shard" for these units.
+
+    If `mp_policy` has `param_quantization` but no `quantize`, the weights of experts and of the projections in layers
+    are quantized. With `quantize=weft.quantize.except_ends(first, last)`, the first `first` and the last `last` layers
+    of the model are not quantized.
     """
     if not isinstance(model, HybridModel):
         raise TypeError(f"models.shard got a {type(model).__name__}: pass a HybridModel; fully_shard takes any module")

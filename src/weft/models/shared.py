@@ -42,15 +42,16 @@ def check_context(cfg: HybridConfig, context: int, size: int) -> None:
 def least_row(cfg: HybridConfig, context: int) -> int:
     """Return the length of the shortest rows that `context` context-parallel ranks can share.
 
-    All positions that a convolution sees before a slice must be in the previous slice.
+    Each row is cut into 2 x `context` slices (see `weft.models.context`). At the first position of a slice, a
+    convolution also reads earlier positions. All of these must be in the previous slice.
     """
     widths = [getattr(cfg, name) for kinds, name in _CONVOLUTIONS.items() if set(cfg.pattern) & set(kinds)]
     return 2 * context * max(max(widths, default=1) - 2, 0) + 1 if context > 1 else 1
 
 
 def check_shared(cfg: HybridConfig, size: int, experts: int) -> None:
-    """Raise `ValueError` if `size` tensor-parallel ranks cannot share a model's layers. `experts`: the number of ranks
-    that share each expert."""
+    """Raise `ValueError` if the layers or the vocabulary of `cfg` cannot be divided over `size` tensor-parallel ranks.
+    `experts`: the number of ranks over which each expert is cut, 1 for whole experts."""
     symbols = set("".join(layer.symbols for layer in (*cfg.parsed.layers, *cfg.parsed.prediction)))
     for kinds, names in _DIVIDED.items():
         for name in names if symbols & set(kinds) else ():

@@ -18,9 +18,10 @@ from weft.overlap.layer import beside_forward
 
 
 class Layer(nn.Module):
-    """One logical layer: a single block, or a group of blocks. Each block has its own checkpoint key.
+    """One logical layer: a single block, or a group of blocks. Each block has its own key in a checkpoint.
 
-    It is a `weft.overlap.StagedLayer`: the blocks before a terminal `-` or `E` belong to the stage `attend`.
+    The class follows the protocol `weft.overlap.StagedLayer`. If the last block is an MLP (`-`) or experts (`E`), it is
+    the terminal block, and all blocks before it belong to the stage `attend`. Otherwise all blocks belong to `attend`.
     """
 
     def __init__(
@@ -47,9 +48,9 @@ class Layer(nn.Module):
     def forward(
         self, x_BSD: Tensor, cache: Cache | None = None, documents: Borders | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the output [B, S, D], and a loss that the layer adds, such as balancing: a scalar or None.
+        """Return the output [B, S, D] and the layer's auxiliary loss, a scalar or None.
 
-        With a cache, `x_BSD` are the positions after the cached ones (see `HybridModel.forward`).
+        With a cache, `x_BSD` has only the positions after the cached ones (see `HybridModel.forward`).
         """
         return run_stages(self, x_BSD, **_given(cache=cache, documents=documents))
 
@@ -64,7 +65,8 @@ class Layer(nn.Module):
 
     @property
     def dispatcher(self) -> Dispatcher | None:
-        """The dispatcher that sends tokens to experts on other ranks, or None if this layer has no experts there."""
+        """The dispatcher that sends tokens to experts on other ranks, or None if no expert of this layer is on another
+        rank."""
         moves = self._terminal.dispatcher if self._terminal is not None else None
         return moves if moves is not None and len(moves.experts) < moves.num_experts else None
 
@@ -83,7 +85,8 @@ class Layer(nn.Module):
         return terminal
 
     def attend(self, x_BSD: Tensor, cache: Cache | None = None, documents: Borders | None = None) -> Crossing:
-        """Run all blocks before the terminal block, and the part of the terminal block before its experts."""
+        """Run the blocks before the terminal block, then that block's norm and, if it has experts, its router and its
+        shared expert. Without a terminal block, run all blocks."""
         terminal = self._terminal
         if terminal is not None and (what := beside_forward(terminal)):
             raise ValueError(
@@ -104,7 +107,8 @@ class Layer(nn.Module):
         return self._terminal.run_experts(rows, handle)
 
     def finish(self, rows: Tensor, kept: dict[str, Tensor], handle: Any) -> Tensor:
-        """Weight the experts' outputs and add the residual stream. Return [B, S, D]."""
+        """Add the residual stream to the MLP's output, or to the weighted sum of the experts' outputs. Return
+        [B, S, D]."""
         return self._terminal.join(rows, kept, handle)
 
     def expert_modules(self) -> Sequence[nn.Module]:
@@ -113,7 +117,8 @@ class Layer(nn.Module):
 
 
 class Layers(nn.ModuleList):
-    """Layers named by their numbers in the whole model. Indices count only the layers of this rank."""
+    """This rank's layers. A layer's name is its number in the whole model, but an index counts only this rank's layers:
+    on a rank with the layers 4 to 7, `layers[0]` has the name "4"."""
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
@@ -163,7 +168,8 @@ class Stack(nn.Module):
     def forward(
         self, x_BSD: Tensor, cache: Cache | None = None, documents: Borders | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run the layers. Return their output [B, S, D], without the final norm, and the losses that they add."""
+        """Run the layers, without the final norm. Return the last layer's output [B, S, D] and the layers' auxiliary
+        losses, a list of scalars."""
         losses, beside = [], _given(cache=cache, documents=documents)
         for layer in self.layers:
             x_BSD, loss = layer(x_BSD, **beside)

@@ -32,11 +32,13 @@ class Stages:
         return exchange_objects(value, self._cut.group, "what stages report")
 
     def merged(self, named: dict[str, Found]) -> dict[str, Found]:
-        """Return the entries of all stages as one dictionary. Collective."""
+        """Return the entries of `named` of all ranks of the pipeline as one dictionary. If ranks have an entry of the
+        same name, that of the highest rank is kept. Collective."""
         return {name: value for stage in self.all_of(named) for name, value in stage.items()}
 
     def count_parameters(self) -> int:
-        """Return the number of parameter elements of the whole model. Shared parameters count once. Collective."""
+        """Return the number of parameter elements of the whole model. A parameter that the first and the last stage
+        share counts once. Collective."""
         copies = self._model.shared_ends if self._cut is not None and self._cut.has_copies else ()
         again = {id(parameter) for module in copies for parameter in module.parameters()}
         return sum(

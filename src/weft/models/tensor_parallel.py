@@ -55,39 +55,42 @@ class TensorRanks:
         return self.mesh.get_local_rank()
 
     def gather(self, x: Tensor) -> Tensor:
-        """Gather each rank's positions [B, S / size, ...] to [B, S, ...]. Backward sums gradients over the ranks."""
+        """All-gather the ranks' positions, [B, S / size, ...] -> [B, S, ...]. Backward reduce-scatters the gradient."""
         return torch.cat(self.stacked(x).unbind(), dim=1)
 
     def scatter(self, x: Tensor) -> Tensor:
-        """Sum [B, S, ...] over the ranks. Return this rank's positions of the sum, [B, S / size, ...]."""
+        """Reduce-scatter `x` over positions, [B, S, ...] -> [B, S / size, ...]. Backward all-gathers the gradient."""
         return summed(self.group, torch.stack(x.chunk(self.size, dim=1)), lane=LANE)
 
     def stacked(self, x: Tensor) -> Tensor:
-        """Gather `x` of each rank to [size, ...]. Backward sums gradients over the ranks."""
+        """All-gather `x` of each rank to [size, ...]. Backward reduce-scatters the gradient."""
         return gathered(self.group, x, lane=LANE)[0]
 
     def mean(self, x: Tensor, first: int, count: int) -> Tensor:
-        """Return the mean of `x` over `count` ranks from rank `first`. Every rank of `mesh` must call it."""
+        """Return the mean of `x` over `count` adjacent ranks, the first of which is `first`. Every rank of `mesh` must
+        call it."""
         return self.stacked(x)[first : first + count].mean(0)
 
     def joined(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-        """Concatenate the parts of the ranks, whose sizes along `dim` are `sizes`.
+        """Concatenate `x` of all ranks along `dim`. `sizes`: the size of each rank's `x` along `dim`.
 
-        Backward does not sum gradients: every rank must compute the same from the result.
+        Backward returns this rank's part of the gradient, without a sum over the ranks. Every rank must therefore
+        compute the same loss from the result.
         """
         return _Joined.apply(x, self, dim, tuple(sizes))
 
     def shared(self, loss: Tensor) -> Tensor:
-        """Return `loss`, which is equal on all ranks. Backward divides its gradient by their number, because the
+        """Return `loss`, which is equal on all ranks. Backward divides its gradient by the number of ranks, because the
         gradients of parameters are summed over the ranks."""
         return _Shared.apply(loss, self.size)
 
     def positions(self, x: Tensor) -> Tensor:
-        """Return this rank's positions [B, S / size, ...] of `x` [B, S, ...], which every rank has."""
+        """Return this rank's positions of `x`, which is equal on all ranks; [B, S, ...] -> [B, S / size, ...]."""
         return x.chunk(self.size, dim=1)[self.rank]
 
     def require(self, tokens: Tensor) -> None:
-        """Raise `ValueError` if the number of ranks does not divide the positions of `tokens` [B, S]."""
+        """Raise `ValueError` if S, the number of positions in `tokens` [B, S], is not a multiple of the number of
+        ranks."""
         if tokens.shape[1] % self.size:
             raise ValueError(
                 f"{tokens.shape[1]} positions on tp={self.size} ranks, which must all have the same number: pad the "
@@ -96,7 +99,7 @@ class TensorRanks:
 
 
 def tensor_ranks(meshes: Meshes | None) -> TensorRanks | None:
-    """Return the tensor-parallel ranks of `meshes`, or None if every rank has whole layers."""
+    """Return the tensor-parallel ranks of `meshes`, or None without tensor parallelism."""
     if meshes is None or meshes.tp is None:
         return None
     return TensorRanks(meshes.tp, CUT if meshes.etp is not None else ALIKE if meshes.ep is None else SPREAD)
@@ -110,8 +113,9 @@ WHOLE = None
 
 @dataclass(frozen=True)
 class Rows:
-    """Marks the last projection of a block. Its input columns, `units` of `width` each, are cut (0 units: not
-    cut), its output is summed over the ranks, and its bias is added once."""
+    """Marks the last projection of a block, which is row-parallel. Its weight is cut along the input features, which
+    consist of `units` units of `width` features each. With 0 units, the weight is not cut. The outputs are summed over
+    the ranks, and the bias is added once."""
 
     units: int
     width: int = 1
@@ -119,8 +123,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Marks a parameter that is not divided in this file: `GroupedExperts.spread` distributes whole experts over
-    ranks."""
+    """Marks a parameter of experts that `share` leaves unchanged, because `GroupedExperts.spread` distributes whole
+    experts over ranks."""
 
 
 Lies = Cut | Rows | Elsewhere | None
@@ -133,8 +137,8 @@ def _columns(*sections: tuple[int, int], dim: int = 0) -> Cut:
 def cuts_of(symbol: str, cfg: HybridConfig, experts: str = CUT) -> dict[str, Lies]:
     """Return how each parameter of a block with `symbol` is divided.
 
-    A key is the name of a parameter in the block, or that of a module and then applies to all of its parameters.
-    `experts`: see `TensorRanks`.
+    A key is the name of a parameter or of a module in the block. The entry of a module applies to each of its own
+    parameters that is not a key itself. `experts`: see `TensorRanks`.
     """
     norms: dict[str, Lies] = {"norm": WHOLE, "post_norm": WHOLE}
     lies = norms | _KINDS[symbol](cfg)
@@ -264,9 +268,11 @@ def ends_of(cfg: HybridConfig) -> dict[str, Lies]:
 
 
 def share(module: nn.Module, lies: Mapping[str, Lies], ranks: TensorRanks, path: str = "") -> None:
-    """Replace the parameters of `module` by this rank's parts.
+    """Turn the parameters of `module` into DTensors over `ranks.mesh`, sharded or replicated. Parameters that
+    `Elsewhere` marks are unchanged.
 
     `lies`: how each parameter is divided, as `cuts_of` returns it. `path`: the name of `module` in the keys of `lies`.
+    It is empty if the keys are names inside `module`.
     """
     for owner_name, owner in module.named_modules():
         where = ".".join(filter(None, (path, owner_name)))

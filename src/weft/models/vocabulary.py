@@ -16,19 +16,22 @@ WHAT = "scores of tensor-parallel ranks"
 
 
 def require_tokens(name: str, tokens: Tensor, vocab_size: int) -> None:
-    """Raise RuntimeError for a number that is no token. On an accelerator, the next synchronization raises the error.
+    """Raise RuntimeError if an element of `tokens` is negative or at least `vocab_size`. On an accelerator, the next
+    synchronization raises the error.
 
-    Without this check, such a number would raise no error, because no rank has it.
+    Without this check, such an element would raise no error: no rank would find it in its part of the vocabulary.
+    `name`: what the message calls `tokens`.
     """
     inside = (tokens >= 0) & (tokens < vocab_size)
     torch._assert_async(inside.all(), f"{name} outside of the vocabulary: must be from 0 to {vocab_size - 1}")
 
 
 def cut_cross_entropy(logits: Tensor, labels: Tensor, first: int, vocab_size: int, group: dist.ProcessGroup) -> Tensor:
-    """Return `weft.models.loss.cross_entropy` of logits that are cut over `group`. Collective.
+    """Return `weft.models.loss.cross_entropy` of logits whose vocabulary is cut over the ranks of `group`. Collective.
 
-    `logits`: [..., tokens of this rank], for the tokens from `first` on. Every rank returns the same loss. Backward
-    computes the whole gradient of this rank's logits, not a partial one.
+    `logits`: [..., tokens of this rank], the logits of the tokens from `first` on. `labels`: [...], equal on all ranks.
+    Every rank returns the same loss. Backward returns the complete gradient of this rank's logits, which needs no sum
+    over the ranks.
     """
     check_labels(logits, labels)
     require_tokens("labels", labels.masked_fill(labels == IGNORED_LABEL, 0), vocab_size)

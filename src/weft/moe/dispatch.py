@@ -43,10 +43,11 @@ class Handle:
     - `assignments`: the number of pairs (token, expert) that this rank's experts compute.
     - `offsets` [local experts] int32: the index after each expert's last row, once the rows are sorted by expert.
     - `by_expert` [received] int64: the index that sorts arrived rows by expert. `by_arrival` [received] int64: its
-      inverse. Both are None if the rows arrive sorted, or if `rows_per` is "rank".
-    - `permutation`, `visits`, `arrived`: set by the layer, to find the tokens and experts of the rows.
+      inverse. Both are None if the rows arrive sorted by expert, or if `rows_per` is "rank".
+    - `permutation`, `visits`, `arrived`: set by the `MoE` layer, not by the dispatcher. They map the sent rows
+      (`permutation` if `rows_per` is "expert", `visits` if it is "rank") and the arrived rows to tokens and experts.
 
-    All but the last three are valid after `ready`, or after the dispatched rows have arrived.
+    What the dispatcher sets is valid after `ready`, or after `wait` has returned the dispatched rows.
     """
 
     sent: int
@@ -60,11 +61,12 @@ class Handle:
     arrived: Permutation | None = None
 
     def ready(self) -> None:
-        """Wait until the sizes are known. Further calls return immediately."""
+        """Make the host wait until the sizes are known. Further calls return immediately."""
 
 
 class Halves(Handle):
-    """The handles of the two halves of a layer's tokens. `sizes`: the number of rows to send for each half.
+    """The handles of the two halves of a layer's tokens. `parts`: the two handles. `sizes`: the number of rows to send
+    for each half. `shape`: (batch, seq) of all tokens.
 
     `weft.overlap` sends the halves one after another, each with its own handle. A dispatcher never gets a `Halves`.
     """
@@ -80,7 +82,7 @@ class Halves(Handle):
 
 
 class Arrival:
-    """Rows in flight. `wait` returns them when they can be used on the current stream."""
+    """Rows in flight, which `dispatch` and `combine` return. Call `wait` to get the rows."""
 
     def __init__(
         self, rows: Tensor | Callable[[], Tensor], ticket: Ticket | None = None, source: Tensor | None = None
@@ -97,7 +99,7 @@ class Arrival:
             self._ticket.abandon()
 
     def wait(self) -> Tensor:
-        """Wait for the rows and return them. Further calls return immediately."""
+        """Return the rows. On CUDA the current stream waits for them, on CPU the host. Further calls do not wait."""
         if self._ticket is not None:
             self._ticket.wait()
             self._ticket = self._source = None
@@ -119,10 +121,10 @@ class Dispatcher(Protocol):
     """"rank": a row stands for all of a token's experts on one rank. "expert": for one of them."""
 
     def plan(self, counts: Tensor, rows: Tensor | None = None) -> Handle:
-        """Start to exchange the numbers of rows between the ranks.
+        """Start to exchange the numbers of rows between the ranks. Return the handle of the exchange.
 
-        `counts` [num_experts] int64: the number of tokens to each expert. `rows` [ranks] int64: the number of rows to
-        each rank; pass it only if `rows_per` is "rank".
+        `counts` [num_experts] int64: the number of this rank's tokens for each expert. `rows` [ranks] int64: the number
+        of rows that this rank sends to each rank. Pass `rows` if, and only if, `rows_per` is "rank".
         """
         ...
 
@@ -131,17 +133,21 @@ class Dispatcher(Protocol):
 
         `width`: the hidden size, or more if a row also holds weights and numbers of experts (see `weft.moe.visits`).
 
-        Only the first `handle.sent` rows are sent. On a device with streams, the host waits until it knows the numbers
-        of rows. On CPU, the rows are sent in the background once these numbers are known. `behind`: an event
-        (`weft.comm.streams.moment`) at which `rows` are complete. The exchange then waits only for this event. With
-        None, it waits for all work issued to the current stream so far.
+        Only the first `handle.sent` rows are sent. There may be more rows only if `rows_per` is "rank".
+
+        On CUDA, the call makes the host wait until it knows the numbers of rows. On CPU, the rows are sent in the
+        background once these numbers are known.
+
+        `behind`: an event (`weft.comm.streams.moment`) that was recorded after the work that computes `rows`. The
+        exchange then waits only for this event. If `behind` is None, the exchange waits for all work issued to the
+        current stream so far.
         """
         ...
 
     def combine(self, rows: Tensor, handle: Handle) -> Arrival:
-        """Start to send rows back to their tokens' ranks; [received, hidden] -> [rows given to `dispatch`, hidden].
+        """Start to send rows back to their tokens' ranks; [received, hidden] -> [sent or more, hidden].
 
-        Of the returned rows, those after the first `handle.sent` are zeros.
+        As many rows return as `dispatch` got. Those after the first `handle.sent` are zeros.
         """
         ...
 
@@ -175,7 +181,8 @@ class _LocalHandle(Handle):
 
     @cached_property
     def sent(self) -> int:  # type: ignore[override]
-        """The number of rows. On CUDA, reading it waits for the device, so only code that drops rows reads it."""
+        """The number of rows. On CUDA, the first access makes the host wait for the device. Only a layer that drops
+        assignments needs the number."""
         return int(self.offsets[-1])
 
     @property
@@ -188,16 +195,17 @@ class _LocalHandle(Handle):
 
 
 class AllToAll:
-    """A dispatcher for experts spread over the `ep` ranks of a group: all-to-all with uneven splits. Rank r has the
-    r-th equal part of the experts.
+    """A dispatcher for experts spread over the `ep` ranks of a group: all-to-all with uneven splits. The experts are
+    divided into `ep` equal ranges, and rank r of the group has range r.
 
     `rows_per`: "rank" sends a token once to each rank that has any of its experts. "expert" sends a token once for each
     of its experts; the layer's outputs are then bit-equal to those of one process.
 
     Collective: every rank of the group must build its dispatchers in the same order. Rows use a lane (a queue of
     operations beside the computation). The numbers of rows use a second lane, so that they never queue behind rows.
-    Where a communicator runs its operations one after another, they also use a second communicator. With gloo on CPU,
-    if ranks run different numbers of expert layers, the waiting rank raises CollectiveMismatch within seconds.
+    Unless the group uses only gloo, the numbers of rows also use a second communicator, because other communicators run
+    their operations one after another. Over gloo on CPU, if ranks run different numbers of expert layers, a rank that
+    waits for the others raises CollectiveMismatch within seconds.
     """
 
     def __init__(self, group: dist.ProcessGroup | DeviceMesh, num_experts: int, *, rows_per: str = "rank") -> None:
@@ -226,8 +234,8 @@ class AllToAll:
         return self  # copies of a model share the group
 
     def plan(self, counts: Tensor, rows: Tensor | None = None) -> Handle:
-        """Start the all-to-all of the counts. Raises ValueError if `rows` is missing though `rows_per` is "rank", or
-        given though it is "expert"."""
+        """Start the all-to-all of the numbers of rows (see `Dispatcher.plan`). Raises ValueError if `rows` is None but
+        `rows_per` is "rank", or if `rows` is given but `rows_per` is "expert"."""
         if (rows is None) != (self.rows_per == "expert"):
             given = "no numbers of rows" if rows is None else "numbers of rows"
             raise ValueError(
@@ -243,7 +251,9 @@ class AllToAll:
         return _ExchangeHandle(self.size, rows is not None, counts, received, host, ticket)
 
     def dispatch(self, rows: Tensor, handle: Handle, behind: Any = None) -> Arrival:
-        """Start to send rows to the ranks of their experts; [sent or more, width] -> [received, width]."""
+        """Start to send rows to the ranks of their experts; [sent or more, width] -> [received, width]. See
+        `Dispatcher.dispatch`. Raises ValueError for fewer rows than `plan` counted. If `rows_per` is "expert", it also
+        raises ValueError for more rows."""
         assert isinstance(handle, _ExchangeHandle)
         if streams.has_streams(rows.device):
             handle.ready()
@@ -272,7 +282,8 @@ class AllToAll:
         return Arrival(known, ticket, rows)
 
     def combine(self, rows: Tensor, handle: Handle) -> Arrival:
-        """Start to send rows back to the ranks of their tokens; [received, hidden] -> [sent or more, hidden]."""
+        """Start to send rows back to the ranks of their tokens; [received, hidden] -> [sent or more, hidden]. See
+        `Dispatcher.combine`. Raises ValueError if the number of rows is not `handle.received`."""
         handle = _known(handle)
         output = self._memory(rows, max(handle.room, handle.sent))
         output[handle.sent :].zero_()
@@ -325,12 +336,13 @@ class _ExchangeHandle(Handle):
         return None if self._arriving is None else self._arriving[-1]
 
     def leaving(self) -> list[int]:
-        """Return the number of rows to each rank, without waiting: this rank's own counts determine them."""
+        """Return the numbers of rows to each rank. They follow from this rank's own counts, so the call waits for no
+        other rank."""
         return self.sent_to if self._arriving is None else self._rows(self._arriving[0].view(self._ranks, -1))
 
     def arriving(self) -> list[int]:
-        """Return the number of rows from each rank. Call it once the counts are in host memory; `ready` need not
-        have been called."""
+        """Return the numbers of rows from each rank. Call it only after the counts have arrived in host memory. You
+        need not call `ready` before."""
         return self.received_from if self._arriving is None else self._rows(self._arriving[2][1].view(self._ranks, -1))
 
     def _rows(self, counts: Tensor) -> list[int]:
@@ -388,7 +400,8 @@ Direction = Literal["dispatch", "combine"]
 
 
 def exchange(rows: Tensor, dispatcher: Dispatcher, handle: Handle, direction: Direction) -> Tensor:
-    """Run `dispatcher.dispatch` or `dispatcher.combine`, wait for the rows and return them. Differentiable once."""
+    """Run `dispatcher.dispatch` or `dispatcher.combine`, wait for the rows and return them. Differentiable, without
+    double backward."""
     return _Exchange.apply(rows, dispatcher, handle, direction)
 
 

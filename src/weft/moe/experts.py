@@ -41,10 +41,10 @@ class GroupedExperts(nn.Module):
         bias: whether each projection has a bias for every expert.
         backend: "grouped_mm" multiplies the rows of all experts in one call. "loop", the reference, multiplies expert
             by expert; the host then waits for `offsets`. In three cases "grouped_mm" runs the loop, with a warning in
-            the log: in dtypes wider than fp32, for widths of a number of bytes that is not a multiple of 16, and on
-            GPUs where `grouped_mm` leaves the gradients of experts without rows uninitialized.
-        first_expert: the global number of the first expert on this rank. The initial weights depend on the global
-            number, so expert n gets the same on any rank.
+            the log: in dtypes wider than fp32; if `hidden_size` or `intermediate_size`, in bytes, is not a multiple of
+            16; and on GPUs where `grouped_mm` leaves the gradients of experts without rows uninitialized.
+        first_expert: the global number of the first expert on this rank. The initial weights of an expert depend on its
+            global number, so they are the same on any rank.
         source: the source of the initial weights.
     """
 
@@ -122,7 +122,8 @@ class GroupedExperts(nn.Module):
     def spread(self, mesh: DeviceMesh) -> None:
         """Turn the parameters into DTensors that hold all experts, sharded over `mesh`.
 
-        Call it before `fully_shard`. Norms, optimizers and checkpoints then see each expert once, by its global number.
+        Call it before `fully_shard`. Gradient norms, optimizers and checkpoints then see each expert once, by its
+        global number.
         `mesh`: the ranks over which the experts are spread, 1-D. With tensor parallelism inside experts it is 2-D, and
         its last axis is the tensor-parallel axis.
         """
@@ -192,7 +193,8 @@ class GroupedExperts(nn.Module):
 @cache
 @torch.no_grad()
 def leaves_zeros(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether `grouped_mm` writes zero gradients for experts without rows, by a trial per device and dtype."""
+    """Return whether `grouped_mm` writes zeros to the gradients of experts without rows. The first call for a device
+    and dtype tries it out."""
     side = 64
     rows = torch.ones(side, side, device=device, dtype=dtype)
     offsets = torch.tensor([0, side, side], dtype=torch.int32, device=device)

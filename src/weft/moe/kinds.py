@@ -13,8 +13,9 @@ of them."""
 
 
 class Clamp(NamedTuple):
-    """The constants of the clamped SwiGLU: `limit` is the bound of the gate and the up projection, `alpha` the factor
-    inside the sigmoid."""
+    """The constants of the clamped SwiGLU (see `weft.moe.mlp`). `limit`: the outputs of the gate and up projections are
+    clamped to at most `limit`, and those of the up projection also to at least -`limit`. `alpha`: the factor inside the
+    sigmoid."""
 
     limit: float = 7.0
     alpha: float = 1.702

@@ -22,8 +22,8 @@ from weft.moe.visits import arrange, gather, goes_in_halves, halved, open_up, pa
 class Sent(NamedTuple):
     """The results of `MoE.send`.
 
-    - `rows` [rows, hidden]: the rows to send.
-    - `weights` [tokens, k] fp32: the routing weights. None if the rows contain them.
+    - `rows` [rows, width]: the rows to send (for the width see `Dispatcher.dispatch`).
+    - `weights` [tokens, k] fp32: the routing weights. None with `rows_per="rank"`: the rows then contain them.
     - `shared` [batch, seq, hidden]: the shared expert's output, or None.
     - `loss`: the router's loss, a scalar, or None.
     - `handle`: the handle of the exchange.
@@ -40,8 +40,8 @@ class MoE(nn.Module):
     """Mixture-of-experts layer: `top_k` of `num_experts` experts process each token.
 
     The experts are spread over the ranks of the dispatcher. `forward` calls `send`, `exchange` (dispatch),
-    `run_experts`, `exchange` (combine) and `receive`. A schedule calls these parts separately, with the dispatcher's
-    `dispatch` and `combine` in place of `exchange`.
+    `run_experts`, `exchange` (combine) and `receive`. A schedule of `weft.overlap` calls these parts separately, with
+    the dispatcher's `dispatch` and `combine` in place of `exchange`.
 
     Args:
         hidden_size: the width of tokens.
@@ -55,9 +55,9 @@ class MoE(nn.Module):
         bias: whether the shared expert and the latent projections have biases.
         experts_bias: whether the routed experts have biases.
         router_bias: whether the router has a bias.
-        latent_size: the width of tokens in the exchange and in the routed experts. A linear layer before
-            them projects to this width, and one after them projects back (Nemotron-H). Default: `hidden_size`, without
-            these layers.
+        latent_size: the width of tokens in the exchange and in the routed experts. A linear layer projects tokens to
+            this width before the exchange, and another projects the weighted sums of experts' outputs back to
+            `hidden_size` (Nemotron-H). Default: `hidden_size`, without these layers.
         shared_intermediate_size: the inner width of an expert that processes every token. 0: there is none.
         shared_expert_gate: multiply the shared expert's output by a learned sigmoid (Qwen2-MoE, arXiv:2407.10671).
         backend: the backend of `GroupedExperts`.
@@ -147,7 +147,7 @@ class MoE(nn.Module):
         return "with one row per rank the host reads the number of rows" if self.dispatcher.rows_per == "rank" else None
 
     def reset_parameters(self) -> None:
-        """Set the statistics to zero. Submodules reset their own parameters."""
+        """Set `load` and `exchanged` to 0. Submodules reset their own parameters."""
         nn.init.zeros_(self.load)
         nn.init.zeros_(self.exchanged)
 
@@ -201,10 +201,10 @@ class MoE(nn.Module):
         return Sent(torch.cat(rows), None, shared, routing.loss, Halves(handles, [len(each) for each in rows], shape))
 
     def run_experts(self, rows: Tensor, handle: Handle) -> Tensor:
-        """Apply this rank's experts to the rows that arrived; [received, hidden] -> [received, hidden].
+        """Apply this rank's experts to the rows that arrived; [received, width] -> [received, hidden].
 
-        With `rows_per="rank"`, a row stands for all of a token's experts on this rank, and each result is the weighted
-        sum of their outputs.
+        With `rows_per="rank"`, a row stands for all of a token's experts on this rank. The result for the row is then
+        the weighted sum of these experts' outputs.
         """
         if handle.visits is None:
             rows = reorder(rows, handle.by_expert, handle.by_arrival)
@@ -221,8 +221,11 @@ class MoE(nn.Module):
         return self.experts(rows, offsets)
 
     def receive(self, rows: Tensor, weights: Tensor | None, shared: Tensor | None, handle: Handle) -> Tensor:
-        """Return each token's weighted sum of the rows that came back, plus `shared`; [rows, hidden] -> [batch, seq,
-        hidden]."""
+        """Return, for each token, the sum of the rows that came back, plus `shared`; [rows, hidden] -> [batch, seq,
+        hidden].
+
+        `weights`: the factors of the rows. None with `rows_per="rank"`: `run_experts` has applied them.
+        """
         if isinstance(handle, Halves):
             parts = zip(rows.split(handle.sizes), handle.parts)
             sums = [gather(some, part.visits) for some, part in parts if part.visits is not None]

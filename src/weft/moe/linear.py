@@ -21,5 +21,5 @@ class Linear(nn.Linear):
             nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the product with the weight or, under tensor parallelism, with this rank's part of the weight."""
+        """Apply the layer. Under tensor parallelism, use this rank's part of the weight and of the bias."""
         return F.linear(input, part(self, "weight"), part(self, "bias"))

@@ -19,7 +19,7 @@ from weft.moe.swiglu import swiglu
 class FeedForward(nn.Module):
     """A dense MLP of the kind `act`; [..., hidden] -> [..., hidden].
 
-    `gate_multiplier`: a factor of the output of `gate`. `out_multiplier`: a factor of the MLP's output.
+    `gate_multiplier` multiplies the output of the gate projection, `out_multiplier` the output of the MLP.
     """
 
     gate_multiplier: float = 1.0
@@ -55,8 +55,8 @@ def scaled(tensor: Tensor, multiplier: float) -> Tensor:
 
 
 def activated(act: str, gate: Tensor | None, up: Tensor, clamp: Clamp) -> Tensor:
-    """Return the input of the down projection. `gate`, `up`: outputs of these projections; `gate` is None for kinds
-    without one."""
+    """Return the input of the down projection. `act`: the kind of MLP. `gate`, `up`: the outputs of the gate and up
+    projections. For a kind without a gate, `gate` is None."""
     if gate is None:
         return F.relu(up).square()
     if act == "gelu_tanh":
@@ -65,6 +65,7 @@ def activated(act: str, gate: Tensor | None, up: Tensor, clamp: Clamp) -> Tensor
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, clamp: Clamp = CLAMP) -> Tensor:
-    """Return `g * sigmoid(alpha g) * (u + 1)` for clamped `g` and `u`, tensors of any shape."""
+    """Return `g * sigmoid(alpha g) * (u + 1)`, where `g` is `gate` clamped to at most `limit`, and `u` is `up` clamped
+    between -`limit` and `limit`. The tensors may have any shape."""
     gate = gate.clamp(max=clamp.limit)
     return (up.clamp(-clamp.limit, clamp.limit) + 1) * (gate * (gate * clamp.alpha).sigmoid())

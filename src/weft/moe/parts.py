@@ -28,7 +28,11 @@ PARTS = "tensor_parallel_parts"
 
 @dataclass(frozen=True)
 class Cut:
-    """How a parameter is cut along `dim`. Each of its `sections`, (units, width of a unit), is cut separately."""
+    """How a parameter is cut along `dim` over ranks.
+
+    `sections`: the consecutive sections of `dim`, each as (number of units, width of a unit). Each section is cut
+    separately, and only between units. A unit is, for example, an attention head.
+    """
 
     dim: int
     sections: tuple[tuple[int, int], ...]
@@ -38,9 +42,10 @@ class Cut:
 class Part:
     """The part of one parameter that a rank uses in its computation.
 
-    `spans`: (start, length) along `dim`, for a parameter that is cut or read in parts. `share`: divide the parameter by
-    the number of ranks, because the ranks add up what it contributes. An example is the bias of a row-parallel
-    projection.
+    `is_cut`: whether the parameter is sharded along `dim`, so that a rank stores only its slice. `spans`: the (start,
+    length) of each piece that the rank uses along `dim`; None if it uses the whole parameter. `share`: divide the
+    parameter by the number of ranks, because the ranks add up what it contributes. An example is the bias of a
+    row-parallel projection.
     """
 
     mesh: DeviceMesh
@@ -70,8 +75,11 @@ def part(module: nn.Module, name: str) -> Any:
 
 
 def place(module: nn.Module, name: str, mesh: DeviceMesh, cut: Cut | None, *, share: bool = False) -> None:
-    """Turn the parameter `name` into a DTensor over the 1-D `mesh`. `cut`: how to shard it. With None, it is
-    replicated."""
+    """Turn the parameter `name` of `module` into a DTensor over the 1-D `mesh`.
+
+    `cut`: which part each rank uses; None for the whole parameter. If `cut` has a single section, whose units can be
+    divided evenly over the ranks, the DTensor is sharded. Otherwise it is replicated. `share`: see `Part`.
+    """
     parameter = module._parameters[name]
     assert parameter is not None
     local, how = parameter.detach(), Part(mesh, share=share)
@@ -92,9 +100,10 @@ def place(module: nn.Module, name: str, mesh: DeviceMesh, cut: Cut | None, *, sh
 
 
 def spans_of(sections: Sequence[tuple[int, int]], ranks: int, rank: int) -> list[tuple[int, int]]:
-    """Return the span (start, length) of `rank` in each section (number of units, width of a unit).
+    """Return the span of `rank` in each section, as (start, length).
 
-    If a section has fewer units than there are ranks, several ranks have the same unit.
+    `sections`: see `Cut`. Starts are counted from the beginning of the first section. `units_of` chooses the units of
+    each rank.
     """
     found, before = [], 0
     for units, width in sections:
@@ -105,7 +114,7 @@ def spans_of(sections: Sequence[tuple[int, int]], ranks: int, rank: int) -> list
 
 
 def units_of(units: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Return the units of `rank` as (first, count).
+    """Return the units of `rank` as (number of the first unit, count).
 
     If `units` is a multiple of `ranks`, the parts are equal. If `ranks` is a multiple of `units`, several ranks share
     one unit. Otherwise the last ranks have fewer units, or none.

@@ -22,12 +22,12 @@ from torch.autograd.function import once_differentiable
 class Permutation:
     """The mapping between rows and assignments.
 
-    - `assignments` [rows]: the assignment of each row.
+    - `assignments` [rows]: the number of each row's assignment.
     - `rows` [tokens, k]: the row of each assignment. Arbitrary for dropped assignments.
     - `kept` [tokens, k] bool: whether an assignment has a row. None: all have one.
     - `shape`: (batch, seq).
-    - `is_padded`: there are also rows of zeros. `assignments` holds tokens * k for them, which is no assignment's
-      number.
+    - `is_padded`: whether there are also rows of zeros. Their entry in `assignments` is tokens * k, which is no
+      assignment's number.
     """
 
     assignments: Tensor
@@ -45,10 +45,11 @@ class Permutation:
 
     @cached_property
     def bags(self) -> tuple[Tensor, Tensor]:
-        """The bags for `embedding_bag`, one per token: the rows sorted by token, then by slot, [rows], and each bag's
-        offset.
+        """The arguments `indices` and `offsets` of `torch.embedding_bag`, with one bag per token: the rows sorted by
+        token, then by slot, [rows], and the start of each bag.
 
-        The last offset is the number of rows. If `kept` is given, the unused rows at the end form one more bag.
+        The last offset is the number of rows. If `kept` is given, there may be more rows than kept assignments. The
+        surplus entries of `indices` are 0, and form one more bag after those of the tokens.
         """
         tokens, k = self.rows.shape
         if self.kept is None:
@@ -61,7 +62,8 @@ class Permutation:
 
 
 def scattered(size: int, index: Tensor, values: Tensor, valid: Tensor | None, fill: int = 0) -> Tensor:
-    """Return a tensor [size] with `values` at `index` where `valid`, and `fill` elsewhere. `valid`: None for all."""
+    """Return a tensor [size] that has the valid `values` at the places `index`, and `fill` elsewhere. `valid`: None if
+    all values are valid."""
     if valid is not None:
         index = index.masked_fill(~valid, size)
     target = values.new_full((size + 1,), fill)
@@ -69,14 +71,21 @@ def scattered(size: int, index: Tensor, values: Tensor, valid: Tensor | None, fi
 
 
 def by_expert(experts: Tensor, kept: Tensor | None, num_experts: int) -> Tensor:
-    """Return the assignments sorted by expert, then by number; [tokens, k] -> [tokens * k]. Dropped ones come last."""
+    """Return the numbers of the assignments, sorted by expert and, within an expert, by number; [tokens, k] ->
+    [tokens * k]. Dropped assignments come last.
+
+    `experts`: the expert of each assignment. `kept`: which assignments are not dropped. None: all.
+    """
     if kept is not None:
         experts = experts.masked_fill(~kept, num_experts)
     return experts.flatten().argsort(stable=True)
 
 
 def permutation(order: Tensor, rows: int, kept: Tensor | None, k: int, shape: tuple[int, int]) -> Permutation:
-    """Return the permutation whose rows are the first `rows` assignments of `order`."""
+    """Return the permutation whose rows are the first `rows` assignments of `order`.
+
+    `order`: the numbers of all assignments, with dropped ones last (see `by_expert`).
+    """
     places = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
     if kept is not None:
         places.clamp_(max=max(rows - 1, 0))
@@ -84,7 +93,8 @@ def permutation(order: Tensor, rows: int, kept: Tensor | None, k: int, shape: tu
 
 
 def padded(experts: Tensor, kept: Tensor, num_experts: int, size: int, shape: tuple[int, int]) -> Permutation:
-    """Return the permutation with `size` rows for each expert: the kept assignments, by number, and then padding."""
+    """Return the permutation with `size` rows for each expert: first the expert's kept assignments, in the order of
+    their numbers, then padding."""
     order = by_expert(experts, kept, num_experts)
     sorted_experts = experts.masked_fill(~kept, num_experts).flatten()[order]
     starts = torch.searchsorted(sorted_experts, torch.arange(num_experts + 1, device=order.device))
@@ -102,17 +112,18 @@ def spread(hidden: Tensor, places: Permutation) -> Tensor:
 
 
 def weigh(rows: Tensor, weights: Tensor, places: Permutation, *, exact: bool = True) -> Tensor:
-    """Return the sum of weight * row over slots; [rows, hidden] and [tokens, k] -> [tokens, hidden], in the rows'
-    dtype.
+    """Return, for each token, the sum of weight * row over its slots; [rows, hidden] and [tokens, k] -> [tokens,
+    hidden], in the rows' dtype.
 
-    `exact`: sum with `sum_slots`. Otherwise sum with `sum_bags`, which rounds differently and is faster if many
+    `exact`: sum with `sum_slots`. If False, sum with `sum_bags`, which rounds differently and is faster if many
     assignments have no row.
     """
     return _Weigh.apply(rows, weights, places, sum_slots if exact else sum_bags)
 
 
 def reorder(rows: Tensor, index: Tensor | None, inverse: Tensor | None) -> Tensor:
-    """Return `rows[index]`, [rows, hidden]; `rows` if `index` is None. `inverse`: the inverse permutation."""
+    """Return `rows[index]`, [rows, hidden], or `rows` if `index` is None. `inverse`: the inverse of the permutation
+    `index`, for backward."""
     return rows if index is None else _Reorder.apply(rows, index, inverse)
 
 
@@ -169,10 +180,11 @@ class _Reorder(torch.autograd.Function):
 
 
 def sum_slots(rows: Tensor, weights: Tensor | None, places: Permutation) -> Tensor:
-    """Return the sum of (weight *) row over slots, [rows, hidden] -> [tokens, hidden], in fp32 or wider.
+    """Return, for each token, the sum of weight * row over its slots, [rows, hidden] -> [tokens, hidden], in fp32 or
+    wider.
 
-    The sum adds slot by slot, so the order of additions does not depend on ranks or threads. The weight of a slot
-    without a row is 0.
+    The sum adds slot by slot, so the order of additions does not depend on ranks or threads. `weights` must be 0 for
+    slots without a row. If `weights` is None, the weight is 1 for slots with a row, and 0 for the others.
     """
     if weights is None and places.kept is not None:
         weights = places.kept.to(_wide(rows))
@@ -187,10 +199,10 @@ def sum_slots(rows: Tensor, weights: Tensor | None, places: Permutation) -> Tens
 
 
 def sum_bags(rows: Tensor, weights: Tensor | None, places: Permutation) -> Tensor:
-    """Return the same sum as `sum_slots`, in one pass over the rows that exist. Products are not rounded before they
-    are added.
+    """Return the same sum as `sum_slots`, in one pass over the rows that exist. The result may differ in the last bits,
+    because products are not rounded before they are added.
 
-    Assignments without a row add nothing.
+    Assignments without a row add nothing, whatever their weight.
     """
     if not len(rows):
         return rows.new_zeros(len(places.rows), rows.shape[1], dtype=_wide(rows))

@@ -24,13 +24,16 @@ TINY = 1e-20
 
 
 class Routing(NamedTuple):
-    """The router's choice of k experts for each of batch * seq tokens.
+    """The router's choice of k experts for each of batch * seq tokens. Each choice of an expert for a token is an
+    assignment.
 
-    - `experts` [tokens, k] int64: the chosen experts, best first. Among equal scores the lower number comes first.
+    - `experts` [tokens, k] int64: the numbers of the chosen experts, best first. Of two experts with equal scores, the
+      one with the lower number comes first.
     - `weights` [tokens, k] fp32, differentiable: the weight of each chosen expert. 0 for dropped assignments.
-    - `loss`: the sum of the auxiliary losses, times their coefficients, a scalar. None if there are none.
-    - `counts` [num_experts] int64: the number of tokens to send to each expert. Padding is included, dropped
-      assignments are not.
+    - `loss`: the sum of the balance loss and the z-loss, each times its coefficient, a scalar. None if both
+      coefficients are 0.
+    - `counts` [num_experts] int64: the number of assignments to each expert, without those that are dropped. With
+      `pad_to_capacity`, rows of padding are counted too.
     - `kept` [tokens, k] bool: False for assignments that the capacity drops. None without a capacity.
     """
 
@@ -42,35 +45,37 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """Top-k router (Shazeer et al. 2017, arXiv:1701.06538): chooses experts for each token, and their weights.
+    """Top-k router (Shazeer et al. 2017, arXiv:1701.06538): chooses each token's experts and their weights.
 
     Args:
         hidden_size: the width of tokens.
         num_experts: the number of experts.
         top_k: the number of experts for each token.
         bias: add a learned bias to the logits.
-        score: "softmax" (Mixtral, arXiv:2401.04088) or "sigmoid" (DeepSeek-V3, arXiv:2412.19437).
-        norm_topk_prob: divide the weights of a token's experts by their sum. With `top_k=1` the weight is then always
-            1, and the router learns only from auxiliary losses.
-        scaling_factor: a factor of the weights.
-        num_groups: divide the experts into this many groups, and choose experts only from the best groups. A group's
-            score is the sum of the scores of its two best experts (DeepSeek-V3, section 2.1.2).
-        topk_groups: the number of best groups from which experts are chosen.
-        expert_bias: add a buffer `expert_bias` to the scores for the choice, but not for the weights. `update_bias`
-            changes the buffer so that the load becomes balanced (auxiliary-loss-free balancing, arXiv:2408.15664). The
-            buffer is always fp32.
+        score: the function from logits to scores, "softmax" (Mixtral, arXiv:2401.04088) or "sigmoid" (DeepSeek-V3,
+            arXiv:2412.19437).
+        norm_topk_prob: divide the weights of a token's experts by their sum. With `top_k=1` the weight is then
+            constant, and the router learns only from auxiliary losses.
+        scaling_factor: multiply the weights by this factor.
+        num_groups: divide the experts into this many groups, and choose a token's experts only from its best groups. A
+            group's score is the sum of the scores of its two best experts (DeepSeek-V3, section 2.1.2).
+        topk_groups: the number of groups from which a token's experts are chosen.
+        expert_bias: choose the experts by the sum of their scores and a buffer `expert_bias`. The weights do not
+            contain the bias. `update_bias`, called after each optimizer step, changes the buffer so that the load
+            becomes balanced (auxiliary-loss-free balancing, arXiv:2408.15664). The buffer is always fp32.
         aux_loss_coef: the coefficient of the balance loss of DeepSeek-V3 (equations 17 to 20). The loss of a sequence
-            is the sum over experts of (share of assignments, 1 when balanced) * (mean normalised score). The result is
-            the mean over sequences. Sequences are independent, so the mean over data-parallel ranks equals the loss of
-            one process on all sequences. The share counts assignments before any are dropped.
+            is the sum over experts of (the expert's number of assignments, divided by the mean over experts) * (the
+            mean over tokens of its score, divided by the sum of the token's scores). Assignments that are dropped
+            later are counted too. The loss of a batch is the mean over its sequences. If all data-parallel ranks have
+            equally many sequences, the mean over these ranks equals the loss of one process on all sequences.
         z_loss_coef: the coefficient of the mean over tokens of logsumexp(logits)^2 (ST-MoE, arXiv:2202.08906, equation
             5).
         capacity_factor: an expert accepts at most ceil(factor * seq * k / num_experts) assignments of a sequence: those
             with the highest scores, and among equal scores the earlier ones. The others are dropped and contribute
             nothing (GShard, arXiv:2006.16668). The limit is per sequence, so that the result does not depend on the
             rest of the batch. Default: no limit.
-        pad_to_capacity: add rows of zeros until each expert has as many as its capacity, so that shapes do not depend
-            on values. It needs `capacity_factor`.
+        pad_to_capacity: add rows of zeros until each expert has as many rows as it accepts, so that shapes do not
+            depend on the choice of experts. This option needs `capacity_factor`.
         source: the source of the initial weights.
     """
 
@@ -155,12 +160,13 @@ class Router(nn.Module):
         return self
 
     def share_positions(self, over_positions: Callable[[Tensor], Tensor]) -> None:
-        """Compute the losses over the positions of several ranks. `over_positions`: see the attribute of this name."""
+        """Let `forward` compute the losses over the positions of all ranks that hold parts of the same sequences.
+        `over_positions`: gathers a tensor from these ranks (see the attribute of this name)."""
         self.over_positions = over_positions
         vars(self)["graph_scopes"] = {"_scored": ("moe_router", None)}  # leaves out the exchange of means
 
     def forward(self, hidden: Tensor) -> Routing:
-        """Route the tokens of `hidden`, [batch, seq, hidden]. Raises ValueError if it is not 3-D."""
+        """Route the tokens of `hidden`, [batch, seq, hidden]. Raises ValueError if `hidden` is not 3-D."""
         if hidden.dim() != 3:
             raise ValueError(
                 f"hidden has the shape {tuple(hidden.shape)}: experts take [batch, seq, hidden], because losses and "
@@ -209,10 +215,11 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def update_bias(self, global_counts: Tensor, rate: float) -> None:
-        """Raise the bias of experts with less than the mean load by `rate`, and lower the bias of experts with more.
+        """Add `rate` to the bias of each expert with fewer assignments than the mean over all experts. Subtract `rate`
+        from the bias of each expert with more.
 
-        `global_counts`: [num_experts], the assignments of one step over all data-parallel ranks. Raises RuntimeError
-        for a router without `expert_bias`.
+        `global_counts`: [num_experts], the number of assignments to each expert in one step, summed over all
+        data-parallel ranks (see `load_statistics`). Raises RuntimeError for a router without `expert_bias`.
         """
         if self.expert_bias is None:
             raise RuntimeError("this router has no expert bias to update; build it with expert_bias=True")
@@ -220,7 +227,8 @@ class Router(nn.Module):
         self.expert_bias.add_(torch.sign(counts.mean() - counts), alpha=rate)
 
     def _choose(self, scores: Tensor) -> Tensor:
-        """Return the k best experts of each token, best first. Among equal scores the lower number comes first."""
+        """Return the k best experts of each token, best first. Of two experts with equal scores, the one with the lower
+        number comes first."""
         if self.expert_bias is not None:
             scores = scores + self.expert_bias
         if self.topk_groups < self.num_groups:

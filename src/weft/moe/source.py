@@ -24,10 +24,11 @@ class _Root:
 class WeightSource:
     """A source of random numbers that depend only on the seed and on a weight's name.
 
-    A weight that is filled from `source / "decoder" / "0"` gets the same values on any rank, in any order, and every
-    time. Therefore a pipeline stage can draw only its own layers, a rank only its own experts, and a model on the meta
-    device can be materialised unit by unit. Values differ between device types: a weight that is filled on an
-    accelerator is not equal to one that is filled on the CPU.
+    The seed is drawn from torch's global CPU generator (`torch.manual_seed`) when the first weight is filled, and then
+    kept. With the same seed, a weight that is filled from `source / "decoder" / "0"` gets the same values on every
+    rank, whatever was filled before it. Therefore a pipeline stage can fill only its own layers, a rank only its own
+    experts, and a model on the meta device can be materialised unit by unit. Values differ between device types: a
+    weight that is filled on an accelerator is not equal to one that is filled on the CPU.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,7 @@ class WeightSource:
 
     @torch.no_grad()
     def uniform_(self, tensor: Tensor, low: float, high: float) -> None:
-        """Fill `tensor` with numbers from `low` to `high`. Does nothing on the meta device."""
+        """Fill `tensor` from the uniform distribution between `low` and `high`. Does nothing on the meta device."""
         if not tensor.is_meta:
             tensor.uniform_(low, high, generator=self._generator(tensor.device))
 

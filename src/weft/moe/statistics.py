@@ -19,20 +19,21 @@ def load_statistics(model: nn.Module, reset: bool = True, group: Ranks = None) -
     Each value is a tensor [num_experts] int64; the keys are the layers' names in `model`. Forwards in training mode are
     counted, but not their recomputation in backward. Assignments that a capacity drops are included.
 
-    `reset`: set the counters to zero afterwards. `group`: None returns this rank's counts. Otherwise the result is the
-    sum over the ranks of this process group, or over all axes of this mesh. All these ranks must call this function. If
-    each tensor-parallel rank counts only its own positions, the sum also covers the other tensor-parallel ranks.
+    `reset`: set the counters to zero afterwards. `group`: a process group or a mesh. The counts are summed over all its
+    ranks, and all these ranks must call this function. If each tensor-parallel rank routes only its own positions, the
+    counts are also summed over the tensor-parallel ranks. None: return the counts of this rank.
     """
     return _read(model, "load", reset, group)
 
 
 @torch.no_grad()
 def router_losses(model: nn.Module, reset: bool = True, group: Ranks = None) -> dict[str, Tensor]:
-    """Return the router loss of each expert layer since the last reset, summed over forwards: an fp32 scalar by name.
+    """Return the router loss of each expert layer, summed over forwards since the last reset: an fp32 scalar by name.
 
-    The losses are already multiplied by their coefficients. Divide by the number of forwards (times the number of
-    ranks, if summed over ranks) to get the mean. The arguments and the counted forwards are the same as in
-    `load_statistics`.
+    The losses are already multiplied by their coefficients. To get the mean, divide by the number of forwards and, if
+    `group` is given, by its number of ranks. The arguments and the counted forwards are the same as in
+    `load_statistics`. Losses are not summed over tensor-parallel ranks outside `group`, because the loss of each rank
+    already covers the positions of these ranks.
     """
     return _read(model, "router.added_loss", reset, group)
 
@@ -41,9 +42,9 @@ def router_losses(model: nn.Module, reset: bool = True, group: Ranks = None) -> 
 def exchanged_rows(model: nn.Module, reset: bool = True, group: Ranks = None) -> dict[str, Tensor]:
     """Return the traffic of each expert layer to other ranks since the last reset, [2] int64 by name.
 
-    The two numbers are assignments to experts on other ranks, and rows sent for them. With `rows_per="expert"` they are
-    equal, unless `pad_to_capacity` adds rows. Dropped assignments do not count. The arguments and the counted forwards
-    are the same as in `load_statistics`.
+    The two numbers are the number of assignments to experts on other ranks, and the number of rows sent for them. With
+    `rows_per="expert"` the two are equal, unless `pad_to_capacity` adds rows. Dropped assignments are not counted. The
+    arguments and the counted forwards are the same as in `load_statistics`.
     """
     return _read(model, "exchanged", reset, group)
 

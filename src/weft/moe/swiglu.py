@@ -9,9 +9,10 @@ from torch.autograd.function import once_differentiable
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return `silu(gate) * up` (Shazeer 2020, arXiv:2002.05202), of any shape. Differentiable once.
+    """Return `silu(gate) * up` for two tensors of the same shape (Shazeer 2020, arXiv:2002.05202). Differentiable once.
 
-    The result is bit-equal to `silu(gate) * up`. Backward recomputes `silu(gate)`, which autograd would otherwise keep.
+    The result is bit-equal to the plain expression. Backward recomputes `silu(gate)`, which the plain expression would
+    keep for backward.
     """
     return _SwiGLU.apply(gate, up)
 

@@ -32,14 +32,17 @@ from weft.moe.router import Routing, count
 
 @dataclass(frozen=True)
 class Visits:
-    """The ranks that this rank's tokens visit: those that have any of a token's experts.
+    """The ranks that this rank's tokens visit. A token visits each rank that has any of its experts, in one row.
+
+    A row has m slots for the token's experts on that rank, some of which may be unused (for m, see the module).
 
     - `counts` [ranks] int64: the number of rows to each rank.
-    - `permutation`: maps tokens to their rows, which are sorted by rank, then by token.
-    - `places` [tokens, k]: the index of each assignment in the weights of all rows, row * m + slot. Arbitrary for
+    - `permutation`: maps tokens to their rows. The rows are sorted by rank, then by token.
+    - `places` [tokens, k]: the place of each assignment among the slots of all rows: row * m + slot. Arbitrary for
       dropped assignments.
-    - `kept` [tokens, k] bool: which assignments are not dropped. None: all.
-    - `experts` [rows, m]: the local numbers of each row's experts. Unused slots hold the number of experts per rank.
+    - `kept` [tokens, k] bool: False for dropped assignments. None if none are dropped.
+    - `experts` [rows, m]: the number of the expert in each slot, counted from 0 on the expert's rank. Unused slots hold
+      the number of experts per rank.
     - `dtype`: the dtype of the weights.
     """
 
@@ -57,7 +60,7 @@ def width_of(k: int, experts: int) -> int:
 
 
 def visits_of(routing: Routing, ranks: int, local: int, shape: tuple[int, int]) -> Visits:
-    """Return the visits to `ranks` ranks with `local` experts each. `shape`: (batch, seq).
+    """Return the visits of the tokens of `routing` to `ranks` ranks, each with `local` experts. `shape`: (batch, seq).
 
     On a device with streams the host does not know the number of rows. The result then has the maximum number of rows,
     with the unused rows last.
@@ -102,7 +105,7 @@ _mode = _Mode()
 
 @contextmanager
 def in_halves(on: bool) -> Iterator[None]:
-    """If `on`, layers with `rows_per="rank"` build separate rows for each half of their tokens in this context."""
+    """If `on`, layers with `rows_per="rank"` build separate rows for each half of their tokens inside this context."""
     before, _mode.halves = _mode.halves, on
     try:
         yield
@@ -116,7 +119,7 @@ def goes_in_halves() -> bool:
 
 
 def halved(routing: Routing) -> list[Routing]:
-    """Split `routing` into the routings of the first and of the second half of the tokens."""
+    """Split `routing` into the routings of the first and of the second half of the tokens. Both keep the `loss`."""
     experts = len(routing.counts)
     parts = []
     for half in range(2):
@@ -132,18 +135,21 @@ def halved(routing: Routing) -> list[Routing]:
 
 
 def pack(hidden: Tensor, weights: Tensor, visits: Visits) -> Tensor:
-    """Build the rows to send; [tokens, hidden] and weights [tokens, k] -> [rows, hidden + weights + expert numbers]."""
+    """Build the rows to send; [tokens, hidden] and weights [tokens, k] -> [rows, hidden + 2 * `columns`].
+
+    The columns after the hidden state hold the weights, then the expert numbers.
+    """
     return _Pack.apply(hidden, weights, visits)
 
 
 def gather(rows: Tensor, visits: Visits) -> Tensor:
-    """Sum the rows that came back for each token; [rows, hidden] -> [tokens, hidden]."""
+    """Return, for each token, the sum of its rows that came back; [rows, hidden] -> [tokens, hidden]."""
     return _Gather.apply(rows, visits.permutation)
 
 
 def columns(width: int, weights: torch.dtype, rows: torch.dtype) -> int:
-    """Return the number of columns that the `width` weights of a row take. Its `width` expert numbers take as many
-    again.
+    """Return the number of columns that the `width` weights of a row take. The `width` expert numbers of the row take
+    the same number of further columns.
 
     `weights`, `rows`: the dtypes of the weights and of the rows.
     """
@@ -163,7 +169,11 @@ def arrange(rows: Tensor, width: int, weights: torch.dtype, experts: int, assign
 
 
 def open_up(rows: Tensor, places: Permutation, weights: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Split arrived rows into one row per expert, sorted, [assignments, hidden], and the weights [rows, m]."""
+    """Return the hidden state of each arrived row once for each of the row's experts, [assignments, hidden], sorted by
+    expert, and the weights of the arrived rows, [rows, m].
+
+    `places`: the result of `arrange`. `weights`: the dtype of the weights.
+    """
     return _OpenUp.apply(rows, places, weights)
 
 

@@ -35,28 +35,33 @@ def flat(
     no_decay: Callable[[str, nn.Parameter], bool] | None = None,
     **options: Any,
 ) -> torch.optim.Optimizer:
-    """Return an `optimizer` over the flat tensors of a sharded model: the same results with far fewer tensors.
+    """Return an optimizer of the class `optimizer` for a sharded model. It updates flat tensors, each of which holds
+    this rank's parts of adjacent parameters.
+
+    The results are the same as those of `optimizer` over `model.parameters()`, with far fewer tensors.
 
     Args:
-        optimizer: an element-wise class of `torch.optim`.
+        optimizer: a class of `torch.optim` that updates each element separately (see `ELEMENT_WISE`).
         model: the root module on which `weft.fully_shard` was called.
-        no_decay: called with a name and a sharded parameter. It returns whether the parameter gets `weight_decay=0`.
+        no_decay: called with the name and the sharded parameter. Returns whether the parameter gets `weight_decay=0`.
+            Default: no parameter does.
         options: keyword arguments of `optimizer`.
 
     The result is an instance of `optimizer`. Learning-rate schedulers work with it. Its `state_dict` has one entry per
     parameter name, with DTensors that Distributed Checkpoint saves and reshards.
 
     Gradients may have a narrower dtype than the weights (`main_grads_dtype`). If `optimizer` does not take such
-    gradients, they are cast to the dtype of the weights, one flat tensor at a time.
+    gradients, `step` casts them to the dtype of the weights, one flat tensor at a time.
 
     The `.grad` of a flat tensor is a DTensor over all ranks, so that `torch.amp.GradScaler` skips a step on all ranks
     or on none.
 
-    Frozen parameters are included, and are updated once they have gradients. Frozen parameters that are kept only in
-    quantized form are not included. If you unfreeze one, build the optimizer again; otherwise `step` raises ValueError.
+    Frozen sharded parameters are included, and are updated once they have gradients, except those that are kept only
+    in quantized form. If you unfreeze a parameter that was kept only in quantized form, build the optimizer again;
+    otherwise `step` raises ValueError.
 
-    Raises ValueError if `optimizer` is not element-wise, if it does not take gradients in `main_grads_dtype` and this
-    is not narrower than the weights' dtype, or if a trainable parameter is not sharded. Raises TypeError if
+    Raises ValueError if `optimizer` is not in `ELEMENT_WISE`, if it does not take gradients in `main_grads_dtype` and
+    this dtype is not narrower than the weights', or if a trainable parameter is not sharded. Raises TypeError if
     `optimizer` is not a class or `model` is not a module.
     """
     if not isinstance(optimizer, type):
@@ -109,10 +114,11 @@ def _refuse_unsharded(names: Iterable[str]) -> None:
 
 
 class FlatOptimizer(torch.optim.Optimizer):
-    """Maps flat tensors to parameters. A flat optimizer derives from this class and from one of torch.optim.
+    """Maps flat tensors to parameters. A flat optimizer derives from this class and from a class of torch.optim.
 
     The members of a run (adjacent parameters that are one flat tensor) share one state, and therefore one step count.
-    If only some members have a gradient, the run is divided permanently, so that each part counts its own steps.
+    If only some members have a gradient in a step, the run is divided permanently, so that each part counts its own
+    steps.
     """
 
     _runs: list[FlatRun]
@@ -126,8 +132,8 @@ class FlatOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         """Update the weights from the gradients of the sharded parameters.
 
-        Raises ValueError for a parameter that was unfrozen after the optimizer was built, if it is not sharded, or was
-        kept only in quantized form at that time.
+        `closure`: as in `torch.optim`, computes the loss and the gradients. Raises ValueError if a parameter was frozen
+        when the optimizer was built, has a gradient now, and is not sharded or was then kept only in quantized form.
         """
         if closure is not None:  # it runs backward
             with torch.enable_grad():
@@ -182,7 +188,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         return self._rooms[kind]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the sharded parameters. With `set_to_none=False`, set them to zero."""
+        """Set the gradients of the sharded parameters to None. With `set_to_none=False`, set them to zero."""
         for run in self._runs:
             for parameter in run.parameters:
                 if set_to_none:
@@ -191,7 +197,8 @@ class FlatOptimizer(torch.optim.Optimizer):
                     parameter.grad.zero_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise ValueError once the optimizer is built: the model and `no_decay` determine its groups."""
+        """Raise ValueError, because the model and `no_decay` determine the parameter groups. Only the constructor adds
+        groups."""
         if hasattr(self, "_runs"):
             raise ValueError(
                 f"{type(self).__name__} always has all parameters of its model: after you add parameters, build it "
@@ -219,7 +226,8 @@ class FlatOptimizer(torch.optim.Optimizer):
 
         The state dict of an ordinary optimizer also works, if that optimizer was built from `model.named_parameters()`.
 
-        Raises ValueError if the parameter names or their groups differ, or if the state dict has no names.
+        Raises ValueError if the state dict has other parameter names or groups than this optimizer, or no names. The
+        state of frozen parameters may be missing.
         """
         state_dict = dict(state_dict)  # hooks may change it
         for before in [*self._optimizer_load_state_dict_pre_hooks.values()]:

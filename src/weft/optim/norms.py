@@ -37,12 +37,13 @@ from weft.mesh import parts_of, ranks_over
 def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
     """Return the norm of all gradients of a sharded model, a 0-D tensor, the same on every rank. Collective.
 
-    The norm is fp32, or fp64 if gradients are fp64. Every element counts once, even if it is replicated, belongs to an
-    expert, or is in a tensor-parallel slice. Unsharded parameters also count, and must have the same gradients on all
-    ranks. Frozen parameters whose `.grad` is set count too. The norm takes one kernel per parameter group and one
-    small all-reduce per mesh axis.
+    The norm is fp32, or fp64 if any gradients are fp64. Every element of all pipeline stages counts once, even if it is
+    replicated, belongs to an expert, or is in a tensor-parallel slice. Unsharded parameters also count, and must have
+    the same gradients on all ranks. Frozen parameters whose `.grad` is set count too. The norm takes about one kernel
+    per parameter group, one small all-reduce per mesh axis, one more with tensor parallelism, and one small all-gather
+    over pipeline stages.
 
-    `norm_type`: the order of the norm, such as 2.0 or `math.inf`. Raises TypeError if `model` is not a module,
+    `norm_type`: the order of the norm, such as 2.0 or `math.inf`. Raises TypeError if `model` is not a module, and
     ValueError if nothing in it is sharded or `norm_type` is not positive.
     """
     groups = _groups_of(model)
@@ -52,10 +53,11 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
-    """Scale all gradients of a sharded model to a norm of at most `max_norm`. Return the norm before that. Collective.
+    """Scale all gradients of a sharded model so that their norm is at most `max_norm`. Return the norm before scaling.
+    Collective.
 
-    The norm is computed as in `grad_norm`. Raises what `grad_norm` raises, and ValueError for a `max_norm` that is not
-    a number of at least 0. With `error_if_nonfinite`, the host waits for the norm, and RuntimeError is raised if the
+    The norm is computed as in `grad_norm`. Raises the errors of `grad_norm`, and ValueError if `max_norm` is not a
+    number of at least 0. With `error_if_nonfinite`, the host waits for the norm, and RuntimeError is raised if the
     norm is not finite.
     """
     groups = _groups_of(model)
@@ -89,10 +91,13 @@ class ParameterNorms(NamedTuple):
 
 
 def parameter_norms(model: nn.Module) -> dict[str, ParameterNorms]:
-    """Return the norms of each sharded parameter and its gradient, by the parameter's name: the same on every rank.
+    """Return the 2-norms of each sharded parameter and of its gradient, by the parameter's name.
 
-    Collective: one small all-reduce per mesh axis for the whole model. The host waits for the result. Raises ValueError
-    for a model without sharded modules.
+    Without pipeline stages, the result is the same on every rank. With them, a rank gets only the parameters of its own
+    stages.
+
+    Collective: one small all-reduce per mesh axis, and one more with tensor parallelism. The host waits for the result.
+    Raises ValueError for a model without sharded modules.
     """
     names, weights, gradients = [], [], []
     for name, record in named_records(model):
@@ -108,7 +113,7 @@ def parameter_norms(model: nn.Module) -> dict[str, ParameterNorms]:
 
 
 class ModelRanks:
-    """The ranks that hold a model's parameters, and how often they hold each element."""
+    """The ranks that hold a model's parameters, and how many of them hold the same elements."""
 
     def __init__(self, groups: Sequence[ParameterGroup]) -> None:
         dense = [group for group in groups if not _has_experts(group)] or groups
@@ -123,14 +128,16 @@ class ModelRanks:
             self._check(groups)
 
     def copies(self, group: ParameterGroup) -> int:
-        """Return how many ranks, of those over which `combine` sums, hold the same elements of `group`."""
+        """Return how many of the ranks over which `combine` sums hold the same elements of `group`."""
         replicated = set(self.axes if self._spans(group) else range(group.mesh.ndim)) - set(group.main_weight.axes)
         return ranks_over(group.mesh, replicated)
 
     def beyond(self, slices: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-        """Return the process group over which sums must still be added for tensors that are sliced over `slices`.
+        """Return the process group over which values must be summed in addition to `combine`, for tensors that are
+        sliced over the tensor-parallel ranks `slices`.
 
-        None: `combine` already sums over these ranks, as it does for experts, or the tensors are not sliced.
+        Return None if `slices` is None (the tensors are not sliced), or if `combine` already sums over the ranks of
+        `slices`, as it does for experts.
         """
         if slices is None or self._everyone.issuperset(dist.get_process_group_ranks(slices)):
             return None
@@ -138,7 +145,7 @@ class ModelRanks:
         return self._slices or slices
 
     def combine(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        """All-reduce the small tensor `values` in place over the ranks, and return it."""
+        """All-reduce the small tensor `values` in place over the axes `axes` of the model's mesh, and return it."""
         for axis in self.axes:
             reduce_now(values, op, group_of(self.mesh, axis), "a norm of the model")
         return values

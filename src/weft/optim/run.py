@@ -25,13 +25,17 @@ from weft.layout.cuts import Cuts
 
 
 class FlatParameter(nn.Parameter):
-    """This rank's part of a run. Its `.grad` is read from the run's parameters, so it is never stale."""
+    """This rank's part of a run (adjacent parameters of one parameter group). Each access of `.grad` reads the
+    gradients of the run's parameters, so `.grad` is never stale."""
 
     _run: "weakref.ref[FlatRun]"
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        """The gradients of the run's parameters as one tensor over all ranks, or None if no parameter has one."""
+        """The gradients of the run's parameters as one DTensor over all ranks. None if no parameter has a gradient.
+
+        During a step: a plain tensor with this rank's part, or None (see `FlatRun.begin_step`).
+        """
         run = self._run()
         return run.gradient if run is not None else None
 
@@ -54,7 +58,7 @@ class Member(NamedTuple):
 
 
 class FlatRun:
-    """Adjacent members of a group as one flat parameter that shares their memory."""
+    """Adjacent parameters of a parameter group (the members of the run) as one flat parameter in the same memory."""
 
     def __init__(self, group: ParameterGroup, members: Sequence[Member]) -> None:
         """`members`: adjacent parameters of `group`."""
@@ -83,7 +87,8 @@ class FlatRun:
 
     @property
     def gradient(self) -> torch.Tensor | None:
-        """The members' gradients as one tensor, zero for a member without one, or None if no member has a gradient."""
+        """The members' gradients as one DTensor over all ranks, with zeros for a member without a gradient. None if no
+        member has one. During a step: see `begin_step`."""
         if self._in_step:
             return self._here
         if not any(self.present):
@@ -111,13 +116,16 @@ class FlatRun:
         self._in_step = True
 
     def take_gradient(self, wide: torch.Tensor | None) -> None:
-        """Make `gradient` a plain tensor with this rank's part: a view, or a copy in the memory `wide`, if given."""
+        """Set `gradient` to a plain tensor with this rank's part of the gradients, or to None if no member has one.
+
+        The tensor is a view of the main gradients. If `wide` is given, it is a copy in this memory, in its dtype.
+        """
         self._here = _something(self._window()) if any(self.present) else None
         if wide is not None and self._here is not None:
             self._here = wide[: self._here.numel()].copy_(self._here)
 
     def drop_gradient(self) -> None:
-        """Drop `gradient`, and increment the version counters of the updated parameters.
+        """Set `gradient` to None, and increment autograd's version counters of the updated parameters.
 
         Fused kernels do not increment the flat parameter's counter. The sharded parameters share its memory, but have
         separate counters.
@@ -170,8 +178,8 @@ class FlatRun:
         return {key: narrowed(value) for key, value in state.items()}
 
     def part(self, member: Member, value: Any) -> Any:
-        """Return the part of the optimizer state `value` that belongs to `member`, as a DTensor. A 0-D `value` is
-        returned whole."""
+        """Return the part of the optimizer state `value` that belongs to `member`, as a DTensor. A 0-D tensor, or a
+        `value` that is not a tensor, is returned unchanged."""
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             return value
         like = member.record.sharded.detach()
@@ -182,9 +190,11 @@ class FlatRun:
 def runs_of(
     group: ParameterGroup, names: Mapping[int, str], decays: Callable[[str, nn.Parameter], bool]
 ) -> Iterator[tuple[bool, FlatRun]]:
-    """Yield `(decays, run)` for runs of adjacent parameters with the same weight decay and tensor parallelism.
+    """Yield `(whether the run decays, run)` for each run of `group`: adjacent parameters with the same weight decay and
+    tensor parallelism.
 
-    `names`: id of a parameter -> its name in the model.
+    `names`: id of a parameter -> its name in the model. `decays`: takes a name and a parameter, and returns whether the
+    parameter gets weight decay.
     """
 
     def kind(member: Member) -> tuple[bool, Any, bool]:

@@ -20,7 +20,8 @@ _LAYER_MEMBERS = ("stages", "dispatcher", "attend", "experts", "finish", "expert
 
 
 def layers_of(model: Any) -> Sequence[StagedLayer]:
-    """Return the layers of `model`. Raises unless the model and its layers follow the protocol."""
+    """Return the layers of `model`. Raises TypeError or ValueError if the model does not follow `StagedModel`, if a
+    layer does not follow `StagedLayer`, or if a schedule would bypass hooks of a module or its compiled form."""
     if not isinstance(model, StagedModel):
         missing = [name for name in ("embed", "staged_layers", "loss") if not hasattr(model, name)]
         raise TypeError(
@@ -39,7 +40,8 @@ def layers_of(model: Any) -> Sequence[StagedLayer]:
 
 
 def depths_of(model: Any) -> list[Sequence[StagedLayer]]:
-    """Return, for each prediction depth, its layers. In evaluation mode the depths do not run: the list is empty."""
+    """Return the layers of each prediction depth. The list is empty in evaluation mode, because depths run only in
+    training mode."""
     depths = getattr(model, "depths", ())
     if not depths or not model.training:
         return []
@@ -98,7 +100,8 @@ def _refuse_hooks(model: nn.Module, layers: Sequence[StagedLayer]) -> None:
 
 
 def require_taken(model: Any, layers: Sequence[StagedLayer], cut: Cut, microbatches: Sequence[Microbatch]) -> None:
-    """Raise ValueError if a microbatch has an entry that no part of the model, on any rank of the pipeline, takes."""
+    """Raise ValueError if a microbatch has an entry that no method of the model and its layers takes as an argument,
+    on this or any other rank of the pipeline. `layers`: those of this rank."""
     names = names_beside(microbatches)
     known = _taken.setdefault(model, set())
     if names <= known:
@@ -139,7 +142,8 @@ _taken: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictio
 
 
 def checked_scales(loss_scale: Any, count: int) -> list[float]:
-    """Return a loss scale for each of `count` microbatches. Raises for one that is not a finite number."""
+    """Return a loss scale for each of `count` microbatches. `loss_scale`: one number for all, or a sequence of `count`
+    numbers. Raises ValueError or TypeError for a sequence of another length, or if a number is not finite."""
     several = isinstance(loss_scale, Sequence)
     factors = list(loss_scale) if several else [loss_scale] * count
     if len(factors) != count:
@@ -159,8 +163,8 @@ def checked_scales(loss_scale: Any, count: int) -> list[float]:
 
 
 def cut_of(model: Any, layers: Sequence[StagedLayer]) -> Cut:
-    """Return `model.cut`, or a cut with one stage if the model has none. Raises ValueError if it does not fit
-    `layers`."""
+    """Return `model.cut`, or a cut with one stage if the model has none. Raises ValueError if the cut gives this rank
+    another number of layers than `layers` has."""
     cut = getattr(model, "cut", None)
     if cut is None:
         return Cut((range(len(layers)),))
@@ -174,8 +178,11 @@ def cut_of(model: Any, layers: Sequence[StagedLayer]) -> Cut:
 
 
 def table_of(schedule: Any, cut: Cut, microbatches: int) -> Table:
-    """Return `schedule`, a table or the name of one, as a table. Raises if it does not fit the model and the
-    microbatches."""
+    """Return the table that `schedule` stands for: a `Table`, the name of a table, or the path of a file with a table.
+
+    Raises TypeError if `schedule` is neither a `Table` nor a string, and ValueError if the table is invalid or does not
+    fit `cut` or the number of microbatches.
+    """
     if not isinstance(schedule, (str, Table)):
         raise TypeError(f"schedule={schedule!r}: pass a name or a Table")
     if isinstance(schedule, str):

@@ -28,7 +28,7 @@ class Border:
 
     @classmethod
     def of(cls, transport: Transport | None, border: int) -> "Border":
-        """Return the border after stage number `border`. `transport`: None on a single rank."""
+        """Return the border after stage number `border`. `transport`: None if one rank has all stages."""
         if transport is None:
             return cls(None, None)
         return cls(transport.channel(border, FORWARD), transport.channel(border, BACKWARD))
@@ -46,7 +46,8 @@ class Border:
             self._backward.learn(key, self._forward)
 
     def gradients_come(self, values: Sequence[Value]) -> None:
-        """Receive the gradients of the sent `values` and store them in `values`."""
+        """Receive the gradients of the sent `values` and store them in `values`. If both stages are on this rank, the
+        gradients are already there."""
         if self._backward is None:
             return
         hidden, *losses = self._backward.take()

@@ -24,11 +24,14 @@ from weft.overlap.wgrad import DelayedWeights
 
 
 class ChunkPass:
-    """The steps of one microbatch in one chunk, each called once. The last backward step of a layer frees its state.
+    """The steps of one microbatch in one chunk. Call `run` once for each step. The last backward step of a layer frees
+    what this object keeps for the layer.
 
-    - `delay_wgrad`: compute the weight gradients of layers in separate steps. `apart`: those of the head too.
+    - `delay_wgrad`: compute the weight gradients of layers in separate steps.
+    - `apart`: compute the weight gradients of the head in a separate step too.
     - `halves`: exchange the rows of each half of the tokens separately.
-    - `before`: the border to the previous stage, None for the first stage. `behind`: to the next, None for the last.
+    - `before`: the border to the previous stage. None for the first stage.
+    - `behind`: the border to the next stage. None for the last stage.
     - `key`: equal for microbatches of the same shape.
     - `check`: raise UndeclaredTensor if a layer passes a tensor between its stages outside its `Crossing`.
     - `scores`: compute the model's logits, and keep them as `outputs`.

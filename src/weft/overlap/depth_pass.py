@@ -20,10 +20,11 @@ from weft.overlap.wgrad import DelayedWeights
 
 
 class DepthPass:
-    """The steps "enter" and "leave" of depth `number` of `model`. Each runs once forward and once backward.
+    """The steps "enter" and "leave" of depth `number` of `model`, in one microbatch. Each runs once forward and once
+    backward.
 
-    `policy`: the casts of the depth's inputs and outputs. `owner`: the steps may use only the parameters of this
-    module: others raise UndeclaredTensor. None: no check.
+    `policy`: the casts of the depth's inputs and outputs. `owner`: raise UndeclaredTensor if a step uses a
+    differentiable tensor that is neither an input of the step nor a parameter of this module. None: no check.
     """
 
     previous: Value
@@ -50,7 +51,10 @@ class DepthPass:
         self._leave = ComputeNode(f"{name}.leave")
 
     def run(self, direction: str, slot: str, hidden: Value) -> Value:
-        """Run the step `slot` ("enter" or "leave"). Forward: return its output. Backward: return `hidden`."""
+        """Run the step `slot`: "enter", "leave", or, in backward, the delayed weight gradients "enter.weights".
+
+        A forward step takes its input `hidden` and returns its output. A backward step returns `hidden` unchanged.
+        """
         if direction == FORWARD:
             return self._entered(hidden) if slot == "enter" else self._left(hidden)
         if slot == "leave":

@@ -19,10 +19,13 @@ def table_order(
 ) -> Iterator[Step]:
     """Yield the steps of one rank's entries of a table. `part(microbatch, chunk)` returns the `Part` of an action.
 
-    `overlap=False`: the forward and the backward of a pair run one after the other. `queues`: the device has streams.
+    `overlap=False`: the two actions of an entry run one after the other. `queues`: the device has streams.
 
-    The delayed weight gradients of the layer that a backward runs last have no later exchange of this backward to run
-    under. They are computed during the first exchange of the next backward.
+    Without `early_release`, the delayed weight gradients of a layer's `attend` run during the first exchange of the
+    layer that comes next in the backward. After the last layer of a backward, no layer comes next. With `overlap`, the
+    weight gradients of this last layer run during the first exchange of the backward in the next entry. If that entry
+    has none, they run at its beginning. If there is no next entry, they run at the end. Without `overlap`, they run at
+    the end of their own backward.
     """
     switches = {"early_release": early_release, "queues": queues}
     owed: list[Step] = []
@@ -81,7 +84,8 @@ def _last_weights(steps: Sequence[Step]) -> list[Step]:
 
 
 def weights_order(behind: Part) -> Iterator[Step]:
-    """Yield the weight gradients that the backward of `behind` has delayed, in the order of that backward."""
+    """Yield the steps of an entry W. They compute the weight gradients that the backward of `behind` has delayed, in
+    the order of that backward."""
     if behind.last:
         yield behind.behind(BACKWARD)._replace(slot="head.weights")
     for layer in reversed(behind.layers):

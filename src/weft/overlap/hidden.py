@@ -19,7 +19,7 @@ Piece = tuple[float, float]
 
 
 def hidden_fraction(intervals: Iterable[Interval], lane: str = EXCHANGE) -> float:
-    """Return the fraction (0 to 1) of the time of communication on `lane` that computation hid on this rank.
+    """Return the fraction (0 to 1) of the communication time on `lane` that was hidden by computation on this rank.
 
     Communication is hidden while the rank computes at the same time and does not wait for communication. `intervals`:
     the intervals of a `weft.debug.timeline.Timeline`. `lane`: a queue of communication, such as "exchange" (rows of
@@ -47,7 +47,7 @@ def overlap(intervals: Iterable[Interval], one: str, other: str, *, without: str
 
 
 def pieces(intervals: Iterable[Interval], *lanes: str) -> list[Piece]:
-    """Return the times at which any of the lanes was busy, as sorted, disjoint pieces."""
+    """Return the times at which any of `lanes` was busy, as sorted, disjoint pieces."""
     found: list[Piece] = []
     for start, stop in sorted((each.start, each.end) for each in intervals if each.lane in lanes):
         if found and start <= found[-1][1]:

@@ -30,10 +30,11 @@ STAGES = (("attend",), COMPUTE_STAGES, ("attend", "dispatch", "experts", "combin
 class Crossing:
     """The results of `attend` that later stages use.
 
-    - `rows`: the input of the experts.
+    - `rows`: the rows for the experts. If the layer has a dispatcher, `dispatch` sends them to the experts' ranks.
     - `kept`: tensors for `finish`, by name. They may be differentiable.
-    - `handle`: other data for the later stages, not differentiable.
-    - `loss`: a scalar that is added to the model's loss, or None.
+    - `handle`: for a layer with a dispatcher, the handle of the exchange, from `dispatcher.plan` or `MoE.send`. For
+      other layers, any data for the later stages that is not differentiable.
+    - `loss`: a scalar that the model's `loss` or `total_loss` gets as one of its `losses`, or None.
     """
 
     rows: Tensor
@@ -44,7 +45,7 @@ class Crossing:
 
 @runtime_checkable
 class StagedLayer(Protocol):
-    """The protocol of a layer, a `torch.nn.Module`, that a schedule can run in stages.
+    """The protocol of a layer that a schedule can run in stages. The layer must also be a `torch.nn.Module`.
 
     If `stages` is ("attend",), `attend` computes the whole layer, and `Crossing.rows` is the layer's output. A stage
     must not modify its inputs in place.
@@ -65,11 +66,16 @@ class StagedLayer(Protocol):
         ...
 
     def experts(self, rows: Tensor, handle: Any) -> Tensor:
-        """Apply the experts to the rows that arrived. Return the same number of rows. `handle`: `Crossing.handle`."""
+        """Apply the experts to `rows`. Return as many rows, in the same order. `handle`: `Crossing.handle`.
+
+        `rows`: the rows that arrived; `Crossing.rows` in a layer without dispatcher. If `Crossing.handle` is a
+        `weft.moe.dispatch.Halves`, a schedule calls `experts` once for each of its `parts`. `handle` is then this part.
+        """
         ...
 
     def finish(self, rows: Tensor, kept: dict[str, Tensor], handle: Any) -> Tensor:
-        """Return the output [batch, seq, hidden] from the rows that came back and `Crossing.kept`."""
+        """Return the layer's output, [batch, seq, hidden]. `rows`: the results of `experts`, in the order of
+        `Crossing.rows`. `kept`, `handle`: those of the `Crossing`."""
         ...
 
     def expert_modules(self) -> Sequence[nn.Module]:
@@ -79,13 +85,16 @@ class StagedLayer(Protocol):
 
 @runtime_checkable
 class StagedModel(Protocol):
-    """The protocol of a model, a `torch.nn.Module`, that a schedule can run: `embed`, its layers in order, `loss`.
+    """The protocol of a model that a schedule can run. The model must also be a `torch.nn.Module`. A schedule runs
+    `embed`, the layers in order, and `loss`.
 
-    A model in pipeline stages has an attribute `cut`, a `weft.pipeline.Cut`. Its `staged_layers` are only the layers of
-    this rank's chunks, chunk by chunk. `embed` is called on the rank of the first stage, and `loss` on the rank of the
-    last stage. If `cut.shares_ends` is true, the model has an attribute `shared_ends` on both of these ranks. It lists
-    the modules whose parameters the two stages share. An optional attribute `tied_ends` lists the modules that both
-    `embed` and `loss` use.
+    A model in pipeline stages has an attribute `cut`, a `weft.pipeline.Cut`. The model's `staged_layers` are then only
+    the layers of this rank's chunks, chunk by chunk. `embed` is called on the rank of the first stage, and `loss` on
+    the rank of the last stage. If `cut.shares_ends` is true, the model has an attribute `shared_ends` on both of these
+    ranks. It lists the modules whose parameters the first and the last stage share.
+
+    An optional attribute `tied_ends` lists the modules that the model uses both before and after its layers. A schedule
+    then refuses hooks on the accumulated gradients of their parameters, unless the model is sharded.
 
     A model with depths of multi-token prediction follows `StagedPredictor` too, on the rank of the last stage.
     """
@@ -100,14 +109,15 @@ class StagedModel(Protocol):
         ...
 
     def loss(self, hidden: Tensor, tokens: Tensor, labels: Tensor, losses: Sequence[Tensor]) -> Tensor:
-        """Return the loss, a scalar. `hidden`: the last layer's output. `losses`: the losses of the layers that have
-        one, in order."""
+        """Return the loss of the microbatch, a scalar. `hidden`: the last layer's output. `losses`: the losses of all
+        layers that have one, in order. This method adds them to the loss."""
         ...
 
 
 @runtime_checkable
 class StagedDepth(Protocol):
-    """The protocol of a depth of multi-token prediction, a `torch.nn.Module`. It runs `enter`, its layers, `leave`."""
+    """The protocol of a depth of multi-token prediction. The depth must also be a `torch.nn.Module`. A schedule runs
+    `enter`, the depth's layers in order, and `leave`."""
 
     @property
     def staged_layers(self) -> Sequence[StagedLayer]:
@@ -115,18 +125,19 @@ class StagedDepth(Protocol):
         ...
 
     def enter(self, following: Tensor, previous: Tensor) -> Tensor:
-        """Return the first layer's input, [batch, seq, hidden]. `following`: the embedded next tokens. `previous`: the
-        hidden states of the previous depth, or of the model."""
+        """Return the input of the depth's first layer, [batch, seq, hidden]. `following`: the result of the model's
+        `following`. `previous`: the result of `leave` of the previous depth; for the first depth, of `final_norm`."""
         ...
 
     def leave(self, hidden: Tensor) -> Tensor:
-        """Return the input of the head and of the next depth. `hidden`: the last layer's output."""
+        """Return the input of the head and of the next depth. `hidden`: the output of the depth's last layer."""
         ...
 
 
 @runtime_checkable
 class StagedPredictor(Protocol):
-    """The further members of a `StagedModel` with multi-token prediction. They are called only in training mode."""
+    """The protocol of the members that a `StagedModel` with multi-token prediction has in addition. A schedule uses
+    these members only in training mode."""
 
     @property
     def depths(self) -> Sequence[StagedDepth]:
@@ -134,22 +145,25 @@ class StagedPredictor(Protocol):
         ...
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """Return the input of the head and of the first depth. `hidden`: the last layer's output."""
+        """Return the input of the head and of the first depth. `hidden`: the output of the last layer before the
+        depths."""
         ...
 
     def following(self, number: int, tokens: Tensor) -> Tensor:
-        """Return the embedded next tokens for `enter` of depth `number`. Depths are counted from 0."""
+        """Return the embeddings that `enter` of depth `number` (from 0) gets: usually those of `tokens` shifted left by
+        `number` + 1."""
         ...
 
     def total_loss(self, hidden: Sequence[Tensor], labels: Tensor, losses: Sequence[Tensor]) -> Tensor:
-        """Return the loss, a scalar. `hidden`: the inputs of the head, from the model and from each depth. `losses`:
-        the losses of the layers that have one, also of those in depths."""
+        """Return the loss of the microbatch, a scalar. If depths run, this method is called in place of `loss`.
+        `hidden`: the results of `final_norm` and of each depth's `leave`. `losses`: the losses of all layers that have
+        one, also of layers in depths. This method adds them to the loss."""
         ...
 
 
 def beside_forward(module: nn.Module) -> str:
-    """Return why calling parts of `module` differs from calling `module`: "is compiled" or "has hooks"; "" if it does
-    not differ."""
+    """Return "is compiled" or "has hooks" if calling the parts of `module` would bypass its compiled form or its hooks.
+    Otherwise return ""."""
     if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
         return "is compiled"
     kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -157,7 +171,10 @@ def beside_forward(module: nn.Module) -> str:
 
 
 def checked_crossing(crossing: Any, name: str) -> Crossing:
-    """Return what `attend` of the layer `name` returned. Raises TypeError for anything but a `Crossing` of tensors."""
+    """Return `crossing`, which a layer's `attend` returned. `name`: the layer's name in error messages.
+
+    Raises TypeError unless it is a `Crossing`, its `rows` and `kept` are tensors, and its `loss` is a scalar or None.
+    """
     if not isinstance(crossing, Crossing) or not isinstance(crossing.kept, dict):
         what = f"a {type(crossing).__name__}"
         if isinstance(crossing, Crossing):

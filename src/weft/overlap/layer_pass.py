@@ -37,9 +37,11 @@ class LayerPass:
     - `hidden`: the input. The last forward step sets `output`. `attend` sets `loss`, if the layer has one.
     - `policy`: the casts of the layer's inputs and outputs.
     - `beside`: further arguments of `attend`.
-    - `owner`: the steps may use only the parameters of this module: others raise UndeclaredTensor. None: no check.
-    - `halves`: exchange the rows of each half of the tokens separately. The layer's dispatcher must send a token once
-      to each rank that has any of its experts (`rows_per` is "rank").
+    - `delay_wgrad`: compute the weight gradients of `attend` and of `experts` in separate steps.
+    - `owner`: the module whose parameters the steps may use. A step that uses others raises UndeclaredTensor. None: no
+      check.
+    - `halves`: exchange the rows of each half of the tokens separately. This has no effect unless the layer's
+      dispatcher sends a token once to each rank that has any of its experts (`rows_per` is "rank").
     """
 
     def __init__(
@@ -209,6 +211,6 @@ class Part:
         return moving.wait()
 
     def collect(self, sent: Value) -> None:
-        """Wait for the gradient of `sent`, if one is in flight, and store it in `sent`."""
+        """If a gradient is in flight, wait for it, and store it in the value `sent`."""
         if self.moving is not None:
             sent.gradient = self.arrive()

@@ -24,7 +24,8 @@ OWN = ("cache", "hidden", "losses", "number")
 
 @dataclass(frozen=True, eq=False)
 class Microbatch:
-    """One microbatch. `labels`: None if only outputs are needed. `beside`: the further entries, by name."""
+    """One microbatch. `labels`: None is possible only in an evaluation that returns outputs. `beside`: the entries
+    other than tokens and labels, by name."""
 
     tokens: Tensor
     labels: Tensor | None
@@ -45,7 +46,7 @@ class Microbatch:
         return f"{list(self.tokens.shape)}{labels}" + (f" beside {dict(sorted(beside.items()))}" if beside else "")
 
     def given(self, function: Callable[..., Any]) -> dict[str, Any]:
-        """Return the further entries that `function` takes as keyword arguments."""
+        """Return the keyword arguments for `function`: the further entries that it takes."""
         if not self.beside:
             return {}
         names = taken(function)
@@ -53,7 +54,11 @@ class Microbatch:
 
 
 def checked_microbatches(microbatches: Any, *, labels: bool = True) -> list[Microbatch]:
-    """Return the microbatches as a list. Raises TypeError for an invalid one. `labels`: whether labels are required."""
+    """Return the microbatches as a list. `labels`: whether labels are required.
+
+    Raises TypeError for an invalid microbatch. Raises ValueError for an invalid name of an entry, and if there are no
+    microbatches.
+    """
     if isinstance(microbatches, Tensor):
         raise TypeError(
             "forward_backward got one tensor as microbatches: pass a sequence of pairs, such as [(tokens, labels), ...]"
@@ -109,7 +114,8 @@ def taken_by(functions: Iterable[Callable[..., Any]], names: set[str]) -> set[st
 
 
 def taken(function: Callable[..., Any]) -> frozenset[str] | None:
-    """Return the names of the optional parameters of `function`; None if it has `**kwargs`."""
+    """Return the names of the parameters of `function` that further entries can set: those with a default and those
+    that are keyword-only, except `OWN`. If `function` has `**kwargs`, return None, which stands for all names."""
     return _taken(getattr(function, "__func__", function))
 
 

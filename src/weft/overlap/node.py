@@ -42,14 +42,14 @@ class Value:
         return self._zeros() if gradient is None else gradient
 
     def add_gradient(self, gradient: Tensor | None) -> None:
-        """Add `gradient`, from the backward of a node that took the value. None adds nothing."""
+        """Add `gradient` to the gradient that the value already has. None adds nothing."""
         if gradient is not None:
             self.gradient = gradient if self.gradient is None else self.gradient + gradient
 
 
 class ComputeNode:
-    """A function of values whose backward runs when `backward` is called. `around`: a context in which forward and
-    backward run."""
+    """A part of a forward, with its own autograd graph. `forward` runs it, and `backward` runs the backward of its
+    graph. `around`: a context manager under which both run."""
 
     def __init__(self, name: str, around: AbstractContextManager | None = None) -> None:
         self.name = name
@@ -59,10 +59,10 @@ class ComputeNode:
     def forward(
         self, function: Callable[..., Sequence[Tensor]], inputs: Sequence[Value], owner: nn.Module | None
     ) -> list[Value]:
-        """Run `function` on the data of `inputs` and return its results. Raises TypeError if one is not a tensor.
+        """Run `function` on the data of `inputs` and return its results. Raises TypeError if a result is not a tensor.
 
-        `owner`: if not None, raise UndeclaredTensor if the graph uses tensors other than `inputs` and the parameters of
-        `owner`.
+        `owner`: the module whose parameters the graph may use, besides `inputs`. Raises UndeclaredTensor if the graph
+        uses other tensors. None: no check.
         """
         with span(COMPUTE), self._around:
             entered = _enter(inputs)

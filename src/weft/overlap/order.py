@@ -72,8 +72,8 @@ COMPUTE, EXCHANGE, STAGE = "compute", "exchange", "stage"
 
 
 class Step(NamedTuple):
-    """One node in one direction. `layer`: the layer's number, None for steps before and after the layers of a chunk.
-    `slot`: the node's name in the tables of this module."""
+    """One node in one direction. `layer`: the layer's number among the layers of this rank, None for steps before and
+    after the layers of a chunk. `slot`: the node's name in the tables of this module."""
 
     direction: str
     microbatch: int
@@ -88,7 +88,8 @@ class Step(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The number and the stages of a layer. The first layer of a depth also has "enter", and the last "leave"."""
+    """The number and the stages of a layer. The first layer of a prediction depth also has the stage "enter", and the
+    depth's last layer the stage "leave"."""
 
     number: int
     stages: tuple[str, ...]
@@ -112,7 +113,7 @@ class Part(NamedTuple):
         return self._end(direction, "head" if self.last else "send")
 
     def through(self, direction: str, layer: Layer, slot: str) -> Iterator[Step]:
-        """Yield the step `slot` of `layer`, if the layer has that stage."""
+        """Yield the step `slot` of `layer`, if the layer has the stage of this slot."""
         stage = slot.partition(".")[0]
         if stage in layer.stages:
             lane = EXCHANGE if stage in ("dispatch", "combine") else COMPUTE
@@ -230,8 +231,8 @@ BACKWARDS = (
 
 
 def queued(entries: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Reorder `entries` for a device with streams, so that it has queued work while the host waits for the sizes of a
-    dispatch."""
+    """Return `entries` for a device with streams: the forward's dispatch comes after the backward's experts. The device
+    then has queued work while the host waits for the sizes of the dispatch."""
     late, ahead = (FORWARD, "dispatch"), (BACKWARD, "experts")
     found = [entry for entry in entries if entry != late]
     found.insert(found.index(ahead) + 1, late)
@@ -249,8 +250,9 @@ def combined_order(
 ) -> Iterator[Step]:
     """Yield the steps of the forward of `ahead` and the backward of `behind`. Either may be None.
 
-    Pairs of layers come first. The remaining layers follow, first those of the backward. `queues`: the device has
-    streams. `apart`: the pipeline schedule has a separate entry, W, for the weight gradients of `behind`.
+    Pairs of layers come first. If `ahead` or `behind` has more layers than the other, its remaining layers follow.
+    `queues`: the device has streams. `apart`: the pipeline schedule has a separate entry, W, for the weight gradients
+    of `behind`.
     """
     entries: Sequence[tuple[str, str]] = EARLY_RELEASE if early_release else COMBINED
     entries = [entry for entry in (queued(entries) if queues else entries) if delay_wgrad or "." not in entry[1]]

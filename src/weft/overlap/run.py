@@ -34,7 +34,8 @@ _transports: "weakref.WeakKeyDictionary[nn.Module, Transport]" = weakref.WeakKey
 
 
 class ScheduledRun:
-    """One call of a schedule. `layers`: the model's layers on this rank. `scales`: a loss scale for each microbatch.
+    """One call of `forward_backward` or `evaluate`. `layers`: the model's layers on this rank. `scales`: a loss scale
+    for each microbatch.
 
     `depths`: the layers of each prediction depth to run. They follow the layers of the last stage.
     """
@@ -112,15 +113,16 @@ class ScheduledRun:
             self._carry_out(list(steps), None)
 
     def losses(self) -> list[Tensor]:
-        """Return the loss of each microbatch. All ranks have the losses."""
+        """Return the loss of each microbatch. All ranks of the pipeline must call it, and all get the losses."""
         if self._cut.group is None:
             return [self._losses[number] for number in sorted(self._losses)]
         return _shared(self._losses, len(self._microbatches), self._cut, self._device)
 
     def outputs(self, *, everywhere: bool) -> Tensor | None:
-        """Return the outputs of all microbatches, concatenated along the batch, or None.
+        """Return the outputs of all microbatches, concatenated along the batch dimension.
 
-        With `everywhere`, all ranks get them. Otherwise only the rank of the last stage does; the others get None.
+        With `everywhere`, all ranks of the pipeline must call it, and all get the outputs. Otherwise only the rank of
+        the last stage gets them, and the others get None.
         """
         found = None
         if self._outputs:
@@ -241,8 +243,8 @@ class SharedEnds:
     """The parameters that the first and the last stage share. Each stage adds the other's gradients to its own, so that
     both have the same sum.
 
-    On the rank of the last stage, the constructor sets the gradients to None, so that those of an earlier call are not
-    added twice.
+    After a call, both stages have the sum. The constructor therefore sets the gradients on the rank of the last stage
+    to None. Otherwise, the sum of earlier calls would be added twice.
     """
 
     def __init__(self, model: Any, cut: Cut, transport: Transport | None) -> None:
@@ -270,9 +272,9 @@ class SharedEnds:
     def add_up(self) -> None:
         """Exchange and add the gradients.
 
-        If the reduction of gradients is deferred to a later call, neither rank has gradients yet. If one stage has not
-        used a parameter, only the other has its gradient. An example is the embedding, which the last stage uses only
-        in prediction depths.
+        If neither rank has a gradient of a parameter, the parameter is skipped. This happens if the reduction of
+        gradients is deferred to a later call. If only one rank has a gradient, that of the other counts as zeros. An
+        example is the embedding, which the last stage uses only in prediction depths.
         """
         if self._transport is None or not self._parameters:
             return

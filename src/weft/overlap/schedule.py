@@ -51,35 +51,38 @@ def forward_backward(
         microbatches: tuples (tokens, labels), [batch, seq] int64 each, or dicts. A dict has "tokens", "labels" and
             further entries that parts of the model take by name, such as "documents" (see `weft.overlap.microbatch`).
             Shapes may differ between microbatches. All ranks must pass the same number of microbatches.
-        schedule: the order of microbatches on each pipeline stage, a name or a `weft.pipeline.Table`. Default:
-            "combined" with `overlap`, otherwise "1f1b".
+        schedule: the order of microbatches on each pipeline rank: a name (see `weft.pipeline.schedules`), the path of a
+            file with a table, or a `weft.pipeline.Table`. Default: "combined" with `overlap`, otherwise "1f1b".
         overlap: False runs the two microbatches of a pair one after the other, as a reference.
         delay_wgrad: compute the weight gradients of linear and expert layers separately, during an exchange.
-        early_release: free a layer's activations before the experts of the pair's other microbatch run. This takes less
-            memory and hides less communication.
-        halves: if a forward or backward is not in a pair, exchange the rows of each half of its tokens separately. The
-            experts then compute one half while the other is in flight. This needs a model with `moe_rows_per="rank"`.
-            The gradients of experts are then summed in another order, which changes their rounding.
+        early_release: in a pair of a forward and a backward, free the activations of the backward's layer before the
+            experts of the forward run. This takes less memory and hides less communication.
+        halves: if the forward or the backward of a microbatch is not in a pair, exchange the rows of each half of its
+            tokens separately, in forward and in backward. The experts compute one half while the other is in flight.
+            This needs a model with `moe_rows_per="rank"`. The gradients of experts are summed in another order, which
+            changes their rounding.
         loss_scale: the factor of the gradients, such as 1 / len(microbatches), or a list with a factor for each
             microbatch, such as its share of the tokens.
         trace: a list that receives each step in issue order, a named tuple (direction, microbatch, layer, slot, lane,
-            chunk). `layer` is None for steps before and after the layers of a chunk. The layers of prediction depths
-            are numbered after the others.
+            chunk). `layer` is a number among the layers of this rank, or None for steps before and after the layers of
+            a chunk. The layers of prediction depths are numbered after the others.
 
     Raises:
         TypeError: `model` or one of its layers is not a module or does not follow the protocol, or returns something
-            other than the protocol says; a microbatch is neither a pair of tensors nor a dict with them; or a factor of
-            `loss_scale` is not a number.
+            other than the protocol says; a microbatch is neither a pair of tensors nor a dict with tensors as "tokens"
+            and "labels"; `schedule` is neither a name nor a table; or a factor of `loss_scale` is not a number.
         ValueError: there are no microbatches, or a microbatch has an entry that no part of the model takes; layers are
-            inside an activation checkpoint; modules whose `forward` a schedule does not call have hooks; `overlap`
-            without a `schedule`, if the model has no exchange to hide; `early_release` or `halves` without `overlap`;
-            `halves` without layers that exchange tokens with `moe_rows_per="rank"`, or with a table in which all
-            microbatches run in pairs; `loss_scale` has factors that are not finite, or their number is not that of the
-            microbatches; the table does not fit the model or the microbatches.
+            inside an activation checkpoint; layers are sharded, but the model around them is not; modules whose
+            `forward` a schedule does not call have hooks or are compiled; `overlap` without a `schedule`, if the model
+            is on one pipeline rank and has no exchange to hide; `early_release` or `halves` without `overlap`; `halves`
+            without layers that exchange tokens with `moe_rows_per="rank"`, or with a table in which all microbatches
+            run in pairs; `loss_scale` has factors that are not finite, or their number is not that of the microbatches;
+            the table does not fit the model or the microbatches, or cannot run (`TableError`).
         RuntimeError: gradients are disabled (`torch.no_grad` or `torch.inference_mode`).
         UndeclaredTensor: a layer passes a tensor between stages outside its `Crossing`.
-        CollectiveMismatch: ranks of one pipeline, or ranks that share a set of experts, called different schedules, or
-            ranks of one pipeline passed different microbatches.
+        CollectiveMismatch: ranks of one pipeline, or ranks that share a set of experts, differ in the schedule, its
+            options, the model's mode (training or evaluation) or the number of microbatches; or ranks of one pipeline
+            passed different microbatches.
     """
     layers, depths = layers_of(model), depths_of(model)
     assert isinstance(model, nn.Module)  # layers_of has refused others
@@ -156,9 +159,9 @@ def evaluate(
     losses. Call `model.eval()` before, to leave out the losses that layers and prediction depths add in training mode.
 
     `outputs`: with "last" or "all", return (losses, outputs). The outputs are the results of `model.logits` for all
-    microbatches, concatenated along the batch. With "all", every rank gets them. With "last", only the rank of the last
-    stage does, and the others get None. If you request outputs, microbatches need no labels. Without labels, `losses`
-    is empty.
+    microbatches, concatenated along the batch. With "all", every rank of the pipeline gets them. With "last", only the
+    rank of the last stage gets them, and the others get None. If you request outputs, microbatches need no labels.
+    Without labels, `losses` is empty.
 
     Raises the errors of `forward_backward` about `model` and `microbatches`. If you request outputs, also raises
     TypeError for a model without `logits`, and ValueError for microbatches of different lengths, for labels in only

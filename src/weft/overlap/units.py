@@ -49,9 +49,9 @@ class DepthUnits:
 
 
 class Around(NamedTuple):
-    """A step with three lists of units: those to acquire before it, those to release after it, and those whose
-    gradients to reduce after it. A `Hold` stands for a range of steps that use a unit: the last of them releases what
-    the first acquired."""
+    """A step with three lists of units. `acquire`: those that are acquired before it. `release`: those that are
+    released after it. `reduce`: those whose gradients are reduced after it. A `Hold` stands for a range of steps that
+    use a unit: the last of them releases what the first acquired."""
 
     step: Step
     acquire: list[tuple[Unit, Hold]]
@@ -143,10 +143,8 @@ class ModelUnits:
             yield "experts", step.layer, self.layers[step.layer].experts
 
     def scheduled(self, program: Sequence[Around], *, backward: bool = True) -> AbstractContextManager:
-        """Return a context manager in which `program` runs. Units are sharded before and after it.
-
-        When the context ends, gradients have been reduced. `backward`: whether the program has backward steps.
-        """
+        """Return a context manager in which `program` runs. At its end, gradients are reduced and units are resharded,
+        as at the end of a backward. `backward`: whether the program has backward steps."""
         if self.engine is None:
             return nullcontext()
         return self.engine.scheduled(self.trace(program), backward=backward)
@@ -161,10 +159,10 @@ class ModelUnits:
         return Trace("schedule", tuple(events))
 
     def before(self, around: Around, graph: Any, *, last: bool) -> None:
-        """Acquire the units that the step needs.
+        """Acquire the units in `around.acquire`.
 
-        `graph`: an object that lives from the microbatch's forward to its backward. `last`: whether no microbatch
-        follows.
+        `graph`: an object that lives from the microbatch's forward to its backward. `last`: whether no other microbatch
+        follows in the step's chunk.
         """
         if self.engine is None:
             return
@@ -180,7 +178,7 @@ class ModelUnits:
                 unit.calls.add(ref(self if unit in self.outside else graph, unit.calls.discard))
 
     def after(self, around: Around, graph: Any) -> None:
-        """Release units that no later step of the microbatch uses. Reduce gradients to which no later step adds."""
+        """Release the units in `around.release`. Reduce the gradients of the units in `around.reduce`."""
         if self.engine is None:
             return
         for unit, hold in around.release:

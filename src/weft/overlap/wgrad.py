@@ -29,8 +29,8 @@ from weft.overlap.order import COMPUTE
 
 
 class DelayedWeights(TorchFunctionMode):
-    """A mode under which the backward of products with parameters queues their weight gradients. Each `ComputeNode` has
-    its own mode."""
+    """A `TorchFunctionMode`. For products with parameters that run under it, backward queues the weight gradients. Each
+    stage with delayed weight gradients has its own instance for each layer and microbatch."""
 
     def __init__(self) -> None:
         super().__init__()

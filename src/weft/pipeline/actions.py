@@ -20,7 +20,8 @@ LOOP, V = "loop", "v"
 
 
 class Action(NamedTuple):
-    """One microbatch in one chunk of a rank. `kind`: "F", "B", or a part of "B": "I" (inputs) or "W" (weights)."""
+    """One microbatch in one chunk of a rank. `kind`: "F" (forward), "B" (backward), or a part of a backward: "I"
+    (gradients of inputs) or "W" (gradients of weights)."""
 
     kind: str
     microbatch: int

@@ -68,7 +68,7 @@ def title(table: Table) -> str:
 
 
 def cost(simulation: Simulation) -> str:
-    """Return one line with the time, the idle share and the live activations."""
+    """Return one line with the time, the idle share and the most live activations of any rank."""
     live = _counted(max(simulation.live), "microbatch", "es")
     return f"time {simulation.time:g}, idle {simulation.idle_share:.1%}, activations of up to {live} alive"
 

@@ -17,7 +17,8 @@ KINDS = {"F": "forward", "B": "backward", "I": "gradients of the inputs", "W": "
 
 
 def fault_of(table: Table, rank: int, position: int, reason: str) -> TableError:
-    """Return a TableError with `reason` for the entry at `position`, or for the end of a rank's entries."""
+    """Return a TableError with `reason` for the entry of `rank` at `position`. A `position` after the last entry stands
+    for the end of the rank's entries."""
     entries = table.ranks[rank] if rank < len(table.ranks) else ()
     what = format_entry(entries[position]) if position < len(entries) else "the end"
     message = f"table {table.name!r}, rank {rank}, entry {position} ({what}): {reason}"
@@ -30,7 +31,8 @@ def format_entry(entry: Entry) -> str:
 
 
 def check_ranks(table: Table) -> None:
-    """Check each rank by itself. Raises TableError for the first entry that breaks a rule."""
+    """Check each rank by itself. Raises TableError for the first entry that breaks a rule or is missing. Raises
+    ValueError for sizes below 1 and for an unknown placement."""
     _check_shape(table)
     for rank, entries in enumerate(table.ranks):
         ledger = _Ledger(table)
@@ -68,7 +70,7 @@ class _Ledger:
         self._next: Counter[tuple[str, int]] = Counter()
 
     def fault(self, entry: Entry) -> str | None:
-        """Return why `entry` cannot be next. If it can, record the entry and return None."""
+        """If `entry` can be next, record it and return None. Otherwise return the reason."""
         for action in entry:
             if fault := self._range_fault(action) or self._order_fault(action):
                 return fault

@@ -47,26 +47,29 @@ def one_forward_one_backward(ranks: int, chunks: int, microbatches: int) -> Tabl
 def interleaved(ranks: int, chunks: int, microbatches: int) -> Table:
     """Return the table of 1F1B with several chunks on each rank.
 
-    The pipeline fills chunk by chunk, so its idle time is that of 1F1B divided by the number of chunks.
+    A chunk is smaller than a rank's single stage in 1F1B, so the pipeline fills and drains faster. Its idle time is
+    that of 1F1B divided by the number of chunks.
     """
     rows = _interleaved(ranks, chunks, microbatches, extra=0)
     return Table("interleaved", tuple(tuple(_apart(row)) for row in rows), chunks, microbatches)
 
 
 def combined(ranks: int, chunks: int, microbatches: int) -> Table:
-    """Return the table of `interleaved` with one more forward at the start, so that each F can pair with the next B.
+    """Return the table of `interleaved` with one more forward at the start. Each remaining forward runs as a pair with
+    the backward after it.
 
-    Without this forward, each backward of the last rank would need the result of the forward in its own pair.
+    Without the additional forward, each backward of the last rank would need the result of the forward in its own pair.
     """
     rows = _interleaved(ranks, chunks, microbatches, extra=1)
     return Table("combined", tuple(tuple(_paired(row)) for row in rows), chunks, microbatches)
 
 
 def paired(ranks: int, chunks: int, microbatches: int) -> Table:
-    """Return the table of `combined`, where single forwards at the start and backwards at the end also form pairs.
+    """Return the table of `combined`, where neighbouring forwards of a chunk at the start and neighbouring backwards of
+    a chunk at the end also form pairs.
 
-    On one rank with one chunk, the table has a second forward at the start, for a pair of two forwards. Such a pair
-    keeps the activations of one more microbatch in memory.
+    On one rank with one chunk, the table has a second forward at the start, for a pair of two forwards. It then keeps
+    the activations of one more microbatch in memory than `combined`.
     """
     rows = _interleaved(ranks, chunks, microbatches, extra=2 if ranks == chunks == 1 else 1)
     return Table("paired", tuple(tuple(_alike(_paired(row))) for row in rows), chunks, microbatches)
@@ -81,7 +84,8 @@ def dualpipev(ranks: int, chunks: int, microbatches: int) -> Table:
 def zbv(ranks: int, chunks: int, microbatches: int) -> Table:
     """Return the table of ZB-V: stages form a V, and weight gradients are computed when a rank would otherwise be idle.
 
-    If F, I and W take equal time, no rank is idle between its entries.
+    If F, I and W take equal time, and there are at least 2 * `ranks` - 1 microbatches, no rank is idle between its
+    first and its last entry.
     """
     rows = [_zbv(ranks, rank, max(microbatches, 2 * ranks - 1)) for rank in range(ranks)]
     kept = [tuple(entry for entry in row if entry[0].microbatch < microbatches) for row in rows]
@@ -89,9 +93,9 @@ def zbv(ranks: int, chunks: int, microbatches: int) -> Table:
 
 
 class Schedule(NamedTuple):
-    """A function that returns tables, and its limits. `chunks`: the default number of chunks. `any_chunks`: whether
-    other numbers are possible. `microbatches_per_rank`: the least number of microbatches, divided by the number of
-    ranks."""
+    """A schedule and its limits. `generate(ranks, chunks, microbatches)` returns its table. `chunks`: the default
+    number of chunks. `any_chunks`: whether other numbers are possible. `microbatches_per_rank`: the least number of
+    microbatches, divided by the number of ranks."""
 
     generate: Callable[[int, int, int], Table]
     chunks: int
@@ -224,13 +228,13 @@ class _Row:
         self.entries.append((self._next("F", forward), self._next("B", backward)))
 
     def inputs(self, chunk: int) -> None:
-        """Append the input gradients of a backward. Its weight gradients are delayed."""
+        """Append the I of the next backward of `chunk`. Its W is delayed until `weights` appends it."""
         _, microbatch, _ = self._next("B", chunk)
         self.entries.append((Action("I", microbatch, chunk),))
         self.waiting.append((microbatch, chunk))
 
     def weights(self, chunk: int | None = None) -> None:
-        """Append the oldest delayed weight gradients, of `chunk` if it is given."""
+        """Append the oldest delayed W. `chunk`: choose only from the W of this chunk."""
         owed = next(visit for visit in self.waiting if chunk is None or visit[1] == chunk)
         self.waiting.remove(owed)
         self.entries.append((Action("W", *owed),))

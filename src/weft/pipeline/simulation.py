@@ -86,10 +86,10 @@ class Simulation:
 
     @property
     def live(self) -> tuple[float, ...]:
-        """The peak number of microbatches whose activations are in the memory of each rank. A
-        microbatch with activations in all of the rank's chunks counts as 1, in half of them as 0.5.
+        """For each rank, the peak number of microbatches whose activations are in memory.
 
-        The activations of a chunk live from the start of its F to the end of its B or W.
+        A microbatch with activations in all of the rank's chunks counts as 1, in half of them as 0.5. The activations
+        of a chunk live from the start of its F to the end of its B or W.
         """
         return tuple(max(_alive(entries)) / self.table.chunks for entries in self.table.ranks)
 
@@ -103,10 +103,10 @@ def _alive(entries: Sequence[Entry]) -> Iterator[int]:
 
 
 def check(table: Table, costs: Costs | None = None) -> Simulation:
-    """Simulate all ranks of `table`. Return their times, idle times and live activations.
+    """Simulate all ranks of `table`. Return a `Simulation`, with their times, idle times and live activations.
 
     `costs`: the times of actions. Default: `Costs()`. Raises TableError, with rank, position and reason, if the table
-    deadlocks or breaks a rule.
+    deadlocks or breaks a rule. Raises ValueError for invalid costs, sizes or placement.
     """
     costs = Costs() if costs is None else costs
     costs.check(table.stages)

@@ -42,7 +42,8 @@ def _format_row(label: str, entries: tuple[Entry, ...]) -> str:
 
 
 def read_table(path: str | Path) -> Table:
-    """Return the checked table in the file at `path`. Raises the errors of `parse_table`."""
+    """Return the checked table in the file at `path`. Raises the errors of `parse_table`, and ValueError if the file
+    cannot be read."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

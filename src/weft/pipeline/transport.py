@@ -43,8 +43,8 @@ Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 class Channel:
-    """One end of a channel, which sends messages in one direction over one border. Messages arrive in the order of
-    sending."""
+    """This rank's end of a channel. It either sends or receives the messages of one direction over one border. Messages
+    arrive in the order of sending."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int, number: int, title: str, device: torch.device) -> None:
         """`group`: the group of this rank and the other end. `peer`: the other end's rank in `group`. `number`: the
@@ -63,17 +63,17 @@ class Channel:
         self._told: list[Any] = []
 
     def open(self, *, sends: bool) -> None:
-        """Send or receive one number: the first message creates the communicator, which both ends must do at the same
-        time."""
+        """Send or receive one number. This first message creates the communicator, so both ends must call `open` at the
+        same time. `sends`: whether this end sends."""
         number = [torch.zeros(1, dtype=torch.float32, device=self._device)]
         self._run(send if sends else receive, number).wait()
 
     # --- sender -----------------------------------------------------------------------------------------------------
 
     def send(self, key: Hashable, tensors: Sequence[Tensor]) -> None:
-        """Start to send `tensors`. They must not change before `finish`.
+        """Start to send `tensors`. They must not change before `finish` returns.
 
-        Raises RuntimeError if the shapes differ from earlier ones of this `key`.
+        Raises RuntimeError if their shapes or dtypes differ from those of earlier messages with this `key`.
         """
         tensors = [tensor.detach().contiguous() for tensor in tensors]
         shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
@@ -124,7 +124,7 @@ class Channel:
         self.knows(key, like._known[key])
 
     def knows(self, key: Hashable, shapes: Shapes) -> None:
-        """Set the shapes for `key`. The sender then does not send them."""
+        """Set the shapes for `key`. Call it on both ends: the sender then does not send the shapes."""
         self._known[key] = shapes
         self._expect()
 
@@ -133,7 +133,7 @@ class Channel:
         self._known.clear()
 
     def forget(self) -> None:
-        """Give up all messages that are expected or sent. The other end learns of it when the connection closes."""
+        """Give up all messages that are expected or sent. `Transport.forget` then ends the wait of the other end."""
         self._coming.clear()
         for ticket in (*(ticket for _, ticket in self._expected), *(ticket for ticket, _ in self._sent)):
             ticket.abandon(FAREWELL)
@@ -208,7 +208,8 @@ class Transport:
             self._channels[border, way] = channel
 
     def channel(self, border: int, direction: str) -> Channel | None:
-        """Return the channel over `border` in `direction`; None if both of its stages are on this rank."""
+        """Return the channel over `border` in `direction`, or None if the border is not between this rank and
+        another."""
         return self._channels.get((border, direction))
 
     def finish(self) -> None:
@@ -230,12 +231,14 @@ class Transport:
         return other
 
     def forget_shapes(self) -> None:
-        """Drop all shapes, because messages will have other dtypes. Call it on all ranks of the pipeline."""
+        """Drop the shapes and dtypes of all messages, so that senders send them again. Call it on all ranks of the
+        pipeline before messages get other dtypes."""
         for channel in self._channels.values():
             channel.forget_shapes()
 
     def forget(self) -> None:
-        """Give up all messages after an exception in a schedule. The ranks at the other ends notice this."""
+        """Give up all messages, after an exception in a schedule. With gloo, this closes the connections, so a rank
+        that waits at the other end gets an error. With other backends, the hang detector ends its wait."""
         for channel in self._channels.values():
             channel.forget()
         for group in dict.fromkeys(channel.group for channel in self._channels.values()):

@@ -13,8 +13,12 @@ from weft.quantize.recipe import Quantization
 
 
 def suits(recipe: Quantization, parameter: nn.Parameter, owners: Sequence[tuple[Any, str]]) -> bool:
-    """Return whether a parameter is quantized if the user passes no `quantize=`. `owners`: weak references to the
-    modules that have the parameter, each with the name of the parameter in the module."""
+    """Return whether a parameter is quantized if the user passes no `quantize=`.
+
+    The parameter must have two or three dimensions, and must not belong to an `nn.Embedding`. With `compute="scaled"`,
+    all its modules must also support quantized weights, as `nn.Linear` and `GroupedExperts` do. `owners`: for each
+    module that has the parameter, a weak reference to the module and the name of the parameter in it.
+    """
     suited = parameter.ndim in (2, 3) and not any(isinstance(ref(), nn.Embedding) for ref, _ in owners)
     return suited and (not recipe.is_scaled or all(_multiplies(ref(), attribute) for ref, attribute in owners))
 
@@ -27,8 +31,8 @@ def check_weight(
     compute: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Raise ValueError if a parameter cannot be quantized. `shape`: that of the parameter or, with tensor parallelism,
-    of its slice on one rank. `compute`: the compute dtype."""
+    """Raise ValueError if the parameter `name` cannot be quantized with `recipe`. `shape`: the shape of the parameter
+    or, with tensor parallelism, of this rank's slice. `compute`: the compute dtype."""
     recipe.check(shape, f"parameter {name!r}")
     if parallel is not None and parallel.slices() > 1:
         _refuse_divided_blocks(recipe, shape, parallel, name)

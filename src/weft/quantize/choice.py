@@ -6,9 +6,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ExceptEnds:
-    """Selects all layers but the first and the last ones. Made by `except_ends`.
+    """Selects the layers to quantize: all but the first `first` and the last `last`. Made by `except_ends`.
 
-    Only `weft.models.shard` accepts it, because that function knows the order of the layers.
+    Only `weft.models.shard` accepts it, because only that function knows the order of the layers.
     """
 
     first: int
@@ -28,10 +28,11 @@ class ExceptEnds:
 
 
 def except_ends(first: int = 1, last: int = 1) -> ExceptEnds:
-    """Return a choice for `MixedPrecisionPolicy(quantize=...)`: all layers but the first and the last are quantized.
+    """Return a value for `MixedPrecisionPolicy(quantize=...)`: all layers but the first `first` and the last `last` are
+    quantized.
 
-    Use it with `weft.models.shard`. `first`, `last`: how many layers at the beginning and at the end of the whole model
-    (all pipeline stages) are not quantized. In the layer pattern, each symbol of a group counts as a layer. The layers
-    of prediction depths come after all others.
+    Use it with `weft.models.shard`. Layers are counted over the whole model (all pipeline stages). Each symbol of the
+    layer pattern counts as a layer, also in a group such as `[*-]`. The layers of prediction depths count too, after
+    all others.
     """
     return ExceptEnds(first, last)

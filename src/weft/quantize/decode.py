@@ -32,9 +32,10 @@ def dequantize(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the values, in `dtype`, of a payload and scales from `quantize`. The product is computed in fp32.
+    """Return the values of `payload`: each code times its scale, computed in fp32 and cast to `dtype`. `payload`,
+    `scales`: as `quantize` returns them.
 
-    `out`: a contiguous tensor with the shape of the values. It is filled and returned, and its dtype replaces `dtype`.
+    `out`: a contiguous tensor with the shape of the values. It is filled and returned, and `dtype` is ignored.
     """
     shape = (*payload.shape[:-1], payload.shape[-1] * 2) if recipe.kind == "nvfp4" else payload.shape
     if out is None:
@@ -67,7 +68,8 @@ def dequantize(
 
 
 def unpacked_e2m1(payload: torch.Tensor) -> torch.Tensor:
-    """Unpack nvfp4 codes to one per byte, in the bits of e4m3. Read as e4m3, the values are 64 times too small."""
+    """Unpack nvfp4 codes to one per byte, with their bits at the places of e4m3. A byte read as e4m3 is then 1/64 of
+    the code's value."""
     halves = torch.stack([payload << 4, payload & 0xF0], dim=-1).flatten(-2)  # the sign first, as in e4m3
     return (halves & 0x80) | (halves & 0x70) >> 2
 

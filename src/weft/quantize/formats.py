@@ -36,21 +36,22 @@ def quantize(
 ) -> tuple[torch.Tensor, Scales]:
     """Return the payload of `tensor`, uint8, and its scales.
 
-    The payload has the shape of the tensor and the bits of e4m3. For nvfp4, the payload has half as many columns, and
-    two values per byte: that of the even column in the low half. The scales of a `[R, C]` tensor are
+    The payload has the shape of `tensor`, and each byte holds the bits of an e4m3 value. For nvfp4, each byte holds two
+    e2m1 values, so the payload has half as many columns. The value of the even column is in the low half of the byte.
+    The scales of a `[R, C]` tensor are
 
     - tensorwise: fp32 `[]`
     - rowwise: fp32 `[R]`
-    - blockwise: fp32 `[ceil(R / r), ceil(C / c)]`
-    - mx: e8m0 as uint8 `[R, C / 32]`
-    - nvfp4: e4m3 as uint8 `[R, C / 16]`, and fp32 `[]`
+    - blockwise: fp32 `[ceil(R / r), ceil(C / c)]`, for blocks of r rows and c columns
+    - mx: e8m0 as uint8 `[R, C / b]`, for blocks of b elements
+    - nvfp4: a tuple of e4m3 as uint8 `[R, C / 16]`, and fp32 `[]`
 
     For a stack of S matrices, `[S, R, C]`, the shapes of the scales begin with S: `[S]`, `[S, R]`, and so on.
 
     `largest`: pass it if `tensor` is a part of a matrix and the recipe has a scale per matrix (tensorwise, nvfp4). It
-    is the result of `largest_of` for the whole matrix; for a stack, a tensor with one result for each matrix. `out`:
-    the tensor for the payload. Raises ValueError for a shape that does not fit the recipe, TypeError for a dtype that
-    is not floating-point.
+    is the result of `largest_of` for the whole matrix. If `tensor` is a stack, it holds one such result for each
+    matrix, `[S]`. `out`: the tensor for the payload. Raises ValueError for a shape that does not fit the recipe, and
+    TypeError for a dtype other than float64, float32, bfloat16 and float16.
     """
     recipe.check(tensor.shape)
     if out is None:
@@ -115,8 +116,8 @@ def _quantize_at_once(
 
 
 def largest_of(tensor: torch.Tensor, recipe: Quantization) -> torch.Tensor:
-    """Return the largest finite magnitude of `tensor` after the cast to `recipe.via`, as an fp32 `[]` tensor; 0 for an
-    empty `tensor`."""
+    """Return the largest finite magnitude in `tensor`, as an fp32 `[]` tensor; 0 if there is none. If `recipe.via` is
+    set, `tensor` is first cast to that dtype."""
     if not tensor.numel():
         return torch.zeros((), dtype=torch.float32, device=tensor.device)
     parts = tensor.reshape(-1).split(CHUNK if tensor.device.type == "cpu" else tensor.numel())
@@ -124,7 +125,8 @@ def largest_of(tensor: torch.Tensor, recipe: Quantization) -> torch.Tensor:
 
 
 def wide_scales(largest: torch.Tensor, recipe: Quantization) -> torch.Tensor:
-    """Return fp32 scales. `largest`: the largest magnitudes of the blocks or, for nvfp4, of the matrices."""
+    """Return the fp32 scales of a recipe other than mx. `largest`: for each scale, the largest magnitude in its block
+    or, for nvfp4, in its matrix."""
     scales = largest.clamp(min=SMALLEST) / (E4M3_MAX * E2M1_MAX if recipe.kind == "nvfp4" else E4M3_MAX)
     return _rounded_up(scales) if recipe.pow2 else scales
 

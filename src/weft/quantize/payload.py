@@ -47,7 +47,8 @@ class _Piece(NamedTuple):
 
 
 class Narrow:
-    """The payload and scales of quantized weights, kept beside the main weights and made from them once per step."""
+    """Weights are gathered as payload and scales. These are kept beside the main weights, and made from them once per
+    step."""
 
     refreshes = True
     staging: Transient | None = None
@@ -67,6 +68,7 @@ class Narrow:
         self._matrices = [0, *accumulate(math.prod(each.shape[:-2]) for each in self._extents)]
         """The index in `maxima` of the first matrix of each tensor, and the number of all matrices."""
         self.maxima: torch.Tensor | None = None
+        """For recipes with one scale per matrix: the largest magnitude of each matrix."""
         if self._recipe.shares_maximum:
             self.maxima = torch.zeros(self._matrices[-1], dtype=torch.float32, device=plan.device)
         pieces = (each for shard in range(plan.layout.shards) for each in self._pieces(shard))
@@ -97,7 +99,8 @@ class Narrow:
         return self._recipe.along(-2 if (len(self._extents[number].shape) == 3) != bool(copy) else -1)
 
     def write(self, own: torch.Tensor, source: torch.Tensor, pool: Pool, copy: int = 0) -> Callable[[], Any] | None:
-        """Return a function that quantizes `source` to `own`; None if `source` is already quantized."""
+        """Return a function that quantizes `source`, this rank's main weights, to `own`, this rank's bytes of copy
+        number `copy`. Return None if `source` is already quantized."""
         return None if source.dtype == self.dtype else functools.partial(self.fill, own, source, copy)
 
     def land(self, full: torch.Tensor, source: torch.Tensor, pool: Pool) -> torch.Tensor:
@@ -106,7 +109,8 @@ class Narrow:
         return self._come
 
     def open(self, full: torch.Tensor, copy: int) -> None:
-        """Fill the full weights from the gathered bytes, and free the bytes."""
+        """Fill `full`, the full weights, from the gathered bytes of copy number `copy`, and free these bytes. With
+        `compute="scaled"` the full weights stay quantized; otherwise they are dequantized."""
         come, self._come = self._come, None
         if come is None:
             return
@@ -120,19 +124,21 @@ class Narrow:
             self.staging.give()
 
     def maxima_of(self, number: int) -> torch.Tensor:
-        """Return the maxima of the matrices of tensor `number`, a view of `maxima`."""
+        """Return the largest magnitude of each matrix of tensor number `number`, as a view of `maxima`."""
         assert self.maxima is not None
         return self.maxima[self._matrices[number] : self._matrices[number + 1]]
 
     def local_maxima(self, main: torch.Tensor) -> torch.Tensor:
-        """Return the largest magnitude of each matrix in this rank's shard `main`; 0 for a matrix without elements."""
+        """Return the largest magnitude of each matrix in `main`, this rank's shard; 0 for a matrix that has no elements
+        in it."""
         found = torch.zeros(self._matrices[-1], dtype=torch.float32, device=self._plan.device)
         for piece, _, values in self._pieces_of(main):
             found[self._matrices[piece.number] + piece.matrix] = largest_of(values.to(found.device), self._recipe)
         return found
 
     def losses(self, main: torch.Tensor) -> torch.Tensor:
-        """Count elements of this rank's shard `main`. Return int64 [3]: how many saturate, how many underflow, all."""
+        """Return int64 `[3]` for `main`, this rank's shard: how many elements saturate, how many underflow, and how
+        many elements there are."""
         found = torch.zeros(3, dtype=torch.int64, device=self._plan.device)
         for piece, _, values in self._pieces_of(main):
             recipe, largest = self._recipe_of(piece.number, 0), self._largest(piece)
@@ -186,7 +192,7 @@ class Narrow:
         return None if self.maxima is None else self.maxima_of(piece.number)[piece.matrix]
 
     def fill(self, own: torch.Tensor, main: torch.Tensor, copy: int = 0) -> Pending:
-        """Fill `own`, this rank's bytes of copy number `copy`, from its main weights `main`."""
+        """Quantize `main`, this rank's main weights, to `own`, this rank's bytes of copy number `copy`."""
         for piece, at, values in self._pieces_of(main):
             if self._plan.offload is not None:  # quantize on the device
                 there = torch.empty(values.shape, dtype=values.dtype, device=own.device)
@@ -200,7 +206,8 @@ class Narrow:
         return Pending()
 
     def unpacked(self, come: torch.Tensor, copy: int = 0) -> Iterator[tuple[int, torch.Tensor, Any]]:
-        """Yield, for each piece in the gathered bytes `come`: offset in the full weights, payload, and scales."""
+        """Yield, for each piece in `come`, the gathered bytes of copy number `copy`: its offset in the full weights,
+        its payload, and its scales."""
         shard_numel = self._plan.layout.shard_numel
         for shard, sent in enumerate(come.view(self.layout.shards, -1)):
             for piece in self._pieces(shard):
@@ -208,7 +215,7 @@ class Narrow:
                 yield piece.place, codes, self._scales(piece, steps, copy)
 
     def restore(self, own: torch.Tensor, main: torch.Tensor) -> None:
-        """Fill this rank's main weights with the values of `own`, its bytes."""
+        """Fill `main`, this rank's main weights, with the dequantized values of `own`, this rank's bytes."""
         for piece, at, _ in self._pieces_of(main):
             codes, steps = self._bytes_of(own, piece, at, 0)
             self._widen(codes, self._scales(piece, steps, 0), main, at)
@@ -243,9 +250,13 @@ class Narrow:
     def operand(
         self, codes: torch.Tensor, full: torch.Tensor, number: int, copy: int, *, backward: bool = False
     ) -> tuple[torch.Tensor, Any, Quantization]:
-        """Return payload, scales and recipe of tensor `number` for a matrix product of forward or of `backward`.
-        `codes`: the tensor's payload in full weights that stay quantized. For products that sum over rows, the payload
-        returned is a view of the kept transposed codes, if there are any."""
+        """Return payload, scales and recipe of tensor number `number`, for a matrix product of forward or, with
+        `backward`, of backward.
+
+        `full`: full weights that stay quantized, made from copy number `copy`. `codes`: the tensor's payload in `full`.
+        If transposed codes are kept too, and the product sums over rows, the payload returned is a view of the
+        transposed codes in the shape of `codes`.
+        """
         recipe, shape, begin = self._recipe_of(number, copy), tuple(codes.shape), self._scales_at[number]
         if recipe.keep_transpose and (codes.dim() == 3) != backward:
             codes = self._transposed(full.view(torch.uint8), self._extents[number].offset, shape).mT

@@ -31,7 +31,7 @@ from weft.weak import alive
 
 
 class PayloadOnly(FlatBuffer):
-    """Main weights that are restored from `payload` when their `local` is read."""
+    """Main weights that can be freed: when `local` is read, they are restored from the payload."""
 
     WRITTEN, NEEDED = 1, 2  # messages of a rank to the others: weights were written to; they must be kept from now on
 
@@ -81,7 +81,8 @@ class PayloadOnly(FlatBuffer):
             self._payload.fill(self._own.local, self.local)
 
     def let_go(self) -> None:
-        """Free the main weights' memory, unless other code holds a tensor in it. The payload must be up to date."""
+        """Free the main weights' memory, unless a parameter was unfrozen or other code holds a tensor in this memory.
+        The payload must be up to date."""
         if not self._is_here or self.is_unfrozen or self._holders() > self._own_holders:
             return
         self._is_here = False
@@ -125,8 +126,8 @@ class PayloadOnly(FlatBuffer):
 
 
 def payload_only_of(group: Any) -> PayloadOnly | None:
-    """Return a replacement for the group's main weights if these need not be kept: if they are frozen and on the
-    device, and each has one quantized copy. Otherwise return None."""
+    """Return a `PayloadOnly` that replaces the group's main weights; None if they must be kept. They need not be kept
+    if they are frozen, not offloaded, not empty, and have one quantized copy."""
     stays = group.trainable or group.offload is not None or not group.layout.data_numel
     if stays or not isinstance(group.payload, Narrow) or group.payload.copies > 1:
         return None

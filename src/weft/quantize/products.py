@@ -27,9 +27,9 @@ MULTIPLE = 16
 def beside(recipe: Quantization, dim: int, *, by_row: bool = False) -> Quantization | None:
     """Return the recipe of the other operand in a product with a weight that is quantized with `recipe`.
 
-    `dim`: the dimension of the weight over which the product sums. `by_row`: each row of the operand has a separate
-    scale, so that a row of the product does not depend on other rows. Return None if a rowwise, mx or nvfp4 weight has
-    blocks of one element along `dim`: the operand is then not quantized.
+    `dim`: the dimension of the weight over which the product sums. If a rowwise, mx or nvfp4 weight has blocks of one
+    element along `dim`, the other operand is not quantized, and None is returned. `by_row`: with a tensorwise weight,
+    give each row of the operand its own scale. A row of the product then does not depend on other rows.
     """
     if recipe.kind == "tensorwise":
         return rowwise(pow2=recipe.pow2) if by_row else dataclasses.replace(recipe, via=None)
@@ -50,8 +50,9 @@ def scaled_product(
 ) -> torch.Tensor:
     """Return `x @ weight.T` for `dim` -1, or `x @ weight` for `dim` -2, in the dtype of `x`.
 
-    `x`: `[rows, K]`. `payload`, `scales`: the payload and the scales of the weight, as `quantize` returns them.
-    `offsets`: for a stack of matrices, `offsets[i]` is the index in `x` after the last row that matrix i multiplies.
+    `x`: `[rows, K]`, where K is the size of dimension `dim` of the weight. `payload`, `scales`: the payload and the
+    scales of the weight, as `quantize` returns them. `offsets`: for a stack of matrices, where the rows of each end in
+    `x`: matrix i multiplies the rows `x[offsets[i - 1] : offsets[i]]`, and matrix 0 those before `offsets[0]`.
     """
     other = beside(recipe, dim, by_row=offsets is not None)
     if x.is_cuda and other is not None:
@@ -71,7 +72,8 @@ def scaled_product(
 def by_kernel(
     x: torch.Tensor, payload: torch.Tensor, scales: Scales, recipe: Quantization, other: Quantization, dim: int
 ) -> torch.Tensor:
-    """Compute `scaled_product` with torch's kernel, for tensorwise and rowwise recipes."""
+    """Compute `scaled_product` with `torch._scaled_mm`, for tensorwise and rowwise recipes. `other`: the recipe for
+    `x`, from `beside`."""
     codes, own = quantize(x, other)
     weight = payload.view(torch.float8_e4m3fn)
     weight = weight.t() if dim == -1 else weight.t().contiguous().t()  # the kernel needs contiguous columns
@@ -84,7 +86,8 @@ def by_kernel(
 def missing_product(
     recipe: Quantization, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Return why a quantized weight of this shape cannot be multiplied, or None if it can be."""
+    """Return why a weight of this shape that is quantized with `recipe` cannot be multiplied, or None if it can be.
+    `dtype`: the compute dtype."""
     if dtype.itemsize > 4:
         return f"products of quantized operands accumulate in fp32, which is narrower than {dtype}"
     if len(shape) == 3 and recipe.kind in ("rowwise", "nvfp4"):

@@ -30,17 +30,19 @@ _VIA = (torch.float32, torch.bfloat16, torch.float16)
 class Quantization:
     """A recipe: the format and the scales of a quantized weight.
 
-    `tensorwise`, `rowwise`, `blockwise`, `mx` and `nvfp4` make recipes.
+    Made by `tensorwise`, `rowwise`, `blockwise`, `mx` or `nvfp4`. `kind` is the name of that function.
 
     - `block`: how many rows and how many columns share a scale. 0: all of them.
     - `pow2`: whether fp32 scales are rounded up to powers of two.
-    - `via`: the dtype to which weights are cast before they are quantized. None: the compute dtype.
+    - `via`: the dtype to which weights are cast before they are quantized. None: the compute dtype. If this is fp64, or
+      if you call `weft.quantize.quantize` yourself, None means no cast.
     - `compute`: with "dequantize", products use the weight in the compute dtype. With "scaled", linear layers and
       experts multiply quantized operands (`weft.quantize.products`).
     - `keep_transpose`: whether gathered weights also store a transposed copy of the payload. It takes one more byte per
-      element, and saves the transposition in each product that needs it.
+      element, and saves the transposition in each product that needs it. Only for tensorwise and blockwise recipes with
+      `compute="scaled"`.
 
-    Raises ValueError for values that no format supports.
+    Raises ValueError for values that are invalid or not supported together.
     """
 
     kind: Literal["tensorwise", "rowwise", "blockwise", "mx", "nvfp4"]
@@ -81,18 +83,20 @@ class Quantization:
 
     @property
     def copies(self) -> int:
-        """The number of quantized copies of a weight: 2 if forward and backward need different ones."""
+        """The number of quantized copies of a weight: 2 for mx with `compute="scaled"`, where forward and backward need
+        different copies; otherwise 1."""
         return 2 if self.kind == "mx" and self.is_scaled else 1
 
     def along(self, dim: int) -> "Quantization":
-        """Return the mx recipe with blocks along dimension -1 or -2 of matrices. Along -2 the last block may be
-        shorter."""
+        """Return this recipe with its blocks along dimension -1 or, for mx, -2 of matrices. Only for mx and nvfp4.
+        Along -2, the last block may be shorter."""
         size = max(self.block)
         return dataclasses.replace(self, block=(1, size) if dim == -1 else (size, 1))
 
     @property
     def shares_maximum(self) -> bool:
-        """Whether a scale is computed from a whole matrix. Ranks with parts of the matrix must agree on its maximum."""
+        """Whether the recipe has a scale that is computed from a whole matrix. Ranks that have parts of a matrix must
+        then agree on its largest magnitude."""
         return self.kind in ("tensorwise", "nvfp4")
 
     @property
@@ -106,7 +110,8 @@ class Quantization:
         return 1 if self.kind in ("mx", "nvfp4") else 4
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the scales of the blocks, for a tensor of the shape `shape`."""
+        """Return the shape of the blocks' scales, for a tensor of the shape `shape`. For nvfp4, the fp32 scales of the
+        matrices are not part of it."""
         rows, columns = self.block
         *stack, height, width = shape if len(shape) > 1 else (1, *shape)
         if self.kind == "tensorwise":
@@ -116,7 +121,8 @@ class Quantization:
         return (*stack, math.ceil(height / rows), math.ceil(width / columns))
 
     def cut_between(self, shape: Sequence[int]) -> int:
-        """Return a number n: no block is divided if a tensor of this shape is cut only at multiples of n elements."""
+        """Return a number n: no block is divided if a tensor of this shape is cut only at multiples of n elements. For
+        tensorwise, n is 1, because ranks may have parts of a matrix (`shares_maximum`)."""
         if self.kind == "tensorwise" or not all(shape):
             return 1
         rows = self.block[0] if self.copies == 1 else max(self.block)
@@ -124,7 +130,8 @@ class Quantization:
         return shape[1] * shape[2] if whole else rows * shape[-1]
 
     def check(self, shape: Sequence[int], what: str = "a tensor") -> None:
-        """Raise ValueError if a tensor of this shape cannot be divided into blocks. `what`: its name in the error."""
+        """Raise ValueError if a tensor of this shape cannot be quantized with this recipe. `what`: what the error calls
+        the tensor."""
         named = f"{self} for {what} of shape {tuple(shape)}"
         if len(shape) > 3 or len(shape) < (1 if self.kind == "tensorwise" else 2):
             raise ValueError(
@@ -187,9 +194,10 @@ def blockwise(
 def mx(
     block: int = 32, *, via: torch.dtype | None = None, compute: str = "dequantize", keep_transpose: bool = False
 ) -> Quantization:
-    """Return a recipe for MXFP8: e4m3 with one power-of-two scale (e8m0) per `block` elements of a row.
+    """Return a recipe for MXFP8: e4m3 with one power-of-two scale (e8m0) per `block` adjacent elements of a row.
 
-    OCP Microscaling Formats (2023) is the definition. The options are described in `Quantization`.
+    OCP Microscaling Formats (2023) defines the format, with blocks of 32. `block` must be a power of two. The options
+    are described in `Quantization`.
     """
     if block == 0:
         raise ValueError("mx(0): a block needs at least one element; the standard uses 32")

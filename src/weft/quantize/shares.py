@@ -10,8 +10,8 @@ from weft.quantize.recipe import Quantization
 
 
 class Shares(NamedTuple):
-    """Shares of all elements, 0 to 1. `saturated`: of elements that were clamped to the format's largest magnitude.
-    `underflowed`: of elements that were not zero and became zero."""
+    """Two fractions of all elements, from 0 to 1. `saturated`: those that were clamped to the format's largest
+    magnitude. `underflowed`: those that were not zero and became zero."""
 
     saturated: float
     underflowed: float
@@ -20,9 +20,10 @@ class Shares(NamedTuple):
 def count_losses(
     tensor: torch.Tensor, recipe: Quantization, *, largest: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return how many elements of `tensor` a recipe saturates, and how many it turns into zeros, as int64 `[]` tensors.
+    """Return how many elements of `tensor` the recipe saturates, and how many nonzero elements it turns into zeros, as
+    int64 `[]` tensors.
 
-    `largest`: as in `quantize`. Raises what `quantize` raises.
+    `largest`: as in `quantize`. Raises the same errors as `quantize`.
     """
     values = (tensor if recipe.via is None else tensor.to(recipe.via)).float()
     codes, scales = quantize(tensor, recipe, largest=largest)

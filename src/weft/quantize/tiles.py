@@ -7,7 +7,8 @@ from weft.quantize.recipe import Quantization
 
 
 def tiled(values: torch.Tensor, recipe: Quantization) -> torch.Tensor:
-    """Reshape `[..., R, C]` to `[..., R / r, r, C / c, c]`, with the last tiles padded with zeros."""
+    """Reshape `[..., R, C]` to `[..., ceil(R / r), r, ceil(C / c), c]`, for blocks of r rows and c columns. The last
+    tiles are padded with zeros."""
     values = values.reshape((1,) * (2 - values.ndim) + values.shape)
     height, width = values.shape[-2:]
     rows, columns = (side or max(size, 1) for side, size in zip(recipe.block, (height, width)))
@@ -20,7 +21,7 @@ def tiled(values: torch.Tensor, recipe: Quantization) -> torch.Tensor:
 
 
 def untiled(tiles: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return the tensor of `shape` from which `tiled` made `tiles`, without padding."""
+    """Undo `tiled`: return the values of `tiles` as a tensor of `shape`, without padding."""
     values = tiles.flatten(-4, -3).flatten(-2, -1)
     if len(shape) > 1:
         values = values[..., : shape[-2], : shape[-1]]

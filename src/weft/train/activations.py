@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Activations(TorchDispatchMode):
-    """Measures the peak of memory that operations allocate in the `with` block and free before its end.
+    """Measures the peak of the memory that operations allocate inside the `with` block and free before the block ends.
 
     This memory holds activations, their gradients and temporary tensors. Gathered weights do not count, because their
     buffers exist before the block.

@@ -26,9 +26,10 @@ Rule = Literal["broadcast", "mean", "own"]
 
 
 def buffers_of(model: nn.Module, rule: Rule) -> "Buffers | None":
-    """Return the `Buffers` of your own `model`, or None for a HybridModel, whose buffers are equal on all ranks.
+    """Return the `Buffers` of your own `model`. Return None for a HybridModel, whose buffers are equal on all ranks
+    anyway.
 
-    Raises ConfigError for a HybridModel with a rule other than the default.
+    Raises ConfigError for a HybridModel if `rule` is not "broadcast", the default.
     """
     if not isinstance(model, HybridModel):
         return Buffers(model, rule)
@@ -41,7 +42,7 @@ def buffers_of(model: nn.Module, rule: Rule) -> "Buffers | None":
 
 
 class Buffers:
-    """The persistent unsharded buffers of `model`. With the rule "own", they are part of a checkpoint's state."""
+    """The persistent unsharded buffers of `model`. With the rule "own", a checkpoint holds those of every rank."""
 
     per_rank = True
 
@@ -63,7 +64,7 @@ class Buffers:
         return self.rule == "own" and bool(self._buffers)
 
     def after_step(self) -> None:
-        """Make the buffers equal on all ranks, unless the rule is "own". Collective."""
+        """Make the buffers equal on all ranks by the rule "broadcast" or "mean". With "own", do nothing. Collective."""
         if self.rule == "own" or not self._buffers or dist.get_world_size() == 1:
             return
         groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
@@ -85,8 +86,8 @@ class Buffers:
         return (known[name] for name in self._buffers)
 
     def prepare_load(self, stored: Mapping[str, Any]) -> None:
-        """Note whether the checkpoint holds buffers of each rank. If it does not, every rank keeps those of the
-        model."""
+        """Note whether the checkpoint holds the buffers of every rank. If it does not, `load_state_dict` does nothing,
+        and every rank keeps the buffers that were loaded with the model."""
         self._are_absent = not stored
 
     def state_dict(self) -> dict[str, Any]:
@@ -98,5 +99,6 @@ class Buffers:
             buffer.copy_(state["buffers"][name])
 
     def load_from_other_ranks(self, state: Mapping[str, Any], rank: int, ranks: int) -> None:
-        """Load `state`, the buffers of rank 0, for a run whose number of ranks has changed."""
+        """Load `state`, the buffers that rank 0 saved. A load calls this on every rank if the number of ranks has
+        changed."""
         self.load_state_dict(state)

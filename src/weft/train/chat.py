@@ -61,10 +61,10 @@ class ChatTemplate:
         return self._marked(messages, prompt).replace(BEGIN, "").replace(END, "")
 
     def spans(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
-        """Return a conversation as text, and the character ranges (begin, end) that the assistant writes.
+        """Return a conversation as text, and the ranges (begin, end) of the characters that the assistant writes.
 
-        Raises ConfigError if the ranges cannot be determined: the template has no {% generation %}, and renders earlier
-        messages differently when later ones follow.
+        Raises ConfigError if the ranges cannot be determined: the template has no {% generation %}, and either renders
+        messages differently when others follow, or renders the assistant's message without the prompt for it.
         """
         if self.marks:
             return _unmarked(self._marked(messages, False))
@@ -94,8 +94,8 @@ class ChatTemplate:
 
 
 def template_of(files: Mapping[str, bytes], name: str) -> ChatTemplate | None:
-    """Return the template in `files` of a tokenizer (name -> content), or None if they have none. `name`: the
-    template's name in errors."""
+    """Return the chat template of a tokenizer, or None if it has none. `files`: file name -> content, for the
+    tokenizer's files. `name`: the template's name in errors. Raises ConfigError for a damaged file."""
     try:
         config = json.loads(files.get("tokenizer_config.json", b"{}"))
         text = files["chat_template.jinja"].decode() if "chat_template.jinja" in files else config.get("chat_template")

@@ -89,7 +89,7 @@ class TrainConfig:
             self.check_own_model()
 
     def check_own_model(self) -> None:
-        """Raise ConfigError for settings that have no effect on your own model."""
+        """Raise ConfigError if a setting that has no effect on your own model is not at its default."""
         for name, value, default in (
             ("sharding.cp", self.sharding.cp, 1),
             ("sharding.ep", self.sharding.ep, 1),
@@ -105,7 +105,7 @@ class TrainConfig:
 
     @property
     def hybrid(self) -> HybridConfig:
-        """The configuration of a HybridModel. Valid only if `model` is not your own model."""
+        """The section `model` as the configuration of a HybridModel. Do not use it if the model is your own."""
         assert isinstance(self.model, HybridConfig)
         return self.model
 
@@ -131,7 +131,8 @@ class TrainConfig:
         return self.sharding.chunks or (max(1, segments // self.sharding.pp) if segments > 1 else 0)
 
     def table(self, world_size: int) -> Table:
-        """Return the pipeline schedule of a step on `world_size` ranks. Raises ConfigError if none fits."""
+        """Return the pipeline schedule of a step. `world_size`: the number of all ranks. Raises ConfigError if the
+        schedule does not support this number of pipeline ranks, chunks or microbatches."""
         pp = self.sharding.pp
         count = self.microbatches_per_step(world_size // pp // self.sharding.tp // self.sharding.cp)
         try:
@@ -143,11 +144,15 @@ class TrainConfig:
             ) from error
 
     def validate(self, world_size: int) -> None:
-        """Check the settings against the number of ranks and the tokenizer's file.
+        """Check the settings against the number of all ranks, the memory of this host and the tokenizer's file.
 
-        Raises ConfigError for a batch that does not divide evenly over the ranks, a sharding size that does not fit the
-        number of ranks, `train.overlap` with only one microbatch per step, and a vocabulary smaller than that of the
-        tokenizer.
+        Raises ConfigError for
+
+        - a sharding size or a pipeline schedule that does not fit the number of ranks
+        - a global batch that cannot be divided into equally many microbatches for each data-parallel rank
+        - `train.overlap` with only one microbatch per step on each rank
+        - sizes that do not fit into memory
+        - a vocabulary smaller than that of the tokenizer
         """
         pp = self.sharding.pp
         fits = [size for size in range(1, world_size + 1) if world_size % size == 0]
@@ -186,9 +191,10 @@ class TrainConfig:
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Read a TOML file. `overrides` such as "train.steps=20" take precedence over the file.
+    """Read a configuration from a TOML file. `overrides` such as "train.steps=20" take precedence over the file.
 
-    The value of an override is written as in TOML. Text needs no quotes ("run.name=first"). Raises ConfigError.
+    The value of an override is written as in TOML, but text needs no quotes ("run.name=first"). Raises ConfigError for
+    a file that cannot be read, and for unknown or invalid settings.
     """
     try:
         text = read_bounded(path, _LARGEST).decode("utf-8-sig")  # some editors put a byte order mark first
@@ -218,7 +224,8 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, name: str = "confi
 
 
 def from_tables(tables: Mapping[str, Any]) -> TrainConfig:
-    """Build a configuration from section -> name -> value, as in a TOML file. Raises ConfigError."""
+    """Build a configuration from `tables`, section -> name -> value, as parsed from a TOML file. Raises ConfigError for
+    unknown or invalid settings."""
     sections = {}
     for section, values in tables.items():
         if section not in SECTIONS:
@@ -234,7 +241,8 @@ def from_tables(tables: Mapping[str, Any]) -> TrainConfig:
 
 
 def to_dict(config: TrainConfig, *, own_task: bool = False) -> dict[str, dict[str, Any]]:
-    """Return the resolved configuration as plain data: section -> name -> value (lists for tuples, no None).
+    """Return the configuration, defaults included, as plain data: section -> name -> value. Tuples become lists.
+    Settings that are None are left out.
 
     `own_task`: leave out [model] and [data], for a program with its own model and data.
     """
@@ -250,7 +258,8 @@ def to_dict(config: TrainConfig, *, own_task: bool = False) -> dict[str, dict[st
 
 
 def to_toml(config: TrainConfig, *, own_task: bool = False) -> str:
-    """Return the configuration of `to_dict` as TOML, from which `parse_config` makes an equal configuration."""
+    """Return what `to_dict` returns, as TOML text. Unless `own_task` is set, `parse_config` makes an equal
+    configuration from it."""
     tables = []
     for section, values in to_dict(config, own_task=own_task).items():
         lines = [f"[{section}]", *(f"{name} = {show(value)}" for name, value in values.items())]

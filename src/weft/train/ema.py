@@ -10,7 +10,10 @@ from torch.distributed.tensor import DTensor
 
 
 class WeightAverage:
-    """The averages of all trainable weights. After each step, average = decay x average + (1 - decay) x weight."""
+    """The averages of all trainable weights. At first, they are equal to the weights.
+
+    `after_step` then sets average = decay x average + (1 - decay) x weight.
+    """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay

@@ -44,8 +44,11 @@ _WITH_EFFECT = (
 
 
 def move(microbatch: Any, device: torch.device) -> Any:
-    """Return the microbatch, any nested structure, with its tensors on the device. An object with a method `to`, such
-    as a batch of a tokenizer or a packed sequence, moves itself."""
+    """Return the microbatch, any nested structure, with its tensors on the device.
+
+    A mapping or tuple that has a method `to`, such as a batch of a tokenizer or a packed sequence, is moved by this
+    method.
+    """
     return tree_map(partial(_moved, device=device), microbatch, is_leaf=_moves_itself)
 
 
@@ -68,9 +71,10 @@ def _moved(leaf: Any, device: torch.device) -> Any:
 
 @torch.no_grad()
 def validate(task: Task, device: torch.device, moved: Callable[[], None]) -> dict[str, float]:
-    """Return the means, by name, over the validation sets of all ranks, or {} without a validation set. Collective.
+    """Return the validation loss and your own numbers, by name, as means over the microbatches of all ranks.
 
-    `moved`: a function that tells the watchdog that this rank makes progress; called before each forward.
+    Collective. Returns {} if there is no validation set. `moved`: a function that tells the watchdog that this rank
+    makes progress. It is called before each call of `task.validation_losses`.
     """
     numbers = OwnNumbers(device)
     total, count = torch.zeros((), dtype=torch.float64, device=device), 0
@@ -106,11 +110,12 @@ def evaluate(
     Args:
         run: the directory of the run.
         step: the step of the checkpoint. Default: the newest intact checkpoint.
-        average: use the moving average of the weights.
+        average: use the moving average of the weights, which a run with `train.ema_decay` keeps.
         overrides: changes of the run's settings, as for `--set`.
         trust: import the code that the run's configuration names, even if this user did not create the run on this
             machine.
-        say: called with lines about damaged checkpoints that are skipped, and about the text.
+        say: called with lines about damaged checkpoints that are skipped, and about the progress of preparing the
+            text.
 
     Raises ConfigError for an override that does not affect the loss.
     """

@@ -9,10 +9,10 @@ from weft.moe import exchanged_rows, expert_layers, load_statistics, router_loss
 
 
 class ExpertBalance:
-    """The load balance of a model's expert layers over the ranks of `mesh`. The model may have no expert layers.
+    """Counts how often each expert is chosen, summed over the ranks of `mesh`, and balances these loads with biases.
 
-    `bias_rate`: how much one step adds to the bias of an expert, or subtracts from it, if the routers have
-    `expert_bias`.
+    The model may have no expert layers. `bias_rate`: in routers with `expert_bias`, each step adds this number to the
+    bias of experts with less than the mean load, and subtracts it from the bias of experts with more.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, bias_rate: float) -> None:
@@ -27,14 +27,17 @@ class ExpertBalance:
         over all ranks."""
 
     def take_losses(self, zero: torch.Tensor) -> torch.Tensor:
-        """Return `zero` plus the losses of this rank's routers, summed over all microbatches since the last call."""
+        """Return the sum of the losses of this rank's routers over all microbatches since the last call.
+
+        `zero`: a scalar 0, to which the losses are added.
+        """
         return sum(router_losses(self._model).values(), zero)
 
     def after_step(self, *, show: bool, skipped: bool) -> dict[str, list[int]]:
         """Change the biases according to the loads of the step, unless the step is `skipped`. Collective.
 
-        With `show`, return the assignments per expert over all ranks, by layer name. Otherwise return an empty
-        dictionary.
+        With `show`, return, by layer name, how often each expert was chosen in the step, summed over all ranks.
+        Otherwise return an empty dictionary.
         """
         moves = self._has_bias and not skipped
         if not (show or moves):

@@ -41,7 +41,8 @@ def replace_text(path: Path, text: str) -> None:
 def read_bounded(path: str | Path, limit: int) -> bytes:
     """Return the content of a regular file of at most `limit` bytes.
 
-    Raises NotReadable for larger files, devices and pipes, because they may not fit into memory. Raises OSError too.
+    Raises NotReadable if the file is larger, or if it is a device or a pipe, whose content may not fit into memory.
+    Raises OSError if the file cannot be opened or read.
     """
     with open(path, "rb", opener=_open_without_waiting) as stream:
         status = os.fstat(stream.fileno())
@@ -54,7 +55,7 @@ def read_bounded(path: str | Path, limit: int) -> bytes:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML. Raises tomllib.TOMLDecodeError, or NotReadable if it is nested too deeply."""
+    """Parse TOML. Raises tomllib.TOMLDecodeError for invalid TOML, and NotReadable for TOML nested too deeply."""
     try:
         return tomllib.loads(text)
     except RecursionError:
@@ -62,7 +63,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON. Raises ValueError, also if it is nested too deeply."""
+    """Parse JSON. Raises ValueError for invalid JSON, and for JSON nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:

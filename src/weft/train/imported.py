@@ -9,8 +9,11 @@ from weft.train.errors import ConfigError
 
 
 def imported(setting: str, place: str) -> Any:
-    """Import the object at `place`, "package.module:attribute", also from the working directory. Raises ConfigError
-    that names `setting`."""
+    """Import the object at `place`, which has the form "package.module:attribute". Return the object.
+
+    A module in the working directory is found too. If there is no such object, raises ConfigError, which names
+    `setting`.
+    """
     module, colon, attribute = place.partition(":")
     if not (colon and module and attribute):
         raise ConfigError(f'{setting} = "{place}": must be the path of a Python object: "package.module:name"')

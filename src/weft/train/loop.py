@@ -56,12 +56,12 @@ class Trainer:
     """One rank's part of a run. Needs the default process group.
 
     The constructor checks the whole configuration, and raises ValueError if it is wrong. If the run resumes, the
-    constructor loads its checkpoint. `run` then trains.
+    constructor loads its checkpoint. The method `run` then trains.
 
     - `task`: model, data and loss. Default: the task of the configuration.
-    - `optimizer`: a function that builds an optimizer for the sharded model. Default: that of the
+    - `optimizer`: a function that takes the sharded model and returns its optimizer. Default: the optimizer of the
       configuration's table [optimizer].
-    - `command`: the command line without `--resume`, for messages. None in a script.
+    - `command`: the command line without `--resume`, for messages that say how to resume. None in a script.
     - `memory`: a folder in host memory for the copies of the training state that `checkpoint.memory_every` makes. None:
       no copies.
     """
@@ -186,7 +186,7 @@ class Trainer:
 
         Returns whether the run is complete: at its last step, or ended by `train.stop_after`. Complete or not, the step
         that it reached is in a committed checkpoint. Raises RuntimeError if the loss or the gradient norm is not
-        finite.
+        finite. Raises Interrupted if a rank is asked to stop before the first step.
         """
         try:
             return self._run()
@@ -280,8 +280,11 @@ class Trainer:
         return f"{position.worse} validations in a row did not lower the loss below {best} (train.stop_after)"
 
     def moment(self, name: str, numbers: dict[str, Any]) -> None:
-        """Do nothing; subclasses may override this method. It is called on all ranks with `name` "start", "step" and
-        "validation" (after each of them), "save" and "end"."""
+        """Do nothing. Subclasses may override this method, which `run` calls on all ranks.
+
+        `name`: "start" before the first step, "step" after each step, "validation" after each validation, "save" after
+        each save (it may not be committed yet), "end" after the last step. `numbers`: numbers of this event, by name.
+        """
 
     def _step(self, metrics: Metrics) -> tuple[dict[str, float], bool]:
         """Run one optimizer step. Return the values to log, and whether any rank was asked to stop."""
@@ -394,7 +397,8 @@ class Trainer:
 def train(config: TrainConfig, *, resume: str | bool = False) -> Trainer:
     """Train in the default process group, or in this process alone if there is none. Every rank calls this function.
 
-    `resume`: as in `open_run`. Returns the trainer, whose `model` is trained.
+    `resume`: False for a new run, unless `run.resume` is true. True for the newest run named `run.name` that has a
+    committed checkpoint. A string: the directory of a run. Returns the trainer, whose `model` is trained.
     """
     if not dist.is_initialized():
         begin_alone()

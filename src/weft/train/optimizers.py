@@ -34,8 +34,8 @@ _OTHERWISE = {"fused", "foreach", "differentiable"}
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Build the configured optimizer. Raises ConfigError if the class does not exist, cannot be used, or does not take
-    its options."""
+    """Build the configured optimizer. Raises ConfigError if its class does not exist, cannot be used, or does not take
+    the configured options."""
     if config.name == "Muon":
         return _muon_and_adamw(model, config)
     cls = optimizer_class(config)
@@ -51,7 +51,8 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
 
 
 def made_by(make: Callable[[nn.Module], torch.optim.Optimizer], model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer that your function `make` builds. Raises ConfigError if it returns another object."""
+    """Return the optimizer that your function `make` builds. Raises ConfigError if `make` returns something that is not
+    an optimizer, or an optimizer that needs a closure."""
     found = make(model)
     if not isinstance(found, torch.optim.Optimizer):
         raise ConfigError(
@@ -78,12 +79,14 @@ def clip_gradients(model: nn.Module, largest: float) -> torch.Tensor:
 
 
 def configured_options(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None) -> list[dict[str, Any]]:
-    """Return, for each parameter group, the options that a resumed run takes from its configuration. It takes all
-    others from the checkpoint.
+    """Return, for each parameter group, the options that a resumed run keeps as they are in `optimizer`, which was just
+    built. All other options come from the checkpoint.
 
-    `config`: None for an optimizer that your own code builds. The code may have changed options during the run, so only
-    the learning rate is taken. If [optimizer] names a class by its path, groups may hold state, such as a count of
-    steps. Values that are no argument of the class are therefore taken from the checkpoint.
+    - If [optimizer] names a class of torch.optim or "Muon", the run keeps all options.
+    - If [optimizer] names a class by its path, a group may also hold state, such as a count of steps. The run keeps
+      only options of [optimizer] and arguments of the class.
+    - If `config` is None, your own code built the optimizer. It may have changed options during the run, so the run
+      keeps only the learning rate.
     """
     known: Collection[str] | None = None
     if config is None:
@@ -100,7 +103,7 @@ def configured_options(optimizer: torch.optim.Optimizer, config: OptimizerConfig
 
 
 def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
-    """Return the configured optimizer class. Raises ConfigError if no such class exists."""
+    """Return the configured optimizer class. Raises ConfigError if it does not exist or cannot be used."""
     if ":" not in config.name:
         return getattr(torch.optim, config.name)
     found = imported("optimizer.name", config.name)
@@ -121,9 +124,9 @@ def _refuse_closures(what: str, cls: type[torch.optim.Optimizer]) -> None:
 
 
 def whole_matrices(model: nn.Module, config: OptimizerConfig) -> Callable[[nn.Parameter], Any] | None:
-    """Return the `shard_placement_fn` of `weft.fully_shard` for an optimizer that needs whole matrices. Otherwise None.
+    """Return a `shard_placement_fn` for `weft.fully_shard` if the optimizer is Muon, which needs whole matrices.
 
-    `model`: the model before sharding.
+    Returns None for other optimizers. `model`: the model before sharding.
     """
     if config.name != "Muon":
         return None

@@ -19,7 +19,7 @@ marks over all ranks is exact in fp64."""
 
 
 class OwnNumbers:
-    """Sums the numbers of microbatches by name. For `means`, every rank must have the same names."""
+    """Sums, by name, the numbers that your loss function returns. `means` needs the same names on every rank."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -38,16 +38,20 @@ class OwnNumbers:
             self._counts[name] = self._counts.get(name, 0) + 1
 
     def marks(self) -> list[float]:
-        """Return six hash values of the names. `means` takes the sums of these over ranks, to compare the names."""
+        """Return three hash values of the names, each followed by its square.
+
+        Sum them over all ranks and pass the sums to `means`, which checks with them that all ranks have the same names.
+        """
         digest = hashlib.sha256("\0".join(sorted(self._totals)).encode()).digest()
         width = _MARK_BITS // 8
         parts = [int.from_bytes(digest[start : start + width], "little") for start in range(0, 3 * width, width)]
         return [float(mark) for part in parts for mark in (part, part * part)]
 
     def means(self, marks: Sequence[float]) -> dict[str, float]:
-        """Return the mean of each number over all microbatches of all ranks. Collective.
+        """Return the mean of each number, by name, over those microbatches of all ranks that have it. Collective.
 
-        `marks`: the sums over ranks of `self.marks()`. Raises ConfigError on all ranks if the names differ.
+        `marks`: the sums over ranks of `self.marks()`. Raises ConfigError on all ranks if the names differ between
+        ranks.
         """
         ranks, names = dist.get_world_size(), sorted(self._totals)
         sums = [int(mark) for mark in marks]

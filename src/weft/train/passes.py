@@ -22,8 +22,11 @@ from weft.train.task.task import Task
 
 
 class Passes:
-    """The passes of one rank. In the first step, `run` also measures activation memory and, with
-    `train.peak_tflops`, counts operations. In the last step, with overlap or a pipeline, `run` records a timeline."""
+    """The forward and backward passes of one rank.
+
+    In its first call, `run` also measures activation memory (not with `train.compile`) and, with `train.peak_tflops`,
+    counts operations. In the last step of the run, with `train.overlap` or a pipeline, it records a timeline.
+    """
 
     def __init__(
         self,
@@ -55,8 +58,8 @@ class Passes:
         """The named scalars of the last step's losses."""
 
     def run(self, step: int, microbatches: list[Any]) -> torch.Tensor:
-        """Compute the gradients of the microbatches' mean loss. Return each weighted loss, in a 1-D tensor on the
-        device."""
+        """Compute the gradients of the microbatches' weighted mean loss. Return, in a 1-D tensor on the device, each
+        microbatch's loss times its weight."""
         self.own_numbers = OwnNumbers(self._device)
         if self._are_counted:
             return self._forward_backward(step, microbatches)
@@ -64,15 +67,15 @@ class Passes:
         return self._counted(step, microbatches)
 
     def depth_losses(self) -> torch.Tensor:
-        """Return the losses of the prediction depths; zeros on stages other than the last."""
+        """Return each prediction depth's loss, summed over the microbatches; zeros on stages other than the last."""
         losses = prediction_losses(self._task.model)
         if self.table is not None and not losses.numel():
             return torch.zeros(self._config.hybrid.parsed.depths)
         return losses
 
     def utilisation(self, seconds: float) -> dict[str, float]:
-        """Return {"mfu": fraction of the device's peak speed} for a step that took `seconds`. {} if the peak is
-        unknown."""
+        """Return {"mfu": the fraction of `train.peak_tflops` that a step of `seconds` reached}, or {} without this
+        setting."""
         peak = self._config.train.peak_tflops * 1e12
         return {"mfu": self.operations.total / seconds / peak} if self.operations and peak else {}
 

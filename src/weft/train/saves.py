@@ -27,9 +27,11 @@ _MOMENTS = 2
 
 
 class Saves:
-    """The checkpoints and copies of a run. All ranks call every method. `memory`: the folder of copies, or None.
+    """Checkpoints of a run on disk, and copies of its state in host memory. All ranks must call every method.
 
-    Raises ConfigError if `checkpoint.memory_every` asks for copies and `memory` is None.
+    `folder`: the folder of the checkpoints. `memory`: the folder of the copies; None: no copies. `state`: a function
+    that returns the state to save. Raises ConfigError if `checkpoint.memory_every` asks for copies and `memory` is
+    None.
     """
 
     def __init__(
@@ -61,10 +63,10 @@ class Saves:
             raise
 
     def load(self, state: Mapping[str, Any]) -> int:
-        """Fill `state` from the copy in memory or the newest intact checkpoint. Return its step.
+        """Fill `state` from the copy in memory or from the newest intact checkpoint. Return the step that was loaded.
 
-        The copy is loaded if it is intact and newer than every checkpoint on disk, damaged ones included. Copies that
-        are not loaded are removed: the run will copy their steps again.
+        The copy is loaded if it is intact and newer than every checkpoint on disk, damaged ones included. Otherwise it
+        is removed, because the run may copy the same step again.
         """
         newest = self.checkpoints.latest() or 0
         copied = self.copies.latest() or 0 if self.copies is not None else 0
@@ -84,9 +86,9 @@ class Saves:
         return self.saved_step
 
     def check_room(self) -> None:
-        """Raise ConfigError if two copies do not fit into host memory.
+        """Raise ConfigError if two copies do not fit into host memory: the last copy is kept while the next is written.
 
-        An optimizer that has not stepped yet counts as two tensors for each parameter.
+        If the optimizer has no state yet, two tensors are counted for each parameter.
         """
         if self.copies is None:
             return
@@ -106,7 +108,12 @@ class Saves:
             )
 
     def save(self, step: int, *, best_step: int, committed: Callable[[], None]) -> bool:
-        """Write the checkpoint of `step` if it does not exist. Return whether it was written."""
+        """Save the checkpoint of `step`, unless it is already on disk. Return whether a save was made or, with
+        `checkpoint.asynchronous`, begun.
+
+        `best_step`: with `checkpoint.keep_best`, the step of the checkpoint that is also kept. `committed`: as in
+        `CheckpointManager.save`.
+        """
         if self.saved_step == step:
             return False
         if self._config.keep_best:
@@ -127,7 +134,7 @@ class Saves:
         self.copies.save(step, self._state())
 
     def close(self) -> None:
-        """Wait for running saves and copies, and close both directories."""
+        """Wait for running saves and copies, and release the folders of both to other writers."""
         try:
             if self.copies is not None:
                 self._finish_copy(self.copies)

@@ -8,7 +8,7 @@ from weft.train.config import ScheduleConfig
 
 
 class Schedule:
-    """Sets the learning rate of each step to `config.factor` times the initial learning rate of the optimizer.
+    """Sets the learning rate of each step to `config.factor` times the initial one, for each parameter group.
 
     The factor depends only on the configuration and the step, so a run that resumes with a changed [schedule] follows
     the changed section.

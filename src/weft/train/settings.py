@@ -36,7 +36,8 @@ def settings() -> Iterator[Setting]:
 
 
 def as_toml() -> str:
-    """Return a TOML file with every default. Documentation is above each setting. Unset ones are commented out."""
+    """Return the text of a TOML file with the default of every setting, below its documentation. Settings that are
+    unset by default are commented out."""
     parts: list[str] = []
     section = ""
     for setting in settings():

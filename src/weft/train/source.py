@@ -34,9 +34,9 @@ DEFAULTS = Sampling(temperature=0.8, top_p=0.95)
 class Source:
     """Weights on disk, with the configuration and the tokenizer that belong to them.
 
-    If the path is a run, these are the weights of its newest intact checkpoint at the time of loading. `say`: called
-    with a line about each damaged checkpoint that is skipped. `ignored`: fields of config.json to ignore (see
-    `hf.config_of`). Raises ConfigError for a path that is not a run, a checkpoint or a model directory.
+    `path`: a run, a checkpoint of a run, or a model directory. For a run, `load` uses the newest checkpoint that is
+    intact at the time of the call. `say`: called on the first rank with a line about each damaged checkpoint that is
+    skipped. `ignored`: fields of config.json to ignore (see `hf.config_of`). Raises ConfigError for any other path.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Source:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the model. Raises ConfigError if it has none."""
+        """The tokenizer of the model. Raises ConfigError if the run or the directory has none."""
         if self.run is not None:
             if self._run_config.data.kind == "tokens":
                 raise ConfigError(
@@ -101,8 +101,8 @@ class Source:
     def load(self, model: Any) -> None:
         """Load the weights into `model`, sharded or not. Collective.
 
-        The pattern of `model` may group the same layers differently. Raises ConfigError if the two models compute
-        different functions of the weights, even if all shapes fit.
+        The pattern of `model` may group the layers differently from the saved model. Raises ConfigError if `model`
+        would compute another function of the weights than the saved model, even if all shapes fit.
         """
         if different := hf.differences(model.cfg, self.model_config):
             raise ConfigError(
@@ -153,15 +153,16 @@ class Source:
     def added(
         self, prompts: Sequence[str | list[int]], *, tokens: int = 200, seed: int = 0, **choices: Any
     ) -> Iterator[tuple[int, str]]:
-        """Generate continuations of `prompts`, each a text or tokens. Yield (index of a prompt, next part of its text).
+        """Generate continuations of `prompts`, each a text or a list of tokens. Yield pairs: the index of a prompt, and
+        the next part of the text of its continuation.
 
-        If the tokenizer is that of a published model, a text is preceded by the special tokens that the tokenizer puts
-        before texts. With the tokenizer of a run, there are none, as in training.
+        If the source is a model directory, the tokenizer adds its special tokens to a text. If the source is a run, no
+        special tokens are added, as in training. A list of tokens is used unchanged.
 
         A continuation has at most `tokens` tokens, and ends earlier at an end token. `choices`: fields of `Sampling`
-        that replace those of generation_config.json. The same seed gives the same texts. The vocabulary of a model is
-        often larger than that of the tokenizer; only tokens that the tokenizer has are drawn. Raises ConfigError for an
-        empty prompt, or for a prompt with tokens that the model does not have.
+        that replace those of generation_config.json (if it has none, those of `DEFAULTS`). The same seed gives the same
+        texts. Only tokens of the tokenizer and end tokens are drawn, even if the vocabulary of the model is larger.
+        Raises ConfigError for an empty text, or for a text with tokens that the model does not have.
         """
         encoded = [self._encoded(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         rows = self.model_config.vocab_size

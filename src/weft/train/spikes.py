@@ -10,10 +10,10 @@ _IN_A_ROW = 10
 
 
 class Spikes:
-    """Detects spikes: gradient norms that are not finite, or above `times` times the median of the last 100 kept norms.
+    """Detects spikes: gradient norms that are not finite, or above `times` times the median of the kept norms.
 
-    `times` = 0 detects none. Norms of skipped steps and norms that are not finite are not kept. Detection starts when
-    20 norms are kept.
+    The kept norms are the last 100 finite norms of steps that were not skipped. As long as fewer than 20 norms are
+    kept, or if `times` is 0, no norm is a spike.
     """
 
     def __init__(self, times: float) -> None:

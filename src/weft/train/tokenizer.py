@@ -25,11 +25,11 @@ class Tokenizer(Protocol):
     """A string that is different for two tokenizers if they tokenize any text differently."""
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Return the tokens of UTF-8 text, a 1-D array of unsigned integers."""
+        """Return the tokens of `text`, which is UTF-8, as a 1-D array of unsigned integers."""
         ...
 
     def prompt(self, text: str) -> np.ndarray:
-        """Return the tokens of a prompt: the special tokens for the beginning of a text, then those of `text`."""
+        """Return the tokens of `text` as a prompt: with the special tokens that the tokenizer adds to a text."""
         ...
 
     def decode(self, tokens: np.ndarray) -> str:
@@ -96,8 +96,7 @@ class HuggingFaceTokenizer:
         return np.asarray(encoding.ids, dtype=np.uint32)
 
     def prompt(self, text: str) -> np.ndarray:
-        """Return the tokens of `text`, uint32, with the special tokens that the file's post-processor puts before
-        it."""
+        """Return the tokens of `text`, uint32, with the special tokens that the file's post-processor adds."""
         return np.asarray(self._tokenizer.encode(text).ids, dtype=np.uint32)
 
     def placed(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

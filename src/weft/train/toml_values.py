@@ -14,9 +14,9 @@ from weft.train.files import parse_toml
 
 
 def typed(name: str, value: Any, hint: Any) -> Any:
-    """Return `value` as the annotated type. Raises ConfigError.
+    """Return `value` as the type `hint`. Raises ConfigError with the setting `name` if it does not fit.
 
-    Integers are accepted as floats. No other type is converted.
+    An integer is accepted as a float, and a list as a tuple. No other type is converted.
     """
     accepted, result = _convert(value, hint)
     if not accepted:
@@ -105,7 +105,8 @@ def _describe(hint: Any) -> str:
 
 
 def override_value(text: str, hint: Any) -> Any:
-    """Return `text` parsed as a TOML value if that fits the field's type. Otherwise return `text`."""
+    """Return `text` parsed as a TOML value. Return `text` itself if it is not TOML, or if the field takes text but not
+    the parsed value. `hint`: the type of the field, or None for an unknown field."""
     try:
         parsed = parse_toml(f"value = {text}")
     except ValueError:

@@ -40,8 +40,10 @@ class Trainer(loop.Trainer):
         )
         trainer.run()
 
-    Uses the default process group if there is one. Otherwise joins the ranks that torchrun or SLURM started, or runs in
-    this process alone. A rank runs `train.global_batch_size / (ranks x train.microbatch_size)` microbatches per step.
+    Uses the default process group if there is one. Otherwise joins the ranks that torchrun or SLURM started or, without
+    a launcher, runs in this process alone.
+
+    A rank runs `train.global_batch_size / (ranks x train.microbatch_size)` microbatches per step.
 
     Args:
         model: an `nn.Module`, or a function that builds one. The function is called on the meta device.
@@ -52,16 +54,17 @@ class Trainer(loop.Trainer):
         config: the path of a TOML file, its tables as a dictionary, or a `TrainConfig`.
         validation: like `data`, but finite, with the same number of microbatches on every rank.
         shard: a function `shard(model, **options)` that calls `weft.fully_shard(module, **options)` on each module that
-            is to be a unit, and on the model last. Default: one unit for each block in a `ModuleList` or `Sequential`
-            of blocks of the same type.
+            is to be a unit, and on the model last. Default: one unit for each block that has parameters and
+            shares a `ModuleList` or `Sequential` with others of its type, and one for the rest of the model.
         optimizer: a function that takes the sharded model and returns its optimizer. Default: the optimizer of the
             configuration's table [optimizer].
-        callbacks: a dictionary from an event ("start", "step", "validation", "save" or "end") to a function (trainer,
-            dictionary of numbers), which is called on all ranks.
-        resume: True (the newest run named `run.name`), the directory of a run, or "or-start" (the newest run of this
-            name, or a new run if none has a checkpoint). False: a new run, unless `run.resume` is true in the
-            configuration.
-        say: called with lines of text. Default: print them on rank 0.
+        callbacks: a dictionary from an event ("start", "step", "validation", "save" or "end") to a function. At each
+            event, all ranks call the function with the trainer and a dictionary of numbers. "step", "validation" and
+            "save" come after each step, each validation and each save (which may not be committed yet).
+        resume: True resumes the newest run named `run.name` that has a checkpoint. A path resumes the run in that
+            directory. "or-start" is like True, but starts a new run if there is no checkpoint. False starts a new run,
+            unless `run.resume` is true in the configuration.
+        say: a function that is called with lines of text, on all ranks. Default: print them on rank 0.
 
     Raises ConfigError for an invalid configuration or argument, and CheckpointError or CheckpointMismatch for a
     checkpoint from which the run cannot resume.
@@ -122,11 +125,11 @@ class Trainer(loop.Trainer):
             raise
 
     def run(self) -> bool:
-        """Train until the run is complete or is asked to stop, and restore the handlers of SIGINT, SIGTERM and SIGHUP.
+        """Train until the run is complete or is asked to stop. Then restore the handlers of SIGINT, SIGTERM and SIGHUP.
 
-        Returns whether the run is complete: at its last step, or ended by `train.stop_after`. If any step has run, a
-        committed checkpoint holds the step that the run reached. Raises RuntimeError if the loss or the gradient norm
-        is not finite.
+        Returns whether the run is complete: at its last step, or ended by `train.stop_after`. Complete or not, the step
+        that the run reached is in a committed checkpoint, if any step has run. Raises RuntimeError if the loss or the
+        gradient norm of a step is not finite, and `train.skip_spikes` does not skip the step.
         """
         try:
             return super().run()

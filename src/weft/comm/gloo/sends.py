@@ -19,8 +19,8 @@ Swap = tuple[Parts, Parts]
 
 
 def swap(swaps: Sequence[Swap], group: dist.ProcessGroup, tag: int) -> list[Any]:
-    """For each `(arriving, leaving)`, start to receive `arriving[r]` from each other rank r and to send `leaving[r]` to
-    it. Return the work handles. Skips empty tensors. The receives of all swaps start before the sends."""
+    """For each `(arriving, leaving)` and each other rank r, start to receive `arriving[r]` from r and to send
+    `leaving[r]` to r. Return the work handles. Empty tensors are skipped. All receives start before the first send."""
     others = peers(dist.get_rank(group), group.size())
     works = [group.recv([each[peer]], peer, tag) for each, _ in swaps for peer in others if each[peer].numel()]
     works += [group.send([each[peer]], peer, tag) for _, each in swaps for peer in others if each[peer].numel()]
@@ -28,7 +28,7 @@ def swap(swaps: Sequence[Swap], group: dist.ProcessGroup, tag: int) -> list[Any]
 
 
 def terms_of(own: torch.Tensor, inbox: torch.Tensor, rank: int, size: int) -> list[torch.Tensor]:
-    """Return one tensor per rank, in rank order: `own`, and for each other rank the part of `inbox` that it fills."""
+    """Return one tensor per rank, in rank order: `own` for `rank`, and for each other rank its part of `inbox`."""
     terms, numel = [own] * size, own.numel()
     for place, peer in enumerate(peers(rank, size)):
         terms[peer] = inbox[place * numel : (place + 1) * numel]
@@ -41,9 +41,9 @@ def peers(rank: int, size: int) -> list[int]:
 
 
 def end_transfers(group: Any) -> None:
-    """Abort all transfers over a gloo `group`, on all its ranks: a receive that times out closes its connections. The
-    group cannot be used afterwards. Does nothing for other backends: there, a waiting host checks repeatedly whether
-    the hang detector has found a deadlock."""
+    """Abort all transfers over a gloo `group`, on all its ranks. For this, a receive times out, and gloo then closes
+    the connections. The group cannot be used afterwards. Does nothing for other backends: their waiting hosts check
+    repeatedly whether the hang detector has found a deadlock."""
     peer = (group.rank() + 1) % group.size()
     try:
         if group._get_backend(torch.device("cpu")).name() == "gloo":

@@ -27,7 +27,7 @@ class Gloo:
     capabilities = Capabilities(tags=True, helpers=True, bundles=True, latency=2e-3, bandwidth=2e9)
 
     def all_gather(self, full: Tensor, source: Tensor, group: ProcessGroup, tag: int) -> Pending:
-        """Send `source` to each rank, and meanwhile copy it into `full`, unless it is a slice of `full`."""
+        """Send `source` to each other rank, and copy it into this rank's slice of `full`, unless it is that slice."""
         rank, size = dist.get_rank(group), group.size()
         slices = full.view(size, -1)
         works = swap([(slices, [source] * size)], group, tag)
@@ -38,9 +38,9 @@ class Gloo:
     def all_gather_bundle(
         self, fulls: Wanted, sources: Several, group: ProcessGroup, tag: int, dtype: torch.dtype
     ) -> Pending:
-        """Concatenate the small tensors and send them to each rank in one message. Send each large tensor by itself.
+        """Send all sources below `ALONE_BYTES` to each rank in one message, and each larger source in its own message.
 
-        Row r of `table`, below, is the message from rank r.
+        In the code, row r of `table` is the message from rank r.
         """
         rank, size = dist.get_rank(group), group.size()
         swaps: list[Swap] = []
@@ -74,7 +74,7 @@ class Gloo:
         return Pending(swap([(parts, [parts[rank]] * len(parts))], group, tag))
 
     def reduce_scatter(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
-        """Receive this rank's slice from all other ranks, and sum in rank order."""
+        """Send each rank its slice of `partial`. Sum the slices that arrive and this rank's own, in rank order."""
         rank, size = dist.get_rank(group), group.size()
         slices = partial.view(size, -1)
         terms = terms_of(slices[rank], how.inbox, rank, size)
@@ -83,7 +83,7 @@ class Gloo:
     def reduce_scatter_bundle(
         self, outputs: Several, partials: Several, scales: Scales, adds: Adds, group: ProcessGroup, tag: int
     ) -> Pending:
-        """Concatenate the small tensors and send them to each rank in one message. Send each large tensor by itself.
+        """Send all slices below `ALONE_BYTES` to each rank in one message, and each larger slice in its own message.
 
         The sums are bitwise equal to those of one reduction per tensor.
         """
@@ -128,7 +128,7 @@ class Gloo:
             more       each rank receives and sums its slice, in fp32, then sends the sum in the dtype of `partial`
 
         All messages of a round overlap, in both directions. The second round starts as soon as the first has ended on
-        this rank. On a lane, this happens during the computation.
+        this rank. On a lane, a thread starts it, during the computation.
         """
         rank, size = dist.get_rank(group), group.size()
         if size == 2:
@@ -157,13 +157,13 @@ class Gloo:
         return Pending(works)
 
     def inbox_numel(self, partial_numel: int, size: int, *, scatters: bool) -> int:
-        """Return the number of elements that this rank receives at once in a reduction of `partial_numel` elements over
-        `size` ranks. `scatters`: whether it is a reduce-scatter; otherwise it is an all-reduce."""
+        """Return the number of elements of the inbox that a reduction of `partial_numel` elements over `size` ranks
+        needs. `scatters`: True for a reduce-scatter, False for an all-reduce."""
         return partial_numel if size == 2 and not scatters else -(-partial_numel // size) * (size - 1)
 
 
 def add_up(output: Tensor, terms: Several, scale: float, accumulate: bool) -> None:
-    """Write `scale` times the sum of `terms`, in this order, to `output`, or add it if `accumulate`."""
+    """Sum `terms` in their order. Write `scale` times the sum to `output`, or add it to `output` if `accumulate`."""
     first, *rest = terms
     add_scaled(output, first, scale, accumulate)
     for term in rest:
@@ -171,7 +171,7 @@ def add_up(output: Tensor, terms: Several, scale: float, accumulate: bool) -> No
 
 
 def sum_into(output: Tensor, terms: Several, scale: float) -> None:
-    """Write `scale` times the sum of `terms`, in this order and at least in fp32, to `output`, which may be a term."""
+    """Sum `terms` in their order, at least in fp32. Write `scale` times the sum to `output`, which may be a term."""
     wide = torch.promote_types(output.dtype, torch.float32)
     for target, *pieces in zip(*(each.split(_SUMMED_AT_ONCE) for each in (output, *terms))):
         total = pieces[0].to(wide, copy=True).mul_(scale)

@@ -60,7 +60,7 @@ _RULE = (
 
 @dataclass(frozen=True)
 class Call:
-    """One collective: the `number`-th with this `key`. `group`: its group, of these `ranks`. `name`: for errors."""
+    """This rank's `number`-th collective with `key`, over `group`, of these `ranks`. `name`: its name in errors."""
 
     key: str
     number: int
@@ -115,7 +115,7 @@ class HangDetector:
             raise CollectiveMismatch(self.verdict)
 
     def issue(self, key: str, name: str, group: Any) -> Call:
-        """Count a collective that this rank issues; return its record. Raises CollectiveMismatch as `check` does."""
+        """Count a collective that this rank issues; return its `Call`. Raises CollectiveMismatch as `check` does."""
         self.check()
         if group not in self._ranks:
             self._ranks[group] = tuple(dist.get_process_group_ranks(group))
@@ -124,18 +124,18 @@ class HangDetector:
         return Call(key, number, name, group, self._ranks[group])
 
     def note(self, key: str, number: int) -> None:
-        """Record `number` as the count of issued collectives with `key`."""
+        """Set the count of `key`, which this rank publishes, to `number`. It may count other events, such as steps."""
         with self._lock:
             self.issued[key] = number
 
     def can_join(self, owner: Any, key: str, join: Join) -> None:
-        """Register `join`, which takes part in the next collective of `key` without using its result. When `owner` is
-        freed, `join` is removed; `join` must not keep `owner` alive."""
+        """Register `join`, called if others wait for a collective of `key` that this rank has not issued. It takes part
+        without using the result. When `owner` is freed, `join` is removed; `join` must not keep `owner` alive."""
         with self._lock:
             self._joinable.setdefault(owner, {})[key] = join
 
     def waits_for(self, thread: int | None) -> str:
-        """Return the name of the collective, of weft or not, in which `thread` waits. "" if it does not wait."""
+        """Return the collective in which `thread` waits: its name, or outside of weft its place. "" if in none."""
         call = self._call
         return call.name if call is not None and thread == self._waiter else outside_waits(thread)[0]
 
@@ -144,8 +144,8 @@ class HangDetector:
         self._failed = ""
 
     def fail(self, what: str) -> None:
-        """Publish that an exception ended a pass of this rank. Of nested calls, only the first, innermost one counts.
-        This happens immediately: if the process exits next, ranks whose waits are then aborted find the reason."""
+        """Publish `what`: an exception ended a pass of this rank. Further calls do nothing until `begin_pass`. It is
+        published immediately, so that ranks whose waits fail because this process exits can find the reason."""
         if self._failed:
             return
         self._failed = what
@@ -206,7 +206,8 @@ class HangDetector:
         return str(mismatch("wait for different things", said, _RULE)) if left else ""
 
     def leave(self) -> None:
-        """Publish that the program or its world ends, and end the thread, which could abort the interpreter at exit."""
+        """End the detector's thread, because a running thread could abort the interpreter at exit. The thread first
+        publishes that the program or its world ends."""
         if os.getpid() != self._process:  # called in a fork
             return
         self._over.set()
@@ -341,7 +342,7 @@ _current: HangDetector | None = None
 
 
 def hang_detector() -> HangDetector | None:
-    """Return the hang detector of this world, or None if it was not started."""
+    """Return the hang detector of the current world, or None if it was not started."""
     if _current is None or _current.world is dist.group.WORLD:
         return _current
     _current.let_go()
@@ -349,7 +350,7 @@ def hang_detector() -> HangDetector | None:
 
 
 def start_hang_detector() -> HangDetector:
-    """Start the hang detector of this world if it does not run, and return it."""
+    """Return the hang detector of the current world. Start it if it does not run."""
     global _current
     if hang_detector() is None:
         if _current is not None:
@@ -368,7 +369,7 @@ def _leave() -> None:
 
 
 def watched(call: Call | None) -> AbstractContextManager:
-    """Return a context that watches a wait for `call`, if there is a hang detector."""
+    """Return a context in which the hang detector, if there is one, watches a wait for `call`. None: watch nothing."""
     watch = hang_detector()
     return nullcontext() if call is None or watch is None else watch.waiting(call)
 
@@ -381,8 +382,8 @@ def explain(error: RuntimeError, call: Call | None) -> None:
 
 
 def watching(kind: str, name: str, group: Any) -> AbstractContextManager:
-    """Return a context that counts and watches a blocking collective of `group`. `name`: its name in errors. `kind`:
-    collectives of different kinds never match."""
+    """Return a context in which the hang detector counts and watches one blocking collective of `group`. `name`: its
+    name in errors. `kind`: collectives of different kinds never match."""
     watch = hang_detector()
     if watch is None or group.size() == 1:
         return nullcontext()

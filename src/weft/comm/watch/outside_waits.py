@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 def outside_waits(*threads: int | None) -> tuple[str, str]:
     """Return the place and a token of the first of `threads` that waits in a collective outside of weft. The place is
-    the function and the line of its call. The token changes when the thread continues. Without a wait, both are ""."""
+    the function and the line that called it. The token changes when the thread continues. Both are "" if none waits."""
     for thread in dict.fromkeys(threads):
         # Storing all frames in a local variable would be a reference cycle, which keeps all local variables alive.
         frame = sys._current_frames().get(thread or 0)

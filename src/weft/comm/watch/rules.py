@@ -37,15 +37,15 @@ def mismatch(what: str, said: Mapping[int, str], rule: str) -> CollectiveMismatc
 
 
 class Issued(dict[str, int]):
-    """The number of collectives of each key that this rank has issued. `off`: (key, number) of each collective that is
-    queued after another one, and has not begun until the other one ends."""
+    """The number of collectives of each key that this rank has issued. `off`: (key, number) of each issued collective
+    that has not begun, because it is queued after another one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.off: set[tuple[str, int]] = set()
 
     def begun(self, awaited: Any = None) -> dict[str, int]:
-        """Return the numbers of collectives that have begun. `awaited`: the call for which this rank waits."""
+        """Return how many collectives of each key have begun. `awaited`, for which this rank waits, counts as begun."""
         found = dict(self)
         for key, _ in list(self.off):
             found[key] -= 1
@@ -60,10 +60,10 @@ Doing = Literal["waits", "elsewhere", "failed", "ended"]
 
 
 class State(NamedTuple):
-    """The published state of a rank: what it is `doing`, and how many collectives of each key it has issued. `name`: a
-    description for errors. `key`, `number`, `ranks`: the collective for which it waits. `token`: different for each
-    wait. `heard`: the number of the last request to publish that it has read. `failed`: the exception that ended its
-    last pass, or ""."""
+    """The published state of a rank: what it is `doing`, and in `issued` how many collectives of each key have begun.
+    `name`: a description for errors. `key`, `number`, `ranks`: the collective for which it waits. `token`: different
+    for each wait. `heard`: the number of the last request to publish that it has read. `failed`: the exception that
+    ended its last pass; "" without one, and if it `waits`."""
 
     doing: Doing
     name: str
@@ -76,24 +76,24 @@ class State(NamedTuple):
     failed: str = ""
 
     def lacks(self, wanted: "State") -> bool:
-        """Return whether this rank has not begun the collective for which state `wanted` waits."""
+        """Return whether this state's rank has not begun the collective for which the rank of state `wanted` waits."""
         return self.issued.get(wanted.key, 0) < wanted.number
 
 
 class Picture:
-    """The states that the ranks of the `world` have published. `of(rank)`: a rank's state or None, read only once."""
+    """The states that the ranks of the `world` have published. `of(rank)`: a rank's state or None, cached."""
 
     def __init__(self, read: Callable[[int], State | None], world: Iterable[int]) -> None:
         self.of = cache(read)
         self.world = world
 
     def lacking(self, state: State) -> list[int]:
-        """Return the ranks that have published a state and have not begun the collective for which `state` waits."""
+        """Return those of `state.ranks` that have published a state, but have not begun what `state` waits for."""
         return [rank for rank in state.ranks if (other := self.of(rank)) is not None and other.lacks(state)]
 
     def stuck_with(self, rank: int) -> dict[int, State]:
-        """Return the state of `rank` and of the stuck ranks for which it waits, directly or indirectly; {} if `rank` is
-        not stuck."""
+        """Return the states, by rank, of `rank` and of the stuck ranks for which it waits, directly or indirectly. {}
+        if `rank` is not stuck."""
         found: dict[int, State] = {}
         waits_for: dict[int, list[int]] = {}
         ahead = [rank]
@@ -127,7 +127,7 @@ def patience(stuck: Iterable[State]) -> float:
 
 
 def sayings(stuck: Mapping[int, State], picture: Picture) -> dict[int, str]:
-    """Return, for each stuck rank, a text for the error: what it waits for, and which ranks never began that."""
+    """Return the text of each stuck rank in the error: what it does or waits for, and which ranks never began that."""
     said = {rank: state.name for rank, state in stuck.items()}
     for rank, state in stuck.items():
         if state.doing == "waits":

@@ -40,10 +40,10 @@ def materialize(
     device: torch.device,
     groups: Iterable[dist.ProcessGroup],
 ) -> dict[nn.Parameter, Any]:
-    """Replace parameters and buffers of `modules` that are on the meta device by filled ones on `device`. All ranks
-    take rank 0's values. `modules`: maps each module to the prefix of its parameters' names. `slots`: the parameters to
-    fill, with the modules that have them. `groups`: the process groups of the mesh axes. Returns a dict of the filled
-    parameters, by the parameters that they replace. Raises ValueError if a module leaves some unfilled."""
+    """In those `modules` that have `reset_parameters()`, replace meta tensors by tensors on `device` that it fills. All
+    ranks take rank 0's values. `modules`: each with the prefix of its names. `slots`: the parameters to fill, each with
+    its owners. `groups`: the process groups of the mesh axes. Returns a dict from replaced to filled parameters. Raises
+    ValueError if `reset_parameters()` leaves a tensor unfilled."""
     order = _children_first(modules)
     places: list[tuple[nn.Module, dict[str, Any], str, torch.Tensor]] = [
         *(_filled_in(parameter, slot, order) for parameter, slot in slots.items() if parameter.is_meta),

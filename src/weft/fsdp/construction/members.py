@@ -30,7 +30,7 @@ from weft.weak import alive
 
 
 class Members:
-    """The parameters to shard. `owners`: the modules in `request.modules`, except those in nested units, by name."""
+    """The parameters to shard. `owners`: maps each module outside of nested units to the prefix of its names."""
 
     def __init__(self, request: Request) -> None:
         """Collect and check the parameters; dequantize those that are quantized."""
@@ -92,8 +92,8 @@ class Members:
             )
 
     def groups(self) -> list[ParameterGroup]:
-        """Materialize the parameters that are on the meta device. Return the parameter groups, those with
-        tensor-parallel slices first."""
+        """Materialize the parameters that are on the meta device. Return the parameter groups. Groups of
+        tensor-parallel slices come first."""
         request, device = self._request, self._request.device
         for mesh in dict.fromkeys([request.mesh, *(each.mesh for each in self._own)]):
             here = {each.original: each.slot for each in self._own if each.mesh == mesh}

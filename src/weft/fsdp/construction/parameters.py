@@ -31,8 +31,8 @@ _ANNOTATION = "_local_type"  # the attribute in which spmd_types stores the type
 def checked_parameter(
     parameter: nn.Parameter, mesh: DeviceMesh, device: torch.device, where: str, replicas: Collection[str] = ()
 ) -> TensorParallel | None:
-    """Return the tensor-parallel placement of a parameter; None for a plain one. `where`: its name in errors. Raises
-    ValueError if it cannot be sharded. `replicas`: names of data-parallel axes, for DTensors that span these too."""
+    """Return the tensor-parallel placement of a parameter, or None if it is a plain tensor. Raises ValueError if it
+    cannot be sharded. `where`: its name in errors. `replicas`: as in `tensor_parallel_of`."""
     if isinstance(parameter, (UnevenDTensor, Original)):
         raise ValueError(f"{where} is already sharded, by a unit that no longer exists: build the module again")
     if is_lazy(parameter):
@@ -92,9 +92,9 @@ class BlockAtomic:
 
 
 def cutting_of(parameter: nn.Parameter, name: str, choice: Any, recipe: Quantization | None) -> tuple[int, int]:
-    """Return how to cut `parameter`, or this rank's tensor-parallel slice of it: the number of elements between
-    possible cuts, and the dimension that is cut. No cut divides a block of `recipe`. Raises ValueError for a `choice`
-    that is not supported or does not fit."""
+    """Return the number of elements between possible cuts of `parameter`, and the dimension that is cut. For a
+    tensor-parallel parameter, they describe the cuts of this rank's slice. No cut divides a block of `recipe`. Raises
+    ValueError if `choice`, the result of `shard_placement_fn`, is not supported or does not fit."""
     shape = tuple(local_of(parameter).shape)
     step, dim = _granularity(shape, name, choice)
     if recipe is not None and dim and not (recipe.kind == "tensorwise" and len(shape) == 2):
@@ -144,7 +144,7 @@ def recipe_of(
     policy: MixedPrecisionPolicy,
     device: torch.device,
 ) -> Recipe:
-    """Return the dtypes of a parameter of the modules `owners`, and its recipe if it is quantized."""
+    """Return the dtypes of a parameter and, if it is quantized, its format. `owners`: the modules that register it."""
     keep, recipe = keeps_dtype(parameter), policy.param_quantization
     if parameter.dtype.is_floating_point and parameter.dtype.itemsize == 1:
         raise ValueError(
@@ -163,7 +163,7 @@ def recipe_of(
 
 
 def dequantize_parameters(slots: dict[nn.Parameter, Slot], policy: MixedPrecisionPolicy) -> dict[nn.Parameter, Slot]:
-    """Replace parameters whose class overrides `dequantize` by plain ones, also in `slots`, if `policy` quantizes."""
+    """If `policy` quantizes, replace parameters that override `dequantize` by plain ones. Return the new `slots`."""
     if policy.param_quantization is None:
         return slots
     found = {}

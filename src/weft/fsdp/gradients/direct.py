@@ -55,10 +55,11 @@ def substituting(**functions: Callable[..., Any]) -> Iterator[None]:
 def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
     """Return the buffer for the gradient of `parameter` in this backward, and whether to add to it.
 
-    The buffer has the parameter's shape, and the dtype in which gradients are reduced or, over several microbatches,
-    accumulated. If the second value is False, overwrite the whole buffer, which is uninitialised; otherwise add to it.
-    Call this once before each write, and return None to autograd for the parameter. Gradients from other uses of the
-    parameter are added. Call it in backward, or later, until the reduction of the parameter's unit starts.
+    If the second value is False, overwrite the whole buffer, which is uninitialised; otherwise add to it. The buffer
+    has the parameter's shape. Its dtype is `main_grads_dtype` if gradients of several backwards accumulate before they
+    are reduced, or if `reduce_dtype` has a smaller range than the computation's dtype; otherwise `reduce_dtype`. Call
+    this once before each write. You may call it until the reduction of the unit's gradients starts, usually at the end
+    of the unit's backward. Return None to autograd for the parameter. Gradients from its other uses are added to yours.
 
     `parameter`: the full parameter that forward used, or its sharded parameter. For a parameter of no unit, the buffer
     is its `.grad`. Raises ValueError for a frozen parameter.
@@ -79,7 +80,7 @@ def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor's local tensor, from which `parameter_of` finds the DTensor, or a plain parameter unchanged."""
+    """Return the local tensor of a DTensor; `parameter_of` inverts this. Return a plain parameter unchanged."""
     if not isinstance(parameter, DTensor):
         return parameter
     part = parameter.to_local()
@@ -91,13 +92,13 @@ def local_part(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def parameter_of(weight: torch.Tensor) -> nn.Parameter | None:
-    """Return `weight` if it is a parameter, or the parameter whose local part it is; None otherwise."""
+    """Return `weight` if it is a parameter. If it is a result of `local_part`, return the DTensor; otherwise None."""
     whole = getattr(weight, "part_of", weight)
     return whole if isinstance(whole, nn.Parameter) else None
 
 
 def whole(parameter: Any, mesh: DeviceMesh) -> torch.Tensor:
-    """Return a plain tensor of `parameter`, replicated over the 1-D `mesh`. Backward sums its gradient over `mesh`."""
+    """Return `parameter` as a plain tensor. If it is a DTensor, backward sums its gradient over the 1-D `mesh`."""
     if not isinstance(parameter, DTensor):
         return parameter
     return substitutes.get("enter", _Whole.apply)(parameter, mesh)

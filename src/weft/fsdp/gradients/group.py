@@ -96,13 +96,13 @@ class GroupGradients:
         return self._stages[0].buffer is not None
 
     def accumulates(self, finishing: bool = True) -> bool:
-        """Return whether gradients wait for a reduction; with `finishing=False`, for one over the shard axis."""
+        """Return whether gradients wait for a reduction. `finishing=False`: ignore reductions over the outer axis."""
         return self.where is Where.PACKED or (finishing and self.where is Where.SUMMED)
 
     # --- gradients that modules write ---------------------------------------------------------------------------------
 
     def offer(self, pool: Pool, *, defer: bool) -> None:
-        """Set `main_grad` of the full parameters whose modules declared it: zeros, or the gradients so far."""
+        """Set `main_grad` of the parameters that are `declared`: zeros, or the sum of their gradients so far."""
         for each in self.declared:
             if not each.full.requires_grad:
                 continue
@@ -133,8 +133,8 @@ class GroupGradients:
     # --- packing ------------------------------------------------------------------------------------------------------
 
     def pack(self, pool: Pool, *, defer: bool) -> None:
-        """Move autograd's gradients of the full parameters into a flat buffer, or add them to packed ones. `defer`:
-        another backward adds more before the reduction, so accumulate in the main gradients' dtype."""
+        """Move autograd's gradients of the full parameters into a flat buffer, or add them to those already there.
+        `defer`: another backward adds more before the reduction, so the buffer gets the main gradients' dtype."""
         self._open(pool, defer=defer)
         if not all(map(_is_filled, self._parameters)) and (padding := self._stages[0].padding):
             torch._foreach_zero_(padding)
@@ -187,9 +187,9 @@ class GroupGradients:
     # --- reducing -----------------------------------------------------------------------------------------------------
 
     def reduce(self, channels: Channels, scale: float, *, channel: int, finishes: bool) -> Ticket:
-        """Start the reductions of packed gradients into the main gradients, one stage after another. `channel`: the
-        channel number of the messages. `finishes`: False if more microbatches follow, to reduce over the shard axis
-        only. Returns the ticket of the last stage."""
+        """Start to reduce the packed gradients, over one mesh axis after another, into the main gradients. `scale`: the
+        factor of the sum. `channel`: the channel number of the messages. `finishes=False`: on a 2-D mesh, reduce only
+        over the shard axis, because more microbatches follow. Returns the ticket of the last reduction."""
         self.where = TRANSITIONS.get((self.where, "reduce")) or self._refuse("reduce")
         self._finishes = finishes or len(self._stages) == 1
         ticket: Ticket | None = None
@@ -232,11 +232,11 @@ class GroupGradients:
 
     @property
     def bucket_kind(self) -> Any:
-        """The process group and dtype, which must be equal for all gradients in one message. None: no sharing."""
+        """The process group and dtype. Gradients share a message only if both are equal. None: they never share one."""
         return self._bucket_kind if self.hook is None and not self.sums_only else None
 
     def open_reduction(self) -> tuple[torch.Tensor, torch.Tensor, bool]:
-        """Begin a reduction in a message of several units. Return main and packed gradients, and whether to add."""
+        """Begin a reduction in a message of several units. Return output, input, and whether to add to the output."""
         self.where = TRANSITIONS.get((self.where, "reduce")) or self._refuse("reduce")
         self._finishes = True
         output, adds = self.main.claim()
@@ -245,7 +245,7 @@ class GroupGradients:
         return output.local, packed.local, adds
 
     def reduced(self) -> None:
-        """Free the memory of the reductions in flight, which have finished."""
+        """Free the memory of the reductions that were in flight. Call it after they have finished."""
         if self._finishes and self.main.download is not None:
             self.main.download.close()
         for stage in self._stages if self._finishes else self._stages[:1]:
@@ -258,13 +258,12 @@ class GroupGradients:
     # --- `.grad` ------------------------------------------------------------------------------------------------------
 
     def publish(self) -> None:
-        """Set `.grad` of the parameters that have a gradient on any rank, and run their hooks."""
+        """Set `.grad` of parameters that have a gradient on any rank, and run their post-accumulate-grad hooks."""
         self.where = TRANSITIONS.get((self.where, "publish")) or self._refuse("publish")
         self.main.publish()
 
     def drop(self) -> None:
-        """Clear all gradients after a failed backward. Reductions in flight may write to the main gradients until
-        `discard`."""
+        """Clear all gradients after a failed backward. When reductions in flight have ended, call `discard`."""
         self._forget()
         self.main.drop()
 

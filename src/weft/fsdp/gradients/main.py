@@ -19,7 +19,7 @@ from weft.memory.offload import GradientDownload
 
 
 class MainGradients:
-    """The main gradients' buffer under the optimizer's placements, allocated at the first reduction."""
+    """The buffer of a group's main gradients. It has the optimizer's placements. The first reduction allocates it."""
 
     def __init__(self, plan: GroupPlan, parameters: Sequence[ShardedParameter]) -> None:
         self.buffer: FlatBuffer | None = None
@@ -32,7 +32,7 @@ class MainGradients:
         self._is_claimed = False  # whether the gradients belong to the engine
 
     def claim(self) -> tuple[FlatBuffer, bool]:
-        """Take the gradients from the user until `publish`. Return the buffer, and whether reductions add to it."""
+        """Take the published `.grad` back until `publish`. Return the buffer, and whether reductions must add to it."""
         if self._is_claimed:
             assert self.buffer is not None
             return self.buffer, True
@@ -104,15 +104,15 @@ class MainGradients:
         return main
 
     def window(self, start: int, stop: int) -> torch.Tensor:
-        """Return this rank's gradients among the layout's elements `[start, stop)`: the same tensor each time."""
+        """Return this rank's gradients of the layout's elements `[start, stop)`. Each call returns the same tensor."""
         assert self.buffer is not None, "there are no gradients yet"
         if (start, stop) not in self._windows:
             self._windows[start, stop] = self.buffer.within(start, stop)
         return self._windows[start, stop]
 
     def take_over(self) -> FlatBuffer | None:
-        """Copy `.grad` tensors that other code has set into the buffer of the main gradients, and return the buffer.
-        Return None if no parameter has a `.grad`."""
+        """If other code has set `.grad` tensors, copy them into the main gradients' buffer, and set `.grad` to its
+        parts. Return the buffer, or None if no parameter has a `.grad`."""
         held = [each for each in self._parameters if each.sharded.grad is not None]
         if not held:
             return None
@@ -128,7 +128,7 @@ class MainGradients:
         return self.buffer
 
     def publish(self) -> None:
-        """Set `.grad` of parameters that have a new gradient or had one; run the hooks of those with a new one."""
+        """Set `.grad` of parameters with a new gradient or one that `claim` took; run hooks of those with a new one."""
         if self.download is not None:
             self.download.finish()
         self._is_claimed = False

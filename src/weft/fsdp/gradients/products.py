@@ -35,7 +35,7 @@ from weft.quantize import Quantization, scaled_product
 
 
 class Linear:
-    """`x @ weight.T + bias` on the last dimension. `fits`: whether operands have supported numbers of dimensions."""
+    """`x @ weight.T + bias`, as in `F.linear`. `fits`: whether operands have supported numbers of dimensions."""
 
     arguments = ("input", "weight", "bias")
 
@@ -57,7 +57,7 @@ class Linear:
 
 
 class Grouped:
-    """`x[group] @ weight[group]` for each group of rows; `offs` are the ends of the groups."""
+    """`x[start:stop] @ weight[i]` for the rows of each group i. `offs` has the `stop` of each group."""
 
     arguments = ("self", "mat2", "offs", "bias", "out_dtype")
 
@@ -110,8 +110,8 @@ SCALED: dict[Any, Any] = {Linear: ScaledLinear, Grouped: ScaledGrouped}
 
 
 class Product(torch.autograd.Function):
-    """A product of one of the `KINDS`. `queue`: a list to which backward appends the computation of the weight
-    gradient. None: backward computes it immediately."""
+    """A matrix product of the class `kind`, from `KINDS` or `SCALED`. `queue`: a list to which backward appends a
+    function that computes the weight gradient. None: backward computes it immediately."""
 
     @staticmethod
     def forward(

@@ -25,7 +25,7 @@ from weft.memory.pool import Pool, Transient
 
 
 class GradientStage:
-    """A buffer of gradients that are partial over the mesh axis `axis` and over the axes before it."""
+    """A buffer of gradients to reduce over the mesh axis `axis`. They are Partial on it and on the axes before it."""
 
     def __init__(self, plan: GroupPlan, axis: int) -> None:
         optimizer = plan.placements.optimizer
@@ -47,7 +47,7 @@ class GradientStage:
         self.padding: list[torch.Tensor] = []  # views of the open buffer's padding, if it is not cut
 
     def open(self, pool: Pool, *, accumulating: bool) -> FlatBuffer:
-        """Take memory for the buffer; `accumulating`: in the main gradients' dtype, otherwise in the reduce dtype."""
+        """Take memory for the buffer, in the main gradients' dtype if `accumulating`, otherwise in the reduce dtype."""
         dtype = self._plan.recipe.main_grad if accumulating else self._plan.recipe.reduce
         if dtype not in self._memory:
             self._memory[dtype] = self._plan.transient(self._numel, dtype, "the gradients")
@@ -79,10 +79,10 @@ class GradientStage:
         hook: Callable[[torch.Tensor], None] | None,
         **options: Any,
     ) -> Ticket:
-        """Start to reduce the buffer over the ranks of the stage's axis: write the sum times `scale` to `output`, or
-        add it. Wait for the returned ticket, then call `close`. `sum_only`: the backend must not average. `hook`: gets
-        the reduced tensor, in the reduce dtype, before `output` takes it; it may modify the tensor. `options`: those of
-        the collective and the lane."""
+        """Start to reduce the buffer over the ranks of the stage's axis. Write the sum times `scale` to `output`; with
+        `accumulate=True`, add it. Wait for the returned ticket, then call `close`. `sum_only`: the backend must not
+        average. `hook`: called with the reduced tensor, in the reduce dtype, before it is written or added; the hook
+        may modify it. `options`: `accumulate`, `channel` and `after`, for the collective and the lane."""
         assert self.buffer is not None, "open first"
         prepare, wide = None, self.buffer.local
         if wide.dtype != self._plan.recipe.reduce:

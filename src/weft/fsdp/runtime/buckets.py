@@ -49,13 +49,13 @@ class Bucket:
 
     @property
     def channels(self) -> list[int]:
-        """The channels of the gathers: one for forward, and one for backward if that uses other copies of weights."""
+        """The channel of the gathers, and a second one for backward if backward uses other copies of weights."""
         return self._turning.channels if self._turning is not None else [self._lead.channel]
 
     @torch.no_grad()
     def gather(self, backward: bool) -> None:
-        """Start to gather the units that are not gathered and have room. `backward`: of two copies of
-        a unit's weights, gather the one for backward."""
+        """Start to gather the units that are not gathered yet and for which there is memory. `backward`: of weights
+        with two copies, gather the copy for backward."""
         copy = int(backward and self._turning is not None)
         sources = self._sources(copy)
         fulls: list[torch.Tensor | None] = []
@@ -73,8 +73,8 @@ class Bucket:
             unit.gather_started(ticket)
 
     def serve(self, copy: int) -> Ticket:
-        """Take part in a gather that only other ranks need, and discard the result. `copy`: the copy of the weights
-        that is gathered. Units that are gathered on this rank are sent too: other ranks may be in another pass."""
+        """Take part in a gather that only other ranks need, and discard the result. `copy`: 1 for backward's copy of
+        the weights, otherwise 0. Also send units that this rank has gathered: another rank's pass may need them."""
         with torch.no_grad():
             sources = self._sources(copy)
         return self._start([None] * len(sources), sources, copy)
@@ -103,10 +103,10 @@ class Bucket:
 
 
 def bundle_bytes(units: Sequence[Unit]) -> int:
-    """Return the default size of a bucket in bytes, from the transports of `units` and the bytes of the model.
+    """Return the default maximum size of a bucket in bytes: one to four times the transport's `latency * bandwidth`.
 
-    A message of `latency * bandwidth` bytes spends half of its time on latency, one of four times that size a fifth. No
-    computation overlaps with the first message of a pass, so messages grow to at most an eighth of the model.
+    A message of `latency * bandwidth` bytes spends half of its time on latency, one of four times that size a fifth.
+    Above this product, it is at most an eighth of the model, because nothing overlaps with a pass's first message.
     """
     transports = [transport_of(group.groups[-1], group.device) for unit in units for group in unit.groups]
     least = min((each.capabilities.bundle_bytes for each in transports), default=0)
@@ -114,7 +114,7 @@ def bundle_bytes(units: Sequence[Unit]) -> int:
 
 
 def fill_buckets(units: Sequence[Unit], channels: Channels, most: int) -> dict[int, Bucket]:
-    """Return the bucket of each unit that has one, by the unit's number. `most`: the largest size in bytes."""
+    """Return the bucket of each unit that is in one, by unit number. `most`: the maximum bytes of a bucket."""
     runs: list[list[Unit]] = [[]]
     for unit in units:
         if not unit.groups or unit.gathered_bytes > most or not all(group.fits_buckets for group in unit.groups):

@@ -48,8 +48,8 @@ class Consensus:
         self.is_alone = all(group.size() == 1 for group in process_groups)
 
     def ask(self, helper: GatherHelper, graphs: CaptureTable | None) -> list[bool] | None:
-        """Let `helper` begin a pass. Before the first pass, check that all ranks have the same units and return, per
-        group, whether any rank trains it. Before later passes, return None."""
+        """Begin a pass of `helper`. In the first pass, check that all ranks have the same units, and return for each
+        parameter group whether any rank trains it. Return None in later passes, and if the ranks exchange nothing."""
         if self.is_alone or not self._agreement.checks or not helper.begin_pass():
             return None
         said = []
@@ -68,16 +68,16 @@ class Consensus:
         return trains
 
     def take(self, trains: Sequence[bool] | None) -> None:
-        """Set which groups are reduced: those that `ask` has returned or, without an exchange, those that this rank
-        trains."""
+        """Set which groups are reduced: those in `trains`, the result of `ask`. None: no change. If the ranks exchange
+        nothing, `trains` is ignored, and the groups that this rank trains are reduced."""
         if self.is_alone or not self._agreement.checks:
             self._reduce([group.trainable for group in self._groups])
         elif trains is not None:
             self._reduce(trains)
 
     def pack_unheard(self) -> list[Unit]:
-        """Pack the gradients of groups that this rank has unfrozen, but whose reduction the ranks have not agreed on
-        yet. Return their units."""
+        """Pack the gradients of groups that this rank has unfrozen and that the ranks have not agreed to reduce yet.
+        Return the units of these groups."""
         late = []
         for unit in filter(_others, self._units):
             if any(group.trainable for group in unit.others):
@@ -86,7 +86,7 @@ class Consensus:
         return late
 
     def reach(self, graphs: CaptureTable | None) -> None:
-        """Exchange state at the end of a backward, and start the reductions that this rank has not started."""
+        """End a backward: exchange state, and start the reductions that are due on any rank and not started yet."""
         reductions, units, groups = self._reductions, self._units, self._groups
         reductions.complete()
         if not self._agreement.checks:

@@ -29,8 +29,8 @@ from weft.quantize.payload_only import PayloadOnly
 
 
 class Freshness:
-    """Updates model weights, the copies that gathers read, from the main weights during a pass. `ahead`: the units
-    whose copies are still to be updated, in the same order on all ranks."""
+    """During a pass, updates the model weights (the copies that gathers read) from the main weights. `ahead`: the units
+    whose model weights must still be updated in this pass, in the same order on all ranks."""
 
     def __init__(self, channels: Channels, agreement: Agreement) -> None:
         self._channels = channels
@@ -40,7 +40,7 @@ class Freshness:
         self._made: list[Unit] = []
 
     def begin_pass(self, units: Sequence[Unit], inside: Sequence[Unit], groups: Sequence[dist.ProcessGroup]) -> None:
-        """Begin a pass over the units `inside`: agree with the other ranks on which main weights have changed."""
+        """Begin a pass over `inside`, some or all of `units`. Agree over `groups` which units need an update."""
         following = [group for unit in units for group in unit.groups if group.refreshes]
         if not following:
             return
@@ -62,12 +62,12 @@ class Freshness:
         self.ahead.update(dict.fromkeys(inside))
 
     def is_due(self, unit: Unit) -> bool:
-        """Return whether the weights of `unit` are still to be updated, in this rank's pass or in another rank's."""
+        """Return whether `unit` still needs an update, for this rank's pass or for another rank's pass."""
         return unit in self.ahead or any(group.is_outdated for group in unit.groups)
 
     def reach(self, unit: Unit) -> None:
-        """Update all units up to `unit`, and the one after it, whose transfer then overlaps with computation. If
-        only another rank's pass uses `unit`, update no other unit."""
+        """Update the units of `ahead` up to `unit` and the one after it, whose transfer then overlaps with computation.
+        If only another rank's pass uses `unit`, it is not in `ahead`: update it and the first of `ahead`."""
         if unit in self.ahead:
             while self._next() is not unit:
                 pass
@@ -77,7 +77,7 @@ class Freshness:
             self._next()
 
     def finish(self) -> None:
-        """Update the remaining units at the end of a pass, even if they did not run here, and wait for all updates."""
+        """At the end of a pass, update the units left in `ahead`, whether they ran or not, and wait for all updates."""
         while self.ahead:
             self._next()
         made, self._made = self._made, []
@@ -88,7 +88,7 @@ class Freshness:
                     group.rest()
 
     def forget(self) -> None:
-        """After an abandoned pass, expect that all weights have changed: the ranks may have updated different units."""
+        """After an abandoned pass, treat all weights as changed, because the ranks may have updated different units."""
         self.ahead.clear()
         self._made.clear()
         self.certain = True
@@ -116,9 +116,9 @@ def _word_of(group: ParameterGroup) -> int:
 
 
 def agree_on_maxima(groups: Iterable[ParameterGroup]) -> None:
-    """All-reduce the largest magnitude of each matrix that is quantized with one scale, over the shards of `groups`:
-    one message per mesh axis. Collective if a group has such matrices. Call it after weights have changed, before they
-    are quantized."""
+    """All-reduce the largest magnitude of each matrix that is quantized with one scale, over the ranks that have parts
+    of it: in one message per process group. Collective if a group has such matrices. Call it after weights have
+    changed, before they are quantized."""
     found: list[tuple[torch.Tensor, dist.ProcessGroup]] = []
     with torch.no_grad():
         for group in groups:

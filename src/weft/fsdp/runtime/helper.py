@@ -23,13 +23,13 @@ Part = Callable[[], Ticket]
 
 
 class Steps:
-    """Counts the optimizer steps of this rank: writes to the main weights after the last backward of a step.
+    """Counts this rank's optimizer steps. A step is recognized by writes to main weights after its last backward.
 
         rank 0   ... the last backward ends | step | forward: waits for the shard of rank 1
         rank 1   ... the last backward still waits for other ranks, or rank 1 clips gradients
 
-    Rank 1 may join the gather of rank 0 only after its own optimizer has stepped. Otherwise rank 0 would compute with
-    weights from before the step.
+    Rank 1 may join the gather of rank 0 only after the optimizer of rank 1 has stepped. Otherwise rank 0 would compute
+    with weights of rank 1 from before the step.
     """
 
     def __init__(self, groups: Sequence[ParameterGroup], channel: int) -> None:
@@ -46,7 +46,7 @@ class Steps:
         self._versions = self._now()
 
     def begin_pass(self, watch: HangDetector) -> None:
-        """At the beginning of a pass, publish the number of steps of the current main weights."""
+        """At the beginning of a pass, publish through `watch` how many optimizer steps the main weights have had."""
         if self._here < self._ended:
             if self._counts and self._now() != self._versions:
                 self._said = self._ended
@@ -54,14 +54,14 @@ class Steps:
         watch.note(self._key, self._said)
 
     def reached(self, issued: Mapping[str, int]) -> bool:
-        """Return whether this rank's weights have as many steps as the weights of the rank that published `issued`."""
+        """Return whether this rank's main weights have had all optimizer steps that other ranks publish in `issued`."""
         here = self._here
         if here < self._ended and self._now() != self._versions:
             here = self._ended
         return not self._counts or issued.get(self._key, 0) <= here
 
     def forget(self) -> None:
-        """Stop counting after an abandoned pass, because the counts of the ranks may differ."""
+        """After an abandoned pass, stop counting for good, because the counts of the ranks may differ."""
         self._counts = False
         self._said = 0
 
@@ -81,7 +81,7 @@ class GatherHelper:
         self._tickets: list[Ticket] = []
 
     def begin_pass(self) -> bool:
-        """Watch the waits of the pass that begins. Return whether it is the first watched pass."""
+        """Let the hang detector watch the waits of this pass. Return whether it watches a pass for the first time."""
         watch = start_hang_detector()
         watch.begin_pass()
         self._steps.begin_pass(watch)
@@ -89,8 +89,8 @@ class GatherHelper:
         return is_first
 
     def offer(self, units: Sequence[Unit]) -> None:
-        """Register joins for the gathers of `units` with the hang detector. Do nothing if the transport supports no
-        joins, or if the detector does not watch passes yet."""
+        """Register functions with the hang detector that join the gathers of `units`. Leave out transports without the
+        capability `helpers`. Do nothing before the first watched pass."""
         watch, lanes, join = self._watched_by, self._channels, weakly(self._join)
         if watch is None:
             return
@@ -114,7 +114,7 @@ class GatherHelper:
                 add(lanes.gathers, bucket.group, channel, None, functools.partial(bucket.serve, copy))
 
     def failed(self, what: str, error: BaseException) -> None:
-        """Publish to ranks that wait for this one that `what`, such as the forward of a unit, raised `error`."""
+        """Publish, for ranks that wait for this one, that `what` (such as the forward of a unit) raised `error`."""
         if self._watched_by is not None:
             self._watched_by.fail(f"left {what} by {type(error).__name__}: {error}")
 
@@ -128,8 +128,8 @@ class GatherHelper:
         return self._steps.reached(issued) and self.serve(unit, part)
 
     def serve(self, unit: Unit | None, part: Part | None) -> bool:
-        """Update the model weights of `unit`, and take `part` in a gather of it, or of a bucket if `unit` is None.
-        Return whether there was anything to do. The hang detector calls this while this rank waits for a message."""
+        """Join a gather that only other ranks need: update the model weights of `unit`, and call `part`; either may be
+        None. Return whether there was anything to do. The hang detector calls this while this rank waits."""
         was_due = False
         if unit is not None:
             if self._watched_by is not None:

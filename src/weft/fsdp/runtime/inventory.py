@@ -38,7 +38,7 @@ _trains = attrgetter("requires_grad")
 
 
 class Inventory:
-    """The modules and parameters under `roots`, the modules of the root unit, as weak references."""
+    """Weak references to the modules and parameters under `roots`. `roots`: the modules of the root unit."""
 
     def __init__(self, roots: Iterable[nn.Module], units: Sequence[Unit]) -> None:
         """`units`: all units of the model, the root first. Raises RuntimeError as `check` does."""
@@ -53,7 +53,7 @@ class Inventory:
         self._walk()
 
     def check(self) -> None:
-        """Raise RuntimeError for a trainable parameter that is in no unit."""
+        """Raise RuntimeError if a trainable parameter is in no unit and was not passed in `ignored_params`."""
         modules = [*map(call, self._modules)]
         if (
             None in modules
@@ -112,8 +112,8 @@ _LOOKS = 16  # the number of backwards in which a root is looked for, because a 
 
 
 def look_around(roots: "Sequence[Root]", outputs: Iterable[torch.Tensor | GradientEdge]) -> "list[Root]":
-    """Raise RuntimeError if a backward of `outputs` reaches a parameter in no unit, held by a module around a root.
-    `roots`: root units. Returns the roots that the backward does not reach. The next backward checks these."""
+    """Raise RuntimeError if a backward of `outputs` reaches a parameter in no unit that belongs to a module around a
+    root. `roots`: the roots that no backward has reached yet. Return those that this backward does not reach either."""
     leaves = set(_leaves(outputs))
     reached = {id(record.unit.channels) for leaf in leaves if (record := record_of(leaf)) is not None}
     if suspects := set(filter(_is_suspect, leaves)):

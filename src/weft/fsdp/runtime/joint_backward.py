@@ -19,7 +19,7 @@ _moments = itertools.count()
 
 
 class JointBackward:
-    """A model that may share a backward with others. `finish`: reduces gradients that arrived without any hook."""
+    """A model that may share a backward with others. `finish`: reduces gradients of a backward that ran no hooks."""
 
     def __init__(self, units: Sequence[Unit], finish: Callable[[], None]) -> None:
         self.place = units[0].place
@@ -29,24 +29,24 @@ class JointBackward:
         _models.add(self)
 
     def begin(self) -> None:
-        """Note the beginning of a pass that a backward may follow."""
+        """Record that a pass begins, which a backward may follow."""
         self._began = next(_moments)
 
     def settle(self) -> None:
-        """Note that the model's backward has ended."""
+        """Record that the model's backward has ended."""
         self._settled = next(_moments)
 
     def may_share_backward(self) -> bool:
-        """Return whether the running backward may include another model: a model that has begun a pass after this
-        model's last backward, and has calls without a backward."""
+        """Return whether the running backward may include another model: one that has begun a pass since this model's
+        last backward, and that has forwards whose backward has not ended."""
         # Do not compare with the other model's last backward: a model that never runs one would always count.
         others = [other for other in _models if other is not self and other._began > self._settled]
         return bool(others) and any(unit.calls for other in others for unit in other._units)
 
 
 def finish_backwards() -> None:
-    """Reduce gradients that a backward has left in models without running any of their hooks. Such a backward enters a
-    model by tensors that no forward returned, and needs no gathered weights."""
+    """Reduce gradients in models of which a backward has run no hook. Such a backward reaches the parameters of a model
+    through tensors that no forward returned, and needs no gathered weights."""
     if not in_backward():
         waiting = [model for model in list(_models) if model._began > model._settled]  # a pass since its last backward
         for model in sorted(waiting, key=lambda model: model.place):  # in the same order on all ranks
@@ -76,7 +76,7 @@ _endings: "weakref.WeakValueDictionary[int, _Ending]" = weakref.WeakValueDiction
 
 
 def end_with_backward(place: int, ended: Callable[[], None], failed: Callable[[], None]) -> None:
-    """Call `ended` when the running backward ends, or `failed` if it raises. Calls are in the order of `place`."""
+    """Call `ended` when the running backward ends, `failed` if it raises. Several models end in order of `place`."""
     task = torch._C._current_graph_task_id()
     ending = _endings.get(task)
     if ending is None:

@@ -12,8 +12,8 @@ BUCKET_BYTES: int | None = None  # the default of `RuntimeOptions.bucket_bytes`
 
 
 class CaptureTable(Protocol):
-    """The captured graphs of one model's parts. `failed`: for each part, whether a capture failed on this rank since
-    the last agreement. `agree`: ends the pass; its argument: for each part, whether a capture failed on any rank."""
+    """The captured graphs of one model's parts. `failed`: per part, whether a capture failed on this rank since the
+    last `agree`. `agree`: is told, per part, whether a capture failed on any rank, and allows replays of the others."""
 
     @property
     def failed(self) -> list[bool]: ...
@@ -22,7 +22,7 @@ class CaptureTable(Protocol):
 
 @runtime_checkable
 class Captures(Protocol):
-    """The user's choice of parts to capture; `weft.graphs` implements it. `table`: returns the captures of `root`."""
+    """The interface of `weft.Graphs`, the choice of parts to capture. `table`: makes the captures of `root`."""
 
     def table(self, root: nn.Module, engine: Any, device: torch.device) -> CaptureTable: ...
 
@@ -32,18 +32,17 @@ class RuntimeOptions:
     """The options of a model's runtime. The root's options apply to all its units.
 
     - `separate_all_gather_group`: use separate communicators for gathers, so that gathers overlap with reductions.
-      True: copies of the mesh's process groups. A list: the groups in it, with the same ranks as the mesh's groups.
+      True: copies of the mesh's process groups. A list: process groups to use for the same ranks in place of copies.
     - `allocator`: "trace" records the first step, and then places buffers in two slabs: one allocation for weights, one
-      for gradients. "caching" allocates each buffer.
+      for gradients. "caching" takes and returns memory of torch's allocator for each use of a buffer.
     - `prefetch_bytes`: the number of bytes of weights that may be gathered ahead. None: only the next unit.
-    - `bucket_bytes`: adjacent units of at most this total size share a message (0: none do). None: the size whose
-      transfer takes as long as a message's latency; in a large model up to four times that, but at most an eighth of
-      the model.
+    - `bucket_bytes`: adjacent units of at most this total size share a message (0: none do). None: an eighth of the
+      model, but at least the transport's latency times its bandwidth, and at most four times this product.
     - `max_live_reduce_buffers`: the number of units whose partial gradients may be live at once, including the unit
       whose backward runs. With 2, one unit is reduced while the next computes. With 1, there is no such overlap.
     - `check_collectives`: after each backward the ranks compare their collectives, and agree on which parameters have
-      gradients. False: hosts never wait for each other. Then every rank must run the same units and do the same writes
-      to weights between the passes of a step, and a parameter that no rank used has a gradient of zeros, not None.
+      gradients. False: hosts never wait for each other. Then every rank must run the same units, and write to the same
+      weights between the passes of a step. A parameter that no rank used then gets a gradient of zeros, not None.
     - `graphs`: a `weft.Graphs` that chooses the parts of the model to capture in graphs. None: no part.
     """
 
@@ -86,8 +85,8 @@ class RuntimeOptions:
             )
 
     def joined(self, given: "RuntimeOptions", now: "RuntimeOptions") -> "RuntimeOptions":
-        """Return these options, of a new root, with the changes that method calls made to an inner model's options,
-        from `given` to `now`. If `max_live_reduce_buffers` was changed, the larger value applies."""
+        """Return these options, those of a new root, with the changes of an inner model: method calls have changed its
+        options from `given` to `now`. A changed `max_live_reduce_buffers` applies only if it is the larger value."""
         buffers, separate = self.max_live_reduce_buffers, self.separate_all_gather_group
         if now.max_live_reduce_buffers != given.max_live_reduce_buffers:
             buffers = max(buffers, now.max_live_reduce_buffers)

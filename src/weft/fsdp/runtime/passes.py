@@ -37,7 +37,7 @@ TRANSITIONS = {  # caused by
 
 
 class Passes:
-    """The state of one model. `current`: the running pass. `model`: the model's name in errors."""
+    """The state of one model. `current`: the running pass, or IDLE or FAILED. `model`: the model's name in errors."""
 
     def __init__(self, model: str) -> None:
         self.current = Pass.IDLE
@@ -75,7 +75,7 @@ class Passes:
 
 
 class BackwardCalls:
-    """The calls of units that are in their backward. `append` adds a call when its backward begins."""
+    """The calls of units whose backward has begun in this pass. `append` adds a call when its backward begins."""
 
     def __init__(self) -> None:
         self._calls: list[Any] = []
@@ -83,7 +83,7 @@ class BackwardCalls:
         self.makes_graph = False  # whether the backward runs with `create_graph=True`
 
     def end(self) -> None:
-        """End the calls that no hook has ended when autograd's backward is over."""
+        """After autograd's backward, end calls that no hook has ended. With `create_graph=True`, raise for them."""
         unended = [call.unit for call in self._calls if call.begun]
         if self.makes_graph and unended:
             raise RuntimeError(

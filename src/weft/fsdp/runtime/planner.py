@@ -26,17 +26,17 @@ class Planner:
     options: RuntimeOptions
 
     def plan(self) -> Plan:
-        """Return the plan of a step whose passes repeat the last pass of each kind."""
+        """Return the plan of a step in which each pass repeats the last pass of its kind."""
         off_plan = dict(self.gathers.off_plan)
         return compile_plan(self.gathers.traces, *self._inputs(), off_plan=off_plan, addresses=self._addresses())
 
     def foresee(self, trace: Trace) -> None:
-        """Assign memory to all weights of a schedule with the events of `trace`, before the first is gathered."""
+        """Plan memory for all weights of a schedule with the events of `trace`, before it gathers the first."""
         plan = compile_plan({"schedule": trace}, *self._inputs())
         self.channels.weights.foresee(map(self._memory_of, plan.alive))
 
     def end_pass(self) -> None:
-        """Plan memory again after a pass that differed from the plan. Call it when no weights are gathered."""
+        """End a pass, when no weights are gathered. If the pass differed from the plan of memory, make a new plan."""
         weights = self.channels.weights
         weights.end_step(self._foreseen() if weights.outdated else ())
         self.channels.gradients.end_step()

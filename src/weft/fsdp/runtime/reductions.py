@@ -25,10 +25,10 @@ _kind_and_bytes = attrgetter("gradients.bucket_kind", "gradients.sent")
 
 
 class Reductions(ReductionOrder):
-    """Packs gradients and starts their reductions in turn. A turn is one unit, or several units that share a message.
-    `units`: by number. `most_alive`: the number of turns whose buffers may exist at once. `bucket_bytes`: the largest
-    size of a turn of several units. `agreement`: logs each reduction that did not wait for its turn. `gathers`: records
-    the events of the pass."""
+    """Packs gradients and starts their reductions, turn by turn. A turn is one unit, or several units that share a
+    message. `units`: ordered by number. `most_alive`: the number of turns whose buffers may exist at once.
+    `bucket_bytes`: the largest size of a turn of several units. `agreement`: logs reductions that start in no agreed
+    order. `gathers`: records the events of the pass."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Reductions(ReductionOrder):
 
     @property
     def is_last(self) -> bool:
-        """Whether the current reductions are the last before the optimizer."""
+        """Whether the current reductions are the last before the optimizer step."""
         return self.last_backward and not self.more_to_come
 
     def defers(self, unit: Unit) -> bool:
@@ -83,7 +83,7 @@ class Reductions(ReductionOrder):
         self.take_turns(self._planned[1])
 
     def reduce(self, unit: Unit) -> None:
-        """Pack the gradients of `unit`. Start their reduction if it is due and it is the unit's turn."""
+        """Pack the gradients of `unit`. Start their reduction, unless they wait for a later backward or their turn."""
         if not unit.trainable_groups:
             return
         if torch.is_grad_enabled():  # in a schedule; a backward has disabled it
@@ -104,7 +104,7 @@ class Reductions(ReductionOrder):
             self._agreement.note(unit.number, "reduction", group.gradients.sent)
 
     def left_over(self, unit: Unit) -> bool:
-        """Return whether `unit` has gradients of any backward that are due, and that no call has reduced."""
+        """Return whether `unit` has unpacked gradients, or gradients of earlier backwards that are due only now."""
         for group in unit.trainable_groups:
             due = group.gradients.accumulates(self._finishes(unit)) and not self.defers(unit)
             if group.gradients.arrived or (due and unit.number not in self.waiting):
@@ -128,7 +128,7 @@ class Reductions(ReductionOrder):
         return group.gradients.place_of(parameter, self._channels.gradients, defer=defer)
 
     def offer(self, unit: Unit) -> None:
-        """Set `main_grad` for the modules of `unit` that have declared that they use it."""
+        """Set `main_grad` of the parameters of `unit` whose modules add to it, and have declared this."""
         for group in unit.groups:
             if group.trainable and group.gradients.declared:
                 defer = self.defers(unit)
@@ -144,11 +144,11 @@ class Reductions(ReductionOrder):
         return self._units[unit].trainable_groups
 
     def waits_for_turn(self, unit: int) -> bool:
-        """Return whether `unit` waits for its turn. It does not without tags, or with `check_collectives=False`."""
+        """Return whether `unit` waits for its turn: if its messages have tags, and `check_collectives` is set."""
         return self._agreement.checks and self._units[unit].is_addressed
 
     def has_buffer(self, unit: int, group: ParameterGroup) -> bool:
-        """Return whether the group's gradients are packed, or modules have declared to write them."""
+        """Return whether the group's gradients are packed, or modules have declared that they will write them."""
         return group.gradients.where is Where.PACKED or bool(group.gradients.declared)
 
     def pack_group(self, unit: int, group: ParameterGroup, *, defer: bool) -> None:
@@ -167,7 +167,7 @@ class Reductions(ReductionOrder):
             return group.gradients.reduce(self._channels, scale, channel=group.channel, finishes=finishes)
 
     def reduce_turn(self, turn: Sequence[int]) -> Ticket:
-        """Start the reductions of the units of one turn in one message."""
+        """Start the reductions of all units of `turn`, in one message."""
         units = [self._units[number] for number in turn]
         groups = [group for unit in units for group in unit.trainable_groups]
         scales = [unit.scale_of(group) for unit in units for group in unit.trainable_groups]

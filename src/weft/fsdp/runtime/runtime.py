@@ -60,7 +60,7 @@ class Runtime(Shared):
     # --- forward ----------------------------------------------------------------------------------------------------
 
     def begin_forward(self, unit: Unit) -> None:
-        """Note that a module of `unit` is called. If no other call is running, this begins a pass."""
+        """Begin a call of a module of `unit`. If no other call is running, begin a pass, except in a recomputation."""
         if not self._depth and not self._recomputes:
             self._begin_pass(unit, Pass.FORWARD if torch.is_grad_enabled() else Pass.EVALUATION)
         self._depth += 1
@@ -100,7 +100,7 @@ class Runtime(Shared):
         return in_backward() and (torch.is_grad_enabled() or self.passes.current is Pass.BACKWARD)
 
     def end_forward(self, error: BaseException | None = None) -> None:
-        """Leave a call of a sharded module; the outermost call ends the pass."""
+        """End a call of a sharded module. The outermost call ends the pass. `error`: what the call has raised."""
         self._depth = max(self._depth - 1, 0)
         if self._depth or (self._recomputes and self.passes.current is not Pass.EVALUATION):
             return
@@ -125,7 +125,7 @@ class Runtime(Shared):
     # --- the user's unshard and reshard -------------------------------------------------------------------------------
 
     def unshard(self, unit: Unit) -> None:
-        """Start to gather `unit` for the user from the current main weights."""
+        """For the user's `unshard()`, start to gather `unit` from the current main weights."""
         self._enter()
         if self.passes.current is Pass.IDLE:
             self._freshness.begin_pass(self.units, [unit, *unit.tied], self.process_groups)
@@ -142,7 +142,7 @@ class Runtime(Shared):
         unit.prefetch()
 
     def finish_unshard(self, unit: Unit) -> None:
-        """Wait for the gather of `unshard`, register full parameters, and wait for uploads of main weights to end."""
+        """Wait for the gather that `unshard` started and for uploads of main weights. Register the full parameters."""
         if USER not in unit.holders:
             unit.acquire(USER)
             unit.resharded = False
@@ -168,8 +168,8 @@ class Runtime(Shared):
 
     @contextmanager
     def scheduled(self, trace: Trace, *, backward: bool = True) -> Iterator[None]:
-        """A context for a schedule that drives the units, with the events of `trace`. Hooks do nothing in it. Its end
-        acts as the end of a backward, unless the schedule is an evaluation."""
+        """A context in which a schedule drives the units, with the events of `trace`, and hooks do nothing. At its end,
+        gradients are reduced as at the end of a backward. `backward=False`: the schedule is an evaluation."""
         if self._depth or in_backward():
             raise RuntimeError("a schedule cannot run inside a forward or backward of the same model: call it outside")
         self._evaluates = not backward
@@ -198,7 +198,7 @@ class Runtime(Shared):
     # --- backward ---------------------------------------------------------------------------------------------------
 
     def begin_backward(self, call: Any) -> None:
-        """Note that the backward of `call` begins. If no other backward is running, this begins a pass."""
+        """Begin the backward of `call`, a forward of a unit. The first one that a backward reaches begins a pass."""
         if self.passes.current is Pass.FAILED:
             self._recover()
         self._calls.append(call)
@@ -256,7 +256,7 @@ class Runtime(Shared):
         self.planner.end_pass()
 
     def finish_unnoticed(self) -> None:
-        """Reduce the gradients that an autograd backward has left in this model without running any of its hooks."""
+        """Reduce the gradients, if there are any, of an autograd backward that has run no hook of this model."""
         if self.passes.current is Pass.IDLE and any(unit.awaits_reduction for unit in self.units):
             self._open_backward()
             self.end_backward()
@@ -274,7 +274,7 @@ class Runtime(Shared):
     # --- failure ------------------------------------------------------------------------------------------------------
 
     def note_failure(self, what: str, error: BaseException) -> None:
-        """Note that `what` raised `error`. It is reported only if the pass ends with it: the caller may catch it."""
+        """Remember that `what` raised `error`. It is published only if it ends the pass: the caller may catch it."""
         if self._failure is None or self._failure[0] is not error:
             self._failure = (error, what)
 
@@ -286,7 +286,7 @@ class Runtime(Shared):
         self.reset()
 
     def fail(self) -> None:
-        """Mark the pass as failed, and register the sharded parameters."""
+        """Mark the pass as failed. Drop gradients if it was a backward, and end all holds except the user's."""
         left = self.passes.current
         evaluates = left in (Pass.FORWARD, Pass.EVALUATION) or (left is Pass.SCHEDULE and self._evaluates)
         self._keeps_gradients = evaluates
@@ -297,7 +297,7 @@ class Runtime(Shared):
             unit.drop_holders()
 
     def recover(self) -> bool:
-        """Clean up after a failed pass, in a call outside of passes. Return whether a schedule drives the units."""
+        """Clean up if the last pass has failed. Return whether a schedule drives the units."""
         if self.passes.current is not Pass.FAILED:
             return self.passes.current is Pass.SCHEDULE
         if self._depth:

@@ -79,7 +79,7 @@ class Shared:
             unit.channels = self.channels
 
     def change(self, **options: Any) -> None:
-        """Replace these fields of the model's `RuntimeOptions`. Collective if one is `separate_all_gather_group`."""
+        """Replace these fields of the model's `RuntimeOptions`. Collective with `separate_all_gather_group`."""
         self.options = dataclasses.replace(self.options, **options)
         self.channels.separate_gathers(self.process_groups, self.options.separate_all_gather_group)
         self._helper.offer(self.units)
@@ -88,7 +88,7 @@ class Shared:
     # --- more calls of a driver (`weft.fsdp.driver.Engine`) -----------------------------------------------------------
 
     def ready(self, unit: Unit) -> None:
-        """Pack the gradients of `unit`, and reduce them if it is their turn."""
+        """Pack the gradients of `unit`, and start their reduction if they are due and it is the unit's turn."""
         if self._calls.makes_graph and unit.awaits_reduction:
             raise RuntimeError(
                 f"backward(create_graph=True) through {unit}: gradients of parameters are reduced over the ranks and "
@@ -116,7 +116,7 @@ class Shared:
 
     @property
     def steady_passes(self) -> int:
-        """The number of passes since the plan of gathered weights changed; 0 in a pass that differs from its trace."""
+        """The number of backwards, evaluations and schedules since the memory plan changed; 0 once a pass deviates."""
         return self.channels.weights.steady if self.gathers.current.on_plan else 0
 
     # --- all units --------------------------------------------------------------------------------------------------

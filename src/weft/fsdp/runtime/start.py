@@ -19,23 +19,23 @@ from weft.weak import alive
 
 
 def equalize(group: ParameterGroup) -> None:
-    """Broadcast the values of the first replica to the other replicas. Collective."""
+    """Broadcast the main weights of the first replica to the other replicas. Collective."""
     for axis, ranks in enumerate(group.groups):
         if axis not in group.main_weight.axes and ranks.size() > 1:
             collectives.broadcast(group.main_weight.local, ranks)
 
 
 def rest(group: ParameterGroup) -> None:
-    """Quantize weights that are kept only in quantized form, and free their main weights. The first pass does this if
-    they have no values yet, or if payloads are gathered once per step. Collective if each matrix has one scale."""
+    """Quantize weights that are kept only in quantized form, and free their main weights. Do nothing before they have
+    values, or if payloads are gathered once per step: the first pass does it. Collective with one scale per matrix."""
     if group.payload_only is not None and not group.unfilled and not group.refreshed_bytes:
         agree_on_maxima([group])
         group.rest(quantize=True)
 
 
 def equalize_slices(groups: Sequence[ParameterGroup]) -> None:
-    """Broadcast parameters over the tensor-parallel ranks if tensor parallelism does not slice them. Leave out those
-    that are sharded over these ranks. Collective."""
+    """Broadcast the parameters that are not sliced by tensor parallelism, over the tensor-parallel ranks. Leave out
+    groups whose mesh has several of these ranks. Collective."""
     for slices in dict.fromkeys(own for group in groups for own in group.slice_groups):
         ranks = set(dist.get_process_group_ranks(slices))
         for group in groups:
@@ -57,8 +57,8 @@ def _equalize_over(group: ParameterGroup, slices: dist.ProcessGroup) -> None:
 
 
 def check_filled(units: Sequence[Unit]) -> None:
-    """Raise ValueError for parameters without values, on every rank, and for buffers on the meta device. Collective
-    over each group with parameters that were on the meta device when they were sharded."""
+    """Raise ValueError on all ranks if parameters have no values on some rank, and on this rank for buffers on the meta
+    device. Broadcast parameters that were on the meta device when they were sharded. Collective if there are any."""
     for unit in units:
         for group in unit.groups:
             if group.unfilled:

@@ -26,9 +26,12 @@ def convert(
     """Convert Hugging Face files to weft's own format, or back. Return a line that says what was written.
 
     The format of the directory `source` determines the direction. Weights stay bit-exact, and no tensor is in memory as
-    a whole. `target`: a new or empty directory. `model_type`: the family to write. Default: the original family, or the
-    first that can represent the model. `ignored`: unknown fields of config.json to ignore. Raises `ConversionError`,
-    before anything is written, if the conversion is not possible.
+    a whole. `target`: a new or empty directory. Raises `ConversionError`, before anything is written, if the conversion
+    is not possible.
+
+    `ignored`: unknown fields of config.json to ignore, when you convert Hugging Face files. `model_type`: the family to
+    write, when you convert back. Default: the family from which the model was converted or, for another model, the
+    first that can represent it.
     """
     source, target = Path(source), Path(target)
     refuse_used(target)

@@ -27,10 +27,10 @@ class Depths:
     - `symbols(config_json)`: returns the layer symbols of one depth.
     - `prefix(trunk, length, number, place)`: returns the prefix of the names of layer `place` in depth `number`. The
       main model has `trunk` layers, and each depth has `length` layers.
-    - `around`: maps weft's names of a depth's modules that are in none of its layers to their names on disk. In the
-      latter, {first} and {last} stand for the prefixes of the depth's first and last layer.
-    - `copies`: modules of the main model that each depth stores again.
-    - `most`: the maximum number of depths.
+    - `around`: maps weft's names of a depth's modules outside of its layers to their names on disk. In a name on disk,
+      {first} and {last} stand for the prefixes of the depth's first and last layer.
+    - `copies`: maps modules of the main model that each depth stores again to the names of the copies on disk.
+    - `most`: the maximum number of depths. None: no limit.
     - `counted`: the field of config.json with the number of depths.
     """
 
@@ -42,7 +42,7 @@ class Depths:
     counted: str = "num_nextn_predict_layers"
 
     def names(self, trunk: int, length: int, number: int) -> dict[str, str]:
-        """Return weft's names of the modules of depth `number` outside its layers, each with the name on disk."""
+        """Return the names on disk of the modules of depth `number` outside of its layers, by weft's name."""
         first, last = (self.prefix(trunk, length, number, place) for place in (0, length - 1))
         return {ours: theirs.format(first=first, last=last) for ours, theirs in self.around.items()}
 
@@ -63,7 +63,7 @@ class Depths:
 
 
 def behind_the_trunk(symbols: str) -> Depths:
-    """Return depths whose numbers continue those of the main model's layers."""
+    """Return depths of one layer each. Their layers on disk continue the numbers of the main model's layers."""
     return Depths(
         symbols=lambda raw: symbols,
         prefix=lambda trunk, length, number, place: f"model.layers.{trunk + number}.",
@@ -89,8 +89,8 @@ def single(symbols: str, counted: str = "num_nextn_predict_layers") -> Depths:
 
 
 def layer_by_layer(symbols: Callable[[dict[str, Any]], str]) -> Depths:
-    """Return depths whose layers are numbered consecutively. The first and the last layer also hold norms and
-    projection."""
+    """Return depths whose layers are numbered consecutively, from one depth to the next. On disk, the first layer of a
+    depth also has the projection and the norms before it, and the last layer also has the final norm."""
     return Depths(
         symbols=symbols,
         prefix=lambda trunk, length, number, place: f"mtp.layers.{number * length + place}.",

@@ -41,7 +41,7 @@ OF_WEIGHTS = ("F64", "F32", "F16", "BF16")
 
 
 class TensorFiles:
-    """A mapping from names to the tensors in a directory. Data is read only when a slice of a tensor is read."""
+    """A mapping from names to the tensors in a directory. `files[name]` reads no data; `files[name][a:b]` does."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -202,8 +202,8 @@ class _File:
         path.write_bytes(b"")
 
     def takes(self, size: int, dtype: torch.dtype, most: int) -> bool:
-        """Return whether the file, with a further tensor of `size` bytes, has at most `most` bytes, and the tensor is
-        aligned (safetensors allows no gaps)."""
+        """Return whether a further tensor of `size` bytes fits into the file. The tensor must be aligned,
+        because safetensors allows no gaps. The tensors of a file have at most `most` bytes together."""
         aligned = self.end % dtype.itemsize == 0
         return aligned and self.end + size <= most and self._header_bytes < self.HEADER_BYTES - 2000
 

@@ -81,7 +81,10 @@ def write(cfg: HybridConfig) -> Raw:
 
 
 def solved(function: Callable[[float], float], result: float, about: float) -> float:
-    """Return `about` or the neighbouring float that `function` maps exactly to `result`; `about` if none does."""
+    """Return `about` or one of the two floats next to it: one that `function` maps exactly to `result`.
+
+    Return `about` if there is no such float.
+    """
     near = (about, math.nextafter(about, math.inf), math.nextafter(about, 0.0))
     return next((each for each in near if function(each) == result), about)
 

@@ -70,7 +70,7 @@ def read_ours(directory: Path) -> Raw:
 
 
 def family_of(raw: Raw) -> Family:
-    """Return the family that the config.json `raw` names. Raises `ConversionError` if weft does not know it."""
+    """Return the family for the `model_type` in the config.json `raw`. Raises `ConversionError` if there is none."""
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConversionError(f"model_type={kind!r}: choose from {', '.join(FAMILIES)}")
@@ -78,10 +78,11 @@ def family_of(raw: Raw) -> Family:
 
 
 def config_of(directory: str | Path, *, ignored: Collection[str] = ()) -> HybridConfig:
-    """Return the configuration of the model in a directory of Hugging Face files, or in weft's own format.
+    """Return the configuration of the model in a directory of Hugging Face files, or in one of weft's own format.
 
-    `ignored`: unknown fields of config.json to ignore. Raises `ConversionError` for an unknown family, for quantized
-    weights, and for a field that changes the result and has no counterpart in weft.
+    `ignored`: unknown fields of config.json to ignore. Raises `ConversionError` for a missing or damaged configuration
+    file, for an unknown family, for quantized weights, for a value that is invalid or that weft does not support, and
+    for any other unknown field of config.json that could change the result.
     """
     directory = Path(directory)
     if (directory / OURS).exists():
@@ -92,8 +93,10 @@ def config_of(directory: str | Path, *, ignored: Collection[str] = ()) -> Hybrid
 def described(
     directory: Path, raw: Raw, names: Collection[str], ignored: Collection[str] = ()
 ) -> tuple[Family, HybridConfig, Spelling]:
-    """Return the family and the configuration of the config.json `raw`, and how `names`, the tensors on disk, are
-    spelled."""
+    """Return the family and the configuration that the config.json `raw` describes, and the directory's `Spelling`.
+
+    `names`: the names of the tensors on disk. `ignored`: unknown fields of config.json to ignore.
+    """
     try:
         text = full_text_of(raw)
         family = family_of(text)
@@ -105,9 +108,10 @@ def described(
 
 
 def opened(directory: Path, cfg: HybridConfig) -> tuple[dict[str, Place], Any]:
-    """Return where each of weft's tensors is in a directory (name -> `Place`), and the directory's tensors by name.
+    """Return two mappings: from weft's tensor names to their `Place` on disk, and from names on disk to the tensors.
 
-    The pattern in the directory's configuration may group the symbols of `cfg` differently.
+    `cfg`: the configuration that determines weft's names. The pattern in the directory's configuration may group the
+    same symbols differently.
     """
     files = TensorFiles(directory)
     if (directory / OURS).exists():
@@ -120,11 +124,10 @@ def opened(directory: Path, cfg: HybridConfig) -> tuple[dict[str, Place], Any]:
 
 
 def family_for(cfg: HybridConfig, model_type: str | None = None) -> tuple[Family, Raw]:
-    """Return the first family that can represent `cfg`, and `cfg` as the content of its config.json.
+    """Return the first family that can represent `cfg`, and the content of this family's config.json for `cfg`.
 
-    Raises `ConversionError` if no family can.
-
-    `model_type`: the only family to try. Default: all families are tried in order.
+    `model_type`: the only family to try. Default: all families are tried, in the order of `FAMILIES`. Raises
+    `ConversionError` if `model_type` is unknown, or if none of the tried families can represent `cfg`.
     """
     if model_type is not None and model_type not in FAMILIES:
         raise ConversionError(f"model_type={model_type!r}: choose from {', '.join(FAMILIES)}")

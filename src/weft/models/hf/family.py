@@ -35,15 +35,16 @@ class Family:
 
     - `fields`: maps names in config.json to (name in `HybridConfig`, the family's default).
     - `required`: fields of config.json, each with the only value that weft supports.
-    - `kept`: fields of config.json that do not affect the result.
-    - `read`, `write`: convert the fields that the table cannot express.
+    - `kept`: other fields of config.json that are accepted: `read` uses them, or the result does not depend on them.
+    - `read`: returns the fields of `HybridConfig` that `fields` cannot take from config.json.
+    - `write`: returns the fields of config.json that `fields` cannot take from `HybridConfig`.
     - `outer`: maps weft's modules outside of layers to names on disk.
-    - `layer`: the prefix of the names in a layer, with {} for its number. A layer on disk has `symbols_per_layer` of
-      the pattern's symbols.
-    - `tensors`: for each layer symbol, a table of the names in such a layer.
-    - `depths`: the names of prediction depths. None if no model of the family has depths.
-    - `memory`: maps parts of names on disk to the parts that replace them in transformers' `state_dict()`. Files of a
-      saved `state_dict()` have these names too.
+    - `layer`: the prefix of the tensor names of a layer on disk, with {} for the layer's number.
+    - `symbols_per_layer`: the number of pattern symbols that form one layer on disk, for example 2 for `[*-]`.
+    - `tensors`: maps each layer symbol to the table of the tensor names in such a layer.
+    - `depths`: the tensor names of prediction depths. None if no model of the family has depths.
+    - `memory`: pairs of a part of a name on disk and the part that replaces it in transformers' `state_dict()`. If a
+      user saves such a `state_dict()`, the names in the file have the replaced parts.
     """
 
     model_type: str
@@ -61,10 +62,11 @@ class Family:
     memory: tuple[tuple[str, str], ...] = ()
 
     def config(self, raw: Raw, files: Container[str] = (), ignored: Collection[str] = ()) -> HybridConfig:
-        """Return the configuration of the config.json `raw`, with the prediction depths whose tensors are in `files`.
+        """Return the configuration that the config.json `raw` describes.
 
-        `ignored`: unknown fields to ignore. Raises `ConversionError` for other unknown fields, for quantized weights,
-        and for values that are invalid or that weft does not support.
+        `files`: the names of the tensors on disk. They determine the number of prediction depths. `ignored`: unknown
+        fields to ignore. Raises `ConversionError` for any other unknown field that could change the result, for
+        quantized weights, and for values that are invalid or that weft does not support.
         """
         raw = {name: value for name, value in raw.items() if name not in ignored}
         check_values(raw, self.fields)
@@ -101,7 +103,7 @@ class Family:
         return dataclasses.replace(cfg, pattern=cfg.pattern + f"/{part}" * count)
 
     def raw(self, cfg: HybridConfig) -> Raw:
-        """Return the config.json of `cfg`. Raises `ConversionError` if this family cannot represent it."""
+        """Return this family's config.json for `cfg`. Raises `ConversionError` if the family cannot represent `cfg`."""
         self._check_symbols(cfg)
         theirs = {name: getattr(cfg, ours) for name, (ours, _) in self.fields.items()}
         theirs = {"architectures": [self.architecture], "model_type": self.model_type} | theirs
@@ -119,7 +121,10 @@ class Family:
         return theirs
 
     def places(self, cfg: HybridConfig, *, fused: bool = False) -> dict[str, Place]:
-        """Return the place on disk of each of weft's tensors. `fused`: one tensor holds the matrices of all experts."""
+        """Return the place on disk of each of weft's tensors, by weft's name.
+
+        `fused`: whether a tensor on disk stacks the matrices of all experts. Otherwise each expert has its own tensors.
+        """
         places = {name: self._place_of(name, cfg) for name in tensor_names(cfg)}
         if not fused:
             return places
@@ -151,7 +156,7 @@ class Family:
         return self._place(layer.symbols[place], inner, prefix, cfg)
 
     def projections(self, cfg: HybridConfig) -> set[str]:
-        """Return the names on disk from which `Depths.count` finds the number of depths of a model of `cfg`."""
+        """Return the names on disk of the projections of prediction depths, by which `Depths.count` counts depths."""
         if self.depths is None:
             return set()
         trunk, length = self._layers(cfg), len(cfg.parsed.symbols[1]) // self.symbols_per_layer
@@ -194,7 +199,7 @@ class Family:
 
 
 def tensor_names(cfg: HybridConfig) -> list[str]:
-    """Return the names of weft's tensors, in an order that does not depend on how the pattern groups symbols."""
+    """Return weft's names of a model's tensors. Their order does not depend on how the pattern groups symbols."""
     return list(shapes_of(cfg))
 
 
@@ -211,7 +216,7 @@ def shapes_of(cfg: HybridConfig) -> dict[str, list[int]]:
 
 
 def flat(cfg: HybridConfig) -> str:
-    """Return the layer symbols of the main model as one string, without groups."""
+    """Return the symbols of the pattern's main part as one string, without `[ ] |`."""
     return "".join(layer.symbols for layer in cfg.parsed.layers)
 
 
@@ -221,7 +226,7 @@ def relevant(cfg: HybridConfig) -> list[str]:
 
 
 def check_layer_types(raw: Raw, layers: int, known: Collection[str], family: str) -> None:
-    """Raise `ConversionError` if `layer_types` is given but does not have a known type for each layer."""
+    """Raise `ConversionError` unless `layer_types` is absent or a list with one of the `known` types for each layer."""
     kinds = raw.get("layer_types")
     if not kinds:
         return
@@ -235,7 +240,8 @@ def check_layer_types(raw: Raw, layers: int, known: Collection[str], family: str
 def windows_of(raw: Raw, layers: int, family: str, default: Callable[[int], bool], window: int | None) -> Raw:
     """Return `sliding_window` and `windowed` of `HybridConfig` from `layer_types`.
 
-    `default(number)`: returns whether a layer has a window if config.json has no `layer_types`.
+    `default(number)`: whether layer `number` has a window if config.json has no `layer_types`. `window`: the size of
+    the window; None: no layer has a window.
     """
     check_layer_types(raw, layers, (SLIDING, FULL), family)
     given = raw.get("layer_types")
@@ -247,7 +253,7 @@ def windows_of(raw: Raw, layers: int, family: str, default: Callable[[int], bool
 
 
 def written_windows(cfg: HybridConfig) -> Raw:
-    """Return `sliding_window` and `layer_types` of config.json, the inverse of `windows_of`."""
+    """Return `sliding_window` and `layer_types` of the config.json for `cfg`: the inverse of `windows_of`."""
     windows = [cfg.window_of(number) for number in range(flat(cfg).count("*"))]
     return {
         "sliding_window": cfg.sliding_window,
@@ -258,15 +264,16 @@ def written_windows(cfg: HybridConfig) -> Raw:
 def experts(template: str) -> Bound:
     """Return a function that returns the `Place` of the matrices of all experts.
 
-    `template`: their names on disk, with {} for the expert's number.
+    `template`: the names of the matrices on disk, without the layer's prefix, with {} for the expert's number.
     """
     return lambda prefix, cfg: PerExpert(prefix + template, cfg.num_experts)
 
 
 def differences(cfg: HybridConfig, other: HybridConfig) -> list[str]:
-    """Return a line for each field that makes the outputs of `cfg` and `other` differ, even if all shapes fit.
+    """Return a line of text for each field that differs between `cfg` and `other` and on which the output depends.
 
-    How the pattern groups symbols is ignored. For equivalent configurations the list is empty.
+    If the symbols of the patterns differ, the list has only the line for `pattern`. How the patterns group symbols is
+    ignored. For equivalent configurations the list is empty.
     """
     if cfg.parsed.symbols != other.parsed.symbols:
         return [f"pattern={cfg.pattern!r}, there {other.pattern!r}"]
@@ -278,7 +285,7 @@ def differences(cfg: HybridConfig, other: HybridConfig) -> list[str]:
 
 
 def plain(cfg: HybridConfig, name: str) -> Any:
-    """Return a field in a normal form that is equal for equivalent configurations."""
+    """Return the value of field `name` in a normal form: equivalent configurations have equal normal forms."""
     if name == "pattern":
         return cfg.parsed.symbols
     if name == "windowed":

@@ -56,7 +56,7 @@ know it."""
 
 
 def lacking(raw: Raw, known: Collection[str]) -> set[str]:
-    """Return the fields of a config.json that are not `known` and could change the result. A null counts as absent."""
+    """Return the fields of `raw` that are not `known` and could change the result. A field that is null is ignored."""
     unknown = {name for name in raw.keys() - set(known) if raw[name] is not None}
     return {name for name in unknown if name not in WITHOUT_EFFECT or raw[name] != WITHOUT_EFFECT[name]}
 
@@ -110,7 +110,7 @@ TEXTS = frozenset(("hybrid_override_pattern", "mtp_hybrid_override_pattern", "po
 
 
 def check_values(raw: Raw, fields: Mapping[str, tuple[str, Any]]) -> None:
-    """Raise `ConversionError` for a value of the wrong type or out of range. `fields`: `Family.fields`."""
+    """Raise `ConversionError` if a value has the wrong type or is out of range. `fields`: `fields` of the `Family`."""
     for name, value in raw.items():
         if name in fields:
             kinds = _kinds_of(fields[name][0])

@@ -46,8 +46,12 @@ MOST_LIKELY = 50
 
 @dataclass(frozen=True)
 class Generation:
-    """The generation settings of a model. `sampling`: None if the files have none. `ends`: the tokens that end a text.
-    `not_followed`: fields, as "name=value", that would have an effect but that weft does not support."""
+    """The generation settings of a model.
+
+    `sampling`: None if the model has no generation_config.json. `ends`: the ids of tokens that end a text.
+    `not_followed`: the settings in generation_config.json, as "name=value", that weft does not support and that would
+    have an effect.
+    """
 
     sampling: Sampling | None = None
     ends: frozenset[int] = frozenset()
@@ -55,7 +59,8 @@ class Generation:
 
 
 def generation_of(origin: Origin | None) -> Generation:
-    """Return the generation settings in the files of a model. Raises `ConversionError` for values out of range."""
+    """Return the generation settings in the files of a model. Raises `ConversionError` for damaged files and invalid
+    values. With `origin=None` all settings are empty."""
     if origin is None:
         return Generation()
     text = text_of(origin.raw)

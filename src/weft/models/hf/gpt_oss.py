@@ -20,9 +20,9 @@ YARN = {
 
 
 def by_turns(name: str, part: int) -> Bound:
-    """Return a function that returns the `Place` of the gate (`part` 0) or the up projection (1).
+    """Return a function that returns the `Place` of the gate projection (`part` 0) or the up projection (`part` 1).
 
-    Both are in one tensor, interleaved in its last dimension.
+    The tensor `name` on disk holds both, interleaved in its last dimension.
     """
     return lambda prefix, cfg: Half(prefix + name, part, dim=-1, by_turns=True)
 
@@ -40,7 +40,7 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """Return `HybridConfig` fields for the fields of config.json that `Family.fields` cannot map."""
+    """Return the fields of `HybridConfig` that the table `Family.fields` cannot take from config.json."""
     layers, window = raw.get("num_hidden_layers", 36), raw.get("sliding_window", 128)
     check_layer_types(raw, layers, (SLIDING, FULL), "gpt_oss")
     kinds: Sequence[str] = raw.get("layer_types") or [FULL if number % 2 else SLIDING for number in range(layers)]
@@ -60,7 +60,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return config.json fields for the fields of `HybridConfig` that `Family.fields` cannot map."""
+    """Return the fields of config.json that the table `Family.fields` cannot take from `HybridConfig`."""
     windows = [cfg.window_of(number) for number in range(flat(cfg).count("*"))]
     return {**llama.write(cfg), "layer_types": [FULL if each is None else SLIDING for each in windows]}
 

@@ -16,12 +16,12 @@ ROUTED: Table = {name: place for name, place in EXPERTS.items() if not name.star
 
 
 def read_moe(raw: Raw) -> Raw:
-    """Return `HybridConfig` fields for the fields of config.json that `Family.fields` cannot map."""
+    """Return the fields of `HybridConfig` that the table `Family.fields` cannot take from config.json."""
     return {**llama.read(raw), "pattern": "[*E]" * raw.get("num_hidden_layers", 32)}
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return config.json fields for the fields of `HybridConfig` that `Family.fields` cannot map."""
+    """Return the fields of config.json that the table `Family.fields` cannot take from `HybridConfig`."""
     return {**llama.write(cfg), "head_dim": cfg.attention_head_dim}
 
 

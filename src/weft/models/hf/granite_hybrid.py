@@ -13,16 +13,15 @@ NAMES = {"M": "linear_attention", "*": "full_attention"}
 
 
 def half(name: str, part: int, *, of_experts: bool = False) -> Bound:
-    """Return a function that returns the `Place` of the gate (`part` 0) or the up projection (1) in a matrix that holds
-    both.
+    """Return a function that returns the `Place` of the gate projection (`part` 0) or the up projection (`part` 1).
 
-    `of_experts`: whether each expert has such a matrix.
+    The tensor `name` on disk holds both. `of_experts`: whether this tensor stacks such a matrix for each expert.
     """
     return lambda prefix, cfg: Half(prefix + name, part, dim=1 if of_experts else 0, turned=of_experts)
 
 
 def dense(ours: str) -> Table:
-    """Return the table of the shared MLP. `ours`: the prefix of its names in weft."""
+    """Return the table of the shared MLP: `-` or the shared expert in weft. `ours`: the prefix of its names in weft."""
     return {
         f"{ours}gate_proj.weight": half("shared_mlp.input_linear.weight", 0),
         f"{ours}up_proj.weight": half("shared_mlp.input_linear.weight", 1),
@@ -41,7 +40,7 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """Return `HybridConfig` fields for the fields of config.json that `Family.fields` cannot map."""
+    """Return the fields of `HybridConfig` that the table `Family.fields` cannot take from config.json."""
     layers, experts = raw.get("num_hidden_layers", 32), raw.get("num_local_experts", 8)
     check_layer_types(raw, layers, MIXERS, "granitemoehybrid")
     mixers = raw.get("layer_types") or ["linear_attention"] * layers
@@ -68,7 +67,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return config.json fields for the fields of `HybridConfig` that `Family.fields` cannot map."""
+    """Return the fields of config.json that the table `Family.fields` cannot take from `HybridConfig`."""
     mixers, ends = flat(cfg)[::2], set(flat(cfg)[1::2])
     if len(ends) > 1:
         raise ConversionError(f"granitemoehybrid has experts in all layers or in none, but {cfg.pattern!r} mixes both")

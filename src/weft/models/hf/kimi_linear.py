@@ -59,7 +59,7 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """Return `HybridConfig` fields for the fields of config.json that `Family.fields` cannot map."""
+    """Return the fields of `HybridConfig` that the table `Family.fields` cannot take from config.json."""
     layers, given = raw.get("num_hidden_layers", 27), raw.get("linear_attn_config") or {}
     if unknown := given.keys() - {*LISTS, *NESTED}:
         raise ConversionError(f"linear_attn_config: weft has no {listed(unknown)}")
@@ -102,7 +102,7 @@ def _mixers(raw: Raw, layers: int, given: Raw) -> list[str]:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return config.json fields for the fields of `HybridConfig` that `Family.fields` cannot map."""
+    """Return the fields of config.json that the table `Family.fields` cannot take from `HybridConfig`."""
     mixers = list(enumerate(flat(cfg)[::2], start=1))
     return {
         "num_hidden_layers": len(mixers),

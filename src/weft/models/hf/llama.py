@@ -22,7 +22,7 @@ COMMON = {
 
 
 def read(raw: Raw) -> Raw:
-    """Return `HybridConfig` fields for the fields of config.json that `Family.fields` cannot map."""
+    """Return the fields of `HybridConfig` that the table `Family.fields` cannot take from config.json."""
     return {
         "pattern": "[*-]" * raw.get("num_hidden_layers", 32),
         "num_key_value_heads": raw.get("num_key_value_heads") or raw.get("num_attention_heads", 32),
@@ -32,7 +32,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return config.json fields for the fields of `HybridConfig` that `Family.fields` cannot map."""
+    """Return the fields of config.json that the table `Family.fields` cannot take from `HybridConfig`."""
     return {
         "num_hidden_layers": len(flat(cfg)) // 2,
         "num_key_value_heads": cfg.num_key_value_heads,

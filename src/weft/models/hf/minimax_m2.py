@@ -9,7 +9,7 @@ from weft.models.hf.llama import ATTENTION, COMMON
 
 
 def read(raw: Raw) -> Raw:
-    """Return `HybridConfig` fields for the fields of config.json that `Family.fields` cannot map."""
+    """Return the fields of `HybridConfig` that the table `Family.fields` cannot take from config.json."""
     layers, width = raw.get("num_hidden_layers", 62), raw.get("head_dim", 128)
     if any(kind != 1 for kind in raw.get("attn_type_list") or ()):
         raise ConversionError(
@@ -26,7 +26,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return config.json fields for the fields of `HybridConfig` that `Family.fields` cannot map."""
+    """Return the fields of config.json that the table `Family.fields` cannot take from `HybridConfig`."""
     return {**mixtral.write(cfg), **rope.write(cfg, partial=True)}
 
 

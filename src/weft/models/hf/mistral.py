@@ -7,7 +7,7 @@ from weft.models.hf.llama import ATTENTION, COMMON, MLP
 
 
 def read(raw: Raw) -> Raw:
-    """Return `HybridConfig` fields for the fields of config.json that `Family.fields` cannot map."""
+    """Return the fields of `HybridConfig` that the table `Family.fields` cannot take from config.json."""
     heads = raw.get("num_attention_heads", 32)
     return {
         "pattern": "[*-]" * raw.get("num_hidden_layers", 32),
@@ -17,7 +17,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return config.json fields for the fields of `HybridConfig` that `Family.fields` cannot map."""
+    """Return the fields of config.json that the table `Family.fields` cannot take from `HybridConfig`."""
     theirs = llama.write(cfg)
     del theirs["attention_bias"]
     return theirs

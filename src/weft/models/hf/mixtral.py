@@ -15,12 +15,12 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """Return `HybridConfig` fields for the fields of config.json that `Family.fields` cannot map."""
+    """Return the fields of `HybridConfig` that the table `Family.fields` cannot take from config.json."""
     return {"pattern": "[*E]" * raw.get("num_hidden_layers", 32), **rope.read(raw, theta=1e6)}
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return config.json fields for the fields of `HybridConfig` that `Family.fields` cannot map."""
+    """Return the fields of config.json that the table `Family.fields` cannot take from `HybridConfig`."""
     return {"num_hidden_layers": len(flat(cfg)) // 2, "head_dim": cfg.attention_head_dim, **rope.write(cfg)}
 
 

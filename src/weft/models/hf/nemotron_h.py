@@ -23,7 +23,7 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """Return `HybridConfig` fields for the fields of config.json that `Family.fields` cannot map."""
+    """Return the fields of `HybridConfig` that the table `Family.fields` cannot take from config.json."""
     blocks = raw.get("layers_block_type") or raw.get("layer_types")
     if blocks is None and raw.get("hybrid_override_pattern") is None:
         raise ConversionError("nemotron_h: config.json has neither layers_block_type nor hybrid_override_pattern")
@@ -45,15 +45,18 @@ def read(raw: Raw) -> Raw:
 
 
 def of_a_depth(raw: Raw) -> str:
-    """Return the symbols of one prediction depth, from mtp_layers_block_type or, if that has its default, from the
-    older field mtp_hybrid_override_pattern."""
+    """Return the symbols of one prediction depth.
+
+    They come from mtp_layers_block_type. If this field is absent or has its default value, and the older field
+    mtp_hybrid_override_pattern is present, the symbols come from the older field.
+    """
     blocks = raw.get("mtp_layers_block_type") or ["full_attention", "moe"]
     symbols = "".join(SYMBOLS.get(name, name) for name in blocks)
     return raw.get("mtp_hybrid_override_pattern", symbols) if symbols == "*E" else symbols
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return config.json fields for the fields of `HybridConfig` that `Family.fields` cannot map."""
+    """Return the fields of config.json that the table `Family.fields` cannot take from `HybridConfig`."""
     return {
         "layers_block_type": [NAMES[symbol] for symbol in flat(cfg)],
         "time_step_min": cfg.time_step_limit_min,

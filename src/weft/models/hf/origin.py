@@ -37,10 +37,13 @@ BESIDE = "beside/"
 class Origin:
     """The files of a loaded model besides its weights.
 
-    - `raw`: the config.json.
-    - `files`: the contents of the other files.
-    - `beside`: the names of tensors that the text model does not use. They stay in `directory` until they are copied.
-    - `ignored`: the ignored fields of config.json.
+    - `family`: the `model_type` of the family.
+    - `raw`: the content of config.json.
+    - `directory`: the directory from which the origin was read.
+    - `files`: maps the names of the other files to their contents.
+    - `beside`: the names of tensors that the text model does not use. They are not loaded: `copy_beside` reads them
+      from `directory`.
+    - `ignored`: the unknown fields of config.json that were ignored when the model was loaded.
     """
 
     family: str
@@ -52,10 +55,11 @@ class Origin:
     ignored: tuple[str, ...] = ()
 
     def config_json(self, family: Family, cfg: HybridConfig, described_here: Raw) -> Raw:
-        """Return the config.json for `cfg` in `family`: the original if it describes `cfg`.
+        """Return the config.json to write for `cfg` in `family`.
 
-        Otherwise return `described_here` with those of the original's fields that have the same meaning in every
-        family.
+        If the original config.json is of this family and describes `cfg`, return a copy of it. Otherwise return
+        `described_here`, a new config.json for `cfg`. Add to it the fields that only the original has and that have the
+        same meaning in every family.
         """
         if family.model_type == self.family:
             again = family.config(full_text_of(self.raw), family.projections(cfg), self.ignored)
@@ -65,7 +69,7 @@ class Origin:
         return {**kept, **described_here}
 
     def write_files(self, target: Path) -> None:
-        """Write the files to a directory. Files that exist are not changed."""
+        """Write `files` to the directory `target`. A file that already exists there is not changed."""
         for name, content in self.files.items():
             if not (path := target / name).exists():
                 path.write_bytes(content)
@@ -73,7 +77,7 @@ class Origin:
     def copy_beside(self, writer: TensorWriter, *, ours: bool = False) -> None:
         """Write the weights that the text model does not use, under their original names.
 
-        `ours`: add the prefix of such weights in weft's own directory.
+        `ours`: whether to add the prefix that such weights have in a directory of weft's own format, `BESIDE`.
         """
         if not self.beside:
             return
@@ -100,9 +104,9 @@ class Origin:
 
 
 def origin_of(directory: Path, ignored: Collection[str] = ()) -> Origin | None:
-    """Return the origin of the model in a directory.
+    """Return the origin of the model in a directory. `ignored`: unknown fields of config.json to ignore.
 
-    None: the directory has weft's own format, and its model did not come from a config.json.
+    Return None if the directory has weft's own format and its weft-model.json does not contain a config.json.
     """
     files = _files_of(directory)
     if (directory / OURS).exists():

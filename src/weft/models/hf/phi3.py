@@ -8,7 +8,10 @@ from weft.models.hf.places import Half, Part
 
 
 def projection(number: int) -> Bound:
-    """Return a function that returns the `Place` of queries (0), keys (1) or values (2) in the fused QKV matrix."""
+    """Return a function that returns the `Place` of the projection of queries (`number` 0), keys (1) or values (2).
+
+    One matrix on disk holds all three.
+    """
 
     def place(prefix: str, cfg: HybridConfig) -> Part:
         queries, keys = (heads * cfg.attention_head_dim for heads in (cfg.num_attention_heads, cfg.num_key_value_heads))
@@ -19,19 +22,21 @@ def projection(number: int) -> Bound:
 
 
 def half(number: int) -> Bound:
-    """Return a function that returns the `Place` of the gate (0) or the up projection (1) in the matrix that holds
-    both."""
+    """Return a function that returns the `Place` of the gate projection (`number` 0) or the up projection (1).
+
+    One matrix on disk holds both.
+    """
     return lambda prefix, cfg: Half(f"{prefix}mlp.gate_up_proj.weight", number, dim=0)
 
 
 def read(raw: Raw) -> Raw:
-    """Return `HybridConfig` fields for the fields of config.json that `Family.fields` cannot map."""
+    """Return the fields of `HybridConfig` that the table `Family.fields` cannot take from config.json."""
     ours = rope.read({"original_max_position_embeddings": 4096, **raw}, partial=1.0)
     return {**llama.read({**raw, "rope_parameters": None, "rope_scaling": None, "partial_rotary_factor": None}), **ours}
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return config.json fields for the fields of `HybridConfig` that `Family.fields` cannot map."""
+    """Return the fields of config.json that the table `Family.fields` cannot take from `HybridConfig`."""
     theirs = {**llama.write(cfg), **rope.write(cfg, partial=True)}
     del theirs["head_dim"], theirs["attention_bias"]
     scaling = cfg.rope_scaling or {}

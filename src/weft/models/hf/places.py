@@ -35,7 +35,7 @@ class Place(Protocol):
         ...
 
     def shape(self, files: Any) -> list[int]:
-        """Return the shape that weft's tensor has according to the files."""
+        """Return the shape of weft's tensor, computed from the shapes of the tensors on disk."""
         ...
 
     def rows(self, files: Any, start: int, end: int) -> Tensor:
@@ -43,15 +43,18 @@ class Place(Protocol):
         ...
 
     def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and content of each tensor on disk, from weft's whole tensor."""
+        """Yield the name and the content of each tensor on disk. `tensor`: weft's whole tensor."""
         ...
 
 
 @dataclass(frozen=True)
 class Same:
-    """One tensor, unchanged. `copies`: other names under which files may store it again, and under which it is also
-    written. `repeats`: other names under which files may store it again, but under which it is not written, for example
-    the output layer of a tied model."""
+    """One tensor on disk, equal to weft's tensor.
+
+    `copies`: other names under which files may store the tensor again. When weft saves the tensor, it writes these
+    copies too. `repeats`: other names under which files may store the tensor again, for example as the output layer of
+    a tied model. weft does not write these.
+    """
 
     name: str
     copies: tuple[str, ...] = ()
@@ -63,7 +66,7 @@ class Same:
         return [self.name]
 
     def shape(self, files: Any) -> list[int]:
-        """Return the shape that weft's tensor has according to the files."""
+        """Return the shape of weft's tensor, computed from the shapes of the tensors on disk."""
         return files[self.name].get_shape()
 
     def rows(self, files: Any, start: int, end: int) -> Tensor:
@@ -75,14 +78,17 @@ class Same:
         return rows
 
     def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and content of each tensor on disk, from weft's whole tensor."""
+        """Yield the name and the content of each tensor on disk. `tensor`: weft's whole tensor."""
         for name in (self.name, *self.copies):
             yield name, tensor
 
 
 @dataclass(frozen=True)
 class PerExpert:
-    """A matrix [out, in] of each expert. `template`: its name on disk, with {} for the expert."""
+    """One matrix [out, in] per expert on disk, all in one tensor [experts, in, out] in weft.
+
+    `template`: the name of a matrix on disk, with {} for the expert's number.
+    """
 
     template: str
     experts: int
@@ -93,7 +99,7 @@ class PerExpert:
         return [self.template.format(expert) for expert in range(self.experts)]
 
     def shape(self, files: Any) -> list[int]:
-        """Return the shape that weft's tensor has according to the files."""
+        """Return the shape of weft's tensor, computed from the shapes of the tensors on disk."""
         outputs, inputs = files[self.names[0]].get_shape()
         for name in self.names:
             if (other := files[name].get_shape()) != [outputs, inputs]:
@@ -101,8 +107,10 @@ class PerExpert:
         return [self.experts, inputs, outputs]
 
     def fused(self, gated: bool) -> "Turned | Half":
-        """Return the `Place` for files in which one tensor holds all experts. `gated`: whether the gate and the up
-        projection are in the same tensor."""
+        """Return the `Place` for files in which one tensor stacks the matrices of all experts.
+
+        `gated`: whether the experts have a gate. If so, one tensor on disk holds the gate and the up projection.
+        """
         stem, name = self.template.removesuffix(".weight").split("{}.")
         part = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}.get(name)
         if part is None or not gated:
@@ -120,15 +128,18 @@ class PerExpert:
         return result
 
     def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and content of each tensor on disk, from weft's whole tensor."""
+        """Yield the name and the content of each tensor on disk. `tensor`: weft's whole tensor."""
         for name, expert in zip(self.names, tensor.unbind()):
             yield name, expert.T
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of several matrices. `sizes`: maps the matrices' names to their numbers of rows. `order`: for each row of
-    weft's tensor, its index in the stacked matrices."""
+    """The rows of several matrices on disk, in another order.
+
+    `sizes`: maps the name of each matrix to its number of rows. `order`: for each row of weft's tensor, the index of
+    this row in the matrices on disk, stacked in the order of `sizes`.
+    """
 
     sizes: Mapping[str, int]
     order: Tensor
@@ -139,7 +150,7 @@ class Rows:
         return list(self.sizes)
 
     def shape(self, files: Any) -> list[int]:
-        """Return the shape that weft's tensor has according to the files."""
+        """Return the shape of weft's tensor, computed from the shapes of the tensors on disk."""
         shapes = [files[name].get_shape() for name in self.sizes]
         return [sum(shape[0] for shape in shapes), *shapes[0][1:]]
 
@@ -156,7 +167,7 @@ class Rows:
         return result
 
     def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and content of each tensor on disk, from weft's whole tensor."""
+        """Yield the name and the content of each tensor on disk. `tensor`: weft's whole tensor."""
         for name, order in zip(self.sizes, self.order.argsort().split(list(self.sizes.values()))):
             yield name, tensor[order]
 
@@ -173,7 +184,7 @@ class Turned:
         return [self.name]
 
     def shape(self, files: Any) -> list[int]:
-        """Return the shape that weft's tensor has according to the files."""
+        """Return the shape of weft's tensor, computed from the shapes of the tensors on disk."""
         experts, outputs, inputs = files[self.name].get_shape()
         return [experts, inputs, outputs]
 
@@ -182,7 +193,7 @@ class Turned:
         return files[self.name][start:end].mT
 
     def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and content of each tensor on disk, from weft's whole tensor."""
+        """Yield the name and the content of each tensor on disk. `tensor`: weft's whole tensor."""
         yield self.name, tensor.mT
 
 
@@ -199,7 +210,7 @@ class Flat:
         return [self.name]
 
     def shape(self, files: Any) -> list[int]:
-        """Return the shape that weft's tensor has according to the files."""
+        """Return the shape of weft's tensor, computed from the shapes of the tensors on disk."""
         shape = files[self.name].get_shape()
         return [math.prod(shape)] if tuple(shape) == self.there else shape
 
@@ -208,16 +219,16 @@ class Flat:
         return files[self.name][...].flatten()[start:end]
 
     def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and content of each tensor on disk, from weft's whole tensor."""
+        """Yield the name and the content of each tensor on disk. `tensor`: weft's whole tensor."""
         yield self.name, tensor.view(self.there)
 
 
 @dataclass(frozen=True)
 class Half:
-    """Half number `part` (0 or 1) of one tensor that is split along dimension `dim`.
+    """Half number `part` (0 or 1) of one tensor on disk, which is split along its dimension `dim`.
 
-    `by_turns`: whether the halves are interleaved, not concatenated. `turned`: whether weft swaps the last two
-    dimensions.
+    `by_turns`: whether the elements of the two halves alternate. Otherwise one half follows the other. `turned`:
+    whether the last two dimensions are swapped in weft.
     """
 
     name: str
@@ -232,7 +243,7 @@ class Half:
         return [self.name]
 
     def shape(self, files: Any) -> list[int]:
-        """Return the shape that weft's tensor has according to the files."""
+        """Return the shape of weft's tensor, computed from the shapes of the tensors on disk."""
         shape = list(files[self.name].get_shape())
         shape[self.dim] //= 2
         return [*shape[:-2], shape[-1], shape[-2]] if self.turned else shape
@@ -246,7 +257,7 @@ class Half:
         return mine.mT if self.turned else mine
 
     def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name of the whole tensor and the content of this half. `write` joins the halves."""
+        """Yield the name of the tensor on disk and the content of this half of it. `write` joins the halves."""
         yield self.name, tensor.mT if self.turned else tensor
 
     def of(self, whole: Tensor) -> Tensor:
@@ -258,7 +269,7 @@ class Half:
 
 @dataclass(frozen=True)
 class Part:
-    """`size` rows from row `begin` of one tensor that has `total` rows."""
+    """`size` rows, starting at row `begin`, of one tensor on disk that has `total` rows."""
 
     name: str
     begin: int
@@ -271,7 +282,7 @@ class Part:
         return [self.name]
 
     def shape(self, files: Any) -> list[int]:
-        """Return the shape that weft's tensor has according to the files."""
+        """Return the shape of weft's tensor, computed from the shapes of the tensors on disk."""
         found = list(files[self.name].get_shape())
         if found[0] != self.total:
             raise ConversionError(f"{self.name} has the shape {found}, but must have {self.total} rows")
@@ -282,12 +293,12 @@ class Part:
         return files[self.name][self.begin + start : self.begin + end]
 
     def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name of the whole tensor and the content of these rows. `write` joins the parts."""
+        """Yield the name of the tensor on disk and the content of these rows of it. `write` joins the parts."""
         yield self.name, tensor
 
 
 class Rooms(Protocol):
-    """A destination of tensors, such as `weft.models.hf.directory.TensorWriter`."""
+    """A destination to which `write` copies tensors, such as `weft.models.hf.directory.TensorWriter`."""
 
     def room(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a new tensor, for the caller to fill."""
@@ -295,8 +306,10 @@ class Rooms(Protocol):
 
 
 def write(places: Mapping[str, Place], tensors: Iterable[tuple[str, Tensor]], rooms: Rooms) -> None:
-    """Copy weft's tensors to their places on disk. A tensor that holds several of weft's tensors is filled part by
-    part."""
+    """Copy weft's tensors to their places on disk. `rooms` provides the memory of the tensors on disk.
+
+    A tensor on disk that holds several of weft's tensors is filled part by part.
+    """
     waiting: dict[str, tuple[Tensor, int]] = {}  # unfinished tensors, each with the number of elements still to fill
     for ours, tensor in tensors:
         place = places[ours]

@@ -21,9 +21,9 @@ def from_pretrained(
 ) -> HybridModel:
     """Load the model in a directory and return it, in evaluation mode.
 
-    `meshes`: the meshes over which the model is sharded. Default: it is not sharded. `dtype`: the dtype of the weights.
-    Default: fp32. `ignored`: unknown fields of config.json to ignore. Raises `ConversionError` as `config_of` and
-    `load` do, and `TypeError` for a `dtype` that is no `torch.dtype`.
+    `meshes`: the meshes over which the model is sharded. Default: the whole model is on the CPU. `dtype`: the dtype of
+    the weights. Default: fp32. `ignored`: unknown fields of config.json to ignore. Raises `ConversionError` as
+    `config_of` and `load` do, and `TypeError` if `dtype` is not a `torch.dtype`.
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype={dtype!r}: pass a torch.dtype, such as torch.bfloat16, or None for torch.float32")
@@ -39,5 +39,5 @@ def from_pretrained(
 
 
 def save_pretrained(model: HybridModel, directory: str | Path) -> None:
-    """Write a model with its config.json and tokenizer into a new directory, as `hf.save` does. Collective."""
+    """Save a model as `hf.save(model, directory)` does: with config.json and its tokenizer, if any. Collective."""
     save(model, directory)

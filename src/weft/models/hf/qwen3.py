@@ -17,8 +17,11 @@ EXPERTS: Table = {
 
 
 def ends(raw: Raw, layers: int) -> list[str]:
-    """Return the last symbol of each layer: "-" for those in `mlp_only_layers` and those that `decoder_sparse_step`
-    skips, otherwise "E"."""
+    """Return the last symbol of each layer, "-" or "E".
+
+    For layer i, counted from 0, it is "E" if i is not in `mlp_only_layers` and i + 1 is a multiple of
+    `decoder_sparse_step`.
+    """
     dense, step = raw.get("mlp_only_layers") or (), raw.get("decoder_sparse_step", 1)
     if type(step) is not int or step < 1:
         raise ConversionError(f"decoder_sparse_step={step!r}: must be at least 1; with 1 every layer ends in experts")
@@ -26,13 +29,13 @@ def ends(raw: Raw, layers: int) -> list[str]:
 
 
 def written_ends(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json from which `ends` reads the symbols."""
+    """Return `mlp_only_layers` and `decoder_sparse_step` of the config.json for `cfg`: the inverse of `ends`."""
     places: Sequence[int] = [number for number, symbol in enumerate(flat(cfg)[1::2]) if symbol == "-"]
     return {"mlp_only_layers": places, "decoder_sparse_step": 1}
 
 
 def read(raw: Raw) -> Raw:
-    """Return `HybridConfig` fields for the fields of config.json that `Family.fields` cannot map."""
+    """Return the fields of `HybridConfig` that the table `Family.fields` cannot take from config.json."""
     layers = raw.get("num_hidden_layers", 32)
     check_layer_types(raw, layers, ("full_attention",), "qwen3")
     return {
@@ -44,7 +47,7 @@ def read(raw: Raw) -> Raw:
 
 
 def read_moe(raw: Raw) -> Raw:
-    """Return `HybridConfig` fields for the fields of config.json that `Family.fields` cannot map."""
+    """Return the fields of `HybridConfig` that the table `Family.fields` cannot take from config.json."""
     layers = raw.get("num_hidden_layers", 24)
     return {
         **read({"num_hidden_layers": layers, **raw}),
@@ -54,7 +57,7 @@ def read_moe(raw: Raw) -> Raw:
 
 
 def write_moe(cfg: HybridConfig) -> Raw:
-    """Return config.json fields for the fields of `HybridConfig` that `Family.fields` cannot map."""
+    """Return the fields of config.json that the table `Family.fields` cannot take from `HybridConfig`."""
     return {**write(cfg), **written_ends(cfg)}
 
 

@@ -16,15 +16,18 @@ WITH_FIRST_CONTEXT = ("llama3", "yarn", "longrope", "dynamic")
 def read(raw: Raw, *, theta: float = 10000.0, partial: float | None = None, unused: Iterable[str] = ()) -> Raw:
     """Return the RoPE fields of `HybridConfig`. `theta`: the family's default base.
 
-    `partial`: the default fraction of a head that is rotated. None for families that rotate only whole heads. `unused`:
-    RoPE parameters to ignore. If the file has both `rope_parameters` and `rope_scaling`, the latter applies, as in
-    transformers.
+    `partial`: the family's default for the fraction of a head that is rotated; None: the family rotates only whole
+    heads. `unused`: RoPE parameters to ignore. If config.json has both `rope_parameters` and `rope_scaling`,
+    `rope_scaling` applies, as in transformers.
     """
     return of_table(raw.get("rope_scaling") or raw.get("rope_parameters") or {}, raw, theta, partial, unused)
 
 
 def of_table(table: Any, raw: Raw, theta: float, partial: float | None = None, unused: Iterable[str] = ()) -> Raw:
-    """Return the RoPE fields of `HybridConfig` from one table, such as `rope_parameters`, of the config.json `raw`."""
+    """Return the RoPE fields of `HybridConfig` from one table, such as `rope_parameters`, of the config.json `raw`.
+
+    `theta`, `partial`, `unused`: as for `read`.
+    """
     if not isinstance(table, dict):
         raise ConversionError(f"rope_parameters={table!r}: must be an object")
     given = {name: value for name, value in table.items() if value is not None and name not in set(unused)}
@@ -56,7 +59,7 @@ def of_table(table: Any, raw: Raw, theta: float, partial: float | None = None, u
 
 
 def write(cfg: HybridConfig, *, partial: bool = False) -> Raw:
-    """Return the RoPE fields of config.json. `partial`: whether the family rotates parts of heads."""
+    """Return the RoPE fields of config.json. `partial`: whether to write the fraction of a head that is rotated."""
     scaling = dict(cfg.rope_scaling or {"rope_type": "default"})
     outside = {}
     if scaling["rope_type"] == "dynamic":
@@ -69,7 +72,7 @@ def write(cfg: HybridConfig, *, partial: bool = False) -> Raw:
 def by_layer_type(raw: Raw, theta: float, local: float) -> Raw:
     """Return the RoPE fields of `HybridConfig` for a family whose windowed layers have their own base and no scaling.
 
-    `theta`, `local`: the default bases of layers without and with a window.
+    `theta`: the default base of layers without a window. `local`: the default base of layers with a window.
     """
     given, older = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
     if "type" in older and "rope_type" not in older:
@@ -92,7 +95,7 @@ def by_layer_type(raw: Raw, theta: float, local: float) -> Raw:
 
 
 def write_by_layer_type(cfg: HybridConfig) -> Raw:
-    """Return the RoPE fields of config.json, the inverse of `by_layer_type`."""
+    """Return the RoPE fields of the config.json for `cfg`: the inverse of `by_layer_type`."""
     everywhere = {"rope_theta": cfg.rope_theta, **(cfg.rope_scaling or {"rope_type": "default"})}
     windowed = everywhere
     if cfg.rope_local_theta is not None:

@@ -27,11 +27,11 @@ UNUSED = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 
 @dataclass(frozen=True)
 class Spelling:
-    """The differences between the names in one directory and those in the tables.
+    """The differences between the tensor names in one directory and those in the family's tables.
 
-    - `nested`: names begin with `model.language_model.`.
-    - `outside`: names begin with `language_model.`.
-    - `fused`: one tensor holds the matrices of all experts.
+    - `nested`: whether the directory has `model.language_model.` where names in the tables begin with `model.`.
+    - `outside`: whether names in the directory have the prefix `language_model.` before the name in the tables.
+    - `fused`: whether a tensor in the directory stacks the matrices of all experts.
     - `memory`: pairs of a part of a name in the tables and the part that replaces it in the directory.
     """
 
@@ -41,7 +41,7 @@ class Spelling:
     outside: bool = False
 
     def theirs(self, name: str) -> str:
-        """Return the name in the directory of a name in the tables."""
+        """Return the name in the directory for `name`, a name in the tables."""
         for disk, memory in self.memory:
             name = name.replace(disk, memory)
         if self.nested and name.startswith("model."):
@@ -49,7 +49,7 @@ class Spelling:
         return OUTSIDE + name if self.outside else name
 
     def canonical(self, name: str) -> str | None:
-        """Return the name in the tables of a name in the directory, or None if the text model has no such tensor."""
+        """Return the name in the tables for `name`, a name in the directory. None: the text model does not use it."""
         if UNUSED.search(name) or (self.nested and not name.startswith(OF_TEXT)):
             return None
         if self.outside and not name.startswith(OUTSIDE):
@@ -63,7 +63,7 @@ class Spelling:
 
 
 def spelling_of(family: Family, names: Iterable[str]) -> Spelling:
-    """Return the spelling of a directory whose tensors have these names."""
+    """Return the spelling of a directory. `names`: the names of the tensors in it."""
     names = list(names)
     nested = any(name.startswith(NESTED) for name in names)
     fused = any(re.search(r"\.experts\.(gate_up|up|down)_proj$", name) for name in names)
@@ -72,7 +72,7 @@ def spelling_of(family: Family, names: Iterable[str]) -> Spelling:
 
 
 class Spelled:
-    """Gives access to a directory's tensors that belong to the text model, by their names in the family's tables."""
+    """Maps names in the family's tables to the tensors in a directory. It has only the tensors of the text model."""
 
     def __init__(self, files: Any, spelling: Spelling) -> None:
         self.files, self.spelling = files, spelling
@@ -89,7 +89,7 @@ class Spelled:
         return self.files[self._names.get(name, name)]
 
     def dtype(self, name: str) -> Any:
-        """Return the dtype of a tensor. Raises `ConversionError` if weights cannot have this dtype."""
+        """Return the dtype of a tensor. Raises `ConversionError` if it is not fp64, fp32, fp16 or bf16."""
         return self.files.dtype(self._names.get(name, name))
 
     @property
@@ -99,15 +99,15 @@ class Spelled:
 
 
 def text_of(raw: Raw) -> Raw:
-    """Return the part of a config.json that describes the text model."""
+    """Return the part of a config.json that describes the text model: `text_config`, or all of it if it has none."""
     text = raw.get("text_config")
     return text if isinstance(text, dict) and "model_type" in text else raw
 
 
 def full_text_of(raw: Raw) -> Raw:
-    """Return `text_of(raw)` with the fields that the larger model sets for all parts.
+    """Return `text_of(raw)`, with `quantization_config` and `tie_word_embeddings` also if only `raw` itself sets them.
 
-    Raises `ConversionError` if the fields conflict.
+    Raises `ConversionError` if `raw` and its `text_config` set one of them to different values.
     """
     text = text_of(raw)
     if text is raw:

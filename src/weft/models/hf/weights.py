@@ -28,9 +28,12 @@ def load(model: HybridModel, directory: str | Path, *, ignored: Collection[str] 
     """Fill the weights of `model`, sharded or not, from a directory. Each rank reads only its shard.
 
     Weights keep the dtype that they have in `model`. The other files (config.json, tokenizer, generation settings) are
-    kept as `model.origin`. `ignored`: unknown fields of config.json to ignore. Raises `ConversionError`, before any
-    weight is filled, if the directory holds a model of another configuration, or if a tensor is missing, unused, of
-    another shape, or of a dtype that weights cannot have.
+    kept as `model.origin`. `ignored`: unknown fields of config.json to ignore.
+
+    Raises `ConversionError`, before any weight is filled, if the directory holds a model of another configuration, if
+    it lacks a tensor of the model, or if it has an unknown tensor, a tensor of another shape, or a weight that is not
+    fp64, fp32, fp16 or bf16. If the directory has several copies of one tensor and they differ, `ConversionError` may
+    be raised after some weights have been filled.
     """
     directory = Path(directory)
     cfg = config_of(directory, ignored=ignored)
@@ -50,11 +53,16 @@ def load(model: HybridModel, directory: str | Path, *, ignored: Collection[str] 
 def save(model: HybridModel, directory: str | Path, model_type: str | None = None) -> None:
     """Write `model`, sharded or not, as a directory of Hugging Face files. Collective.
 
-    `model_type`: the family to write. Default: the family from which the model was loaded or, for another model, the
-    first that can represent it. A loaded model keeps its config.json, except for the dtype, and its tokenizer and
-    generation files. All ranks gather one weight at a time, and rank 0 writes it. Raises `ConversionError` if no family
-    can represent the model, if it has pipeline stages on several ranks, if the directory cannot be created, or if the
-    directory already contains a model: old files could be mistaken for new ones.
+    `model_type`: the family to write. Default: for a loaded model, the family of the files from which it was loaded.
+    For any other model, the default is the first family that can represent it. All ranks gather one weight at a time,
+    and rank 0 writes it.
+
+    For a loaded model, rank 0 also writes the tokenizer and generation files. If the family and the configuration are
+    still the original ones, config.json is also the original, except for the dtype. Otherwise it is a new one.
+
+    Raises `ConversionError` if no family that `model_type` allows can represent the model, if the model is cut over
+    several pipeline ranks, if the directory cannot be created, or if it already contains a model: old files could be
+    mistaken for new ones.
     """
     if model.cut is not None and model.cut.ranks > 1:
         raise ConversionError(
@@ -88,7 +96,10 @@ def with_dtype(raw: Raw, dtype: torch.dtype) -> Raw:
 
 
 def check_complete(places: Mapping[str, Place], files: Any) -> None:
-    """Raise `ConversionError` if the tensors of `files` are not exactly those of `places`."""
+    """Raise `ConversionError` if `files` lacks a tensor of `places`, or has a tensor that is not in `places`.
+
+    Copies of tensors and the weights of other parts of a larger model are allowed.
+    """
     wanted = {name for place in places.values() for name in place.names}
     complaints = []
     if missing := wanted - set(files):
@@ -101,9 +112,10 @@ def check_complete(places: Mapping[str, Place], files: Any) -> None:
 
 
 def check_fits(shapes: Mapping[str, list[int]], places: Mapping[str, Place], files: Any) -> None:
-    """Raise `ConversionError` if `files` lacks a tensor of `places`, or has another tensor, a wrong shape or dtype.
+    """Raise `ConversionError` as `check_complete` does, or if a tensor of this rank has a wrong shape or dtype on disk.
 
-    `shapes`: the shapes of this rank's tensors. With pipeline stages, these are a part of `places`.
+    `shapes`: the unsharded shapes of this rank's tensors. With pipeline stages, a rank has only a part of the tensors
+    in `places`.
     """
     check_complete(places, files)
     for name, wanted in shapes.items():
@@ -124,7 +136,7 @@ def check_fits(shapes: Mapping[str, list[int]], places: Mapping[str, Place], fil
 
 
 class Renamed:
-    """A writer that replaces names from a family's tables by the names in a directory."""
+    """A writer that takes names from a family's tables and writes the names that `spelling` gives them."""
 
     def __init__(self, writer: TensorWriter, spelling: Spelling) -> None:
         self.writer, self.spelling = writer, spelling

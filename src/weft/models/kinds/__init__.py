@@ -19,7 +19,7 @@ from weft.models.kinds.trunk import KINDS_OF, Trunk
 
 @dataclasses.dataclass(frozen=True)
 class Kinds(Experts, MLP, KimiDelta, DeltaNet, Parallel, Mamba2, LatentAttention, Attention):
-    """The fields of all kinds of layers. The fields of the last base come first."""
+    """The fields of all kinds of layers. The fields of the last base class come first."""
 
 
 KINDS = {KINDS_OF[each].symbol: KINDS_OF[each] for each in reversed(Kinds.__bases__)}

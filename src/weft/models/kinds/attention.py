@@ -48,7 +48,7 @@ class AnyAttention(Trunk):
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raise `ValueError` if `rope_scaling` is set and does not fit the rotation."""
+        """Raise `ValueError` if `rope_scaling` is invalid, or is set although `rope_theta` is 0 (no rotation)."""
         if self.rope_scaling is None:
             return
         require(self, "rope_scaling", self.rope_theta > 0, "None if rope_theta is 0")
@@ -96,7 +96,7 @@ class Attention(AnyAttention, kind=KIND):
 
     @property
     def attention_head_dim(self) -> int:
-        """Width of one attention head: `head_dim`, or the hidden size divided by the number of heads."""
+        """Width of a head of `*`: `head_dim`, or hidden size / number of query heads if `head_dim` is None."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
@@ -105,7 +105,10 @@ class Attention(AnyAttention, kind=KIND):
         return int(self.attention_head_dim * self.partial_rotary_factor)
 
     def window_of(self, number: int) -> int | None:
-        """Return the window of the layer `*` with this number, in positions, or None if it has no window."""
+        """Return the window, in positions, of layer `*` number `number`, or None if this layer has no window.
+
+        Only layers `*` are counted, from 0.
+        """
         return self.sliding_window if self.windowed is None or number in self.windowed else None
 
     def check(self) -> None:

@@ -26,7 +26,7 @@ class DeltaNet(Trunk, kind=KIND):
     """Kernel for the delta rule of `G`: "fla", "torch", or "auto" (fla if it is usable, otherwise torch)."""
 
     def check(self) -> None:
-        """Raise `ValueError` if the numbers of key and value heads do not fit."""
+        """Raise `ValueError` if the number of value heads is not a multiple of the number of key heads."""
         keys = self.linear_num_key_heads
         fits = self.linear_num_value_heads % keys == 0
         require(self, "linear_num_value_heads", fits, f"a multiple of linear_num_key_heads={keys}")

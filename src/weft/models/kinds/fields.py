@@ -15,8 +15,8 @@ from typing import Any
 class Rule:
     """The rule for a field's value.
 
-    `fits`: whether a value is valid. `text`: the rule in words. `result`: whether the model's result depends on the
-    field.
+    `fits(value)`: returns whether a value is valid. `text`: the rule in words; it completes "the field must be ...".
+    `result`: whether the model's result depends on the field.
     """
 
     fits: Callable[[Any], bool]
@@ -35,7 +35,7 @@ def is_number(value: Any) -> bool:
 
 
 def any_value(default: Any) -> Any:
-    """Declare a field without a rule. The `check` of its class may have one."""
+    """Declare a field that any value fits. The method `check` of its class may still reject a value."""
     return declared(default, lambda value: True, "")
 
 
@@ -90,14 +90,14 @@ def numbers(count: int) -> Any:
 
 
 def check_values(configuration: Any) -> None:
-    """Raise `ValueError`, with value and rule, for the first field whose value breaks its rule."""
+    """Raise `ValueError` for the first field whose value breaks the field's rule. The message has value and rule."""
     for field in dataclasses.fields(configuration):
         rule: Rule = field.metadata["rule"]
         require(configuration, field.name, rule.fits(getattr(configuration, field.name)), rule.text)
 
 
 def require(configuration: Any, name: str, fits: bool, rule: str) -> None:
-    """Raise `ValueError` with the value of field `name` and `rule`, unless `fits`."""
+    """Raise `ValueError` unless `fits`. The message has the value of field `name`, and says that it must be `rule`."""
     if not fits:
         raise ValueError(f"{name}={getattr(configuration, name)!r}: {name} must be {rule}")
 

@@ -25,7 +25,7 @@ class LatentAttention(AnyAttention, kind=KIND):
     """Width of a head's value in `+`."""
 
     def check(self) -> None:
-        """Raise `ValueError` if an odd number of elements would be rotated, or for biases that `+` does not have."""
+        """Raise `ValueError` if an odd number of elements would be rotated, or if `attention_bias` is "qkv"."""
         even = not self.rope_theta or self.qk_rope_head_dim % 2 == 0
         require(self, "qk_rope_head_dim", even, "even: pairs are rotated")
         require(self, "attention_bias", self.attention_bias != "qkv", "'none' or 'all' with layers '+'")

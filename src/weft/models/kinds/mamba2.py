@@ -46,7 +46,11 @@ class Mamba2(Trunk, kind=KIND):
     torch)."""
 
     def check(self) -> None:
-        """Raise `ValueError` if groups do not divide the heads, or a minimum is above its maximum."""
+        """Raise `ValueError` if the number of groups does not divide the number of heads.
+
+        Also raises it if `time_step_min` is above `time_step_max`, or `time_step_limit_max` is not above
+        `time_step_limit_min`.
+        """
         heads, groups = self.mamba_num_heads, self.mamba_n_groups
         require(self, "mamba_n_groups", heads % groups == 0, f"a divisor of mamba_num_heads={heads}")
         low, high = self.time_step_min, self.time_step_max

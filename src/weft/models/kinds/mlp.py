@@ -41,6 +41,6 @@ class MLP(AnyMLP, kind=KIND):
     """Two factors of `-`: of its gate and of its output."""
 
     def check(self) -> None:
-        """Raise `ValueError` if `mlp_multipliers` has a factor for the gate of an MLP without a gate."""
+        """Raise `ValueError` if the MLP has no gate, but the factor of the gate in `mlp_multipliers` is not 1."""
         gated = self.hidden_act in GATED or self.mlp_multipliers[0] == 1
         require(self, "mlp_multipliers", gated, f"1, because hidden_act={self.hidden_act!r} has no gate")

@@ -38,11 +38,11 @@ KINDS_OF: dict[type, Kind] = {}
 
 @dataclass(frozen=True)
 class Trunk:
-    """The fields of the model outside of its layers.
+    """The fields that every model has, whatever its layers.
 
     A subclass declares the fields of one kind of layer (`class Mamba2(Trunk, kind=Kind("M", ...))`). Fields that
-    several kinds share are declared in a common base of these kinds. The `check` of a class has the rules that involve
-    several fields.
+    several kinds share are declared in a common base class of these kinds. The method `check` of a class applies the
+    rules that involve several fields.
     """
 
     pattern: str = any_value("M[*-]M[*E]")
@@ -94,7 +94,7 @@ class Trunk:
         return sum(layer.symbols.count(symbol) for layer in self.parsed.layers)
 
     def check(self) -> None:
-        """Raise `ValueError`, with the rule and the fix, if fields of this class do not fit each other."""
+        """Raise `ValueError` if `pad_token_id` is not a token below `vocab_size`. Convert `recompute` to a tuple."""
         object.__setattr__(self, "recompute", tuple(self.recompute))
         token = self.pad_token_id
         fits = token is None or (is_whole(token, 0) and token < self.vocab_size)

@@ -27,9 +27,9 @@ __all__ = [
 
 
 def layer_class(symbol: str) -> Any:
-    """Return the class that implements a kind of layer.
+    """Return the class of the layers that a pattern writes as `symbol`, such as `Attention` for "*".
 
-    Its constructor takes a `HybridConfig`, a `WeightSource` and a `Beside`.
+    The constructor of this class takes a `HybridConfig`, a `WeightSource` and a `Beside`.
     """
     module, _, name = KINDS[symbol].layer.partition(":")
     return getattr(import_module(f"{__name__}.{module}"), name)

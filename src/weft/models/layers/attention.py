@@ -31,8 +31,7 @@ Where = tuple[int, Borders | None]
 
 
 class Attention(Block):
-    """Grouped-query attention. Its state for decoding has the keys and values of earlier positions, [B, T, heads,
-    C]."""
+    """Grouped-query attention. For decoding, it caches the earlier keys and values, each [B, T, key heads, C]."""
 
     graph_scopes: ClassVar = {"forward": ("attn", None)}
 
@@ -59,12 +58,12 @@ class Attention(Block):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the initial sinks. Submodules reset their own parameters."""
+        """Initialise the sinks, if this layer has them. Parameters of submodules are unchanged."""
         if self.sinks is not None:
             (self.source / "sinks").normal_(self.sinks, INITIAL_STD)
 
     def share(self, ranks: TensorRanks) -> None:
-        """Keep this rank's part of the heads, as `Block.share` does."""
+        """Divide the heads over tensor-parallel ranks (see `Block.share`)."""
         super().share(ranks)
         self.heads //= ranks.size
         self.key_value_heads = max(1, self.key_value_heads // ranks.size)
@@ -74,7 +73,7 @@ class Attention(Block):
                 norm.mean_over_ranks = partial(ranks.mean, first=0, count=ranks.size)
 
     def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
-        """Compute the attention of the normalized input [B, S, D]; see `Block.mix`."""
+        """Return the layer's output [B, S, D] before the residual sum (see `Block.mix`)."""
         how: dict[str, Any] = {"scale": self.scale, "window": self.window, "sinks": part(self, "sinks")}
         where = positions_of(documents, state["k"].shape[1] if state else 0, x_BSD)
         others = None
@@ -132,7 +131,11 @@ class Attention(Block):
 
 
 def remembered(state: State | None, **new: Tensor) -> list[Tensor]:
-    """Append each of `new`, [B, S, ...], to the tensor of its name in `state`. Return the results, [B, T, ...]."""
+    """Append each tensor of `new` [B, S, ...] to the tensor of the same name in `state`, along dimension 1.
+
+    Return the results [B, T, ...], in the order of `new`. A name that is not yet in `state` is added. If `state` is
+    None, return the tensors of `new`.
+    """
     if state is None:
         return list(new.values())
     for name, tensor in new.items():
@@ -141,7 +144,10 @@ def remembered(state: State | None, **new: Tensor) -> list[Tensor]:
 
 
 def positions_of(documents: Borders | None, start: int, x_BSD: Tensor) -> Where:
-    """Return the positions of `x_BSD`. `start`: the number of earlier positions in the state."""
+    """Return the arguments `start` and `documents` of `RotaryEmbedding.forward` for the positions of `x_BSD`.
+
+    `start`: the number of earlier positions in the state.
+    """
     if isinstance(documents, Slices):  # positions in a slice may be anywhere in the row
         start = documents.whole.seq - x_BSD.shape[1]
     return start, documents
@@ -152,8 +158,9 @@ def attention_over(
 ) -> Tensor:
     """Compute attention of the queries of this rank's slices to the keys and values of the whole rows.
 
-    `before`: if given, keys and values are not those of whole rows: they come from `Slices.haloing`, with this number
-    of positions before each slice. `how`: options of `causal_attention`. Returns [B, S, H, C of v].
+    `before`: None if `k_BTHC` and `v_BTHC` are whole rows. Otherwise they are results of `Slices.haloing`: this rank's
+    slices, each after the `before` positions that precede it in its row. `how`: keyword arguments of
+    `causal_attention`. Returns [B, S, H, C], with the C of `v_BTHC`.
     """
     q_NHC, k_NHC, v_NHC = (each.flatten(0, 1) for each in (q_BSHC, k_BTHC, v_BTHC))
     found, places = [q_NHC.new_zeros(0, q_BSHC.shape[2], v_BTHC.shape[3])], []
@@ -172,7 +179,9 @@ def attention_over(
 
 
 def attention_within(documents: Documents | None, q_BSHC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor, **how: Any) -> Tensor:
-    """Compute `causal_attention`, separately for each document if `documents` are given. `how`: its options.
+    """Compute `causal_attention`, separately for each document if `documents` are given.
+
+    `how`: keyword arguments of `causal_attention`.
 
     Documents of the same length are computed together. The cost grows with the sum of the squared lengths. At padding
     positions the result is 0.
@@ -203,11 +212,12 @@ def causal_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute softmax attention of the last S of T positions. Each position sees itself and earlier positions.
+    """Compute softmax attention. The queries are those of the last S of the T positions. Each query sees its own
+    position and earlier ones.
 
     `scale`: the factor of the dot products. None: C^-0.5. `window`: the number of positions that a query sees,
-    including its own. None: all. `sinks` [H]: a score per head that takes part in the softmax and has no value. Returns
-    [B, S, H, C of v].
+    including its own. None: all. `sinks` [H]: a score per head, which takes part in the softmax like a position whose
+    value is 0. Returns [B, S, H, C], with the C of `v_BTHC`.
     """
     queries, seen = q_BSHC.shape[1], k_BTHC.shape[1]
     if window is not None:

@@ -26,7 +26,8 @@ the model as key."""
 
 
 class Beside(NamedTuple):
-    """The modules and numbers that a layer receives from its stack."""
+    """What the constructor of a layer receives from its stack, besides the configuration and the source of initial
+    weights."""
 
     rotary: RotaryEmbedding | None
     """The rotary embedding that all attention of the stack shares."""
@@ -43,8 +44,11 @@ UNNUMBERED = -1
 class Embedding(nn.Embedding):
     """One vector per token; [...] int64 -> [..., hidden].
 
-    `padding_idx`: a token whose vector gets no gradient from the embedding. With tensor parallelism (`ranks`), each
-    rank has the vectors of some tokens, and returns the vectors of its positions: [B, S] -> [B, S / tp, hidden].
+    `padding_idx`: a token whose vector gets no gradient from the embedding. A tied head
+    still gives it one.
+
+    With tensor parallelism (`ranks` is set), each rank stores the vectors of a part of the vocabulary. It takes the
+    tokens of all positions, and returns the vectors of its own positions: [B, S] -> [B, S / tp, hidden].
     """
 
     ranks: TensorRanks | None = None
@@ -72,11 +76,14 @@ class Embedding(nn.Embedding):
 
 
 class Block(nn.Module):
-    """A residual layer: `x + post_norm(mix(norm(x)))`. `norm_order` says which of the two norms it has.
+    """A residual layer: `x + residual_multiplier * post_norm(mix(norm(x)))`.
 
-    Each kind of layer implements `mix` and is constructed as `kind(cfg, source, beside)`. With tensor parallelism
-    (`ranks`), `forward` takes this rank's positions. `mix` takes all positions, and returns this rank's summand: the
-    output is the sum over the ranks.
+    `HybridConfig.norm_order` says which of the two norms the layer has. Each subclass implements `mix`, and its
+    constructor takes `(cfg, source, beside)`.
+
+    With tensor parallelism (`ranks` is set), `forward` takes and returns this rank's positions, [B, S / tp, D]. `mix`
+    takes all positions, [B, S, D], and returns this rank's summand of the output: the output is the sum of these over
+    the ranks.
     """
 
     graph_scopes: ClassVar[dict[str, tuple[str, Any]]] = {}
@@ -92,15 +99,16 @@ class Block(nn.Module):
         self.multiplier = cfg.residual_multiplier
 
     def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
-        """Return the output [B, S, D], before the residual sum, for the normalised input `x_BSD`.
+        """Return the layer's output [B, S, D] for the normalised input, before `post_norm` and the residual sum.
 
-        With a state, `x_BSD` are the positions after the cached ones, and are added to the state. With `documents`, no
-        position depends on another document.
+        `state`: if given, the state after earlier positions. `x_BSD` are then the positions that follow, and the call
+        adds them to the state. With `documents`, no position depends on another document.
         """
         raise NotImplementedError
 
     def share(self, ranks: TensorRanks) -> None:
-        """Use the parts of parameters that `weft.models.tensor_parallel.share` has left on this rank."""
+        """Prepare this block for tensor-parallel `ranks`, after `weft.models.tensor_parallel.share` has cut its
+        parameters."""
         self.ranks = ranks
         self.capture_mix()  # without the collectives around it
 
@@ -111,7 +119,7 @@ class Block(nn.Module):
         vars(self)["graph_scopes"] = {"mix": (scopes["forward"][0], parts)} if scopes else {}
 
     def forward(self, x_BSD: Tensor, state: State | None = None, documents: Borders | None = None) -> Tensor:
-        """Return the residual stream [B, S, D] with the block's output added."""
+        """Return `x_BSD`, the residual stream, with the block's output added, [B, S, D]."""
         if self.recomputes:
             return recomputed(self._added, x_BSD, state, documents)
         return self._added(x_BSD, state, documents)
@@ -128,7 +136,7 @@ class Block(nn.Module):
 
 
 def scattered(ranks: TensorRanks | None, x_BSD: Tensor) -> Tensor:
-    """Sum `x_BSD` over the ranks and return this rank's positions. Without `ranks`, return `x_BSD`."""
+    """Sum `x_BSD` over the ranks and return this rank's positions of the sum. Without `ranks`, return `x_BSD`."""
     return x_BSD if ranks is None else ranks.scatter(x_BSD)
 
 

@@ -15,7 +15,7 @@ NOTHING = -1
 
 
 def chunks(tensor: Tensor, length: int) -> Tensor:
-    """Reshape [B, S, ...] to [B, K chunks, L, ...], padded with zeros at the end."""
+    """Reshape [B, S, ...] to [B, K, L, ...]: K chunks of L = `length` positions. Zeros pad the last chunk."""
     missing = -tensor.shape[1] % length
     if missing:
         tensor = F.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, missing))
@@ -23,7 +23,10 @@ def chunks(tensor: Tensor, length: int) -> Tensor:
 
 
 def chunked_numbers(numbers_BS: Tensor, length: int) -> Tensor:
-    """Reshape the numbers of documents [B, S] to [B, K chunks, L]; padding belongs to the last document."""
+    """Reshape document numbers [B, S] to [B, K, L]: K chunks of L = `length` positions.
+
+    The padding of the last chunk gets the document number of the row's last position.
+    """
     missing = -numbers_BS.shape[1] % length
     if missing:
         numbers_BS = torch.cat((numbers_BS, numbers_BS[:, -1:].expand(-1, missing)), dim=1)
@@ -31,11 +34,10 @@ def chunked_numbers(numbers_BS: Tensor, length: int) -> Tensor:
 
 
 def entering(numbers_BKL: Tensor, before_B: Tensor | None) -> Tensor:
-    """Return the number of the document that each recurrent state belongs to, [B, K + 1]: the document of the last
-    position that it has read. The states are those before each chunk, and the one after the last chunk.
+    """Return the document number of each recurrent state, [B, K + 1]: that of the last position that the state read.
 
-    `before_B`: the document of the position before the first chunk. None: there is no such position; the first number
-    is then `NOTHING`.
+    A row has a state before each of its K chunks, and one after the last chunk. `before_B`: the document number of the
+    position before the first chunk. None: there is no such position, and the number of the first state is `NOTHING`.
     """
     ends_BK = numbers_BKL[..., -1]
     first_B1 = torch.full_like(ends_BK[:, :1], NOTHING) if before_B is None else before_B[:, None]
@@ -43,9 +45,10 @@ def entering(numbers_BKL: Tensor, before_B: Tensor | None) -> Tensor:
 
 
 def summed(log_decay: Tensor, numbers: Tensor | None = None) -> Tensor:
-    """Return cumulative sums along the last dimension. With `numbers`, sums restart at each document.
+    """Return the cumulative sums of `log_decay` along the last dimension.
 
-    Values in other documents do not affect a sum, not even by rounding. `numbers`: the document of each position.
+    `numbers`: the document number of each position. If given, the sums restart at the first position of each document.
+    Values in other documents do not affect a sum, not even by rounding.
     """
     if numbers is None:
         return log_decay.cumsum(-1)
@@ -59,9 +62,10 @@ def summed(log_decay: Tensor, numbers: Tensor | None = None) -> Tensor:
 
 
 def between(log_decay: Tensor, numbers: Tensor | None = None) -> Tensor:
-    """Return the decay from position j to position i, [..., L (i), L (j)]. It is 0 for j > i and between documents.
+    """Return the decay from position j to position i, [..., L (i), L (j)].
 
-    `log_decay` [..., L]: cumulative sums, as `summed` returns them. `numbers`: the document of each position.
+    It is 0 if j > i, or if the two positions are in different documents. `log_decay` [..., L]: cumulative sums, as
+    `summed` returns them. `numbers`: the document number of each position.
     """
     length = log_decay.shape[-1]
     nothing = torch.ones(length, length, dtype=torch.bool, device=log_decay.device).triu(1)

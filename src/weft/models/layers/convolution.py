@@ -15,9 +15,10 @@ from weft.moe.source import WeightSource
 
 
 class CausalConvolution(nn.Module):
-    """Causal convolution; [B, S, channels] -> [B, S, channels]. Its state is the last K - 1 inputs.
+    """Causal convolution of each channel, then silu; [B, S, channels] -> [B, S, channels].
 
-    The weight is [channels, 1, K], as in torch.nn.Conv1d.
+    The weight is [channels, 1, K], as in a torch.nn.Conv1d with a kernel of K positions. For decoding, the convolution
+    caches its last K - 1 inputs.
     """
 
     def __init__(self, channels: int, kernel: int, source: WeightSource, *, bias: bool) -> None:
@@ -35,7 +36,10 @@ class CausalConvolution(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, x_BSC: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
-        """Return the convolution of `x_BSC`, and store the last K - 1 inputs in `state`."""
+        """Return the convolution of `x_BSC`.
+
+        `state`: if given, the inputs before `x_BSC` are read from it, and the last K - 1 inputs are stored in it.
+        """
         if documents is not None:
             return self._over_documents(x_BSC, documents)
         before = self.weight.shape[-1] - 1

@@ -46,9 +46,11 @@ TINY = 1e-6
 class GatedDeltaNet(Block):
     """The gated delta net layer: projection, short convolution, delta rule, gated norm, projection.
 
-    `in_proj` gives q, k, v, the output gate z, and per value head b and a: beta = sigmoid(b), g = -exp(A_log)
-    softplus(a + dt_bias). Keys are scaled to length 1, queries to length dk^-0.5. The state for decoding has S [B,
-    value heads, dk, dv] and the state of the convolution.
+    `in_proj` gives q, k, v, the output gate z, and two numbers b and a for each value head. The strength of an update
+    is beta = sigmoid(b). The log of the decay is g = -exp(A_log) softplus(a + dt_bias). Each key vector is scaled to
+    length 1, and each query vector to length dk^-0.5. dk is the width of a key head, and dv that of a value head.
+
+    For decoding, the layer caches the recurrent state S [B, value heads, dk, dv] and the state of the convolution.
     """
 
     graph_scopes: ClassVar = {"forward": ("mamba", None)}
@@ -115,11 +117,14 @@ def delta_stepwise(
     state_BHCC: Tensor | None = None,
     numbers_BS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the recurrence position after position.
+    """Compute the recurrence of the delta rule (see the top of this file), position after position.
 
     q, k: [B, S, key heads, dk]; v: [B, S, value heads, dv]; beta: [B, S, value heads]; g <= 0: [B, S, value heads] or
-    [B, S, value heads, dk]. Value head j uses key head j // (value heads / key heads). Returns o [B, S, value heads,
-    dv] in fp32, and the last state [B, value heads, dk, dv].
+    [B, S, value heads, dk]. Value head j uses key head j // (value heads / key heads). q and k are scaled as in
+    `GatedDeltaNet`. `numbers_BS`: the document number of each position. If given, the state is set to 0 before the
+    first position of each document and of each row.
+
+    Returns o [B, S, value heads, dv] and the last state [B, value heads, dk, dv], both in at least fp32.
     """
     q, k, v, g, beta, S = _prepared(q_BSHC, k_BSHC, v_BSHC, g_BSH, beta_BSH, state_BHCC)
     q, k = (each.repeat_interleave(v.shape[2] // each.shape[2], dim=2) for each in (q, k))
@@ -148,8 +153,8 @@ def delta_chunked(
 ) -> tuple[Tensor, Tensor]:
     """Compute the result of `delta_stepwise` by matrix products over chunks.
 
-    `slices`: if given, each row is one slice of a row of the batch (`Slices.rows`), and its first state comes from the
-    slices before it, also from those on other context ranks.
+    `slices`: if given, the tensors have one row for each of this rank's slices (`Slices.rows`). The initial state of a
+    slice is the state after the slice before it, which may be on another context rank.
     """
     before_B = None
     if slices is not None:

@@ -1,4 +1,7 @@
-"""The mixture of experts as a layer: `x + post_norm(moe(norm(x)))`. `norm_order` says which of the two norms it has."""
+"""The mixture of experts as a layer: `x + residual_multiplier * post_norm(moe(norm(x)))`.
+
+`HybridConfig.norm_order` says which of the two norms the layer has.
+"""
 
 from typing import ClassVar
 
@@ -20,8 +23,9 @@ from weft.overlap import Crossing
 class Experts(MoE):
     """The mixture of experts at the end of a logical layer.
 
-    With tensor parallelism, either `ranks` or `positions` is set. With `ranks`, each rank computes a part of every
-    expert for all positions. With `positions`, each rank computes whole experts for its own positions.
+    With tensor parallelism, either `ranks` or `positions` is set. If experts are cut over the ranks (`Meshes.etp`),
+    `ranks` is set: each rank routes all positions, and computes a part of each expert. If experts are whole,
+    `positions` is set: each rank routes only its own positions.
     """
 
     ranks: TensorRanks | None = None
@@ -62,7 +66,7 @@ class Experts(MoE):
         self.multiplier = cfg.residual_multiplier
 
     def share(self, ranks: TensorRanks) -> None:
-        """Use tensor-parallel `ranks`, for parts of experts or for whole ones (see `Block.share`)."""
+        """Set `ranks` if experts are cut over tensor-parallel ranks, otherwise `positions` (see `Block.share`)."""
         if ranks.experts == CUT:
             self.ranks = ranks
         else:
@@ -70,14 +74,18 @@ class Experts(MoE):
             self.router.share_positions(ranks.stacked)
 
     def recompute(self) -> None:
-        """Recompute activations in backward. If `weft.Graphs` captures the experts, their graphs recompute them."""
+        """Recompute the experts' activations in backward.
+
+        If the number of rows is fixed (`pad_to_capacity`) and `ranks` is None, backward recomputes only `experts`, and
+        `weft.Graphs` captures the recomputation too. In all other cases, backward recomputes `run_experts`.
+        """
         if self.experts.has_fixed_rows and self.ranks is None:
             self.experts.recomputes = True
         else:
             self.recomputes = True
 
     def run_experts(self, rows: Tensor, handle: Handle) -> Tensor:
-        """Run this rank's experts on `rows`, recomputed in backward if `recompute` was called."""
+        """Run this rank's experts on `rows`. If `recompute` was called, backward recomputes their activations."""
         if self.recomputes:
             return recomputed(super().run_experts, rows, handle)
         return super().run_experts(rows, handle)
@@ -101,14 +109,15 @@ class Experts(MoE):
         return [self.experts]
 
     def compute(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        """Run the experts on sorted rows. With `ranks`, each rank saves only a part of the rows, and backward gathers
-        them again."""
+        """Run the experts on `rows`, which are sorted by expert. With `ranks`, each rank saves only an equal part of
+        them for backward, which gathers all of them again."""
         with Rows(self.ranks, rows) as kept:
             output = super().compute(kept.whole, offsets)
         return kept.before(output)
 
     def join(self, rows: Tensor, kept: dict[str, Tensor], handle: Handle) -> Tensor:
-        """Weight the experts' output rows, sum them per token, and add the residual stream. Return [B, S, D]."""
+        """Sum the experts' output `rows` per token with the routing weights, and add the shared expert's output. Return
+        the residual stream [B, S, D] with this sum added."""
         goes, residual, shared = handle.permutation, kept["residual"], kept.get("shared")
         if goes is None or isinstance(handle, Halves) or self.ranks is not None:
             return self._added(residual, self.receive(rows, kept.get("weights"), shared, handle))
@@ -134,7 +143,7 @@ class Experts(MoE):
 
 
 def dispatcher_of(cfg: HybridConfig, meshes: Meshes | None) -> Dispatcher | None:
-    """Return the dispatcher of tokens to experts on other ranks; None if every expert is on this rank."""
+    """Return the dispatcher that sends tokens to experts on other ranks, or None if all experts are on this rank."""
     if meshes is None or meshes.ep is None:
         return None
     return AllToAll(meshes.ep, cfg.num_experts, rows_per=cfg.moe_rows_per)

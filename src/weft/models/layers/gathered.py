@@ -21,10 +21,11 @@ from weft.models.layers.positions import Positions
 
 
 class Gathered:
-    """Keys and values of all context ranks. The constructor starts `gather(*parts)`, with this rank's `parts` [B, S,
-    ...].
+    """Keys and values from all context ranks. The constructor starts to gather them: it calls `gather(*parts)` with
+    this rank's `parts` [B, S, ...].
 
-    If hooks on saved tensors are active, such as those of a checkpoint around the block, they decide what is saved.
+    Autograd saves only `parts` and the queries. Backward gathers again and recomputes attention. If other hooks on
+    saved tensors are already active, such as those of a checkpoint around the block, those hooks decide what is saved.
     """
 
     def __init__(self, gather: Callable[..., Callable[[], list[Tensor]]], *parts: Tensor) -> None:
@@ -35,7 +36,7 @@ class Gathered:
             self._parts = parts
 
     def attend(self, attention: Callable[..., Tensor], queries: Tensor) -> Tensor:
-        """Return `attention(queries, *gathered)`, where `gathered` is the gathered tensor of each part."""
+        """Return `attention(queries, *gathered)`. `gathered`: the gathered tensors, one for each of `parts`."""
         if not self._parts:
             assert self._coming is not None
             return attention(queries, *self._coming())
@@ -47,8 +48,11 @@ class Gathered:
         return checkpoint(run, queries, *self._parts, use_reentrant=False, preserve_rng_state=False)
 
     def before(self, output: Tensor) -> Tensor:
-        """Return `output`, which is computed from the result of `attend`. When backward has computed the gradient of
-        `output`, it starts to gather keys and values again."""
+        """Return `output`, a tensor that was computed from the result of `attend`.
+
+        If backward gathers keys and values again, it starts as soon as it has the gradient of `output`, before it
+        reaches `attend`.
+        """
         if self._parts and output.requires_grad:
             output.register_hook(self._send)
         return output
@@ -61,11 +65,12 @@ class Gathered:
 
 
 class Exchanged:
-    """The heads of this rank at all positions. The constructor starts to send keys and values to the ranks of their
-    heads.
+    """Attention in which each context rank computes an equal part of the heads, at all positions.
 
-    The keys and values are [B, 2 width, heads, C], at the positions of this rank's slices. `heads`: the number of query
-    heads. With fewer key heads than ranks, several ranks get the same head.
+    The constructor starts to send keys and values, `parts`, to the ranks that compute their heads. Each of `parts` is
+    [B, 2 width, key heads, C]: this rank's two slices, with `width` positions each. `heads`: the number of query heads,
+    a multiple of the number of ranks. If the number of ranks does not divide the number of key heads, several ranks get
+    the same key head.
     """
 
     def __init__(self, slices: Slices, heads: int, *parts: Tensor) -> None:
@@ -79,16 +84,17 @@ class Exchanged:
         self._coming = slices.exchanging(*parts)
 
     def attend(self, attention: Callable[..., Tensor], queries: Tensor) -> Tensor:
-        """Return `attention(queries, *parts)`, in the shape of `queries` [B, S, heads, C].
+        """Return the result of `attention` for `queries` [B, S, heads, C], in the shape of `queries`.
 
-        `attention` runs on this rank's heads at all positions, [B, T, heads / ranks, C].
+        The queries are exchanged too. `attention(queries, *parts)` is called with this rank's heads at all positions,
+        [B, T, heads / ranks, C]. Its result is sent back to the ranks of the positions.
         """
         coming = self._slices.exchanging(queries)
         parts = self._coming()
         return self._slices.exchanging_back(attention(*coming(), *parts))()
 
     def before(self, output: Tensor) -> Tensor:
-        """Return `output`, as `Gathered.before` does. Backward has nothing to gather here."""
+        """Return `output`. Unlike in `Gathered.before`, backward has nothing to gather."""
         return output
 
 

@@ -33,7 +33,11 @@ log = logging.getLogger(__name__)
 
 
 def fast_scan(asked: str, chunked: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function with the arguments of `ssd_chunked` that runs the kernel that `asked` selects."""
+    """Return a function that computes the scan with the kernel that `asked` selects.
+
+    `asked`: "auto", "torch" or "mamba_ssm" (see the top of this file). `chunked`: `ssd_chunked`, which is called if no
+    kernel is used. The returned function takes the arguments of `ssd_chunked` up to `chunk_size`, then `documents`.
+    """
 
     def scan(
         x: Tensor,
@@ -64,7 +68,11 @@ def fast_scan(asked: str, chunked: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def fast_rule(asked: str, chunked: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function with the arguments of `delta_chunked` that runs the kernel that `asked` selects."""
+    """Return a function that computes the delta rule with the kernel that `asked` selects.
+
+    `asked`: "auto", "torch" or "fla" (see the top of this file). `chunked`: `delta_chunked`, which is called if no
+    kernel is used. The returned function takes the arguments of `delta_chunked` up to the state, then `documents`.
+    """
 
     def rule(
         q: Tensor,

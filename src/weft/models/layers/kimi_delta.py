@@ -32,9 +32,12 @@ STEPS = 1e-3, 1e-1
 class KimiDelta(Block):
     """The Kimi delta attention layer: projection, short convolution, delta rule, gated norm, projection.
 
-    `in_proj` gives q, k, v, per head b, and the latents of decay and gate: beta = sigmoid(b), g = -exp(A_log)
-    softplus(f_proj(latent) + dt_bias) for each channel. Keys are scaled to length 1, queries to length C^-0.5. The
-    state for decoding has S [B, H, C, C] and the state of the convolution.
+    `in_proj` gives q, k, v, one number b for each head, and two latents, one for the decay and one for the output gate.
+    The strength of an update is beta = sigmoid(b). The log of the decay of each channel is g = -exp(A_log)
+    softplus(f_proj(decay latent) + dt_bias). The output gate is g_proj(gate latent). Each key vector is scaled to
+    length 1, and each query vector to length C^-0.5. C is the width of a head.
+
+    For decoding, the layer caches the recurrent state S [B, H, C, C] and the state of the convolution.
     """
 
     graph_scopes: ClassVar = {"forward": ("mamba", None)}
@@ -58,7 +61,8 @@ class KimiDelta(Block):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise exp(A_log) uniformly between 1 and 16, and steps log-uniformly."""
+        """Initialise exp(A_log) uniformly between 1 and 16, and dt_bias so that softplus(dt_bias), the step, is
+        log-uniform between the two numbers of `STEPS`."""
         for parameter in (self.A_log, self.dt_bias):
             keep_dtype(parameter)
         (self.source / "A_log").uniform_(self.A_log, 1.0, 16.0)

@@ -30,9 +30,11 @@ LATENT_NORM_EPS = 1e-6
 
 
 class LatentAttention(Block):
-    """Multi-head latent attention. It caches the latents [B, T, rank] and the shared keys [B, T, 1, rotated].
+    """Multi-head latent attention.
 
-    If `q_lora_rank` is None, one projection computes the queries.
+    For decoding, it caches the normalised latents [B, T, kv_lora_rank], and the rotated keys that all heads share,
+    [B, T, 1, qk_rope_head_dim]. If `q_lora_rank` is None, one projection computes the queries. Otherwise two
+    projections with a norm between them compute the queries.
     """
 
     graph_scopes: ClassVar = {"forward": ("attn", None)}

@@ -36,8 +36,9 @@ from weft.moe.source import WeightSource
 class Mamba2(Block):
     """The Mamba-2 layer: projection, short convolution, state space, gated norm, projection.
 
-    dt = softplus(W x + dt_bias), clamped to `time_step_limit_*`. The state for decoding has h [B, H, P, N] and the
-    state of the convolution.
+    `in_proj` gives the gate, x, B, C, and one number for each head. The step is dt = softplus(number + dt_bias),
+    clamped to the range from `time_step_limit_min` to `time_step_limit_max`. For decoding, the layer caches the
+    recurrent state h [B, H, P, N] and the state of the convolution.
     """
 
     graph_scopes: ClassVar = {"forward": ("mamba", None)}
@@ -70,7 +71,11 @@ class Mamba2(Block):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise A with -1 to -H, D with 1, and steps log-uniformly from `time_step_min` to `time_step_max`."""
+        """Initialise A = -exp(A_log) of the heads with -1, -2, ..., -H, D with 1, and dt_bias from random steps.
+
+        A step, softplus(dt_bias), is log-uniform from `time_step_min` to `time_step_max`, but at least
+        `time_step_floor`.
+        """
         for parameter in (self.A_log, self.D, self.dt_bias):
             keep_dtype(parameter)
         self.A_log.copy_(torch.arange(1, len(self.A_log) + 1, device=self.A_log.device).log())
@@ -135,9 +140,12 @@ def ssd_stepwise(
     chunk_size: int | None = None,
     numbers_BS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the recurrence position after position. Return y [B, S, H, P] fp32 without D x, and the last state.
+    """Compute the recurrence (see the top of this file), position after position.
 
-    `numbers_BS`: the number of each position's document. With it, the first position of a row starts a document.
+    `numbers_BS`: the document number of each position. If given, the state is set to 0 before the first position of
+    each document and of each row. `chunk_size` has no effect.
+
+    Returns y [B, S, H, P], without the term D x, and the last state, both in at least fp32.
     """
     x, dt, A, B, C, h = _wide(x_BSHP, dt_BSH, A_H, B_BSGN, C_BSGN, state_BHPN)
     B, C = (each.repeat_interleave(x.shape[2] // each.shape[2], dim=2) for each in (B, C))
@@ -165,8 +173,8 @@ def ssd_chunked(
 ) -> tuple[Tensor, Tensor]:
     """Compute the result of `ssd_stepwise` by matrix products over chunks.
 
-    `slices`: if given, each row is one slice of a row of the batch (`Slices.rows`), and its first state comes from the
-    slices before it, also from those on other context ranks.
+    `slices`: if given, the tensors have one row for each of this rank's slices (`Slices.rows`). The initial state of a
+    slice is the state after the slice before it, which may be on another context rank.
     """
     before_B = None
     if slices is not None:

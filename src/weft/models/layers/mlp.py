@@ -1,4 +1,7 @@
-"""The dense MLP as a layer: `x + post_norm(mlp(norm(x)))`. `norm_order` says which of the two norms it has."""
+"""The dense MLP as a layer: `x + residual_multiplier * post_norm(mlp(norm(x)))`.
+
+`HybridConfig.norm_order` says which of the two norms the layer has.
+"""
 
 from typing import ClassVar
 
@@ -16,7 +19,8 @@ from weft.overlap import Crossing
 
 
 class MLP(FeedForward):
-    """The dense MLP at the end of a logical layer. It runs in the layer's stage `experts`."""
+    """The dense MLP at the end of a logical layer. It runs in the layer's stage "experts" (see
+    `weft.overlap.StagedLayer`)."""
 
     graph_scopes: ClassVar = {"forward": ("mlp", None), "join": ("finish", ("post_norm",))}
     dispatcher: Dispatcher | None = None
@@ -34,13 +38,16 @@ class MLP(FeedForward):
         self.multiplier = cfg.residual_multiplier
 
     def share(self, ranks: TensorRanks) -> None:
-        """Divide the inner width over tensor-parallel ranks, with collectives outside of graphs (see `Block.share`)."""
+        """Divide the inner width over tensor-parallel ranks (see `Block.share`).
+
+        If `weft.Graphs` captures the MLP, the collectives are outside of the graph.
+        """
         self.ranks = ranks
         parts = [name for name, _ in self.named_children() if name not in ("norm", "post_norm")]
         vars(self)["graph_scopes"] = {**type(self).graph_scopes, "forward": ("mlp", parts)}
 
     def split(self, x_BSD: Tensor) -> Crossing:
-        """Run the part before the MLP: the norm. The residual stream is kept for `join`."""
+        """Run the part before the MLP, which is only the norm. Keep the residual stream for `join`."""
         return Crossing(normed(self.norm, x_BSD), {"residual": x_BSD})
 
     def recompute(self) -> None:
@@ -53,8 +60,8 @@ class MLP(FeedForward):
         return recomputed(super().forward, x) if inside else super().forward(x)
 
     def run_experts(self, rows: Tensor, handle: None) -> Tensor:
-        """Run the MLP on normalised hidden states [B, S, D]. With tensor parallelism, gather the hidden states of all
-        positions first, and scatter the output."""
+        """Run the MLP on `rows`, the normalised hidden states [B, S, D]. With tensor parallelism, gather the hidden
+        states of all positions first, and reduce-scatter the output."""
         around = self.recomputes and self.ranks is not None  # then backward gathers positions again too
         return recomputed(self._run, rows) if around else self._run(rows)
 

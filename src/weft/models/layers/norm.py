@@ -12,7 +12,8 @@ from weft.moe.parts import part
 class RMSNorm(nn.Module):
     """Root mean square norm over the last dimension; [..., width] -> [..., width].
 
-    `zero_centered`: the factor is 1 + w, and w starts at 0.
+    `zero_centered`: multiply by 1 + w, where w is the weight and starts at 0. By default, multiply by w, which starts
+    at 1.
     """
 
     mean_over_ranks: Callable[[Tensor], Tensor] | None = None
@@ -46,11 +47,14 @@ class RMSNorm(nn.Module):
 
 
 class GatedNorm(nn.Module):
-    """A norm with a gate, computed in fp32, before the last projection of recurrent layers.
+    """A norm with a gate, before the last projection of recurrent layers. It is computed in at least fp32.
 
-    gate first   y = w * norm(x * silu(gate))     Mamba-2: a mean for each of `groups` equal parts
-    norm first   y = w * norm(x) * silu(gate)     gated delta net: the last dimension is one head
-    sigmoid      y = w * norm(x) * sigmoid(gate)  Kimi delta attention
+    gate_first=True                  y = w * norm(x * silu(gate))       Mamba-2
+    gate_first=False                 y = w * norm(x) * silu(gate)       gated delta net; Mamba-2 if configured
+    gate_first=False, sigmoid=True   y = w * norm(x) * sigmoid(gate)    Kimi delta attention
+
+    The norm is over the last dimension or, if `groups` is more than 1, over each of its `groups` equal parts. In the
+    delta nets, the last dimension is one head.
     """
 
     mean_over_ranks: Callable[[Tensor], Tensor] | None = None
@@ -70,7 +74,7 @@ class GatedNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Return [..., width] in the dtype of `gate`, for `x` and `gate` [..., width]."""
+        """Return the gated norm of `x`, in the dtype of `gate`. `x`, `gate` and the result are [..., width]."""
         wide = torch.promote_types(gate.dtype, torch.float32)
         x, opened = x.to(wide), self.opens(gate.to(wide))
         x = (x * opened if self.gate_first else x).unflatten(-1, (self.groups, -1))

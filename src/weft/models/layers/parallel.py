@@ -16,7 +16,8 @@ from weft.moe.source import WeightSource
 
 
 class Parallel(Block):
-    """Attention and Mamba-2 on the same input. The state for decoding has the states of both."""
+    """Attention and Mamba-2 on the same input. The outputs are added. For decoding, the layer caches the states of
+    both."""
 
     def __init__(self, cfg: HybridConfig, source: WeightSource, beside: Beside) -> None:
         super().__init__(cfg)
@@ -36,7 +37,7 @@ class Parallel(Block):
             part.share(ranks)
 
     def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
-        """Return the weighted sum of both outputs [B, S, D] (see `Block.mix`)."""
+        """Return the weighted sum of the outputs of attention and Mamba-2, [B, S, D] (see `Block.mix`)."""
         # Attention runs first: it assumes that a state with any entry has the keys.
         # A view for each, so that gradients are summed in the same order with and without graphs.
         attended, scanned = (part.mix(x_BSD.view_as(x_BSD), state, documents) for part in (self.attention, self.mamba))

@@ -18,11 +18,12 @@ from weft.models.tensor_parallel import LANE, TensorRanks
 
 
 class Positions:
-    """A context in which autograd does not save the gathered input `whole` [B, S, D].
+    """A context manager that gathers a block's input. In this context, autograd does not save the gathered input.
 
-    This rank has the positions `part` [B, S / tp, D] of it. Autograd saves a reference to `part` only, and backward
-    gathers `whole` again. If other hooks on saved tensors are active, such as those of a checkpoint, they decide what
-    is saved. Without `ranks`, `whole` is `part`, and nothing is gathered.
+    `part` [B, S / tp, D]: this rank's positions of the input. The attribute `whole` [B, S, D] has all positions, and
+    exists until the context ends. Autograd saves a reference to `part` in place of `whole`, and backward gathers
+    `whole` again. If other hooks on saved tensors are already active, such as those of a checkpoint, those hooks decide
+    what is saved. If `ranks` is None, `whole` is `part`, and nothing is gathered.
     """
 
     knows_graphs = True
@@ -55,14 +56,17 @@ class Positions:
         del self.whole
 
     def scatter(self, x: Tensor) -> Tensor:
-        """Sum `x` over the ranks and return this rank's positions.
+        """Sum `x` over the ranks and return this rank's positions of the sum.
 
-        Backward starts to gather `whole` again when the gradient of `x` is computed.
+        `x`: a tensor that was computed from `whole`. For backward, see `before`.
         """
         return x if self._ranks is None else self._ranks.scatter(self.before(x))
 
     def before(self, x: Tensor) -> Tensor:
-        """Return `x`. Backward starts to gather `whole` again when the gradient of `x` is computed."""
+        """Return `x`, a tensor that was computed from `whole`.
+
+        If backward must gather `whole` again, it starts as soon as it has the gradient of `x`.
+        """
         if self._kept and x.requires_grad:
             x.register_hook(self._send)
         return x
@@ -99,7 +103,10 @@ class Positions:
 
 
 class Rows(Positions):
-    """`Positions` for `whole` [rows, D] that every rank already has. Each rank saves an equal part of the rows."""
+    """`Positions` for an input `whole` [rows, D] that every rank already has.
+
+    Forward gathers nothing. Each rank saves an equal part of the rows, and backward gathers all of them.
+    """
 
     _dim = 0
 

@@ -32,12 +32,13 @@ BY_LENGTH = ("dynamic", "longrope")
 class RotaryEmbedding(nn.Module):
     """Rotates the first `width` elements of each head, and leaves the others unchanged.
 
-    - `scaling`: a dict like `HybridConfig.rope_scaling`: a "rope_type" of this module's table, and its numbers. None:
-      no scaling.
-    - `local`: the `RotaryEmbedding` of layers with a window, if theirs differs.
+    - `scaling`: a dict like `HybridConfig.rope_scaling`. Its "rope_type" is a name in the table at the top of this
+      file, and its other keys are the numbers for this type. None: no scaling.
+    - `interleave`: whether a pair has the elements 2i and 2i + 1, not i and i + width / 2.
+    - The attribute `local`: the `RotaryEmbedding` of layers with a window, or None if they use this one.
 
     All layers of a stack share one instance. `cos` and `sin` are buffers [positions, width] that are not saved in
-    checkpoints. They grow for longer sequences, and stay at least fp32 if the module is cast.
+    checkpoints. They grow if a sequence is longer. They stay in fp32 if the module is cast to half precision.
     """
 
     cos: Tensor
@@ -122,9 +123,10 @@ class RotaryEmbedding(nn.Module):
         return cos, sin
 
     def forward(self, x_BSHC: Tensor, start: int = 0, documents: Borders | None = None) -> Tensor:
-        """Rotate the heads at positions start, start + 1, ...; [B, S, H, C] -> [B, S, H, C].
+        """Rotate each head by the angles of its position; [B, S, H, C] -> [B, S, H, C].
 
-        `documents`: positions restart with 0 in each document. All positions are below `start` + S.
+        Without `documents`, the positions are `start`, `start` + 1, ... With `documents`, the positions restart with 0
+        in each document, and `start` only sets a limit: all positions must be less than `start` + S.
         """
         end = start + x_BSHC.shape[1]
         tables = self._rows(start, end) if documents is None else self._rows_of(documents, end, x_BSHC.dtype)
@@ -142,17 +144,20 @@ class RotaryEmbedding(nn.Module):
 
 
 def changes_rotation(scaling: Mapping[str, Any], before: int, now: int) -> bool:
-    """Return whether a sequence of `now` positions rotates its first `before` positions differently from a sequence
-    that has only these positions.
+    """Return whether the rotation of the first `before` positions of a sequence changes when the sequence grows from
+    `before` to `now` positions.
 
-    `scaling`: a scaling whose type is in `BY_LENGTH`.
+    `scaling`: a scaling whose "rope_type" is in `BY_LENGTH`.
     """
     first = scaling["original_max_position_embeddings"]
     return 0 < before < now and now > first and (scaling["rope_type"] == "dynamic" or before <= first)
 
 
 def rotary_of(cfg: HybridConfig, symbols: str) -> RotaryEmbedding | None:
-    """Return the rotation that the attention layers among `symbols` share, or None if there is none."""
+    """Return the `RotaryEmbedding` that all attention layers among `symbols` share.
+
+    Return None if `symbols` have no attention layer, or if `cfg.rope_theta` is 0.
+    """
     used = classes_of(symbols)
     if not cfg.rope_theta or AnyAttention not in used:
         return None
@@ -164,7 +169,11 @@ def rotary_of(cfg: HybridConfig, symbols: str) -> RotaryEmbedding | None:
 
 
 def rotary_for(cfg: HybridConfig, rotary: RotaryEmbedding | None, attention: int) -> RotaryEmbedding | None:
-    """Return the rotation of attention layer number `attention` of a stack: `rotary`, its `local` rotation, or None."""
+    """Return the rotation of attention layer number `attention` of a stack.
+
+    It is None for a layer in `cfg.unrotated`, `rotary.local` for a layer with a window if there is a `local`, and
+    otherwise `rotary`.
+    """
     if rotary is None or attention in cfg.unrotated:
         return None
     return rotary.local if rotary.local is not None and cfg.window_of(attention) is not None else rotary
@@ -173,9 +182,10 @@ def rotary_for(cfg: HybridConfig, rotary: RotaryEmbedding | None, attention: int
 def frequencies(
     width: int, theta: float, scaling: Mapping[str, Any] | None, device: torch.device | None = None, length: int = 0
 ) -> tuple[Tensor, float]:
-    """Return the radians per position of each pair, [width / 2] fp32, and the factor of cos and sin.
+    """Return the angle per position of each pair in radians, [width / 2] fp32, and the factor by which cos and sin are
+    multiplied.
 
-    `length`: the length of the sequence, if it is longer than the first context.
+    `length`: the length of the sequence, or 0 if it is within the first context (see the top of this file).
     """
     even = torch.arange(0, width, 2, dtype=torch.float32, device=device)
     plain = 1.0 / theta ** (even / width)
@@ -218,7 +228,8 @@ def longrope_factor(scaling: Mapping[str, Any]) -> float:
 
 
 def yarn_scale(factor: float, mscale: float = 1.0) -> float:
-    """Return 0.1 * mscale * ln(factor) + 1, the factor with which yarn scales attention logits."""
+    """Return the factor by which yarn scales queries and keys: 0.1 * mscale * ln(factor) + 1, or 1 if `factor` is at
+    most 1."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

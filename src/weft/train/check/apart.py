@@ -12,7 +12,8 @@ from weft.train.errors import ConfigError
 
 
 def check_apart(config: TrainConfig, rank: int, ranks: int) -> None:
-    """Run `weft check` in a separate process of the first rank. The other ranks wait for the result. Collective.
+    """Run `weft check` in a separate process, which the first rank starts. The other ranks wait for the result.
+    Collective.
 
     Raises ConfigError on every rank if the check has findings.
     """

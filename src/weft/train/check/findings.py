@@ -28,7 +28,12 @@ _SHOWN = 6
 
 @dataclass(frozen=True)
 class Alone:
-    """The results of the step on one rank. `losses`: one for each microbatch. Tensors are given by parameter name."""
+    """The results of the step on one rank.
+
+    - `losses`: one for each microbatch.
+    - `weights`, `gradients`: by parameter name.
+    - `norm`: the norm of all gradients.
+    """
 
     losses: list[float]
     weights: dict[str, Tensor]
@@ -41,12 +46,14 @@ class Seen:
     """The results of the step on one of several ranks. Tensors are unsharded, and given by parameter name.
 
     - `at`: the rank's coordinate on each mesh axis.
-    - `losses`: by microbatch.
-    - `squares`: for each parameter, the squared norm that clipping would compute if this parameter's gradient were all
-      ones and all others were 0.
-    - `factor`: the factor by which clipping scaled the gradients.
-    - `marks`: for each parameter, text on how it is sharded.
-    - `missing`: parameters without a gradient on this rank that have a gradient in the step on one rank.
+    - `losses`: number of a microbatch -> loss, for this rank's microbatches.
+    - `norm`: the norm that clipping computed.
+    - `clipped`: the gradients after clipping.
+    - `squares`: for each parameter, the squared norm that clipping computes if this parameter's gradient is all ones
+      and all other gradients are 0.
+    - `factor`: the factor by which clipping must scale the gradients.
+    - `marks`: for each parameter, text that says how it is sharded.
+    - `missing`: parameters that have no gradient on this rank, but one that is not 0 in the step on one rank.
     """
 
     at: dict[str, int]
@@ -62,7 +69,7 @@ class Seen:
 
 
 def findings(alone: Alone, seen: Sequence[Seen]) -> list[str]:
-    """Return a line for each fault; an empty list if the steps are equal."""
+    """Return a line of text for each fault; an empty list if the steps are equal. `seen`: the results of each rank."""
     found = _names(alone, seen) or _weights(alone, seen)
     if found:
         return found

@@ -32,10 +32,12 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @dataclass(frozen=True)
 class Checked:
-    """The result of a check. `found`: a line for each fault. `ranks`, `axes`: the number of ranks and the axes of the
-    small mesh.
+    """The result of a check.
 
-    `parameters`: the number of compared parameters.
+    - `ranks`: the number of ranks on which the step ran. Training may have more.
+    - `axes`: the sizes of the mesh axes of these ranks.
+    - `parameters`: the number of compared parameters.
+    - `found`: a line of text for each fault.
     """
 
     ranks: int
@@ -49,8 +51,9 @@ class Checked:
 def check(config: TrainConfig, ranks: int, *, sizes_are_small: bool = False) -> Checked:
     """Compare one step on several ranks with the same step on one rank. `ranks`: the number of ranks of the training.
 
-    `sizes_are_small`: run the configuration with its own sizes, instead of a small copy. Raises ConfigError for your
-    own model (model.factory), or for a configuration that cannot run on these ranks.
+    The step is that of a small copy of `config`, on fewer ranks if there are many. `sizes_are_small`: `config` is small
+    already; run it as it is, on all `ranks`. Raises ConfigError for your own model (model.factory), or for a
+    configuration that cannot run on these ranks.
     """
     if not isinstance(config.model, weft.models.HybridConfig):
         raise ConfigError(

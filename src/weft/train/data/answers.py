@@ -13,12 +13,12 @@ _AT_ONCE = 4096
 
 
 def marked(tokens: np.ndarray, labelled: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Return tokens as files store them: tokens that are not `labelled` are marked as non-labels."""
+    """Return `tokens` as files store them: a token that is not `labelled` is marked by adding `vocab_size`."""
     return np.where(labelled, tokens, tokens + vocab_size).astype(np.min_scalar_type(2 * vocab_size - 1))
 
 
 class Answered:
-    """Those of `sequences` that have at least one label. The tokens of `sequences` are as `marked` returns them."""
+    """The sequences that have at least one label. `sequences`: all sequences, with tokens as `marked` returns them."""
 
     def __init__(self, sequences: Sequences, vocab_size: int) -> None:
         self.sequences, self.vocab_size = sequences, vocab_size
@@ -32,7 +32,7 @@ class Answered:
         return len(self.numbers)
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
-        """Return rows as `Sequences.rows` does. Tokens that are not labels are below -100."""
+        """Return rows as `Sequences.rows` does. A token t that is not a label is returned as -101 - t."""
         found = self.sequences.rows(self.numbers[indices])
         return np.where(found >= self.vocab_size, WITHOUT - (found - self.vocab_size), found)
 
@@ -53,6 +53,7 @@ class Answered:
 
 
 def split(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Split rows into tokens and labels, both int64 [rows, length]. -100 marks positions without a label."""
+    """Split rows of length + 1 places into tokens and labels, both int64 `[rows, length]`. A label is the next token,
+    or -100 if that token is not a label or there is none."""
     tokens = np.where(rows <= WITHOUT, WITHOUT - rows, np.maximum(rows, 0))
     return np.ascontiguousarray(tokens[:, :-1]), np.maximum(rows[:, 1:], WITHOUT + 1)

@@ -25,14 +25,14 @@ def _whole(batch: Batch) -> Batch:
 
 
 class Batches:
-    """An endless iterator of the training microbatches of one rank (see `Batch`).
+    """An endless iterator of the training microbatches of one rank (see `weft.train.data.sequences.Batch`).
 
-    Each epoch of a text has a new shuffled order, determined by `seed` alone. Every sequence occurs once per epoch.
-    Step k has the same `global_batch_size` sequences for any `dp_size`.
+    In each epoch, every sequence of a text occurs once, in a new shuffled order. `seed` alone determines the orders of
+    all epochs. Step k has the same `global_batch_size` sequences for any `dp_size`.
 
-    - `tokens`: a 1-D token array, or several texts, which `weights` mixes.
+    - `tokens`: the text as a 1-D token array, or several texts, which are mixed by `weights`.
     - `vocabulary`: tokens must be smaller than this number. None: this is not checked.
-    - `held`: the validation texts. They must be the same in a resumed run.
+    - `held`: the validation texts. `load_state_dict` checks that they are the same in a resumed run.
     - `cut`: a function that returns this context-parallel rank's part of a microbatch.
     """
 
@@ -95,8 +95,8 @@ class Batches:
         return [next(self) for _ in range(count)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, the seed, the sequence length, and each text's length and fingerprint. Equal on all
-        ranks."""
+        """Return the position, the seed, the sequence length, and the length and fingerprint of each text. A training
+        text's length is in sequences, a validation text's in tokens. The state is equal on all ranks."""
         return {
             "position": self.position,
             "texts": self._known,
@@ -107,7 +107,7 @@ class Batches:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly from `state`, on any number of ranks.
 
-        Raises ConfigError if the text, the sequence length or the seed differs.
+        Raises ConfigError if a training or validation text, the sequence length or the seed differs.
         """
         own = self.state_dict()
         for name in ("sequence_length", "seed"):
@@ -145,9 +145,9 @@ def _weights(labels: np.ndarray) -> np.ndarray:
 class Validation:
     """A fixed set of `batches` global batches, evenly spread over the validation tokens.
 
-    Iterating yields this rank's microbatches. All ranks have the same number of them. The set does not depend on
-    `dp_size`. It has fewer batches if the tokens do not suffice for `batches`. Raises ConfigError if they do not
-    suffice for one.
+    Iterating yields this rank's microbatches of the set. All ranks have equally many. The set does not depend on
+    `dp_size`. If the tokens are too few for `batches`, the set has fewer. Raises ConfigError if they are too few for
+    one.
     """
 
     def __init__(
@@ -198,11 +198,12 @@ class Validation:
 
     @property
     def has_gaps(self) -> bool:
-        """Whether some positions may have no label. This is the case if documents are packed whole."""
+        """Whether some positions may have no label. This is the case for conversations, and if documents are packed
+        whole."""
         return not all(isinstance(text, Windows) for text in self._mixture.texts)
 
     def pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens and labels of the whole set (of all ranks), [sequence, length] each. The baseline uses
-        them."""
+        """Return the tokens and labels of the whole set (of all ranks), each `[sequences, length]`. The baseline of a
+        report uses them, if the set has no gaps."""
         rows = self._mixture.rows(self._texts, self._indices)
         return rows[:, :-1], rows[:, 1:]

@@ -16,11 +16,11 @@ STRENGTHS = (0.1, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0)
 
 @dataclass(frozen=True)
 class Bigram:
-    """P(next | token) = (count(token, next) + strength * P(next)) / (count(token) + strength).
+    """A table of P(next | token) = (count(token, next) + strength * P(next)) / (count(token) + strength).
 
-    P(next) is the frequency of `next`, with one added to each count. For rare pairs, the table falls back smoothly to
-    P(next) (a Dirichlet prior; MacKay and Peto 1995). This predicts better than a constant added to each count of a
-    pair.
+    P(next) is the frequency of `next` in the text, with one added to each count. If `token` is rare, P(next | token) is
+    close to P(next) (a Dirichlet prior; MacKay and Peto 1995). This predicts better than adding a constant to the count
+    of each pair.
     """
 
     codes: np.ndarray
@@ -38,8 +38,8 @@ class Bigram:
     def fit(cls, tokens: np.ndarray, vocab_size: int, *, strengths: Sequence[float] = STRENGTHS) -> "Bigram":
         """Fit a table to 1-D `tokens`. Raises ValueError for fewer than two tokens.
 
-        `strength` is the one of `strengths` with which a table fitted to the first nine tenths of the tokens best
-        predicts the last tenth.
+        The strength is chosen from `strengths`. For each of them, a table is fitted to the first nine tenths of the
+        tokens. The strength whose table best predicts the last tenth is chosen.
         """
         if len(tokens) < 2:
             raise ValueError(f"a bigram table needs at least 2 tokens, got {len(tokens)}")

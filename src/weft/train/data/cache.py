@@ -41,7 +41,7 @@ class Part:
     """The training or validation tokens of a text."""
 
     tokens: np.ndarray
-    """The tokens, 1-D, unsigned integers."""
+    """The tokens, 1-D, integers."""
     starts: np.ndarray
     """The offset of the first token of each document, int64, ascending."""
     fingerprint: str = ""
@@ -55,7 +55,8 @@ class Part:
 
 
 def cache_folder(name: str) -> Path:
-    """Return the folder `name`, the value of `data.cache_dir`; if it is empty, weft's folder in the user's caches."""
+    """Return the folder of cached tokens. `name`: the value of `data.cache_dir`. If it is empty, the folder is `weft`
+    in the user's cache directory."""
     if name:
         return Path(name)
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -65,10 +66,11 @@ def cache_folder(name: str) -> Path:
 def open_cache(
     folder: Path, key: str, progress: Callable[[float], None] = lambda done: None
 ) -> tuple[Part, Part, dict[str, Any]] | None:
-    """Return the training part, the validation part and the content of KEY.json. None if a file is missing or cut off.
+    """Return the training part, the validation part and the content of KEY.json. Return None if a file is missing or
+    cut off.
 
-    Reads all tokens once and compares them with their fingerprints. Every few seconds, calls `progress` with the
-    fraction that is read. Raises TokensDamaged if a fingerprint differs.
+    Reads all tokens once, and compares their fingerprints with those in KEY.json. Every few seconds, calls `progress`
+    with the fraction of the tokens that has been read. Raises TokensDamaged if a fingerprint differs.
     """
     try:
         meta = parse_json(read_bounded(folder / f"{key}.json", _LARGEST))
@@ -112,8 +114,8 @@ def build(
 ) -> None:
     """Tokenise documents, write the files under temporary names, and move them into place.
 
-    Two processes that build at the same time write the same bytes. Every few seconds, calls `progress` with the
-    fraction that is tokenised.
+    `separator`: text whose tokens follow each document; "" for none. Two processes that build at the same time write
+    the same bytes. Every few seconds, calls `progress` with the fraction of the text that has been tokenised.
     """
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     between = tokenizer.encode(separator.encode()).astype(dtype, copy=False).tobytes() if separator else b""
@@ -152,9 +154,10 @@ def build(
 
 
 def fingerprints(folder: Path, key: str, arrays: Sequence[np.ndarray], progress: Callable[[float], None]) -> list[str]:
-    """Return the fingerprints of your own token files. If the folder is writable, store them in KEY.json.
+    """Return the fingerprint of each of `arrays`, the tokens of your own token files. They are read from KEY.json if it
+    exists. Otherwise they are computed and, if the folder is writable, stored there.
 
-    Every few seconds, calls `progress` with the fraction that is read.
+    While it computes, calls `progress` every few seconds with the fraction of the tokens that has been read.
     """
     with suppress(OSError, ValueError, KeyError, TypeError):
         return [str(each) for each in parse_json(read_bounded(folder / f"{key}.json", _LARGEST))["fingerprints"]]

@@ -15,7 +15,8 @@ FILES = ("chat_template.jinja", "tokenizer_config.json")
 
 
 class ConversationTokenizer:
-    """A tokenizer.json with the chat template in its folder. Raises ConfigError if there is no template.
+    """Tokenises conversations with a tokenizer.json and the chat template in its folder. Raises ConfigError if there is
+    no template.
 
     Tokens that the assistant does not write are marked (see `weft.train.data.answers`), so they are not labels.
     """
@@ -37,16 +38,17 @@ class ConversationTokenizer:
         self.identity = f"conversations {digest} {self.tokenizer.identity}"
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Return the marked tokens of a conversation; `text` is its JSON."""
+        """Return the marked tokens of a conversation. `text`: its list of messages as JSON."""
         tokens, labelled = self.labelled(json.loads(text))
         return marked(tokens, labelled, self.tokens)
 
     def prompt(self, text: str) -> np.ndarray:
-        """Return the tokens of a prompt: the special tokens for the beginning of a text, then those of `text`."""
+        """Return the tokens of a prompt: the special tokens that begin a text, then the tokens of `text`."""
         return self.tokenizer.prompt(text)
 
     def labelled(self, messages: Messages) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of a conversation, and a boolean array: which of them the assistant writes."""
+        """Return the tokens of a conversation, and a boolean array that is True for tokens that the assistant
+        writes."""
         text, spans = self.template.spans(messages)
         tokens, begins, ends = self.tokenizer.placed(text)
         written = np.zeros(len(tokens), dtype=bool)

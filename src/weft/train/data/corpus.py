@@ -22,7 +22,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training and validation tokens of one text, mapped from files."""
+    """The training and validation tokens of one text, memory-mapped from files. Several token files are read into
+    memory."""
 
     training: Part
     """Tokens to train on."""
@@ -38,7 +39,8 @@ class Corpus:
 
     @property
     def train(self) -> np.ndarray:
-        """The training tokens, 1-D, in the smallest unsigned integers that hold them."""
+        """The training tokens, 1-D, in the smallest unsigned integers that hold them or, for token files, in the
+        dtype of the files."""
         return self.training.tokens
 
     @property
@@ -77,15 +79,19 @@ def load_corpus(
     runs: str | None = None,
     paths: Sequence[str] | None = None,
 ) -> Corpus:
-    """Tokenise the text that `data` names, or map the cache files of an earlier call.
+    """Tokenise the text that `data` names, or map the cache files of an earlier call. If `data.kind` is
+    "tokens", your token files are used as they are.
 
     Several processes may call this function at the same time with the same cache. The validation text is that of
-    `data.validation_paths`, or a part of the documents (for large files, of their lines). It is the same for every
-    seed. `runs`: the folder of all runs, whose files are not part of the text; nor are those of the cache. `paths`: if
-    given, replaces `data.paths`.
+    `data.validation_paths`. If these are empty, it is a part of the documents (for large text files, of their lines;
+    for token files, the end of each file). This part is the same for every seed.
 
-    Raises ConfigError for paths that do not exist or are of another kind, an empty text, and a text with less than one
-    sequence for each of `dp_size` ranks.
+    - `say`: a function that is called with each line to print.
+    - `runs`: the folder of all runs. Files in it, and in the cache folder, are not part of the text.
+    - `paths`: paths to use in place of `data.paths`.
+
+    Raises ConfigError for paths that do not exist or are not of the kind `data.kind`, for an empty text, and if the
+    training or the validation tokens are fewer than one sequence for each of `dp_size` ranks.
     """
     paths = data.paths if paths is None else paths
     written: list[str | Path] = [cache.cache_folder(data.cache_dir), *([runs] if runs else [])]

@@ -48,10 +48,13 @@ class Document(NamedTuple):
 
 
 def find_files(data: DataConfig, setting: str, paths: Sequence[str], written: Sequence[str | Path] = ()) -> list[File]:
-    """Return every file below `paths` in a fixed order. Raises ConfigError for missing files, or files of another kind.
+    """Return the files that `paths` name, in a fixed order. In folders, these are the files that match `data.include`
+    (by default the patterns of `data.kind`) and are not hidden. If `paths` is empty, they are the source files of
+    Python's standard library.
 
-    `setting`: the setting that names the paths, for errors. `written`: folders to which runs write. Files in them are
-    left out. If one of `paths` is such a folder, ConfigError is raised.
+    `setting`: the setting that names the paths, for errors. `written`: folders to which runs write. They are skipped
+    inside the folders of `paths`. Raises ConfigError for a path that does not exist, is of another kind, or is one of
+    `written`.
     """
     try:
         stats = [(path, os.stat(path)) for path in dict.fromkeys(_paths(data, setting, paths, written))]
@@ -85,8 +88,8 @@ def _paths(data: DataConfig, setting: str, paths: Sequence[str], written: Sequen
 
 
 def documents(data: DataConfig, setting: str, files: Sequence[File], fraction: float) -> Iterator[Document]:
-    """Yield all documents of `files`. `fraction`: the share of them that is for validation. Every call chooses the
-    same ones. `setting`: as in `find_files`."""
+    """Yield the documents of `files`, each for training or for validation. `fraction`: the share that is for
+    validation. Every call makes the same choice. `setting`: as in `find_files`."""
     if data.kind == "text":
         yield from _texts(setting, files, fraction)
         return

@@ -15,11 +15,12 @@ class Sequences(Protocol):
     def __len__(self) -> int: ...
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
-        """Return the tokens of the sequences `indices`, int64 [len(indices), length + 1]. -100 marks empty places."""
+        """Return the tokens of the sequences `indices`, int64 `[len(indices), length + 1]`. The last token of a row is
+        only a label. -100 marks empty places."""
         ...
 
     def documents(self, indices: np.ndarray) -> np.ndarray:
-        """Return, for each place of `rows(indices)`, the number of its document. -1 marks empty places."""
+        """Return the document number of each place in `rows(indices)`. -1 marks empty places."""
         ...
 
     def labels(self, indices: np.ndarray) -> np.ndarray:

@@ -30,7 +30,10 @@ _SLOTS = 1000
 
 
 class Windows:
-    """Tokens cut into sequences. The last label of a sequence is the first token of the next."""
+    """Tokens cut into sequences. The last label of a sequence is the first token of the next.
+
+    Tokens at the end that do not fill a sequence are left out.
+    """
 
     apart = False
 
@@ -59,11 +62,12 @@ class Windows:
 
 
 class WholeDocuments:
-    """Documents packed whole. A document longer than a sequence is cut, and the remainder is packed with other
+    """Documents packed whole. A document longer than a sequence is cut, and its last piece is packed with other
     documents.
 
-    `apart`: whether documents are separate, so that none predicts the first token of the next. Sequences without a
-    label, such as those of documents of one token, are left out: a step of them would have no mean loss.
+    `apart`: whether documents are separate, so that none predicts the first token of the next. If they
+    are, a document of one token has no label. Sequences without any label are left out, because a step without labels
+    would have no mean loss.
     """
 
     def __init__(self, part: Part, length: int, *, apart: bool = True) -> None:
@@ -82,7 +86,7 @@ class WholeDocuments:
         return found
 
     def documents(self, indices: np.ndarray) -> np.ndarray:
-        """Return the number of each place's document, as `Sequences.documents` does."""
+        """Return document numbers as `Sequences.documents` does."""
         found = np.full((len(indices), self.length + 1), PADDING, dtype=np.int64)
         for row, (begin, end) in zip(found, self.borders[indices].tolist()):
             row[: end - begin] = np.searchsorted(self.starts, np.arange(begin, end), side="right")
@@ -117,8 +121,7 @@ def _packed(part: Part, room: int) -> np.ndarray:
 def sequences(
     part: Part | np.ndarray, length: int, packing: Packing, at_least: int, *, cross_documents: bool = False
 ) -> Sequences:
-    """Cut a text into sequences. Raises ConfigError for fewer sequences than `at_least`, the number of data-parallel
-    ranks."""
+    """Cut a text into sequences that each have a label. Raises ConfigError if they are fewer than `at_least`."""
     part = part if isinstance(part, Part) else Part(part, np.zeros(1, dtype=np.int64))
     found: Sequences = Windows(part, length)
     if packing == "whole":
@@ -145,7 +148,8 @@ class Mixture:
     """Several texts, mixed by weight. Of every thousand sequences, each text supplies a share in proportion to its
     weight, spread evenly over the thousand.
 
-    `place` maps a position in the mixture to a text and a sequence of that text.
+    `place` returns which text is at a position in the mixture. The other methods take this text, and the sequence of it
+    that the caller has chosen.
     """
 
     def __init__(
@@ -161,13 +165,13 @@ class Mixture:
             self.turns[self.slots == text] = np.arange(self.shares[text])
 
     def place(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return, for each position, its text and the number of earlier sequences of this text."""
+        """Return, for each position, the index of its text, and how many earlier positions have the same text."""
         rounds, slots = np.divmod(positions, len(self.slots))
         texts = self.slots[slots]
         return texts, rounds * np.asarray(self.shares)[texts] + self.turns[slots]
 
     def rows(self, texts: np.ndarray, indices: np.ndarray) -> np.ndarray:
-        """Return rows as `Sequences.rows` does, for sequences of several texts."""
+        """Return rows as `Sequences.rows` does. Row i is sequence `indices[i]` of text `texts[i]`."""
         found = np.empty((len(indices), self.length + 1), dtype=np.int64)
         for text in np.unique(texts):
             found[texts == text] = self.texts[text].rows(indices[texts == text])
@@ -180,7 +184,7 @@ class Mixture:
         return found
 
     def labels(self, texts: np.ndarray, indices: np.ndarray) -> np.ndarray:
-        """Return numbers of labels as `Sequences.labels` does, for sequences of several texts."""
+        """Return how many labels each sequence has: entry i is for sequence `indices[i]` of text `texts[i]`."""
         found = np.empty(len(indices), dtype=np.int64)
         for text in np.unique(texts):
             found[texts == text] = self.texts[text].labels(indices[texts == text])

@@ -20,21 +20,21 @@ NO_TENSORBOARD = "no TensorBoard output: install weft[train] for it"
 
 
 class Logger(Protocol):
-    """The protocol of a logger. It gets the numbers of the first rank."""
+    """The protocol of a logger. Only rank 0 creates and calls loggers."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Log numbers by name, such as "train/loss"."""
         ...
 
     def histogram(self, step: int, name: str, counts: Sequence[int]) -> None:
-        """Log a histogram: how often each of `len(counts)` items, such as experts, was chosen."""
+        """Log a histogram. `counts[i]`: how often item i, such as an expert, was chosen."""
         ...
 
     def close(self) -> None: ...
 
 
 class TensorBoard:
-    """Writes event files for TensorBoard. Removes entries that a resumed run will write again."""
+    """Writes event files for TensorBoard. TensorBoard hides the old entries of steps that a resumed run repeats."""
 
     def __init__(self, folder: Path, resumed_step: int, settings: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -95,7 +95,7 @@ _KNOWN = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
 
 
 def check(names: Sequence[str]) -> None:
-    """Raise ConfigError for an unusable logger in `names`. Without the package of TensorBoard, a run continues."""
+    """Raise ConfigError if a logger in `names` cannot be used. A missing TensorBoard is no error."""
     for name in names:
         if ":" in name:
             found = imported("run.loggers", name)
@@ -114,7 +114,7 @@ def check(names: Sequence[str]) -> None:
 def open_loggers(
     names: Sequence[str], folder: Path, resumed_step: int, settings: Mapping[str, Any]
 ) -> tuple[list[Logger], str | None]:
-    """Return the loggers, and a line to print if TensorBoard is missing, otherwise None."""
+    """Return the loggers and a line to print. The line is None, unless TensorBoard is in `names` but not installed."""
     found: list[Logger] = []
     note = None
     for name in names:

@@ -26,12 +26,15 @@ _LONGEST = 64 << 20
 
 
 class Metrics:
-    """Appends a run's numbers to its file and its loggers. Each line is flushed to the system when `log` returns.
+    """Appends a run's numbers to metrics.jsonl and to its loggers.
+
+    When `log` returns, its line is in the file even if the process is killed.
 
     - `resumed_step`: the step of the checkpoint from which the run resumes. Lines of later steps are removed, because
       the run will write them again. 0 removes all lines.
     - `enabled`: False writes nothing, for ranks other than 0.
-    - `loggers`: the loggers of `run.loggers`. They get the run's `settings`.
+    - `loggers`: the names in `run.loggers`.
+    - `settings`: the run's settings, which each logger gets when it is created.
     """
 
     def __init__(
@@ -66,9 +69,9 @@ class Metrics:
     def log_experts(
         self, step: int, loads: dict[str, list[int]], exchanged: dict[str, list[int]] | None = None
     ) -> None:
-        """Write a line with the assignments per expert of each layer. Loggers get a histogram of each layer.
+        """Write a line with the number of assignments of each expert, by layer. Loggers get a histogram of each layer.
 
-        `exchanged`: for each layer, [assignments to experts on other ranks, rows sent for them].
+        `exchanged`: by layer, [number of assignments to experts on other ranks, number of rows sent for them].
         """
         if self._file is None:
             return
@@ -79,7 +82,7 @@ class Metrics:
                 logger.histogram(step, f"experts/{layer}", load)
 
     def log_norms(self, step: int, weights: Mapping[str, float], gradients: Mapping[str, float]) -> None:
-        """Write a line with the norms of weights and gradients by parameter. Loggers get a curve of each."""
+        """Write a line with the norms of each parameter's weight and gradient. Loggers get a curve of each norm."""
         if self._file is None:
             return
         self._write({"step": step, "kind": "norms", "weight": _readable(weights), "gradient": _readable(gradients)})
@@ -87,7 +90,8 @@ class Metrics:
             self._scalars(step, {f"{what}_norm/{name}": norm for name, norm in norms.items()})
 
     def log_quantization(self, step: int, shares: Mapping[str, Shares]) -> None:
-        """Write a line with the shares of saturated and underflowed weights by unit. Loggers get a curve of each."""
+        """Write a line with each unit's shares of saturated and underflowed weights. Loggers get a curve of each
+        share."""
         if self._file is None:
             return
         named = {what: {name: getattr(each, what) for name, each in shares.items()} for what in Shares._fields}
@@ -128,8 +132,8 @@ def _readable(values: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def read_metrics(run_directory: str | Path) -> list[dict[str, Any]]:
-    """Return the records of a run in order. Skips lines that a crash left incomplete, and lines in another form than
-    those of `Metrics`."""
+    """Return the records of a run in order. Skips lines that a crash left incomplete, and lines that `Metrics` cannot
+    have written."""
     records = []
     with suppress(FileNotFoundError), (Path(run_directory) / FILE).open("rb") as stream:
         # A line without a newline is incomplete, or longer than any that `Metrics` writes.

@@ -11,5 +11,5 @@ _PREFIXES = ("ema_", "loss_depth_", "validation_")
 
 
 def is_own(name: str) -> bool:
-    """Return whether your loss function may use this name for a number. It may not if the loop uses the name."""
+    """Return whether your loss function may use this name for a number. Names of the training loop are reserved."""
     return name not in _OF_LOOP and not name.startswith(_PREFIXES)

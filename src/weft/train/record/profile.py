@@ -34,7 +34,7 @@ class ProfilerWindow:
             self.close(note)
 
     def close(self, note: Callable[[str], None]) -> None:
-        """Write the trace, even if the run ended before the last step to profile."""
+        """Write the trace of the steps so far, even if the last step to profile was not reached."""
         if self._profiler is not None:
             self._profiler.stop()
             self.path.parent.mkdir(parents=True, exist_ok=True)

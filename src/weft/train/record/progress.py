@@ -44,7 +44,7 @@ def format_time(seconds: float) -> str:
 
 
 def format_step(seconds: float) -> str:
-    """Return the time of a step as 123 ms, or as 1.23 s from a second on."""
+    """Return the time of a step as 123 ms, or as 1.23 s if it is a second or more."""
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
@@ -68,9 +68,9 @@ class Progress:
             progress.note("checkpoint 1 saved")
 
     On a terminal, one panel is redrawn in place. Otherwise a line is printed every `log_every` steps, for the last step
-    and for each validation. `enabled=False` (ranks other than 0) shows nothing. The time left is estimated from the
-    last steps since `first_step`, the step from which the run resumed. `units`: by name, the unit that is printed after
-    a value.
+    and for each validation. `enabled=False` (ranks other than 0) shows nothing. `first_step`: the step from which the
+    run resumed. The time left is estimated from the most recent steps. `units`: maps the name of a value to the unit
+    that is printed after it.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class Progress:
             self._live = None
 
     def update(self, step: int, **values: float) -> None:
-        """Show that `step` optimizer steps are done. On the panel, values that are not passed keep their last
-        number."""
+        """Show that `step` optimizer steps are done, and show `values`. A value that is not passed stays on the panel
+        with its last number."""
         if step != self._step:
             self._times.append((step, time.monotonic()))
         self._step = step
@@ -141,7 +141,7 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """The estimated time left in seconds, from the mean of the last steps; None before the first step."""
+        """The estimated time left in seconds, from the mean time of recent steps. None until a step is done."""
         (first, then), (last, now) = self._times[0], self._times[-1]
         if last == first:
             return None

@@ -15,7 +15,10 @@ from weft.train.toml_values import show
 
 
 class Samples:
-    """The samples of a run. All ranks generate each text together. Raises ConfigError if they cannot."""
+    """Generates the samples of a run. All ranks generate each text together.
+
+    Raises ConfigError if the model, the data or the sharding does not allow samples.
+    """
 
     def __init__(self, config: TrainConfig, model: HybridModel, device: torch.device) -> None:
         prompt, sharding = config.train.sample, config.sharding

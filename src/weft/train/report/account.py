@@ -52,9 +52,9 @@ class Account:
         """The facts of the start, until they are written."""
 
     def begin(self, step: int) -> None:
-        """Print and collect facts at the start of a run, or when it resumes from `step`.
+        """Print and collect facts at the start of a run (`step` is 0), or when it resumes from `step`.
 
-        A run that resumes writes them later, in `keep_start`.
+        A new run also writes them. A resumed run writes them later, in `keep_start`.
         """
         ranks = dist.get_world_size()
         if self._writes:
@@ -82,8 +82,10 @@ class Account:
             self._say(note)
 
     def keep_start(self) -> None:
-        """Write the configuration and the facts of the start on the first rank. Call it after the first checkpoint of
-        this start."""
+        """On the first rank, write the configuration and the facts that `begin` has collected, if not yet written.
+
+        A resumed run calls this when its first checkpoint is committed.
+        """
         if not self._facts:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -97,7 +99,7 @@ class Account:
         self._facts = {}
 
     def is_complete(self, position: Position) -> bool:
-        """Return whether the report of a run that is complete at `position` was written. Collective."""
+        """Return whether the final report was written at the step of `position`. Collective."""
         written = not self._writes or read_facts(self._folder).get("reported") == position.step
         return broadcast_object(written, what="whether the report was written")
 

@@ -19,7 +19,10 @@ Loads = Mapping[str, Sequence[Sequence[int]]]
 
 
 def expert_load(steps: Sequence[int], loads: Loads) -> Draw:
-    """Draw each expert's share of the assignments over the steps, one panel per layer. A balanced share is 1."""
+    """Draw each expert's share of the assignments over the steps, one panel per layer.
+
+    A share of 1 is balanced, and a share of 2 is twice that. Of many layers, only `LAYERS_SHOWN` are drawn.
+    """
     names = list(loads)
     if len(names) > LAYERS_SHOWN:
         names = [names[round(place)] for place in np.linspace(0, len(names) - 1, LAYERS_SHOWN)]

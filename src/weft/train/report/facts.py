@@ -47,7 +47,7 @@ def versions() -> str:
 
 
 def commit() -> str | None:
-    """Return the commit of the current git repository, with "-dirty" if files have changed, or None without one."""
+    """Return the git commit of the current folder, with "-dirty" if files have changed. None outside a repository."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5)
@@ -57,7 +57,7 @@ def commit() -> str | None:
 
 
 def command() -> str:
-    """Return the shell command that started this run. Ranks have the arguments of `weft train`."""
+    """Return the shell command that started this run. A rank that `weft train` started has the same arguments."""
     program = Path(sys.argv[0])
     is_weft = program.name == "weft" or program.parts[-2:] == ("weft", "__main__.py")
     words = ["-m", "weft"] if is_weft else [sys.argv[0]]

@@ -45,7 +45,8 @@ POINTS = 1200
 
 
 def render(draw: Draw, theme: Theme, size: tuple[float, float] = (5.2, 3.6), kind: str = "svg") -> bytes:
-    """Return the bytes of a picture, `kind` "svg" or "png". `size` is in inches (for PNG, at 150 dots per inch)."""
+    """Return a picture as bytes. `kind`: "svg" or "png". `size`: (width, height) in inches; a PNG has 150 dots per
+    inch."""
     style: dict[Any, Any] = {
         "svg.fonttype": "path",  # letters look the same with any installed fonts
         "svg.hashsalt": "weft",

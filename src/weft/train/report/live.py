@@ -16,8 +16,11 @@ _LAST_S = 60.0
 
 
 class LiveReport:
-    """The live report of a run. `every`: seconds between two reports; 0: none. `say`: called with a line about the
-    first failure."""
+    """Writes the report of a run while it trains.
+
+    `every`: the seconds from one report to the next, or more if a report takes long. 0 writes none. `say`: called with
+    a line about the first report that fails.
+    """
 
     def __init__(self, folder: Path, every: float, say: Callable[[str], None], *, enabled: bool = True) -> None:
         self._folder, self._every, self._say, self._enabled = folder, every, say, enabled and every > 0
@@ -45,7 +48,10 @@ class LiveReport:
                 self._note(f"its process cannot be started: {error.strerror}")
 
     def close(self) -> None:
-        """Wait for a report that is being written, so that it cannot replace the final one."""
+        """Wait for a report that is being written, so that it cannot replace the final one.
+
+        If it takes longer than a minute, its process is killed.
+        """
         if self._writer is None:
             return
         try:

@@ -11,8 +11,8 @@ Curve = list[tuple[float, float]]
 
 
 def memory_groups(memory: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) -> dict[str, dict[str, float]]:
-    """Return group -> role -> bytes, without roles of 0 bytes. `memory`: a report, or a list of those of a pipeline's
-    ranks."""
+    """Return group -> role -> bytes, without roles of 0 bytes. `memory`: the result of `weft.memory_report`, or a list
+    with one result for each rank of a pipeline."""
     if not memory:
         return {}
     if not isinstance(memory, Mapping):
@@ -27,7 +27,7 @@ def memory_groups(memory: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
 
 def curve(records: list[dict[str, Any]], kind: str, name: str) -> Curve:
-    """Return (step, value) of all records with the number `name`; NaN for a value that was not finite."""
+    """Return (step, value) of each record of `kind` that has the number `name`. A value that was not finite is NaN."""
     found = [(r["step"], r[name]) for r in records if r["kind"] == kind and name in r]
     return [(step, math.nan if value is None else value) for step, value in found]
 
@@ -39,7 +39,7 @@ def median(points: Sequence[tuple[float, float]]) -> float:
 
 
 def counted(records: list[dict[str, Any]]) -> str:
-    """Return the unit that the run counts: "tokens" of a text, or "samples" of your own data."""
+    """Return the unit in which the run counts its data: "tokens" of a text, or "samples" of your own data."""
     return "samples" if any("samples_per_second" in record for record in records) else "tokens"
 
 
@@ -63,7 +63,10 @@ def units_of(facts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def losses(records: list[dict[str, Any]]) -> tuple[Curve, Curve]:
-    """Return training and validation loss in `loss_unit`. Validation records give the bytes per token."""
+    """Return the curves of training and validation loss, both in the unit of `loss_unit`.
+
+    For nats per byte, training losses are divided by the bytes per token, which follow from the last validation.
+    """
     validation = curve(records, "validation", "nats_per_byte") or curve(records, "validation", "loss")
     bytes_per_token = 1.0
     for record in records:

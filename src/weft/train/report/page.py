@@ -28,9 +28,9 @@ def write_report(run_directory: str | Path, *, live_s: float = 0) -> Path:
     """Write report.html and its pictures (`NAME.svg`, `NAME-dark.svg`) into a run's folder. Return the page's path.
 
     The content comes from the metrics, the configuration and the facts in the folder. Missing parts are left out.
-    Pictures are left out without matplotlib. The same files give the same bytes. `live_s`: for a run that is still
-    training, the seconds after which the page reloads itself; 0 for one that has ended. Raises ConfigError if the
-    report cannot be written.
+    Without matplotlib, pictures are left out. The same files give the same report, byte for byte. `live_s`: for a run
+    that is still training, the seconds after which the page reloads itself; 0 for a run that has ended. Raises
+    ConfigError if the report cannot be written.
     """
     try:
         return _written(Path(run_directory), live_s)

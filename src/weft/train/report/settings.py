@@ -17,7 +17,8 @@ ALWAYS = {
 
 
 def in_use(text: str) -> str:
-    """Reduce a complete configuration in TOML to settings that are not at their defaults, and the layers' sizes.
+    """Reduce a complete configuration in TOML to the settings in `ALWAYS`, the sizes of the layers in the pattern, and
+    settings that are not at their defaults.
 
     Text that is not TOML is returned unchanged.
     """

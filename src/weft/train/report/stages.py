@@ -15,7 +15,9 @@ Span = tuple[float, float]
 
 
 def measured(table: Table, recorded: Sequence[Sequence[Interval]]) -> Simulation:
-    """Return `table` with the measured times of its entries in milliseconds. `recorded`: each rank's intervals.
+    """Return a `Simulation` of `table` that has the measured times of its entries, in milliseconds.
+
+    `recorded`: the intervals of each rank of the pipeline.
 
     An entry lasts from the start of its first computation to the end of its last computation. An entry of an empty
     stage takes no time.

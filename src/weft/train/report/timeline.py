@@ -54,7 +54,7 @@ class HiddenExchange:
 
     @classmethod
     def of(cls, intervals: Sequence[Interval]) -> "HiddenExchange | None":
-        """Measure the exchange in the intervals of a step. None if nothing was exchanged."""
+        """Measure the exchange in the intervals of a step. Return None if nothing was exchanged."""
         seconds = busy(intervals, EXCHANGE)
         return cls(seconds, hidden_fraction(intervals)) if seconds else None
 

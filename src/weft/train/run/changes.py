@@ -76,7 +76,7 @@ def treatment(setting: str) -> Treatment:
 
 
 def changed(directory: Path, config: TrainConfig, step: int) -> list[str]:
-    """Return the lines to print before the run in `directory` resumes from `step` with `config`.
+    """Return the lines about changed settings to print before the run in `directory` resumes from `step` with `config`.
 
     Raises ConfigError with the names of changed settings that must not change.
     """

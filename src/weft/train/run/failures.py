@@ -17,7 +17,10 @@ class Refused(RuntimeError):
 
 
 class Interrupted(Exception):
-    """Raised if a request to stop arrives before the first step. `is_saved`: whether the run has a checkpoint."""
+    """Raised if a request to stop arrives before this start of the run has trained a step.
+
+    `is_saved`: whether an earlier start of the run has saved a checkpoint.
+    """
 
     def __init__(self, message: str, *, is_saved: bool = False) -> None:
         super().__init__(message)

@@ -58,18 +58,24 @@ def launch(
     restart_ranks: int | None = None,
     keeps_copies: bool = False,
 ) -> int:
-    """Run `python -m weft *arguments` as `ranks` local processes. Return the exit code of the command.
+    """Run `python -m weft *arguments` as `ranks` local processes. Return the exit code of the command:
 
-    0: all ranks succeeded. 2: the configuration is invalid. 3: the ranks were asked to stop, and the run has a
-    checkpoint. 4: they were asked to stop before there was a checkpoint. 1: any other failure. After such a failure,
-    stderr names the rank that failed or died first. If there is a checkpoint from which to resume, stderr also has
-    `resume_command`. The directory of a new run is removed if the run failed before it began, with an error that one
-    line explains. Otherwise it stays, for its logs.
+    - 0: all ranks succeeded.
+    - 1: any other failure. stderr names the rank that failed or died first, or has the line that explains the error.
+    - 2: the configuration is invalid.
+    - 3: the ranks were asked to stop, and the run has a checkpoint.
+    - 4: the ranks were asked to stop before the run had a checkpoint.
 
-    `restarts`: how often all ranks are restarted from the newest checkpoint after a failure (exit code 1).
-    `restart_ranks`: the number of ranks after a restart. If a restart fails with the same message at the same
-    checkpoint as the start before it, there is no further restart. `keeps_copies`: whether ranks copy their state to
-    memory. A restart resumes from the copy in memory if it is newer than the newest checkpoint.
+    The directory of a new run is removed if, before training began, the run was asked to stop or failed with an error
+    that one line explains. Otherwise the directory stays, for its logs.
+
+    - `resume_command`: printed to stderr after a failure, if there is a checkpoint from which to resume.
+    - `restarts`: how often, at most, all ranks are restarted after failures with exit code 1. A restart resumes from
+      the newest checkpoint. A restart that fails with the same message at the same checkpoint as the start before it is
+      the last one.
+    - `restart_ranks`: the number of ranks after a restart. Default: `ranks`.
+    - `keeps_copies`: whether ranks copy their state to memory. A restart resumes from the copy in memory if it is newer
+      than the newest checkpoint on disk.
     """
     failed = ""
     requests = Requests()  # shared by all starts: the next start obeys a signal that comes between two

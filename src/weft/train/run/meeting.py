@@ -45,9 +45,9 @@ def meet(
 ) -> dist.Store:
     """Return a store at which all ranks have arrived. `init_method`: file:///… or tcp://host:port.
 
-    Waits up to `patience` seconds, prints the missing ranks with `say`, and obeys `stop`. Then calls `begin` with the
-    store and the same patience. Raises Refused, which names the missing ranks or the store that does not answer. Raises
-    Interrupted for a request to stop.
+    While it waits, prints the missing ranks with `say`. When all ranks have arrived, calls `begin` with the store. If
+    all this takes longer than `patience` seconds, raises Refused, which names the missing ranks or the store that does
+    not answer. Raises Interrupted if this rank or another waiting rank is asked to stop.
     """
     where = urlsplit(init_method)
     wait = _Wait(patience, stop, say, f"the store at {where.netloc or where.path}, which does not answer")
@@ -132,13 +132,18 @@ class _Wait:
         self.left: float | None = None
 
     def is_over_for_others(self) -> bool:
-        """Return whether another rank withdrew more than a second ago. `_leave` may undo a withdrawal within a
-        second."""
+        """Call this when another rank has withdrawn. Return whether the first call was more than a second ago.
+
+        Within this second, `_leave` may undo the withdrawal.
+        """
         self.left = self.left or time.monotonic()
         return time.monotonic() - self.left > 1
 
     def answer(self, question: Callable[[], Answer]) -> Answer:
-        """Return the result of `question`, a call of the store, which may never return."""
+        """Call `question`, which asks the store and may never return, in a thread. Return its result.
+
+        Raises Interrupted for a request to stop, and Refused if `patience` runs out.
+        """
         answers: list[Answer] = []
         errors: list[BaseException] = []
 
@@ -160,7 +165,7 @@ class _Wait:
         return answers[0]
 
     def on(self, whom: Callable[[], str]) -> None:
-        """Wait briefly. At intervals, print that this rank waits for `whom()`. Raises Refused if `patience` has
+        """Wait for a moment. Now and then, print that this rank waits for `whom()`. Raises Refused if `patience` has
         run out."""
         waited = time.monotonic() - self.started
         if waited > self.patience:

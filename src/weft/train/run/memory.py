@@ -25,9 +25,10 @@ _NAME = re.compile(r"weft-(\d+)-.+")
 
 @contextmanager
 def folder_in_memory() -> Iterator[Path]:
-    """Create a folder in memory for a `with` block. Raises ConfigError if that fails.
+    """Create a folder in host memory for a `with` block, and remove it after the block.
 
-    First, the folders of processes that were killed are removed.
+    First, the folders that killed processes of this user have left behind are removed. Raises ConfigError if the new
+    folder cannot be created.
     """
     _remove_stale()
     try:

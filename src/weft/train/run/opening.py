@@ -17,9 +17,10 @@ from weft.train.run.stop import StopRequest
 
 
 def open_run_together(config: TrainConfig, resume: str | bool, command: str | None, **kind: bool) -> Run:
-    """Call `open_run` on the first rank. All ranks return its run, or raise its ConfigError.
+    """Call `open_run` on the first rank. All ranks return the run that it returns, or raise the ConfigError that it
+    raises.
 
-    `kind`: `or_start` and `own_task` of `open_run`.
+    `kind`: the arguments `or_start` and `own_task` of `open_run`.
     """
     answer: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -35,7 +36,7 @@ def open_run_together(config: TrainConfig, resume: str | bool, command: str | No
 
 @contextmanager
 def beginning(run: Run) -> Iterator[None]:
-    """A context for the construction of a trainer. If that fails, the directory of a new run is removed."""
+    """A context for the construction of a trainer. If the construction fails, removes the directory of a new run."""
     try:
         yield
     except BaseException:
@@ -45,7 +46,10 @@ def beginning(run: Run) -> Iterator[None]:
 
 
 def agree_to_begin(stop: StopRequest, step: int, device: torch.device) -> None:
-    """Raise Interrupted on all ranks if any rank was asked to stop before the first step after `step`. Collective."""
+    """Raise Interrupted on all ranks if any rank was already asked to stop. Collective. Call it before the first step.
+
+    `step`: the step from which the run resumes, or 0.
+    """
     asked = torch.tensor(float(stop.requested), device=device)
     reduce_now(asked, dist.ReduceOp.SUM, None, "whether anything asked to stop")
     if asked.item():

@@ -26,8 +26,8 @@ _ANSWER_S = 5.0
 
 
 class Peers:
-    """The other ranks of a job. `state`: a function that returns what this rank answers to `ask`. `heard`: a function
-    that is called with each message that another rank sends by `tell`."""
+    """The other ranks of a job. `state`: a function that returns this rank's state, the answer when another rank calls
+    `ask`. `heard`: a function that is called with each message that another rank sends by `tell`."""
 
     def __init__(self, state: Callable[[], Mapping[str, Any]], heard: Callable[[dict[str, Any]], None]) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
@@ -50,7 +50,7 @@ class Peers:
 
     @property
     def store_is_silent(self) -> bool:
-        """Whether the store has not answered in time, so that the addresses of some ranks are unknown."""
+        """Whether the store has left a request unanswered for 5 seconds. Addresses of some ranks are then unknown."""
         return self._asked is not None and time.monotonic() - self._asked > _ANSWER_S
 
     def close(self) -> None:
@@ -62,11 +62,12 @@ class Peers:
             self._listening.close()
 
     def ask(self, patience: float) -> dict[int, dict[str, Any] | None]:
-        """Return the state of each other rank, or None for a rank that does not answer within `patience` seconds."""
+        """Return the state of each other rank. None for a rank that does not answer within `patience` seconds, or whose
+        address is unknown."""
         return self._each(lambda rank: self._send(rank, {"kind": _ASK}, patience))
 
     def tell(self, message: Mapping[str, Any], patience: float) -> None:
-        """Send `message` to the other ranks. Only ranks that listen receive it."""
+        """Send `message` to the other ranks. Give up on a rank that does not answer within `patience` seconds."""
         self._each(lambda rank: self._send(rank, {"kind": _TELL, "said": dict(message)}, patience))
 
     def _each(self, action: Callable[[int], Any]) -> dict[int, Any]:

@@ -13,7 +13,7 @@ from weft.train.run.failures import FAILURE
 
 
 def seed_all(seed: int, rank: int) -> None:
-    """Seed all random generators of this process from `seed` and the rank."""
+    """Seed the random generators of Python, NumPy and PyTorch from `seed` and `rank`. Each rank has its own seed."""
     own = (seed + 1) * 1_000_003 + rank
     random.seed(own)
     numpy.random.seed(own % 2**32)
@@ -21,7 +21,8 @@ def seed_all(seed: int, rank: int) -> None:
 
 
 def memory_in_use(device: torch.device) -> float:
-    """Return the peak memory of this rank in bytes: of the accelerator's allocator or, on the CPU, of the process."""
+    """Return the peak memory of this rank so far, in bytes: what PyTorch has allocated on the GPU or, on the CPU, the
+    resident memory of the process."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -35,5 +36,5 @@ def end_with(line: str) -> None:
 
 
 def print_on(rank: int) -> Callable[[str], None]:
-    """Return a function that prints a line on the first rank and does nothing on others."""
+    """Return a function that prints a line if `rank` is 0. On other ranks, the function does nothing."""
     return (lambda line: print(line, flush=True)) if rank == 0 else (lambda line: None)

@@ -33,7 +33,7 @@ _LARGEST = 16 << 20
 
 @dataclass(frozen=True)
 class Run:
-    """The directory of a run, and the step from which training starts."""
+    """The directory of a run, and the step of its newest checkpoint."""
 
     directory: Path
     step: int | None = None
@@ -52,13 +52,14 @@ def open_run(
 ) -> Run:
     """Choose the directory of a run. For a new run, create the directory.
 
-    - `resume`: False for a new run, unless `config.resume` is true. True for the newest run named `config.name`
-      that has a committed checkpoint. A string: the directory of a run, or its config.toml.
-    - `or_start`: start a new run if there is nothing to resume.
-    - `command`: the command line without `--resume`, for messages. None in a script.
+    - `resume`: True resumes the newest run named `config.name` that has a committed checkpoint. A string names the run
+      to resume: its directory, or its config.toml. False starts a new run, but means True if `config.resume` is true.
+    - `or_start`: start a new run if there is no checkpoint to resume from.
+    - `command`: the command line of `weft train` without `--resume`, for messages. None in a script.
     - `own_task`: whether a program passes model and data to `weft.train.Trainer`.
 
-    Raises ConfigError if there is nothing to resume, or if `own_task` is not as it was when the run was started.
+    Raises ConfigError if there is no checkpoint to resume from and `or_start` is False, if `own_task` is not as it was
+    when the run was started, or if the directory of a new run cannot be created.
     """
     asked = "run.resume = true" if not resume else f"resume={resume!r}" if command is None else "--resume"
     resume = resume or config.resume
@@ -85,19 +86,20 @@ def open_run(
 
 
 def run_directory(named: str | Path) -> Path:
-    """Return the directory of the run that a path names: the path itself or, if it is a run's config.toml, its
-    folder."""
+    """Return the directory of a run: `named` itself or, if `named` is the config.toml of a run, the folder of that
+    file."""
     path = Path(named)
     return path.parent if path.name == CONFIG and path.is_file() and (path.parent / CHECKPOINTS).is_dir() else path
 
 
 def read_tables(directory: Path) -> dict[str, Any]:
-    """Read the tables of a run's config.toml. Raises OSError and ValueError."""
+    """Read the tables of a run's config.toml. Raises OSError if it cannot be read, and ValueError if it is not TOML."""
     return parse_toml(read_bounded(directory / CONFIG, _LARGEST).decode())
 
 
 def recorded_name(directory: Path) -> str | None:
-    """Return the `run.name` with which a run was started, or None if its config.toml cannot be read."""
+    """Return the `run.name` with which a run was started, from its config.toml. None if the file lacks it or
+    cannot be read."""
     try:
         return str(read_tables(directory)["run"]["name"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -124,7 +126,7 @@ def refuse_other_directories(folder: Path, asked: str) -> None:
 
 
 def refuse_no_run(folder: Path, asked: str) -> None:
-    """Raise ConfigError for a directory without the configuration of a run."""
+    """Raise ConfigError for a directory without a config.toml. `asked`: as in `refuse_other_directories`."""
     if (folder / CONFIG).is_file():
         return
     if committed_steps(folder / CHECKPOINTS):
@@ -138,9 +140,10 @@ def refuse_no_run(folder: Path, asked: str) -> None:
 
 
 def refuse_own_task(directory: Path, *, goes_on: bool = False) -> None:
-    """Raise ConfigError for a run whose model and data a program passed to `weft.train.Trainer`.
+    """Raise ConfigError for a run without model and data in its config.toml: a program passed them to the `Trainer`.
 
-    `goes_on`: for the message: True if the run was to be resumed, False if only its weights were to be read.
+    `goes_on` chooses the advice in the message: True if the run was to be resumed, False if only its weights were to be
+    read.
     """
     if _describes_task(directory) is False:
         checkpoints = str(directory / CHECKPOINTS)
@@ -157,7 +160,8 @@ def refuse_own_task(directory: Path, *, goes_on: bool = False) -> None:
 
 
 def refuse_described_task(directory: Path) -> None:
-    """Raise ConfigError for a run whose configuration describes model and data, which a program cannot resume."""
+    """Raise ConfigError for a run whose configuration describes the model and the data. A program that passes its own
+    model and data cannot resume such a run."""
     if _describes_task(directory):
         raise ConfigError(
             f"{directory}: its {CONFIG} describes the model and the data, which a program cannot replace; resume "
@@ -176,14 +180,17 @@ def _describes_task(directory: Path) -> bool | None:
 
 
 def resuming(command: str | None, directory: Path) -> str:
-    """Return the command or, in a script, the argument that resumes a run. `command`: as in `open_run`."""
+    """Return, for messages, what resumes a run: the command line or, if `command` is None, the argument `resume=...`.
+
+    `command`: as in `open_run`.
+    """
     if command is None:
         return f"resume={str(directory)!r}"
     return f"{command} --resume {shlex.quote(str(directory))}"
 
 
 def remove_if_unused(run: Run) -> None:
-    """Delete the directory of a new run that has saved and logged nothing."""
+    """Delete the directory of a new run if it contains no checkpoint, metrics or report."""
     if run.step is not None or not run.directory.is_dir():
         return
     left = {path.name for path in run.directory.iterdir()}

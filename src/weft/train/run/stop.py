@@ -15,14 +15,15 @@ TOGETHER_S = 0.5
 
 
 class Requests:
-    """Counts requests to stop. A scheduler may signal both a process and its group; this is one request."""
+    """Counts requests to stop. Signals within `TOGETHER_S` after a request belong to that request: a scheduler may
+    signal both a process and its process group."""
 
     def __init__(self) -> None:
         self.count = 0
         self._last = -math.inf
 
     def note_signal(self) -> bool:
-        """Note a signal. Return whether it is a new request, and not a repetition of the last request."""
+        """Note a signal. Return whether it is a new request. If not, it belongs to the last request."""
         now = time.monotonic()
         if now - self._last < TOGETHER_S:
             return False
@@ -48,10 +49,10 @@ _NOT_BEGUN = "stopping before the first step, without a new checkpoint; Ctrl-C a
 
 
 class StopRequest:
-    """A request to stop by SIGINT, SIGTERM or SIGHUP, or through the control pipe of the process that started this one.
+    """A request to stop: SIGINT, SIGTERM or SIGHUP, or a byte in the control pipe of the process that started this one.
 
-    One byte in the pipe is a request to stop. If the pipe closes, the starting process has died, and this process exits
-    immediately. A second request by signal also ends the process immediately.
+    After a request of either kind, a signal that is a new request (see `Requests`) ends this process immediately.
+    Further bytes have no effect. If the pipe closes, the starting process has died, and this process exits immediately.
     """
 
     def __init__(self) -> None:
@@ -68,13 +69,13 @@ class StopRequest:
         return self._event.is_set()
 
     def listen(self, pipe: int | None) -> None:
-        """Start to listen to signals and, if given, to the reading end of the control pipe."""
+        """Start to listen to signals and, unless `pipe` is None, to the control pipe, whose reading end is `pipe`."""
         self._before = on_stop_signals(self._on_signal)
         if pipe is not None:
             threading.Thread(target=self._watch, args=(pipe,), daemon=True, name="weft-control").start()
 
     def release(self) -> None:
-        """Restore the handlers that `listen` replaced, except handlers that other code has replaced since."""
+        """Restore the handlers that `listen` replaced. A handler that other code has set since stays."""
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._on_signal and handler is not None:
                 signal.signal(number, handler)

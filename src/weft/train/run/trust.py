@@ -24,7 +24,7 @@ _KEY_BYTES = 32
 
 
 def named_code(config: TrainConfig) -> dict[str, str]:
-    """Return the settings that name Python objects outside of weft and torch: setting -> name."""
+    """Return the settings that name a Python object by import path, such as "package.module:name": setting -> value."""
     data, found = config.data, {}
     if isinstance(config.model, OwnModelConfig):
         found = {"model.factory": config.model.factory, "model.loss": config.model.loss}
@@ -35,10 +35,11 @@ def named_code(config: TrainConfig) -> dict[str, str]:
 
 
 def require_trust(directory: Path, config: TrainConfig, overrides: Sequence[str], *, trust: bool, asked: str) -> None:
-    """Raise ConfigError if the configuration of a run directory names code, unless this user made the directory here.
+    """Raise ConfigError if the configuration of a run directory names code that is not trusted.
 
-    `config`: the configuration of the directory, with `overrides` applied. Code that an override names is trusted.
-    `trust`: whether the user trusts all code. `asked`: the option that named the directory, for the message.
+    Code is trusted if `trust` is True, if an override names it, or if `mark_as_own` has marked `directory` for it.
+    `config`: the configuration of the directory, with `overrides` applied. `asked`: the option or path that named the
+    directory, for the message.
     """
     given = {override.partition("=")[0].strip() for override in overrides}
     code = {name: value for name, value in named_code(config).items() if name not in given}
@@ -52,7 +53,8 @@ def require_trust(directory: Path, config: TrainConfig, overrides: Sequence[str]
 
 
 def mark_as_own(directory: Path, config: TrainConfig) -> None:
-    """Mark `directory` as made by this user. If the mark cannot be written, later uses need --trust."""
+    """Mark `directory` as made by this user with the code that `config` names. If the mark cannot be written, later
+    uses of the directory need --trust."""
     if code := named_code(config):
         with suppress(OSError):
             from weft.train.report.facts import keep_facts  # imports torch, not needed to start ranks

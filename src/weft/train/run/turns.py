@@ -14,10 +14,11 @@ _POLL_S = 0.05
 
 
 def first_rank_first(make: Callable[[], Result]) -> Result:
-    """Call `make()` on the first rank and, when it has returned, on all others. Return the result of each rank's own
-    call. There is no timeout.
+    """Call `make()` on the first rank and, when that call has ended, on all other ranks. Each rank returns the result
+    of its own call.
 
-    Collective. If the first rank raises ConfigError, all ranks raise it.
+    Collective, without a timeout. If `make()` raises ConfigError on the first rank, all ranks raise it. After any other
+    error on the first rank, the other ranks still call `make()`.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     if ranks == 1:

@@ -47,10 +47,12 @@ _COLLECTIVE = (
 
 
 class Watchdog:
-    """Calls `bark` with one line if the run hangs for `limit` seconds (0: never), or if another rank reports a failure.
+    """Calls `bark` with one line if the run hangs for `limit` seconds, or if another rank reports a failure.
 
-    The watchdog is a context manager. Each call of `at` counts as progress. After `at(..., loosely=True)`, a changing
-    stack or computation of the main thread also counts as progress. After `rest`, only file operations are watched.
+    The watchdog is a context manager. If `limit` is 0, it does nothing. Each call of `at` counts as progress, and so
+    does each beginning or end of a file operation. After `at(..., loosely=True)`, changes of the main thread's stack,
+    and CPU time that the thread uses, also count. After `rest`, only a file operation that takes longer than `limit`
+    counts as a hang.
     """
 
     def __init__(self, limit: float, bark: Callable[[str], None]) -> None:
@@ -97,7 +99,7 @@ class Watchdog:
         self._moves += 1
 
     def rest(self) -> None:
-        """Watch only file operations while the program does work outside of the run."""
+        """Until the next call of `at`, watch only file operations: the program does work outside of the run."""
         self.at("")
 
     def tell(self, line: str) -> None:
@@ -106,8 +108,7 @@ class Watchdog:
             self._peers.tell({"rank": self.rank, "line": line, "failed": True}, 1.0)
 
     def why(self, patience: float = 1.0) -> str | None:
-        """Return the reason of another rank's failure if it arrives within `patience` seconds. Otherwise return
-        None."""
+        """Return why another rank failed, or None if no rank tells this within `patience` seconds."""
         deadline = time.monotonic() + patience
         while self._peers is not None and self.said is None and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -37,9 +37,9 @@ from weft.train.run.world import Place
 def work(
     place: Place, path: str, overrides: list[str], resume: str | bool, command: str, *, or_start: bool = False
 ) -> NoReturn:
-    """Train as the rank at `place`, and end the process with the exit code of `weft train`.
+    """Train as the rank that `place` describes. End the process with an exit code of `weft.train.run.failures`.
 
-    `command`: the command line of this run without `--resume`, for messages that say how to resume.
+    `path`, `overrides`: as in `load_config`. `resume`, `command`, `or_start`: as in `open_run`.
     """
     stop = StopRequest()
     stop.listen(int(os.environ[CONTROL]) if CONTROL in os.environ else None)
@@ -84,7 +84,7 @@ class _Rank:
         print(f"weft train: rank {self.number}: {line}", file=sys.stderr, flush=True)
 
     def explain(self, error: Exception) -> int:
-        """Report why this rank ends, to the process that started it or on stderr. Return the exit code."""
+        """Report why this rank ends: to `weft train` if it started the rank, or on stderr. Return the exit code."""
         if self.watchdog is not None and not self.trains:
             if not self.supervised and is_lost_connection(error) and (why := self.watchdog.why()):
                 error = Refused(why)
@@ -105,7 +105,7 @@ class _Rank:
         return WRONG_CALL if kind == "configuration" else FAILURE
 
     def end_hanging(self, line: str) -> None:
-        """End this rank, whose main thread hangs. The watchdog's thread calls this with its reason."""
+        """End this rank for the reason `line`. The watchdog's thread calls this, because the main thread may hang."""
         self.end(self.explain(Refused(line)))
 
     @staticmethod

@@ -19,7 +19,7 @@ STORE = "WEFT_STORE"
 
 @dataclass(frozen=True)
 class Place:
-    """The rank of this process, as the launcher's environment describes it."""
+    """The rank of this process, the number of ranks and their store, from the launcher's environment variables."""
 
     rank: int
     ranks: int
@@ -48,7 +48,7 @@ class Place:
         return torch.device("cuda", self.local_rank)
 
     def join(self, device: "torch.device", *, patience: float, stop: StopRequest, say: Callable[[str], None]) -> None:
-        """Initialize the default process group. Wait for the other ranks as `meet` does."""
+        """Wait for all ranks, then initialize the default process group. `patience`, `stop`, `say`: as in `meet`."""
         import torch
         import torch.distributed as dist
 
@@ -74,7 +74,7 @@ def begin_alone() -> None:
 def end_with_interpreter() -> None:
     """Destroy the current default process group when the interpreter exits, unless it was destroyed before.
 
-    An interpreter that exits while threads of gloo run may be aborted by them.
+    Without this, threads of gloo would still run, and might abort the interpreter during its exit.
     """
     import torch.distributed as dist
 
@@ -91,8 +91,8 @@ def end_with_interpreter() -> None:
 
 
 def place_from(environment: Mapping[str, str]) -> Place | None:
-    """Return this process's rank and the number of ranks, overall and on this host, as the launcher set them: torchrun,
-    SLURM or `weft train`. Returns None without a launcher.
+    """Return the `Place` of this process that torchrun, SLURM or `weft train` describes in `environment`. Return None
+    without a launcher, and for a SLURM job of one task.
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
         rank, ranks = int(environment["RANK"]), int(environment["WORLD_SIZE"])

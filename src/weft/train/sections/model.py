@@ -7,7 +7,7 @@ from weft.train.sections.rules import require
 
 @dataclass(frozen=True)
 class OwnModelConfig:
-    """[model] for your own model: a function builds it, and no pattern describes it."""
+    """[model] for your own model: the function `factory` builds it. There is no `model.pattern`."""
 
     factory: str
     """Import path of a function that builds an nn.Module: "package.module:function". It runs on the meta device."""

@@ -99,11 +99,11 @@ class ScheduleConfig:
             require(f"schedule.{name}", value, self.shape in shapes or value == default, without)
 
     def warmup(self, steps: int) -> int:
-        """Return the number of steps over which the learning rate rises."""
+        """Return the number of steps over which the learning rate rises, in a run of `steps` steps."""
         return min(100, steps // 10) if self.warmup_steps is None else self.warmup_steps
 
     def check(self, steps: int) -> None:
-        """Raise ConfigError for a warm-up that does not end within `steps` steps, or that overlaps the decay."""
+        """Raise ConfigError for a warm-up that does not end within `steps` steps, or overlaps the decay of "wsd"."""
         warmup, decay = self.warmup(steps), self.decay_fraction * steps
         require(
             "schedule.warmup_steps",

@@ -11,7 +11,7 @@ from weft.train.toml_values import show
 
 
 def check_pattern(model: HybridConfig, data: DataConfig, loop: LoopConfig, sharding: ShardingConfig) -> None:
-    """Raise ConfigError for settings that have no effect on the pattern of `model`, or that do not fit it."""
+    """Raise ConfigError for settings that do not fit `model`, or that have no effect on a model with its pattern."""
     require(
         "data.factory",
         data.factory,

@@ -73,5 +73,5 @@ class RunConfig:
 
     @property
     def path(self) -> Path:
-        """The run's folder: metrics, checkpoints, configuration and report."""
+        """The folder of the first run with this name. Later runs with this name add a number: `name-2`."""
         return Path(self.directory) / self.name

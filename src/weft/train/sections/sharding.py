@@ -127,7 +127,7 @@ class ShardingConfig:
 
     @property
     def expert_ranks(self) -> int:
-        """The number of ranks over which each expert is sharded (`etp`)."""
+        """The number of ranks over which each expert is sharded: `etp` or, if that is unset, `tp`."""
         return self.tp if self.etp is None else self.etp
 
     def check(self, ranks: int) -> None:

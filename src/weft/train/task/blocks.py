@@ -29,7 +29,8 @@ Place = tuple[Row, int]
 
 
 def prepare(places: Sequence[Place], loop: LoopConfig) -> None:
-    """Compile and wrap the blocks as `loop` says. Raises ConfigError for an unknown backend."""
+    """Compile the blocks at `places` and wrap them for activation checkpointing, as `loop` says. Raises ConfigError if
+    `train.compile` is not a backend of torch.compile."""
     if loop.compile:
         _check_backend(loop.compile)
     for number, (row, at) in enumerate(places):
@@ -44,9 +45,10 @@ def prepare(places: Sequence[Place], loop: LoopConfig) -> None:
 
 
 def repeated_blocks(model: nn.Module) -> list[Place]:
-    """Return blocks that have parameters and share a `ModuleList` or `Sequential` with others of their type.
+    """Return the places of the repeated blocks of a model.
 
-    Inner blocks come before those that contain them.
+    These have parameters, and share a `ModuleList` or `Sequential` with other blocks of their type. Inner
+    blocks come before those that contain them.
     """
     rows = [module for module in model.modules() if isinstance(module, Row)]
     found: list[Place] = []
@@ -57,7 +59,7 @@ def repeated_blocks(model: nn.Module) -> list[Place]:
 
 
 def outermost(places: Sequence[Place]) -> list[Place]:
-    """Return the elements of `places` whose blocks are not inside another block."""
+    """Return the elements of `places` whose block is not inside the block of another element."""
     within = {id(inner) for row, at in places for inner in row[at].modules() if inner is not row[at]}
     return [(row, at) for row, at in places if id(row[at]) not in within]
 

@@ -79,9 +79,9 @@ class OwnTask:
         self._loss = loss
 
     def count(self, microbatches: Sequence[Any]) -> float:
-        """Return the number of samples: the sum over microbatches of the first dimension of the first tensor.
+        """Return the number of samples: for each microbatch, the first dimension of its first tensor, scalars excepted.
 
-        A microbatch without a tensor counts as `train.microbatch_size` samples.
+        A microbatch without such a tensor counts as `train.microbatch_size` samples.
         """
         return float(sum(_samples(microbatch, self._microbatch_size) for microbatch in microbatches))
 
@@ -154,7 +154,8 @@ def _leaves(microbatch: Any) -> Iterator[Any]:
 
 
 def with_numbers(found: Any) -> Losses:
-    """Return the result of a loss function as (loss, numbers by name). Raises ConfigError for another tuple."""
+    """Return (loss, numbers by name) from the result of a loss function: that tuple, or only the loss. Raises
+    ConfigError for any other tuple."""
     if not isinstance(found, tuple):
         return found, {}
     if len(found) == 2 and isinstance(found[1], Mapping):
@@ -169,14 +170,15 @@ def with_numbers(found: Any) -> Losses:
 class Stream:
     """Microbatches of an iterable, in endless passes over it. The position is saved and restored exactly.
 
-    An iterable with `state_dict` and `load_state_dict` restores itself. Any other iterable is iterated again up to its
-    position, with the random state from the start of the pass, so that a shuffling loader yields the same order. The
-    random state includes the generators of a loader and of its samplers, but not those of worker processes that
-    persist. Such an iterable must be deterministic: for the same random state and, if it has `set_epoch`, the same
-    epoch, it must yield the same microbatches.
+    An iterable with `state_dict` and `load_state_dict` restores itself. Any other iterable is iterated again up to the
+    saved position, with the random state from the start of the pass, so that a shuffling loader yields the same order.
+    The random state includes the generators of a loader and of its samplers, but not those of worker processes that
+    persist. An iterable without these methods must be deterministic: for the same random state and, if it has
+    `set_epoch`, the same epoch, it must yield the same microbatches.
 
-    If the number of `ranks` has changed, the position becomes that of rank 0 times the former number of ranks, divided
-    by `ranks`. This is exact if the ranks take the microbatches of a pass in turn, equally many each.
+    If another number of ranks saved the position, each rank continues at the saved position of rank 0, times the number
+    of ranks that saved it, divided by `ranks`. This is exact if the ranks take the microbatches of a pass in turn,
+    equally many each. Raises ConfigError if the division has a remainder, or if the iterable has a `state_dict`.
     """
 
     per_rank = True

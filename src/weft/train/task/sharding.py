@@ -29,7 +29,7 @@ def meshes_of(config: TrainConfig, device: torch.device) -> weft.Meshes:
 
 
 def options_of(config: TrainConfig, model: nn.Module) -> dict[str, Any]:
-    """Return the options of `weft.fully_shard`, except the mesh, for all units of `model`, which is not sharded yet."""
+    """Return the options of `weft.fully_shard`, except the mesh, for all units of the unsharded `model`."""
     sharding = config.sharding
     policy = mixed_precision(config.train.precision, config.train.unquantized_ends)
     options: dict[str, Any] = {"strategy": sharding.strategy, "mp_policy": policy}
@@ -65,10 +65,11 @@ _RECIPES: dict[str, Callable[[], quantize.Quantization]] = {
 
 
 def mixed_precision(name: str, unquantized_ends: int = 0) -> weft.MixedPrecisionPolicy:
-    """Return the policy for `name`, a value of `train.precision`. All but "fp32" compute in bf16.
+    """Return the policy for `name`, a value of `train.precision`.
 
-    Gradients are reduced, and main weights kept, in fp32. "bf16" gathers weights in bf16. The other
-    precisions quantize gathered weights. `unquantized_ends`: the number of layers at each end that are not quantized.
+    "fp32" keeps the dtypes of the parameters. "bf16" gathers weights and computes in bf16, and reduces gradients in
+    fp32. The other values do the same, but gather quantized weights, which are dequantized to bf16 for use.
+    `unquantized_ends`: the number of layers at each end of the model that are not quantized.
     """
     if name == "fp32":
         return weft.MixedPrecisionPolicy()

@@ -12,10 +12,10 @@ Losses = tuple[torch.Tensor, Mapping[str, torch.Tensor | float]]
 
 
 class Batches(Protocol):
-    """This rank's microbatches. `state_dict` returns the position in the data, which checkpoints contain."""
+    """This rank's microbatches. `state_dict` returns the position in the data, for checkpoints."""
 
     microbatch_weights: list[float]
-    """The weight of each microbatch of the last step. All are 1.0 for equal weights."""
+    """For each microbatch of the last step, its weight in the mean loss. All are 1.0 for equal weights."""
 
     def next_step(self) -> list[Any]:
         """Return the microbatches of the next optimizer step. All ranks have the same number of them."""
@@ -55,19 +55,19 @@ class Task(Protocol):
 
     @property
     def validation_weights(self) -> Iterable[float]:
-        """The weight of each validation microbatch. All are 1.0 for equal weights."""
+        """The weight of each validation microbatch in the mean loss. All are 1.0 for equal weights."""
         ...
 
     def count(self, microbatches: Sequence[Any]) -> float:
-        """Return the number of units, such as tokens, in this rank's microbatches of a step."""
+        """Return this rank's share of a step's units, such as tokens. The sum over all ranks is the number of units."""
         ...
 
     def loss(self, microbatch: Any) -> Losses:
-        """Return the losses of a microbatch whose tensors are on the device."""
+        """Return the `Losses` of a microbatch whose tensors are on the device."""
         ...
 
     def validation_losses(self, microbatches: Sequence[Any]) -> list[Losses]:
-        """Return the losses of up to `at_once` microbatches that are on the device, computed without autograd."""
+        """Return the `Losses` of each of up to `at_once` microbatches on the device. The caller disables autograd."""
         ...
 
     def validation_values(self, loss: float) -> dict[str, float]:

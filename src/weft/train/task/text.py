@@ -32,8 +32,8 @@ from weft.train.task.task import Losses
 
 
 class TextTask:
-    """The task of a text on one rank. Raises ConfigError for an unusable text, or a model that does not fit into
-    memory."""
+    """The task of training on text, on one rank. Raises ConfigError for an unusable text, or a model that does not fit
+    into memory."""
 
     unit = "tokens"
     adds_losses: bool = True
@@ -103,9 +103,9 @@ class TextTask:
         return {"loss": loss, "nats_per_byte": loss / size} if size else {"loss": loss}
 
     def baseline(self) -> float | None:
-        """Return the loss of the bigram table on the same text, in nats per byte.
+        """Return the validation loss of a bigram table, fitted to the training text, in nats per byte.
 
-        None for several texts, for token files, and for texts in which some positions have no label.
+        Return None for several texts, for token files, and for texts in which some positions have no label.
         """
         corpus, size = self.corpora[0], self._bytes_per_token
         if size is None or corpus.vocab_size is None or self.validation.has_gaps:
@@ -133,8 +133,8 @@ def _compare(names: Sequence[str], texts: list[Any]) -> None:
 
 
 def factory_of(model: OwnModelConfig) -> Callable[[], nn.Module]:
-    """Return the function that builds the model, with its options bound. Raises ConfigError if it does not take
-    them."""
+    """Return the function `model.factory` with `model.options` bound. Raises ConfigError if the function does not take
+    these options."""
     factory = imported("model.factory", model.factory)
     check_callable("model.factory", factory, [], "a callable that takes the names in model.options", model.options)
     return partial(factory, **model.options)
@@ -146,10 +146,10 @@ def _context_part(batch: Batch, meshes: weft.Meshes) -> Batch:
 
 
 def for_own_model(microbatch: Batch) -> Batch:
-    """Return a microbatch in the form that models of the package transformers take.
+    """Return a microbatch in the form that models of the package `transformers` take.
 
-    Only a microbatch with documents changes. It becomes a dictionary of "tokens", "labels", "position_ids" and
-    "cu_seqlens".
+    A microbatch with documents becomes a dictionary of "tokens", "labels", "position_ids" and "cu_seqlens". Any other
+    microbatch is returned unchanged.
     """
     if not isinstance(microbatch, dict):
         return microbatch
@@ -206,10 +206,11 @@ def _seen_of_others(model: nn.Module, text: torch.Tensor) -> float:
 
 
 def next_token_loss(model: nn.Module, microbatch: Batch) -> torch.Tensor:
-    """Return the mean cross-entropy of the logits: the result of `model(tokens)`, or its attribute `logits`.
+    """Return the mean cross-entropy of the logits, which are the result of `model(tokens)` or its attribute `logits`.
 
-    If the microbatch has documents, the model also gets those of `position_ids`, `cu_seqlens` and `use_cache=False`
-    that its forward takes. With a cache, models of transformers ignore that positions restart in each document.
+    If the microbatch has documents, the model also gets `position_ids`, `cu_seqlens` and `use_cache=False`, each only
+    if its forward takes it. With a cache, models of `transformers` would ignore that positions restart in each
+    document.
     """
     labels = microbatch["labels"] if isinstance(microbatch, dict) else microbatch[1]
     return cross_entropy(_scores(model, microbatch), labels)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Mailbox:
-    """The messages between all ranks. A thread runs only while it holds the lock `turn`."""
+    """The messages between all ranks. Each rank is a thread, which runs only while it holds the lock `turn`."""
 
     def __init__(self, ranks: int) -> None:
         self.turn = threading.Lock()
@@ -31,7 +31,8 @@ class Mailbox:
             waiter[1].notify()
 
     def expect(self, key: Any) -> int:
-        """Return the number of the next message to receive under `key`. The n-th receive gets the n-th message."""
+        """Return the number of the message that a new receive under `key` gets: the n-th receive gets the n-th
+        message."""
         number = self._expected[key] = self._expected[key] + 1
         return number
 
@@ -50,13 +51,14 @@ class Mailbox:
         return number in self._messages[key]
 
     def leave(self, rank: int, said: str) -> None:
-        """Note that a rank has ended. This may leave the other ranks in a deadlock."""
+        """Note that a rank has ended. If all other ranks wait for messages, they are in a deadlock. `said`: what the
+        error of a deadlock says about this rank."""
         self._alive -= 1
         self.ended[rank] = said
         self._look()
 
     def fail(self) -> None:
-        """Note that a rank has raised an exception, and end the others."""
+        """Note that a rank has raised an exception. Each other rank ends when it has to wait for a message."""
         self.failed = True
         self._wake()
 

@@ -93,7 +93,7 @@ _current = threading.local()
 
 
 class InProcess(dist.ProcessGroup):
-    """A process group whose ranks are threads. weft sees a gloo group, and uses the code that it has for gloo."""
+    """A process group whose ranks are threads. To weft, its backend is named "gloo", so weft uses its code for gloo."""
 
     def __init__(self, store: Any, rank: int, size: int, members: Sequence[int]) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -344,7 +344,7 @@ def _threads_for_ranks() -> Iterator[None]:
 def run_ranks(ranks: int, work: Callable[[int], Any]) -> list[Any]:
     """Run `work(rank)` on `ranks` threads, each of which is a rank of one world. Return the results in rank order.
 
-    Raises the exception of the lowest rank that failed, and CollectiveMismatch in a deadlock.
+    If ranks raise exceptions, raises that of the lowest such rank. Raises CollectiveMismatch in a deadlock.
     """
     box, store = Mailbox(ranks), dist.HashStore()
     found: list[Any] = [None] * ranks
