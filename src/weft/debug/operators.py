@@ -67,7 +67,7 @@ def bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
     size = tensor.element_size()
     begin = tensor.storage_offset() * size
     if tensor.is_contiguous():
-        return begin, begin + tensor.numel() * size
+        return int(begin), int(begin + tensor.numel() * size)
     extent = 1 + sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride()))
     return int(begin), int(begin + extent * size)
 
