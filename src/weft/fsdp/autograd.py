@@ -128,8 +128,8 @@ class FullParameters:
         return [each for each, here, told in zip(self._parameters, found, self._versions) if here != told]
 
     def was_written(self, shape: tuple[int, ...], expected: int, here: int) -> bool:
-        """Return whether main weights were written to between a forward and its backward. The forward saved a parameter
-        of this shape at version `expected`; the parameter is now at version `here`."""
+        """Return whether main weights were written to between a forward and its backward, so that a parameter of this
+        shape, which the forward saved at version `expected`, is now at version `here`."""
         record = record_of(self._parameters[0])
         return (
             record is not None

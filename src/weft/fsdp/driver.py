@@ -8,8 +8,8 @@ call                                 meaning
 -----------------------------------  ------------------------------------------------------------------------------
 begin_forward(unit)                  a module of `unit` is called; the outermost call begins a pass
 end_forward(error)                   the call has ended; if it was the outermost, the pass has ended
-begin_backward(call)                 a backward reaches `call`, one forward of a unit. The first one that it reaches
-                                     begins a pass. When autograd's backward is over, the engine calls `call.end()` for
+begin_backward(call)                 a backward reaches `call`, a forward of a unit. Begins a backward pass, unless
+                                     one is under way. After autograd's backward, the engine calls `call.end()` for
                                      each call that has `begun` and not ended or, after a failure, `call.abandon()`
 scheduled(trace, backward)           a context around a pass whose events are known in advance; backward=False: an
                                      evaluation

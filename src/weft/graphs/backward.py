@@ -60,7 +60,7 @@ class Uses:
         self._counts = [len(uses) for uses in found if uses]
 
     def gradients(self, given: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Compute the gradient of each use. `given`: the gradients of `ends`, or None. The graph is retained."""
+        """Compute the gradient of each use. `given`: for each end, its gradient or None. The graph is retained."""
         there = [(end, gradient) for end, gradient in zip(self._ends, given) if gradient is not None]
         ends, heads = [end for end, _ in there], [gradient for _, gradient in there]
         try:

@@ -64,7 +64,7 @@ class FlatBuffer:
         return self.local.untyped_storage()
 
     def part(self, placements: tuple[Placement, ...]) -> "FlatBuffer":
-        """Return this rank's part of the buffer under `placements`, which cut it further. Its memory is a view."""
+        """Return this rank's part of the buffer under `placements`, which cut it further: a view of its memory."""
         cut = FlatBuffer(self.layout, self.mesh, placements, self.local)
         numel = self.layout.numel // cut.pieces
         start = cut.index * numel - self.index * (self.layout.numel // self.pieces)

@@ -139,7 +139,7 @@ class Pool:
         return tensor
 
     def give(self, transient: Transient) -> None:
-        """Take back the memory of `transient`. Queued computation may still read it: later writes wait for that."""
+        """Take back the memory of `transient`. Queued computation may still read it: later writes run after that."""
         transient.pool = lambda: None
         if transient not in self._alive:  # its take failed
             return

@@ -51,7 +51,7 @@ class PredictionDepth(Stack):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set `added_loss` to 0. Submodules reset their own parameters."""
+        """Set `added_loss` to 0. Submodules are not reset: they have their own `reset_parameters`."""
         nn.init.zeros_(self.added_loss)
 
     @property

@@ -271,8 +271,8 @@ def share(module: nn.Module, lies: Mapping[str, Lies], ranks: TensorRanks, path:
     """Turn the parameters of `module` into DTensors over `ranks.mesh`, sharded or replicated. Parameters that
     `Elsewhere` marks are unchanged.
 
-    `lies`: how each parameter is divided, as `cuts_of` returns it. `path`: the name of `module` in the keys of `lies`.
-    It is empty if the keys are names inside `module`.
+    `lies`: how each parameter is divided, from `cuts_of` or `ends_of`. `path`: the name of `module` in the keys of
+    `lies`. It is empty if the keys are names inside `module`.
     """
     for owner_name, owner in module.named_modules():
         where = ".".join(filter(None, (path, owner_name)))

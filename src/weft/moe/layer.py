@@ -147,7 +147,7 @@ class MoE(nn.Module):
         return "with one row per rank the host reads the number of rows" if self.dispatcher.rows_per == "rank" else None
 
     def reset_parameters(self) -> None:
-        """Set `load` and `exchanged` to 0. Submodules reset their own parameters."""
+        """Set `load` and `exchanged` to 0. Submodules are not reset: they have their own `reset_parameters`."""
         nn.init.zeros_(self.load)
         nn.init.zeros_(self.exchanged)
 

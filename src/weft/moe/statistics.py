@@ -30,10 +30,10 @@ def load_statistics(model: nn.Module, reset: bool = True, group: Ranks = None) -
 def router_losses(model: nn.Module, reset: bool = True, group: Ranks = None) -> dict[str, Tensor]:
     """Return the router loss of each expert layer, summed over forwards since the last reset: an fp32 scalar by name.
 
-    The losses are already multiplied by their coefficients. To get the mean, divide by the number of forwards and, if
-    `group` is given, by its number of ranks. The arguments and the counted forwards are the same as in
-    `load_statistics`. Losses are not summed over tensor-parallel ranks outside `group`, because the loss of each rank
-    already covers the positions of these ranks.
+    A router loss is the balance loss plus the z-loss, already multiplied by their coefficients. To get the mean, divide
+    by the number of forwards and, if `group` is given, by its number of ranks. The arguments and the counted forwards
+    are the same as in `load_statistics`. Losses are not summed over tensor-parallel ranks outside `group`, because the
+    loss of each rank already covers the positions of these ranks.
     """
     return _read(model, "router.added_loss", reset, group)
 

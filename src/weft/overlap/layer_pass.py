@@ -38,8 +38,8 @@ class LayerPass:
     - `policy`: the casts of the layer's inputs and outputs.
     - `beside`: further arguments of `attend`.
     - `delay_wgrad`: compute the weight gradients of `attend` and of `experts` in separate steps.
-    - `owner`: the module whose parameters the steps may use. A step that uses others raises UndeclaredTensor. None: no
-      check.
+    - `owner`: raise UndeclaredTensor if a step uses a differentiable tensor that is neither an input of the step nor a
+      parameter of this module. None: no check.
     - `halves`: exchange the rows of each half of the tokens separately. This has no effect unless the layer's
       dispatcher sends a token once to each rank that has any of its experts (`rows_per` is "rank").
     """

@@ -102,8 +102,8 @@ class ModelUnits:
     def program(self, steps: Iterable[Step], together: Iterable[set[tuple[int, int]]] = ()) -> list[Around]:
         """Return `steps`, each with the units to acquire, release and reduce.
 
-        `together`: for each pair of backwards that run together, the (microbatch, chunk) of both. The gradients of each
-        unit are reduced once, after both.
+        `together`: for each pair of backwards that run together, the (microbatch, chunk) of both. The gradients of a
+        unit that both use are reduced once, after both.
         """
         around = [Around(step, [], [], []) for step in steps]
         visits: dict[tuple, list[Around]] = {}

@@ -228,7 +228,8 @@ class _Row:
         self.entries.append((self._next("F", forward), self._next("B", backward)))
 
     def inputs(self, chunk: int) -> None:
-        """Append the I of the next backward of `chunk`. Its W is delayed until `weights` appends it."""
+        """Append the I (input gradients) of the next backward of `chunk`. Its W (weight gradients) is delayed until
+        `weights` appends it."""
         _, microbatch, _ = self._next("B", chunk)
         self.entries.append((Action("I", microbatch, chunk),))
         self.waiting.append((microbatch, chunk))

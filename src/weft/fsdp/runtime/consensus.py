@@ -86,7 +86,7 @@ class Consensus:
         return late
 
     def reach(self, graphs: CaptureTable | None) -> None:
-        """End a backward: exchange state, and start the reductions that are due on any rank and not started yet."""
+        """End a backward: exchange state. Start reductions that are due on any rank and not started on this one."""
         reductions, units, groups = self._reductions, self._units, self._groups
         reductions.complete()
         if not self._agreement.checks:

@@ -40,7 +40,7 @@ class Freshness:
         self._made: list[Unit] = []
 
     def begin_pass(self, units: Sequence[Unit], inside: Sequence[Unit], groups: Sequence[dist.ProcessGroup]) -> None:
-        """Begin a pass over `inside`, some or all of `units`. Agree over `groups` which units need an update."""
+        """Begin a pass. Agree over process `groups` whether any of `units` need an update; update those in `inside`."""
         following = [group for unit in units for group in unit.groups if group.refreshes]
         if not following:
             return

@@ -198,7 +198,7 @@ class Runtime(Shared):
     # --- backward ---------------------------------------------------------------------------------------------------
 
     def begin_backward(self, call: Any) -> None:
-        """Begin the backward of `call`, a forward of a unit. The first one that a backward reaches begins a pass."""
+        """Begin the backward of `call`, a forward of a unit. If no backward pass is under way, also begin one."""
         if self.passes.current is Pass.FAILED:
             self._recover()
         self._calls.append(call)

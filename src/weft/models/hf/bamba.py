@@ -57,7 +57,7 @@ def write_mamba(cfg: HybridConfig) -> Raw:
 
 
 def read(raw: Raw) -> Raw:
-    """Return `HybridConfig` fields for the fields of config.json that `Family.fields` cannot map."""
+    """Return the fields of `HybridConfig` that are computed from config.json, not copied as `Family.fields` says."""
     layers, attention = raw.get("num_hidden_layers", 32), raw.get("attn_layer_indices") or ()
     ours = rope.read({**raw, "partial_rotary_factor": None}, partial=0.5)
     part = ours["partial_rotary_factor"]
@@ -79,7 +79,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return config.json fields for the fields of `HybridConfig` that `Family.fields` cannot map."""
+    """Return the fields of config.json that are computed from `cfg`, not copied as `Family.fields` says."""
     mixers = flat(cfg)[::2]
     return {
         "num_hidden_layers": len(mixers),

@@ -22,7 +22,7 @@ PARALLEL: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """Return `HybridConfig` fields for the fields of config.json that `Family.fields` cannot map."""
+    """Return the fields of `HybridConfig` that are computed from config.json, not copied as `Family.fields` says."""
     hidden, heads = raw.get("hidden_size", 4096), raw.get("mamba_n_heads", 128)
     inner = raw.get("mamba_d_ssm", 1024)
     inner = raw.get("mamba_expand", 2) * hidden if inner is None else inner
@@ -56,7 +56,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return config.json fields for the fields of `HybridConfig` that `Family.fields` cannot map."""
+    """Return the fields of config.json that are computed from `cfg`, not copied as `Family.fields` says."""
     head, scale = cfg.attention_head_dim**-0.5, cfg.attention_scale or cfg.attention_head_dim**-0.5
     high: Any = UNBOUNDED if cfg.time_step_limit_max is None else cfg.time_step_limit_max
     return {

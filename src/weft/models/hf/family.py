@@ -36,8 +36,8 @@ class Family:
     - `fields`: maps names in config.json to (name in `HybridConfig`, the family's default).
     - `required`: fields of config.json, each with the only value that weft supports.
     - `kept`: other fields of config.json that are accepted: `read` uses them, or the result does not depend on them.
-    - `read`: returns the fields of `HybridConfig` that `fields` cannot take from config.json.
-    - `write`: returns the fields of config.json that `fields` cannot take from `HybridConfig`.
+    - `read`: returns the fields of `HybridConfig` that are computed from config.json, not copied as `fields` says.
+    - `write`: returns the fields of config.json that are computed from a `HybridConfig`, not copied as `fields` says.
     - `outer`: maps weft's modules outside of layers to names on disk.
     - `layer`: the prefix of the tensor names of a layer on disk, with {} for the layer's number.
     - `symbols_per_layer`: the number of pattern symbols that form one layer on disk, for example 2 for `[*-]`.

@@ -40,7 +40,7 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that the table `Family.fields` cannot take from config.json."""
+    """Return the fields of `HybridConfig` that are computed from config.json, not copied as `Family.fields` says."""
     layers, experts = raw.get("num_hidden_layers", 32), raw.get("num_local_experts", 8)
     check_layer_types(raw, layers, MIXERS, "granitemoehybrid")
     mixers = raw.get("layer_types") or ["linear_attention"] * layers
@@ -67,7 +67,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that the table `Family.fields` cannot take from `HybridConfig`."""
+    """Return the fields of config.json that are computed from `cfg`, not copied as `Family.fields` says."""
     mixers, ends = flat(cfg)[::2], set(flat(cfg)[1::2])
     if len(ends) > 1:
         raise ConversionError(f"granitemoehybrid has experts in all layers or in none, but {cfg.pattern!r} mixes both")

@@ -59,7 +59,7 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that the table `Family.fields` cannot take from config.json."""
+    """Return the fields of `HybridConfig` that are computed from config.json, not copied as `Family.fields` says."""
     layers, given = raw.get("num_hidden_layers", 27), raw.get("linear_attn_config") or {}
     if unknown := given.keys() - {*LISTS, *NESTED}:
         raise ConversionError(f"linear_attn_config: weft has no {listed(unknown)}")
@@ -102,7 +102,7 @@ def _mixers(raw: Raw, layers: int, given: Raw) -> list[str]:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that the table `Family.fields` cannot take from `HybridConfig`."""
+    """Return the fields of config.json that are computed from `cfg`, not copied as `Family.fields` says."""
     mixers = list(enumerate(flat(cfg)[::2], start=1))
     return {
         "num_hidden_layers": len(mixers),

@@ -41,8 +41,8 @@ class Origin:
     - `raw`: the content of config.json.
     - `directory`: the directory from which the origin was read.
     - `files`: maps the names of the other files to their contents.
-    - `beside`: the names of tensors that the text model does not use. They are not loaded: `copy_beside` reads them
-      from `directory`.
+    - `beside`: the names of tensors that the text model does not use. They are not loaded: when the model is
+      written, `copy_beside` copies them from `directory`.
     - `ignored`: the unknown fields of config.json that were ignored when the model was loaded.
     """
 

@@ -35,7 +35,7 @@ def written_ends(cfg: HybridConfig) -> Raw:
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that the table `Family.fields` cannot take from config.json."""
+    """Return the fields of `HybridConfig` that are computed from config.json, not copied as `Family.fields` says."""
     layers = raw.get("num_hidden_layers", 32)
     check_layer_types(raw, layers, ("full_attention",), "qwen3")
     return {
@@ -47,7 +47,7 @@ def read(raw: Raw) -> Raw:
 
 
 def read_moe(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that the table `Family.fields` cannot take from config.json."""
+    """Return the fields of `HybridConfig` that are computed from config.json, not copied as `Family.fields` says."""
     layers = raw.get("num_hidden_layers", 24)
     return {
         **read({"num_hidden_layers": layers, **raw}),
@@ -57,7 +57,7 @@ def read_moe(raw: Raw) -> Raw:
 
 
 def write_moe(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that the table `Family.fields` cannot take from `HybridConfig`."""
+    """Return the fields of config.json that are computed from `cfg`, not copied as `Family.fields` says."""
     return {**write(cfg), **written_ends(cfg)}
 
 

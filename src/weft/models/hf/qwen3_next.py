@@ -47,7 +47,7 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that the table `Family.fields` cannot take from config.json."""
+    """Return the fields of `HybridConfig` that are computed from config.json, not copied as `Family.fields` says."""
     count, interval = raw.get("num_hidden_layers", 48), raw.get("full_attention_interval", 4)
     if type(interval) is not int or interval < 1:
         raise ConversionError(f"full_attention_interval={interval!r}: must be at least 1")
@@ -67,7 +67,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that the table `Family.fields` cannot take from `HybridConfig`."""
+    """Return the fields of config.json that are computed from `cfg`, not copied as `Family.fields` says."""
     mixers = [NAMES[symbol] for symbol in flat(cfg)[::2]]
     return {**llama.write(cfg), "layer_types": mixers, **written_ends(cfg), **rope.write(cfg, partial=True)}
 

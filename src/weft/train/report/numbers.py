@@ -65,7 +65,7 @@ def units_of(facts: Mapping[str, Any]) -> dict[str, str]:
 def losses(records: list[dict[str, Any]]) -> tuple[Curve, Curve]:
     """Return the curves of training and validation loss, both in the unit of `loss_unit`.
 
-    For nats per byte, training losses are divided by the bytes per token, which follow from the last validation.
+    For nats per byte, training losses are divided by bytes per token, `loss` / `nats_per_byte` of the last validation.
     """
     validation = curve(records, "validation", "nats_per_byte") or curve(records, "validation", "loss")
     bytes_per_token = 1.0
