@@ -25,6 +25,13 @@ MUTATIONS = [
         "(values == 0) & (found != 0)",
         "quantize/test_formats.py::test_saturated_and_underflowed_elements_are_counted",
     ),
+    Mutation(
+        "biases of experts are quantized",
+        "_suits",
+        "attribute in multiplied",
+        "True",
+        SCALED + "test_biases_of_experts_are_not_quantized_by_default[2-dequantize]",
+    ),
     # --- payloads -----------------------------------------------------------------------------------------------------
     Mutation(
         "frozen quantized weights also keep their main weights",

@@ -13,6 +13,7 @@ import weft
 from tests.fsdp import nets, scaled
 from tests.pool import distributed
 from weft.fsdp import weight_gradient
+from weft.moe import GroupedExperts
 from weft.quantize import blockwise, mx, nvfp4, rowwise, scaled_product, tensorwise
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -216,3 +217,19 @@ def test_other_uses_of_a_quantized_weight_are_refused():
         weft.fully_shard(parallel, mesh=tp["dp"], mp_policy=policy)
     only = weft.fully_shard(nn.Bilinear(32, 32, 32), mp_policy=policy)
     assert [group.recipe.quantization for group in only._weft_unit.groups] == [None], "of no linear layer"
+
+
+@pytest.mark.parametrize("compute", ["dequantize", "scaled"])
+@distributed(2)
+def test_biases_of_experts_are_not_quantized_by_default(compute):
+    torch.manual_seed(0)
+    experts = GroupedExperts(2, 32, 32, bias=True)
+    weft.fully_shard(experts, mp_policy=weft.MixedPrecisionPolicy(BF16, param_quantization=mx(compute=compute)))
+    quantized = {
+        parameter.name: group.recipe.quantization is not None
+        for group in experts._weft_unit.groups
+        for parameter in group.parameters
+    }
+    assert quantized == {name: not name.endswith("_bias") for name in quantized} and len(quantized) == 6
+    experts(torch.randn(8, 32), torch.tensor([3, 8], dtype=torch.int32)).float().square().mean().backward()
+    assert all(nets.full(parameter.grad).any() for parameter in experts.parameters())

@@ -36,8 +36,8 @@ class MixedPrecisionPolicy:
     - `param_quantization`: a recipe of `weft.quantize`, in which weights are gathered. They are dequantized for use,
       unless the recipe has `compute="scaled"`. None: weights are not quantized.
     - `quantize(name, parameter)`: returns whether to quantize a parameter. `name` is its name in the sharded module.
-      None: quantize parameters with two or three dimensions, except embeddings. If the recipe has `compute="scaled"`,
-      None quantizes only the weights of linear layers and experts.
+      None: quantize parameters with two or three dimensions, except embeddings and experts' biases. If the recipe has
+      `compute="scaled"`, None quantizes only the weights of linear layers and experts.
 
     Raises ValueError for dtypes other than float64, float32, bfloat16 and float16.
     """

@@ -53,8 +53,9 @@ class GroupedExperts(nn.Module):
     """Whether an expert gets the same number of rows in every call."""
     recomputes = False
     """Whether backward recomputes `forward`."""
-    multiplies_quantized = True
-    """Whether the products support quantized weights."""
+    multiplied: ClassVar = ("gate_proj", "up_proj", "down_proj")
+    """The parameters that are weights of products, which support quantized weights. The others are biases, which are
+    added."""
     differs_between_ranks = False
     """Whether other ranks hold other experts of the same layer. `fully_shard` then requires `spread`."""
     fills_slices = True

@@ -15,12 +15,12 @@ from weft.quantize.recipe import Quantization
 def suits(recipe: Quantization, parameter: nn.Parameter, owners: Sequence[tuple[Any, str]]) -> bool:
     """Return whether a parameter is quantized if the user passes no `quantize=`.
 
-    The parameter must have two or three dimensions, and must not belong to an `nn.Embedding`. With `compute="scaled"`,
-    all its modules must also support quantized weights, as `nn.Linear` and `GroupedExperts` do. `owners`: for each
-    module that has the parameter, a weak reference to the module and the name of the parameter in it.
+    The parameter must have two or three dimensions, and must be neither the weight of an `nn.Embedding` nor a bias of
+    `GroupedExperts`. With `compute="scaled"`, all its modules must also support quantized weights, as `nn.Linear` and
+    `GroupedExperts` do. `owners`: for each module that has the parameter, a weak reference to the module and the name
+    of the parameter in it.
     """
-    suited = parameter.ndim in (2, 3) and not any(isinstance(ref(), nn.Embedding) for ref, _ in owners)
-    return suited and (not recipe.is_scaled or all(_multiplies(ref(), attribute) for ref, attribute in owners))
+    return parameter.ndim in (2, 3) and all(_suits(recipe, ref(), attribute) for ref, attribute in owners)
 
 
 def check_weight(
@@ -45,9 +45,13 @@ def check_weight(
             raise ValueError(f'{recipe} for parameter {name!r} of shape {shape}: {why}, or compute="dequantize"')
 
 
-def _multiplies(module: nn.Module | None, attribute: str) -> bool:
-    """Return whether a module uses its parameter in products that support quantized weights."""
-    return (isinstance(module, nn.Linear) and attribute == "weight") or getattr(module, "multiplies_quantized", False)
+def _suits(recipe: Quantization, module: nn.Module | None, attribute: str) -> bool:
+    """Return whether `suits` allows quantization of the parameter `attribute` of `module`."""
+    if (multiplied := getattr(module, "multiplied", None)) is not None:
+        return attribute in multiplied
+    if recipe.is_scaled:
+        return isinstance(module, nn.Linear) and attribute == "weight"
+    return not isinstance(module, nn.Embedding)
 
 
 def _refuse_divided_blocks(recipe: Quantization, shape: tuple[int, ...], parallel: TensorParallel, name: str) -> None:
