@@ -34,6 +34,20 @@ MUTATIONS = [
         "dtensor/test_dtensor.py::test_sums_and_norms_of_half_precision_are_those_of_one_process",
     ),
     Mutation(
+        "the pieces of a parameter count the same step several times",
+        "_divided",
+        "each.clone()",
+        "each",
+        STEPS + "test_large_parameters_step_over_local_parts_bit_for_bit[2-AdamW]",
+    ),
+    Mutation(
+        "large parameters are stepped as a whole",
+        "dtensor.steps:_pieces_of",
+        "1 if whole else max(1, -(-parameter.numel() // size))",
+        "1",
+        STEPS + "test_large_parameters_step_over_local_parts_bit_for_bit[2-AdamW]",
+    ),
+    Mutation(
         "an optimizer step does not increment version counters",
         "_step_parts",
         "torch.autograd.graph.increment_version(written)",

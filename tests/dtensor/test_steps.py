@@ -2,9 +2,11 @@
 
 import copy
 import io
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import sgd
@@ -33,16 +35,19 @@ OPTIONS = {
 
 
 class Noted(TorchDispatchMode):
-    """Which operators ran on lists, with how many tensors, and how many on DTensors."""
+    """Which operators ran on lists, with how many tensors, how many on DTensors, and the elements of the largest."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.sizes, self.on_dtensors = [], 0
+        self.sizes, self.on_dtensors, self.widest = [], 0, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if "_foreach_" in func._schema.name:
             self.sizes.append(len(args[0]))
-        self.on_dtensors += any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs)))
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        self.on_dtensors += any(isinstance(leaf, DTensor) for leaf in leaves)
+        if func is not torch.ops.aten.view.default and func is not torch.ops.aten.split.Tensor:
+            self.widest = max([self.widest, *(leaf.numel() for leaf in leaves)])
         return func(*args, **(kwargs or {}))
 
 
@@ -155,14 +160,41 @@ def test_large_parameters_step_over_local_parts_bit_for_bit(name):
         name
     ]
     shapes = [(160, 160), (161, 60)]
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype, piece in ((torch.float32, steps.PIECE), (torch.float32, 5000), (torch.bfloat16, 5000)):
         plain, sharded = Bag(shapes).to(dtype), weft.fully_shard(Bag(shapes).to(dtype))
         stepped(plain, kind(plain.parameters(), **options))
-        noted = stepped(sharded, kind(sharded.parameters(), **options))
+        with patch.object(steps, "PIECE", piece):
+            noted = stepped(sharded, kind(sharded.parameters(), **options))
         assert not noted.sizes and not noted.on_dtensors
+        largest = max(each.to_local().numel() for each in sharded.parameters())
+        assert noted.widest == (min(piece, largest) if dtype == torch.float32 else largest)
         assert_bit_equal(sharded, plain)
         for parameter, original in zip(sharded.parameters(), plain.parameters()):
             assert torch.equal(parameter.grad.full_tensor(), original.grad)
+
+
+@distributed(2)
+def test_pieces_are_as_the_whole_where_buffers_begin_or_parts_are_empty_and_for_complex_numbers():
+    shapes = [(160, 60), (1, 5), (161, 61)]
+    for kind, options, dtype in (
+        (torch.optim.SGD, {"momentum": 0.9}, torch.float32),
+        (torch.optim.AdamW, {"amsgrad": True}, torch.complex64),
+    ):
+        plain, sharded = Bag(shapes).to(dtype), weft.fully_shard(Bag(shapes).to(dtype))
+        optimizers = [kind(model.parameters(), lr=1e-2, **options) for model in (plain, sharded)]
+        with patch.object(steps, "PIECE", 1000):
+            for later in (False, True, True):
+                for model, optimizer in zip((plain, sharded), optimizers):
+                    for number, parameter in enumerate(model.parameters()):
+                        parameter.grad = parameter.detach() * 2 if later or number else None
+                    optimizer.step()
+        assert any(not each.to_local().numel() for each in sharded.parameters()) or dist.get_rank() == 0
+        assert_bit_equal(sharded, plain)
+        for parameter, original in zip(sharded.parameters(), plain.parameters()):
+            own, expected = (each.state[p] for each, p in zip(optimizers[::-1], (parameter, original)))
+            for name, value in expected.items():
+                found = own[name].full_tensor() if isinstance(own[name], DTensor) else own[name]
+                assert torch.equal(found, value), name
 
 
 @distributed(2)

@@ -9,8 +9,8 @@ An operator on a list of sharded tensors makes one such call for all. An operato
       Adagrad              or fp64 like gradients and                          bitwise the same values; over lists of
                            states, on average at most                          local parts if a parameter's tensors
                            `SMALL` elements for a rank                         have equal cuts
-                         all sharded, on CPU, in one       None, None        over local parts, one by one
-                           dtype and with equal cuts,
+                         all sharded, on CPU, in one       None, None        over local parts, one by one; in fp32 and
+                           dtype and with equal cuts,                          fp64, over large ones in pieces
                            like gradients and states
     any                  anything else                     anything          as torch chooses
 
@@ -22,6 +22,7 @@ Therefore it sees what the user's hooks have changed, and stores nothing in the 
 """
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,6 +35,9 @@ from weft.dtensor.uneven import UnevenDTensor
 _EXACT = (torch.float32, torch.float64)  # with narrower dtypes, torch's steps over lists round differently
 SMALL = 4096
 """With more elements, arithmetic takes longer than calls, and the intermediate results of a list take much memory."""
+PIECE = 1 << 16
+"""The elements of a piece, per thread. A step reads and writes a tensor several times. Meanwhile the tensors of a piece
+stay in the cores' caches."""
 
 
 def over_parts(step: Callable[..., None]) -> Callable[..., None]:
@@ -96,9 +100,42 @@ def _step_parts(step: Callable, parameters: Sequence[Any], lists: Sequence[list[
     _, *states = lists  # steps do not change gradients
     written = [each for values in (parameters, *states) for each in values if type(each) is UnevenDTensor]
     torch.autograd.graph.increment_version(written)  # torch increments only the version counters of the parts
+    counts = [1] * len(parameters)
+    if not options.get("foreach") and parts[0][0].dtype in _EXACT:
+        counts = _pieces_of(parts, creates=bool(options.get("momentum")))
+        parts = [_divided(values, counts) for values in parts]
     before = [list(values) for values in parts]
     step(*parts, **options)
     for values, old, new in zip(lists, before[1:], parts[1:]):
-        for place, part in enumerate(new):
-            if part is not old[place]:
+        for place, at in enumerate(itertools.accumulate(counts[:-1], initial=0)) if values else ():
+            if counts[place] == 1 and (part := new[at]) is not old[at]:
                 values[place] = part if type(values[place]) is torch.Tensor else parameters[place].like(part)
+
+
+def _pieces_of(lists: Sequence[list[Any]], *, creates: bool) -> list[int]:
+    """Return into how many pieces each parameter is divided. `lists`: parameters, gradients and states. `creates`:
+    whether the step replaces None by a buffer, which would be one for each piece."""
+    size, counts, counters = PIECE * torch.get_num_threads(), [], set[int]()
+    for place, parameter in enumerate(lists[0]):
+        row = [values[place] for values in lists if values]
+        counting = {id(each) for each in row if each is not None and not each.dim()}
+        whole = creates and any(each is None for each in row)
+        whole |= not all(each is None or each.is_contiguous() for each in row)
+        whole |= not counters.isdisjoint(counting)  # the parameter before may have increased a counter that is shared
+        counters |= counting
+        counts.append(1 if whole else max(1, -(-parameter.numel() // size)))
+    return counts
+
+
+def _divided(values: list[Any], counts: Sequence[int]) -> list[Any]:
+    """Divide each of `values` into its number of flat pieces. All pieces but the first get copies of a counter (0-D),
+    because a step increments the counters."""
+    found: list[Any] = []
+    for each, count in zip(values, counts):
+        if count == 1 or each is None:
+            found += [each] * count
+        elif each.dim():
+            found += each.view(-1).split(PIECE * torch.get_num_threads())
+        else:
+            found += [each, *(each.clone() for _ in range(count - 1))]
+    return found
