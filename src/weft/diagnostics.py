@@ -42,8 +42,8 @@ def describe(model: nn.Module) -> str:
 
 
 def memory_report(model: nn.Module) -> dict[str, Any]:
-    """Return the bytes of the model's storages on this rank. Sharded modules that you have replaced count too, while
-    they exist.
+    """Return how many bytes the model's weights and gradients take on this rank. Sharded modules that you have replaced
+    count too, while they exist.
 
     `persistent`: a dict of the bytes that are always allocated on the device: "weights", "gradients" and, if weights
     are quantized, "quantized weights" (with their scales). `offloaded`: the bytes of "weights" and "gradients" in CPU
@@ -55,7 +55,7 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
         lower bound   the most bytes in use at once in the steps that the plan covers: no plan can take less
         plans         number of memory plans made so far
         allocations   number of allocations: of a slab, or of one buffer outside of it
-        fallbacks     how often a buffer found no free place in the slab after the first plan
+        fallbacks     how often, since the first plan, a buffer found no free place in the slab
     """
     mine = units_of(model)
     roots = [driver for driver in drivers_under([model]) if driver.root is driver and driver.runtime is not None]
@@ -158,8 +158,8 @@ def _nonfinite_here(model: nn.Module) -> list[Nonfinite]:
 
 
 def groups_to_all_ranks(model: nn.Module) -> list[dist.ProcessGroup]:
-    """Return process groups of the model. To reduce a value over all ranks of the model, reduce it over each group, one
-    after another. In a pipeline, this reaches only the ranks that have the same stages as this rank."""
+    """Return process groups. Reductions of a value over each of them, one after another, reach all ranks of the model;
+    in a pipeline, only the ranks that have the same stages as this rank."""
     groups = [group for unit in units_of(model) for group in unit.groups]
     mesh = max((group.mesh for group in groups), key=lambda mesh: mesh.size())
     reached = [group_of(mesh, axis) for axis in range(mesh.ndim)]
@@ -171,11 +171,11 @@ def groups_to_all_ranks(model: nn.Module) -> list[dist.ProcessGroup]:
 def quantization_shares(model: nn.Module) -> dict[str, Shares]:
     """Return which fractions of each unit's quantized weights saturate and underflow.
 
-    The keys are the names of the units with quantized weights ("" for the root). The result is the same on all ranks;
-    in a pipeline, on all ranks with the same stages, and it contains only units of these stages. Each rank quantizes
-    its main weights again to count the elements. Frozen weights that are kept only in quantized form are not counted.
-    Collective. Do not call it between a forward and its backward. Raises ValueError for a model without sharded
-    modules.
+    The keys are the names of the units with quantized weights ("" for the root). The result is the same on all ranks.
+    In a pipeline, it has only the units of this rank's stages, and is the same on all ranks with these stages. Each
+    rank quantizes its main weights again to count the elements. Frozen weights that are kept only in quantized form are
+    not counted. Collective. Do not call it between a forward and its backward. Raises ValueError for a model without
+    sharded modules.
     """
     units = units_of(model)
     groups = [(unit.name, group) for unit in units for group in unit.groups if group.payload_only is None]

@@ -50,7 +50,10 @@ class WeftError(Exception):
 
 
 class CollectiveMismatch(WeftError, RuntimeError):
-    """Ranks issued different collectives. The message names the units and the ranks."""
+    """Ranks differ in their collectives, models or arguments, or a rank stopped while others waited for it.
+
+    The message says how the ranks differ.
+    """
 
 
 class WeightsGone(WeftError, RuntimeError):
@@ -86,7 +89,7 @@ class CheckpointError(WeftError, RuntimeError):
 
 
 class CheckpointGone(CheckpointError):
-    """The checkpoint does not exist. A run that is still training may have removed it after it saved newer ones."""
+    """The checkpoint does not exist. A run that is still training may have removed it after saving newer ones."""
 
 
 class StorageError(WeftError, OSError, RuntimeError):
@@ -145,7 +148,7 @@ class PatternError(WeftError, ValueError):
 class TableError(WeftError, ValueError):
     """A schedule table cannot run. The entry at index `position` of rank `rank` is wrong; `reason` says what is wrong.
 
-    If an entry is missing at the end, `position` is the number of the rank's entries.
+    If an entry is missing at the end, `position` is one more than the index of the rank's last entry.
     """
 
     def __init__(self, message: str, rank: int, position: int, reason: str) -> None:

@@ -54,7 +54,7 @@ class Meshes:
 
     @property
     def dp_size(self) -> int:
-        """The number of parts of a global batch: the size of `dense` divided by the number of context ranks."""
+        """How many parts a global batch has: the size of `dense` divided by the number of context-parallel ranks."""
         return self.dense.size() // self._context_ranks
 
     @property
@@ -252,7 +252,7 @@ class Parts(Protocol):
 
     @property
     def has_copies(self) -> bool:
-        """Whether this rank has copies (`model.shared_ends`) of parameters that belong to another rank."""
+        """Whether parameters of `model.shared_ends` on this rank are copies of another rank's parameters."""
 
     def stages_of(self, model: Any) -> dict[str, int]:
         """Return the stage of each parameter, by name."""

@@ -42,7 +42,7 @@ def committed_steps(directory: Path) -> list[int]:
 
 
 def debris(directory: Path) -> list[Path]:
-    """Return the folders in `directory` of saves and deletions that were interrupted or have not ended yet."""
+    """Return the temporary folders in `directory`. They belong to interrupted or running saves and deletions."""
     if not directory.is_dir():
         return []
     return sorted(path for path in directory.iterdir() if _DEBRIS.fullmatch(path.name))
@@ -50,7 +50,7 @@ def debris(directory: Path) -> list[Path]:
 
 def identity(directory: Path) -> str:
     """Return the identity of the run whose checkpoints are in `directory`, read from the file `.run` there. Return ""
-    if the file holds no valid identity or does not exist."""
+    if the file does not exist, cannot be read or holds no valid identity."""
     try:
         with (directory / RUN).open("rb") as stream:
             text = stream.read(64).decode(errors="replace").strip()
@@ -60,8 +60,8 @@ def identity(directory: Path) -> str:
 
 
 def identify(directory: Path) -> str:
-    """Return the identity of the run whose checkpoints are in `directory`. If there is none yet, first write one to
-    `.run`: that of the newest checkpoint whose manifest can be read, or else a new one."""
+    """Return the identity of the run whose checkpoints are in `directory`. If `.run` holds none, first write it,
+    with the identity in the newest manifest that can be read or, if there is no such identity, a new one."""
     if known := identity(directory):
         return known
     found = ""
@@ -79,8 +79,8 @@ def identify(directory: Path) -> str:
 
 
 def require_own(checkpoint: Path, manifest: Manifest) -> None:
-    """Raise CheckpointError if another run wrote `checkpoint`: if the identity in `manifest` differs from the identity
-    of the folder that contains the checkpoint. If either has no identity, do nothing."""
+    """Raise CheckpointError if another run wrote `checkpoint`: if the identity in `manifest` differs from that in the
+    file `.run` beside the checkpoint. If either identity is missing, do nothing."""
     own = identity(checkpoint.parent)
     if own and manifest.run and manifest.run != own:
         raise CheckpointError(

@@ -43,7 +43,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def unpack(stream: IO[bytes]) -> Any:
-    """Return the data that `torch.save` wrote to `stream`. No code that the data name is run, and the memory used is at
+    """Return the data that `torch.save` wrote to `stream`. No code named in the data is run, and the memory used is at
     most proportional to the length of `stream`."""
     stream.seek(0)
     if stream.read(4) != _ZIP:  # torch would read other files as its legacy format

@@ -88,14 +88,14 @@ class _Flock:
         """Release the lock, so that other processes can write.
 
         Processes that were forked from this one, such as data loader workers, have the lock file open too. If this
-        process only closed the file, it would stay locked until they exit.
+        process only closed the file, the lock would remain until they exit.
         """
         fcntl.flock(self._stream, fcntl.LOCK_UN)
         self._stream.close()
 
 
 class Lease:
-    """A lock for file systems without flock: a file that this process created and renews in a thread."""
+    """A lock for file systems without flock: a file that this process creates and a thread keeps rewriting."""
 
     def __init__(self, directory: Path, wait: "_Wait") -> None:
         self._path, self._mark = directory / LEASE, uuid.uuid4().hex

@@ -40,13 +40,14 @@ class CheckpointManager:
     """Saves and loads checkpoints of a run in `directory`, which all ranks must see.
 
     A save is written to a new folder and flushed. After every rank has confirmed its part, one rename makes the folder
-    a checkpoint. Then all checkpoints older than the newest `keep` are deleted, except for those in `protected`, and
-    those that existed when `load` found a damaged one. All ranks of `process_group` (default: all ranks) must make the
-    same calls in the same order, each with its own part of the state. A single process needs no process group.
+    a checkpoint. Then old checkpoints are deleted: all except the newest `keep`, those of the steps in `protected` and,
+    if `load` skipped a checkpoint, those that existed at that time. All ranks of `process_group` (default: all ranks)
+    must make the same calls in the same order, each with its own part of the state. A single process needs no process
+    group.
 
-    `progress` is called on the first rank with a line of text: about each save (if it is asynchronous, from its
-    background thread), about each damaged checkpoint that `load` skips, and before the first rank waits for another run
-    to release the directory.
+    `progress` is called on the first rank with a line of text: about each save, about each checkpoint that `load`
+    skips, and before a wait for another run to release the directory. For an asynchronous save, the background thread
+    calls it.
     """
 
     def __init__(
@@ -81,11 +82,11 @@ class CheckpointManager:
         self._saving: threading.Thread | None = None
         self._error: BaseException | None = None
         self.passed_over: dict[int, CheckpointError] = {}
-        """The damaged checkpoints that `load` skipped: step -> error."""
+        """The checkpoints that the last `load` without `step` skipped: step -> error."""
         self.protected: set[int] = set()
         """Steps of checkpoints that are kept in addition to the newest."""
         self._spared: set[int] = set()
-        """Steps of all checkpoints that existed when `load` found a damaged one. This run deletes none of them."""
+        """Steps of all checkpoints that existed when `load` skipped one. This manager deletes none of them."""
 
     def __enter__(self) -> "CheckpointManager":
         return self
@@ -98,10 +99,10 @@ class CheckpointManager:
     def claim(self) -> None:
         """Become the only writer of the directory until `close`, and remove what killed saves and deletions left.
 
-        Calling this is optional, because the first `save` does it too. `claim` also tries every file operation of a
-        save with a small file, so a run can find out before it trains whether it can save. Raises CheckpointError if
-        another run still holds the directory after 30 seconds, if a file operation fails, or if a rank does not see the
-        file.
+        Calling this is optional, because the first `save` claims the directory too. But only `claim` tries every file
+        operation of a save with a small file, so a run can find out before training whether it can save. Raises
+        CheckpointError if another run still holds the directory after 30 seconds, if a file operation fails, or if a
+        rank does not see the file.
         """
         self.wait()
         self._prepare(None)
@@ -123,13 +124,13 @@ class CheckpointManager:
 
         First waits for the previous save to end. With `asynchronous`, returns when the state is copied to host memory.
         A background thread writes the copy while training continues. If a background save fails, the next `save`,
-        `load`, `claim`, `wait` or `close` raises CheckpointError with its message. Without `asynchronous`, returns when
-        the checkpoint is complete.
+        `load`, `claim`, `wait` or `close` raises CheckpointError with the failure's message. Without `asynchronous`,
+        returns when the checkpoint is complete.
 
         `committed` is called on the first rank when the checkpoint is complete; with `asynchronous`, from the
         background thread. Raises CheckpointError if another run still holds the directory after 30 seconds, or if a
-        checkpoint of `step` already exists. A checkpoint of `step` that the last `load` found damaged is renamed
-        instead.
+        checkpoint of `step` already exists. But if the last `load` skipped that checkpoint, it is renamed, and the save
+        goes on.
         """
         self.wait()
         self._prepare(step)
@@ -160,7 +161,7 @@ class CheckpointManager:
             raise CheckpointError(f"the checkpoint could not be saved: {error}") from error
 
     def close(self) -> None:
-        """Finish the last save, and release the directory to other writers."""
+        """Wait until the last save is committed or has failed. Then release the directory to other writers."""
         try:
             self.wait()
         finally:
@@ -181,22 +182,22 @@ class CheckpointManager:
         """Fill `state` from the checkpoint of `step`, or by default from the newest intact one, and return its step.
 
         The number of ranks and the sharding may differ from those of the save. Stored objects whose names are not in
-        `state` are not read. All data that are read are compared with their checksums, and no code that the checkpoint
-        names is run.
+        `state` are not read. All data that are read are compared with their checksums, and no code named in the
+        checkpoint is run.
 
         Without `step`, `load` skips damaged checkpoints and those of other runs, and lists them in `passed_over`. If it
         skips any, later saves of this manager delete none of the checkpoints that existed during the load. If a
         training run deletes a checkpoint during the load because it has saved newer ones, `load` tries the newer ones.
 
         Raises CheckpointError if the checkpoint does not exist, is damaged or is of another run; without `step`, if
-        this is true of all checkpoints. If one is damaged, `state` may be filled in part before the error. Raises
+        this is true of all checkpoints. A damaged checkpoint may already have filled a part of `state`. Raises
         CheckpointMismatch, before `state` is changed, if keys, shapes or dtypes in `state` differ from the stored ones.
         The message lists the missing keys, the unexpected keys and the keys with another shape or dtype, at most 20 of
         each.
 
-        An error in `load_state_dict` is raised unchanged on the rank where it occurs. The other ranks raise the same
-        error if it is one of weft's errors. Otherwise they raise a RuntimeError with the rank, and the type and the
-        message of the error.
+        An error in an object's `load_state_dict` is raised unchanged on the rank where it occurs. The other ranks raise
+        the same error if it is one of weft's errors. Otherwise they raise a RuntimeError with the rank, and the type
+        and the message of the error.
         """
         self.wait()
         steps = self.steps()

@@ -40,7 +40,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class File:
-    """One file of a checkpoint: its length in bytes and the SHA-256 of each of its blocks."""
+    """One file of a checkpoint: its length in bytes and the SHA-256 of each of its 8 MiB blocks."""
 
     bytes: int
     sha256: tuple[str, ...]
@@ -134,8 +134,8 @@ class Manifest:
 
 
 class CheckedFile(io.RawIOBase):
-    """A part of the file `name` of a checkpoint: `length` bytes from `offset` on. If `length` is None: all bytes from
-    there.
+    """A stream of a part of the file `name` of a checkpoint: `length` bytes from `offset` on, or all bytes from there
+    if `length` is None.
 
     `file`: the entry of the file in the manifest. A read compares each block that it needs with the checksum in this
     entry. If a checksum differs, the read raises CheckpointError with the names of the file and the checkpoint.
@@ -173,8 +173,8 @@ class CheckedFile(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Fill `buffer`, or read up to the end of the part, and return the number of bytes read. `readinto` of other
-        files may read fewer bytes, but torch's reader expects all of them."""
+        """Read until `buffer` is full or the part ends, and return the number of bytes read. `readinto` of other files
+        may stop earlier, but torch's reader expects that it does not."""
         target = memoryview(buffer).cast("B")[: max(0, self._length - self._position)]
         done = 0
         while done < len(target):

@@ -92,7 +92,7 @@ def _member(enumeration: Any, name: Any) -> _MEM_FORMAT_ENCODING:
 def read_metadata(content: bytes, manifest: Manifest) -> Metadata:
     """Return the metadata in `content`, the bytes of `.metadata`, checked against the files that `manifest` lists.
 
-    No code that `content` names is run. Raises CheckpointError with a message such as "cannot be read: ...", to which
+    No code named in `content` is run. Raises CheckpointError with a message such as "cannot be read: ...", to which
     the caller adds the name of the file.
     """
     try:

@@ -17,8 +17,8 @@ _SEEN_S = 10.0
 def try_save(directory: Path) -> Path:
     """Try every file operation of a save: write a folder with one small file to `directory`, and read the file.
 
-    Only the first rank calls this. It returns the folder. Every rank then passes the folder to `sees`, and at the end
-    the first rank passes it to `remove`. Raises CheckpointError with the failed operation and how to fix it.
+    Return the folder. Only the first rank calls this. Every rank then passes the folder to `sees`, and at the end the
+    first rank passes it to `remove`. Raises CheckpointError with the operation that failed and a remedy.
     """
     for left in directory.glob(f"{PROBE}*"):
         shutil.rmtree(left, ignore_errors=True)

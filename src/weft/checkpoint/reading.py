@@ -20,7 +20,7 @@ from weft.checkpoint.metadata import read_metadata
 
 
 def describe(checkpoint: Path, *, content: bool = False) -> tuple[Manifest, Metadata]:
-    """Return the manifest and the metadata of a checkpoint, after checking both, and the lengths of all files.
+    """Return the manifest and the metadata of a checkpoint. First check both, and check the lengths of all files.
 
     With `content`, all checksums are also compared. Raises CheckpointError with the name of the checkpoint if a check
     fails.
@@ -35,8 +35,8 @@ def describe(checkpoint: Path, *, content: bool = False) -> tuple[Manifest, Meta
 
 
 class Reader(dcp.FileSystemReader):
-    """A reader for `dcp.load`. It compares every block that it reads with its checksum, and runs no code that a
-    checkpoint names."""
+    """A reader for `dcp.load`. It checks the checksum of every block that it reads, and runs no code named in a
+    checkpoint."""
 
     def __init__(self, checkpoint: Path, manifest: Manifest, metadata: Metadata) -> None:
         super().__init__(checkpoint)
@@ -89,8 +89,8 @@ def _tensor(stream: CheckedFile) -> torch.Tensor:
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Turn a CheckpointException, in which Distributed Checkpoint collects the errors of all ranks, into a
-    CheckpointError. Its message is one line, and describes the error of the lowest rank that failed."""
+    """A context that turns a CheckpointException (the errors of all ranks) into a CheckpointError (only the error of
+    the lowest rank that failed, in one line)."""
     try:
         yield
     except CheckpointException as error:

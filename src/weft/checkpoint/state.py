@@ -20,14 +20,14 @@ from weft.optim.flat import FlatOptimizer
 class Stateful(Protocol):
     """The protocol of objects that can be in a checkpoint.
 
-    A load calls `state_dict`, and fills the tensors that it returns in place. Then the load calls `load_state_dict`
+    A load calls `state_dict`, and fills the returned tensors in place. Then the load calls `load_state_dict`
     with a dictionary of the same structure, which contains these tensors and the other stored values.
 
     Two members are optional. A load calls `prepare_load(stored)` before `state_dict`. `stored` maps the key of each
-    stored entry of the object to its metadata. `per_rank = True` means that each rank saves and loads state of its own.
-    If such an object is loaded on another number of ranks, the load calls `load_from_other_ranks(state, rank, ranks)`
-    instead of `load_state_dict`. `state` is what rank 0 saved, `rank` is this rank, and `ranks` is the new number of
-    ranks.
+    stored entry of the object to the metadata of the entry. `per_rank = True` means that each rank saves and loads
+    state of its own. If such an object is loaded on another number of ranks, the load calls
+    `load_from_other_ranks(state, rank, ranks)` instead of `load_state_dict`. `state` is what rank 0 saved, `rank` is
+    this rank, and `ranks` is the new number of ranks.
     """
 
     def state_dict(self) -> Mapping[str, Any]: ...
@@ -49,7 +49,7 @@ class ModelState:
 
 
 class OptimizerState:
-    """An optimizer's state by parameter name. It can be loaded with another number of ranks or another sharding.
+    """An optimizer's state by parameter name. It loads on any number of ranks, with any sharding.
 
     An optimizer of `weft.optim.flat` saves the same state as the torch optimizer that it replaces, so each can load
     what the other saved.
@@ -91,8 +91,8 @@ class OptimizerState:
         return {name: dict(state[parameter]) for name, parameter in self.parameters.items() if parameter in state}
 
     def prepare_load(self, stored: Mapping[str, Stored]) -> None:
-        """Allocate the tensors that the load fills with the stored state. State of parameters that the model lacks gets
-        no tensors, and the load reports its keys as unexpected."""
+        """Allocate the tensors that the load fills with the stored state. State of parameters that this optimizer lacks
+        gets no tensors. The load reports its keys as unexpected, except those of other pipeline stages."""
         targets: dict[str, dict[str, Any]] = {}
         for key, value in stored.items():
             first, *parts = key.split(".")
@@ -143,8 +143,8 @@ class RandomState:
     """The random generators of Python, numpy and torch (CPU and this rank's accelerator), one set for each rank.
 
     If the number of ranks is the same as at the save, each rank restores its generators exactly. Otherwise each rank
-    gets a new seed, which is derived from rank 0's saved generators, the index of the rank and the number of ranks.
-    The seeds are deterministic, and differ between ranks.
+    gets a new seed, which is derived from the saved state of rank 0's torch CPU generator, the index of the rank and
+    the new number of ranks. The seeds are deterministic, and differ between ranks.
     """
 
     per_rank = True
@@ -232,5 +232,5 @@ def _over_stages(model: nn.Module, groups: list[list[str]]) -> list[list[str]]:
 
 
 def state_dict_of(value: Any) -> Mapping[str, Any]:
-    """Return the state dict of `value` if it is a Stateful. Otherwise it is a state dict itself, and is returned."""
+    """Return `value.state_dict()` if `value` is a Stateful. Otherwise return `value`, which is itself a state dict."""
     return value.state_dict() if isinstance(value, Stateful) else value

@@ -121,8 +121,8 @@ class WrittenFile:
 
 @contextmanager
 def written(path: Path, mode: str = "wb") -> Iterator[WrittenFile]:
-    """Open a new file for a `with` block. If the block ends without an error, the file is flushed to the disk and
-    closed."""
+    """Open a new file for a `with` block. After the block, flush the file to the disk and close it. If the block
+    raises, only close it."""
     stream = WrittenFile(path, mode)
     try:
         yield stream

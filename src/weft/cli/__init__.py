@@ -14,9 +14,9 @@ from weft.train.run.output import outlive_readers
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    `arguments`: the words after `weft`. None: those on the command line of this process. Exit codes: 0: success. 1:
-    failure at run time, or faults that `weft check` found. 2: invalid command or configuration. 3: training
-    interrupted, and a checkpoint saved. 4: training interrupted before anything was saved.
+    `arguments`: the words after `weft`; the default is those of this process. The exit codes are 0 for success, 1 for
+    a failure at run time or for faults that `weft check` found, 2 for an invalid command or configuration, 3 for
+    training that was interrupted and saved, and 4 for training that was interrupted before anything was saved.
     """
     outlive_readers()
     arguments = list(sys.argv[1:] if arguments is None else arguments)

@@ -42,8 +42,8 @@ def config(options: argparse.Namespace) -> int:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Run one step of a small copy of a configured run on one rank, and on several ranks as threads of this process.
-    Compare the two and print the differences.
+    """Run one training step of a small copy of a configured run twice: on one rank, and on several ranks, which are
+    threads of this process. Print the differences between the two results.
 
     Returns 1 if there are differences. Raises ValueError for an invalid number of ranks or invalid settings.
     """
@@ -129,8 +129,8 @@ def inspect(options: argparse.Namespace) -> int:
 
 
 def convert(options: argparse.Namespace) -> int:
-    """Convert Hugging Face files to weft's own model directory. Convert such a directory, a run or a checkpoint to
-    Hugging Face files."""
+    """Convert what the source contains: Hugging Face files to a model directory of weft, and a model directory, a run
+    or a checkpoint to Hugging Face files."""
     from weft.checkpoint.manifest import MANIFEST
     from weft.models import HybridModel, hf
     from weft.train.run.runs import CHECKPOINTS
@@ -156,8 +156,8 @@ def convert(options: argparse.Namespace) -> int:
 
 
 def pattern(options: argparse.Namespace) -> int:
-    """Print a table of a pattern's layers and their parameters. If the pattern is invalid, print it with the error
-    marked, and return 2."""
+    """Print a table of the layers that a model's pattern describes, with their numbers of parameters. If the pattern
+    is invalid, print it with the error marked, and return 2."""
     import dataclasses
 
     from rich.console import Console
@@ -189,7 +189,7 @@ def pattern(options: argparse.Namespace) -> int:
 
 def bench(options: argparse.Namespace) -> int:
     """Run a benchmark of the repository on this machine, with one process per rank. Raises ValueError for an unknown
-    name, or for fewer ranks than 1."""
+    name, or if the number of ranks is below 1."""
     if options.ranks < 1:
         raise ValueError(f"--ranks {options.ranks}: must be at least 1")
     folders = [Path(__file__).resolve().parents[3] / "benchmarks", Path.cwd() / "benchmarks"]

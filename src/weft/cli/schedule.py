@@ -13,8 +13,8 @@ _MOST_BOXES = 3_000
 
 
 def draw(options: argparse.Namespace) -> int:
-    """Check the schedule that `options` name, print a drawing of it, and return the exit code. With --save, also write
-    it to a file."""
+    """Check the pipeline schedule that `options` name, print a drawing of it, and return the exit code. With --save,
+    also write the schedule to a file, as a picture or a table."""
     from rich.console import Console
 
     from weft.pipeline import check, format_table, table

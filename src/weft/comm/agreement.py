@@ -31,9 +31,9 @@ TAGS = 200
 def agree(values: Sequence[int], groups: Sequence[dist.ProcessGroup], what: str, *, channel: int) -> list[int]:
     """Return the maximum of each of `values` over all ranks of the mesh.
 
-    `groups`: the process groups of the mesh axes. Integers are below 2**63 in magnitude. In a group of n ranks, each
+    `groups`: the process groups of the mesh axes. Each value is below 2**63 in magnitude. In a group of n ranks, each
     rank sends one message in each of log2(n) rounds (rounded up), to a rank twice as far away as in the round before.
-    `what`: the purpose. `channel`: the model's number. Messages with another purpose or channel never match these.
+    `what`: the purpose. `channel`: the model's channel. Messages with another purpose or channel do not match these.
     """
     tag = tag_of(TAGS, what, channel)
     with streams.on_host():
@@ -55,8 +55,8 @@ def agree(values: Sequence[int], groups: Sequence[dist.ProcessGroup], what: str,
 
 
 class Agreement:
-    """The log of one backward's collectives, which `reach` compares across ranks. `checks`: if false, nothing is logged
-    or exchanged. `channel`: a number that separates the messages of models with the same process groups."""
+    """The log of one backward's collectives, which `reach` compares across ranks. `checks`: if false, nothing is
+    logged, and callers exchange nothing. `channel`: separates the messages of models with the same process groups."""
 
     def __init__(self, checks: bool, channel: int) -> None:
         self.checks = checks
@@ -75,8 +75,8 @@ class Agreement:
     def same_structure(
         self, units: Sequence[str], groups: Sequence[dist.ProcessGroup], trains: Sequence[bool] = ()
     ) -> list[bool]:
-        """Raise CollectiveMismatch if `units`, one text per unit, differ between ranks. Return, per parameter group,
-        whether any rank trains it. `trains`: whether this rank trains each. `groups`: process groups."""
+        """Raise CollectiveMismatch if `units`, the descriptions of the units, differ between ranks. Return, for each
+        parameter group, whether any rank trains it. `trains`: the same for this rank. `groups`: as in `reach`."""
         word = _fingerprint(units)
         high, low = agree([word, -word], groups, "first pass", channel=self.channel)
         if high != -low:
@@ -94,9 +94,9 @@ class Agreement:
         """Compare the logs of all ranks at the end of a backward, and clear this rank's log. Return `flags`, each true
         if it is true on any rank, and whether `arrived` is the same on all ranks.
 
-        `arrived`: the units in the order in which their backwards ended. `names`: the names of all units. `groups`: the
-        process groups of the mesh axes, which together reach every rank. Raises CollectiveMismatch, on every rank, if
-        any two logs differ."""
+        `arrived`: the indices of the units in the order in which their backwards ended. `names`: the names of all
+        units. `groups`: the process groups of the mesh axes, which together reach every rank. Raises
+        CollectiveMismatch, on every rank, if any two logs differ."""
         log, self._log = self._log, []
         if all(group.size() == 1 for group in groups):
             return [*map(list, flags)], True

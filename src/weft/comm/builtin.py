@@ -82,7 +82,7 @@ class BuiltIn:
     def reduce_scatter_bundle(
         self, outputs: Several, partials: Several, scales: Scales, adds: Adds, group: ProcessGroup, tag: int
     ) -> Pending:
-        """Reduce-scatter into temporary memory. Then scale the sums, and copy or add them to the outputs."""
+        """Reduce-scatter into temporary memory. Then write each scaled sum to its output, or add it, as `adds` says."""
         size = group.size()
         alike = len(set(scales)) == 1
         scaled = [self._scaled(partial, scale, size, sum_only=not alike) for partial, scale in zip(partials, scales)]
@@ -98,7 +98,7 @@ class BuiltIn:
         return _started(work, take_sums)
 
     def all_reduce(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
-        """All-reduce `partial` in place. Then scale the sum, and copy or add it to `output`."""
+        """All-reduce `partial` in place. Then write the scaled sum to `output`, or add it if `how.accumulate`."""
         _, scale = self._scaled(partial, how.scale, group.size(), sum_only=True)
         works = [dist.all_reduce(partial, group=group, async_op=True)]
         return Pending(works, lambda: add_scaled(output, partial, scale, how.accumulate))
@@ -111,7 +111,7 @@ class BuiltIn:
         return _started(dist.all_to_all_single(output, source, *sizes, group=group, async_op=_beside(output)))
 
     def inbox_numel(self, partial_numel: int, size: int, *, scatters: bool) -> int:
-        """Return the number of elements of a reduce-scatter's result; 0 for an all-reduce, which needs no inbox."""
+        """Return the number of elements of the inbox: those of a reduce-scatter's result, and 0 for an all-reduce."""
         return partial_numel // size if scatters else 0
 
     def _scaled(self, partial: Tensor, scale: float, size: int, sum_only: bool) -> tuple[Any, float]:

@@ -45,7 +45,7 @@ def alone(work: Callable[[], Any], tag: int) -> Pending:
 
 def move(target: Tensor, source: Tensor, staging: Tensor | None, tag: int = 0) -> Pending:
     """Copy `source` to `target` on this rank without making the host wait. One of them may be in pinned CPU memory.
-    `staging`: device memory in the dtype of `source`, needed if the dtypes differ: a CPU cast makes the host wait."""
+    `staging`: device memory in the dtype of `source`, needed to cast from CPU memory without making the host wait."""
     if staging is None:
         target.copy_(source, non_blocking=True)
     else:
@@ -76,7 +76,7 @@ def reduce_scatter_bundle(
 
 
 def all_reduce(output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, **how: Any) -> Pending:
-    """All-reduce `partial` into `output`, or add to it if `accumulate`. Overwrites `partial`. `how`: see `Sum`."""
+    """All-reduce `partial` into `output`, or add the sum if `accumulate`. Overwrites `partial`. `how`: see `Sum`."""
     if group.size() == 1:
         return Pending([], lambda: add_scaled(output, partial, how["scale"], how["accumulate"]))
     return transport_of(group, partial.device).all_reduce(output, partial, group, tag, Sum(**how))
@@ -102,7 +102,7 @@ def reduce_through(
     **how: Any,
 ) -> Pending:
     """Run `reduction` (`reduce_scatter` or `all_reduce`) into `scratch`, and call `hook(scratch)`, which may modify it.
-    Then copy or add `scratch` to `output`. On CUDA the hook runs after the reduction, on the same stream."""
+    Then copy `scratch` to `output`, or add it if `accumulate`. On CUDA the hook runs on the stream of the reduction."""
 
     def pass_on() -> None:
         hook(scratch)

@@ -41,7 +41,7 @@ _GONE = (
 
 def group_of(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
     """Return this rank's process group of one mesh axis. Raises RuntimeError if torch has destroyed the group. torch
-    finds groups by name, so there is no error if a group that was created later has the same name."""
+    finds groups by name: a group that was created later under the same name is returned without an error."""
     try:
         return mesh.get_group(axis)
     except (KeyError, RuntimeError, ValueError) as error:
@@ -71,7 +71,7 @@ def _next(group: dist.ProcessGroup, kind: str) -> int:
 
 def next_channel(group: dist.ProcessGroup) -> int:
     """Return a new channel number of `group`. If the transport has tags, messages of different channels do not match.
-    All ranks must call this in the same order, for equal numbers. Starts the hang detector if there are other ranks."""
+    All ranks must call this in one order to get equal numbers. Starts the hang detector if there are other ranks."""
     channel = _next(group, "channel")
     if CHANNEL_STRIDE * (channel + 1) > _LARGEST_TAG:
         raise RuntimeError(f"{channel} channels over one process group use up all tags: use another group")
@@ -81,7 +81,7 @@ def next_channel(group: dist.ProcessGroup) -> int:
 
 
 def tag_of(first: int, what: str, channel: int = 0) -> int:
-    """Return a tag for `what`: one of the 300 from `first` on. Messages match only if their tags are equal."""
+    """Return a tag for `what` in `channel`, one of 300 from `first` on. Messages match only if their tags are equal."""
     return CHANNEL_STRIDE * channel + first + zlib.crc32(what.encode()) % _TAGS_OF_A_KIND
 
 
@@ -152,7 +152,7 @@ def twin_group(group: dist.ProcessGroup) -> Any:
 
 
 def second_communicator(group: dist.ProcessGroup) -> Any:
-    """Return `group` if gloo is its only backend: messages with different tags overlap. Otherwise return a new twin."""
+    """Return `group` if gloo is its only backend, as tagged messages overlap there. Otherwise return a `twin_group`."""
     tagged = transport_of(group, torch.device("cpu")).capabilities.tags
     of_hosts = all(backend.name() == HOSTS for backend in _backends(group))
     return group if tagged and of_hosts else twin_group(group)
@@ -170,10 +170,10 @@ def neighbours(group: dist.ProcessGroup, size: int) -> Any:
 
 
 def pair_groups(group: dist.ProcessGroup, pairs: Sequence[tuple[int, int]], device: torch.device) -> list[Any]:
-    """Return one communicator for each of `pairs` of ranks of `group`, and None for a pair without this rank. Every
+    """For each pair of ranks of `group` in `pairs`, return a communicator, or None if the pair lacks this rank. Every
     rank of `group` must make the same calls in the same order. With tags, pairs of the same two ranks share one
     communicator. Without tags, each pair has its own, because a communicator runs one message at a time. `group` itself
-    is never one of them, because an aborted wait closes its communicator for good."""
+    is never used for a pair, because an aborted wait would close it for good."""
     tagged = transport_of(group, device).capabilities.tags
     ranks = dist.get_process_group_ranks(group)
     call = _next(group, "pairs")
@@ -187,14 +187,14 @@ def pair_groups(group: dist.ProcessGroup, pairs: Sequence[tuple[int, int]], devi
 
 
 def group_beside(group: dist.ProcessGroup, purpose: str, *, timeout: timedelta) -> Any:
-    """Create a gloo group of the ranks of `group`. Each of them must call this equally often for each `purpose`."""
+    """Create a gloo group of the ranks of `group`. They must all call this equally often for each `purpose`."""
     ranks = dist.get_process_group_ranks(group)
     return _made_within(group, ranks, f"{purpose} {_next(group, purpose)}", backend=HOSTS, timeout=timeout)
 
 
 def host_group(group: dist.ProcessGroup) -> Any:
     """Return a gloo group of the same ranks for CPU tensors: `group` if its CPU backend is gloo, else an additional
-    group. The first call creates the additional group, and is then collective."""
+    group. The first call creates the additional group, so all ranks must make this call."""
     if backend_of(group, torch.device("cpu")) == HOSTS:
         return group
     made = _made.setdefault(group, {})

@@ -232,8 +232,8 @@ class Lane:
 
     def memory(self, like: torch.Tensor, *size: int) -> torch.Tensor:
         """Allocate memory in the dtype of `like` that the lane can fill immediately, for use by the current stream. It
-        is allocated on the lane's stream. Earlier computation may still use memory of the current stream, so the lane
-        would have to wait. The lane can reuse the memory once it is freed and the current stream is done with it."""
+        is allocated on the lane's stream. Memory of the current stream may still be used by earlier work, for which the
+        lane would wait. The lane can reuse the new memory once it is freed and the current stream is done with it."""
         home = streams.current(self._device)
         with streams.on(self.stream):
             made = like.new_empty(size)
@@ -241,7 +241,7 @@ class Lane:
         return made
 
     def key(self, group: dist.ProcessGroup, channel: int) -> str:
-        """Return the hang detector's key of this lane's collectives of a channel. It is the same on all ranks."""
+        """Return the hang detector's key for this lane's collectives over `group` in `channel`, equal on all ranks."""
         return f"{group.group_name}/{self.name}/{channel}"
 
     def _call(self, group: dist.ProcessGroup, channel: int) -> Call | None:

@@ -17,7 +17,7 @@ _gate: threading.Event | None = None
 
 
 def expect() -> None:
-    """Hold back gathers and reductions that units issue from now until `let_go`: an exchange will soon be issued."""
+    """Hold back gathers and reductions that units issue until `let_go`. An exchange of activations will follow soon."""
     global _gate
     if _gate is None:
         _gate = threading.Event()

@@ -22,8 +22,8 @@ _HAS_CUDA = torch.backends.cuda.is_built()
 
 
 def profiled(unit: str, what: str) -> AbstractContextManager:
-    """Return a context that records a range for a profiler. If none reads ranges, it labels communication in a
-    timeline. `unit`: the name of the unit. `what`: such as "gather", "forward", "backward" or "reduce"."""
+    """Return a context that records a range for a profiler. If no profiler reads it, the context labels communication
+    in a timeline. `unit`: the name of the unit. `what`: such as "gather", "forward", "backward" or "reduce"."""
     if (watch := hang_detector()) is not None:
         watch.subject = unit or "the root"
     if not recording and not observed():
@@ -73,8 +73,8 @@ def labelled(label: str) -> AbstractContextManager:
 
 
 def span(lane: str, label: str = "") -> AbstractContextManager:
-    """Return a context whose body a recording timeline shows as one interval of `lane`; on CUDA, the current stream's
-    work in it. `label`: default is the label set by `labelled`."""
+    """Return a context whose body a recording timeline shows as one interval of `lane`. On CUDA it is the
+    interval in which the current stream runs the body's work. `label`: default is the label set by `labelled`."""
     return _span(recording[0], lane, label) if recording else NOTHING
 
 

@@ -118,14 +118,14 @@ def host_memory(*size: int, dtype: torch.dtype, device: torch.device, pinned: bo
 
 
 def taken(memory: torch.Tensor, describe: Callable[[], str]) -> None:
-    """Tell the checker that `memory` gets a new user, whose name `describe()` returns, after all earlier uses."""
+    """Let the checker verify that earlier uses of `memory` end before those of its new user, named by `describe()`."""
     if _checker is not None:
         _checker.taken(memory, describe)
 
 
 def unawaited(what: str, event: Any) -> None:
     """Tell the checker that a wait may be missing: no stream waited for the communication `what`, and it was not
-    abandoned. `event`: its end."""
+    abandoned. `event`: the end of the communication."""
     if _checker is not None and not event.query():  # not if the host already knows that the work is done
         _checker.note_unawaited(what)
 

@@ -83,8 +83,8 @@ class StreamChecker:
 
     - `waits`: the number of the host's waits, by cause and place.
     - `unawaited`: the number of communication operations whose handle (ticket) was dropped without a wait, by operation
-      and place. Dropping the handle orders later work after the operation. Work before the drop may have read the
-      result too early.
+      and place. Dropping the handle makes later work wait for the operation, but work before the drop may have
+      read the result too early.
     - `work`: the pieces of work, in the order in which they ran. It stays empty without `record`.
     """
 
@@ -190,8 +190,8 @@ class StreamChecker:
             self._host.wait(dict(clock), name)
 
     def asked(self, tensor: torch.Tensor, name: str) -> None:
-        """Record that the host reads `tensor` with the method `name`. On a CPU tensor this runs no operator, so `ran`
-        does not see it."""
+        """Record that the host reads `tensor` with the method `name`. The method runs no operator on a CPU tensor, so
+        `ran` is not called."""
         if self._as_host or not has_memory(tensor):
             return
         if self._is_host(tensor):
@@ -221,7 +221,7 @@ class StreamChecker:
         known.write(0, storage.nbytes(), *self._access("getting it from the allocator"))
 
     def finish(self) -> None:
-        """Raise an error that a finalizer found and could not raise itself."""
+        """Raise the first error that was found when memory was freed, if any. Finalizers cannot raise errors."""
         self._raise_pending()
 
     def _use(self, tensor: torch.Tensor, use: Callable[..., None], access: Access, clock: Clock) -> None:

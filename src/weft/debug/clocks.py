@@ -34,7 +34,7 @@ class CheckedEvent:
         self._host.current().wait_event(self)
 
     def query(self) -> bool:
-        """Return whether the host has waited for this event, or for later work. Otherwise the event may be
+        """Return whether the host has waited for this event, or for work that follows it. If not, the event may be
         incomplete."""
         return all(self._host.clock.get(actor, 0) >= time for actor, time in self.clock.items())
 

@@ -23,7 +23,7 @@ guards = 0
 def guard_memory() -> Iterator[None]:
     """Fill gathered weights with NaN when they are freed, and raise `WeightsWritten` for writes to gathered weights.
 
-    Use this context to find bugs, in a model with few layers: it may need as much memory as the unsharded model.
+    Use this context to find bugs, in a model with few layers: gathered weights of all layers may be in memory at once.
     Weights are copied when they are gathered. Before they are freed, they are compared with the copy, and
     `WeightsWritten` is raised if they differ. The host waits for each comparison.
     """

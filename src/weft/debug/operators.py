@@ -63,7 +63,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the range of bytes of a tensor with elements in its storage, as (begin, end)."""
+    """Return the range of bytes that a tensor takes in its storage, as (begin, end). It must have elements."""
     size = tensor.element_size()
     begin = tensor.storage_offset() * size
     if tensor.is_contiguous():

@@ -26,9 +26,9 @@ from weft.comm.transport import Pending
 
 
 class Interval(NamedTuple):
-    """One operation on a lane. Times are seconds since the recording began. `start`: the first time at which the
-    operation could run. By then it was issued, and its communicator had finished all earlier operations. A communicator
-    runs one operation after another."""
+    """One operation on a lane. Times are seconds since the recording began. `start`: the earliest time at which
+    the operation could run: it was issued, and its communicator, which runs one operation after another, had finished
+    all earlier ones."""
 
     lane: str
     label: str
@@ -49,8 +49,8 @@ class _Entry:
 
 
 class Timeline:
-    """A context manager that records operations on lanes and spans of computation. Only one timeline can record at a
-    time."""
+    """A context manager that records spans of computation, and operations on lanes (queues of communication). Only one
+    timeline can record at a time."""
 
     def __init__(self) -> None:
         self.label = ""
@@ -103,7 +103,7 @@ class Timeline:
     # --- called by lanes ---------------------------------------------------------------------------------------------
 
     def begin(self, lane: str, label: str, channel: Any = None) -> _Entry:
-        """Record the issue of an operation on `lane`. Operations of one `channel` (communicator) run in sequence."""
+        """Record that an operation is issued on `lane`. Operations of one `channel` (communicator) run in sequence."""
         entry = _Entry(lane, label, channel, self._now())
         self._entries.append(entry)
         return entry

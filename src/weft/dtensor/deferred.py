@@ -13,7 +13,7 @@ from weft.dtensor.uneven import UnevenDTensor
 
 
 class DeferredDTensor(UnevenDTensor):
-    """The class of an `UnevenDTensor` whose local tensor has no memory. The first read restores memory and class."""
+    """An `UnevenDTensor` while its local tensor has no memory. The first read restores the memory and the class."""
 
     _bring: Callable[[], None]
 

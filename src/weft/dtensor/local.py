@@ -89,7 +89,7 @@ def _facts(func: Any) -> tuple[Callable[..., Any], tuple[str, ...], frozenset[st
 
 
 def element_wise(func: Any) -> Callable[[Any, tuple, dict], Any]:
-    """Return the rule of the element-wise operator `func`. It calls `on_parts` where it cannot take the fast path."""
+    """Return the rule that runs the element-wise operator `func`: on the fast path if possible, else by `on_parts`."""
     run, increment, writes = _facts(func)[0], torch.autograd.graph.increment_version, func._schema.is_mutable
     if writes and not func._schema.arguments[0].is_write:  # out=
         return on_parts
@@ -131,8 +131,8 @@ def _beside(operands: tuple) -> list[Any] | None:
 
 
 def on_parts(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run an element-wise operator on the local parts. Each operand must be a scalar, or have the same cuts as the
-    result, or be a tensor that can be sliced by these cuts. Otherwise, return `NotImplemented`."""
+    """Run an element-wise operator on the local parts. Each operand must be a scalar, or have the result's cuts,
+    or be a tensor that can be sliced by these cuts (DTensors are gathered). Otherwise, return `NotImplemented`."""
     # No pytree functions, which are slow: these operators take no lists, and optimizers call them per parameter.
     changed = kwargs.get("out", args[0]) if func._schema.is_mutable else None
     given = (*args, *kwargs.values())

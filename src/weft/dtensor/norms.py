@@ -51,7 +51,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def part_norm(part: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return a local part's norm, 0-D. If `dtype` is None or `part.dtype`, the norm's dtype is `wide(part.dtype)`."""
+    """Return a local part's norm, 0-D, in `dtype`; if `dtype` is None or `part.dtype`, in `wide(part.dtype)`."""
     inner = _inner(part, dtype)
     if not part.numel():
         return torch.full((), math.inf if order < 0 else 0.0, dtype=inner.to_real(), device=part.device)
@@ -76,7 +76,7 @@ def _inner(part: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def foreach_norm(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """Compute `torch._foreach_norm`: for each list from `_alike`, one foreach operation and one all-reduce per axis."""
+    """Compute `torch._foreach_norm`: one foreach operation and one all-reduce per axis for all `_alike` tensors."""
     tensors, order = args[0], float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
     norms: list[Any] = [None] * len(tensors)

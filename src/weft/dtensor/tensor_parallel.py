@@ -63,17 +63,17 @@ class TensorParallel:
 
     @cached_property
     def cut(self) -> Sequence[tuple[int, Placement]]:
-        """The tensor-parallel axes that slice the parameter, as pairs of the axis's index and its placement."""
+        """The tensor-parallel axes that slice the parameter: pairs of an axis's index in `beyond` and its placement."""
         return [(axis, placement) for axis, placement in enumerate(self.beyond) if placement.is_shard()]
 
     @property
     def ranks(self) -> dist.ProcessGroup | None:
-        """The process group of the tensor-parallel axis, if any; of the last one, if several slice the parameter."""
+        """The process group of the tensor-parallel axis, or of the last that slices the parameter. None without one."""
         return group_of(self.spec.mesh, self.cut[-1][0] if self.cut else 0) if self.spec is not None else None
 
     @property
     def is_spread(self) -> bool:
-        """Whether the tensor-parallel axis slices the parameter. If not, each rank has the whole parameter."""
+        """Whether the tensor-parallel axis slices the parameter. If not, the parameter is replicated over it."""
         return bool(self.cut)
 
     def slices(self, dim: int | None = None) -> int:
@@ -100,7 +100,7 @@ class TensorParallel:
         return UnevenDTensor.make(local, cuts, self.mesh, (*placements, *self.beyond), shape=self.held.shape)
 
     def slice_of_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return this rank's slice of `gradient`. Where `gradient` is partial over the tensor-parallel axis, sum it."""
+        """Return this rank's slice of `gradient`, summed over the tensor-parallel axis if it is partial there."""
         given = cast(DTensor, gradient)
         if self.whole is None:
             return given.redistribute(placements=self.beyond).to_local()
@@ -115,7 +115,7 @@ def tensor_parallel_of(
 ) -> TensorParallel | None:
     """Return the tensor-parallel placement of `parameter`, or None if it is a plain tensor. `mesh`: the data-parallel
     axes. `where`: the parameter's name in errors. `replicas`: the names of the data-parallel axes, if the parameter may
-    be a DTensor over the whole mesh. Raises ValueError if its mesh or placement cannot be combined with `mesh`."""
+    be a DTensor over the whole mesh. Raises ValueError if the parameter's mesh or placement does not fit `mesh`."""
     if not isinstance(parameter, DTensor):
         return None
     spec, whole = parameter._spec, None

@@ -152,7 +152,7 @@ class UnevenDTensor(RuledDTensor):
 
     @property
     def owner(self) -> int | None:
-        """The index of the part with all elements of the tensor. None if no part, or the only part, has all of them."""
+        """The index of the part that has all elements of the tensor. None if no part has, or if there is only one."""
         return self._cuts.owner if self.axes == self._cuts.axes else None
 
     @property

@@ -16,7 +16,7 @@ from weft.dtensor.uneven import RuledDTensor, UnevenDTensor, spec_of
 
 
 class Step(NamedTuple):
-    """One operator between a tensor and its view. `output`: the index of the result to use; None: the only one."""
+    """One operator between a tensor and its view. `output`: which of its results to use; None if it has only one."""
 
     operator: Callable[..., Any]
     args: tuple

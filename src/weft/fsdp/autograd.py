@@ -49,8 +49,8 @@ behind_classes = torch._C.DisableTorchFunctionSubclass
 
 
 class FullParameters:
-    """The full parameters of one group as autograd sees them. `copies`: whether they are copies of the main weights. If
-    so, writes to them do not reach the main weights. `version`: the version counter of the main weights."""
+    """The full parameters of one parameter group as autograd sees them. `copies`: whether they are copies of the main
+    weights. If so, writes to them do not reach the main weights. `version`: the version counter of the main weights."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], *, copies: bool, version: int) -> None:
         self._parameters = tuple(parameters)
@@ -107,7 +107,7 @@ class FullParameters:
                 parameter.__class__ = _subclass(_Gone, here)
 
     def check_unwritten(self) -> None:
-        """Raise WeightsWritten if the gathered weights are copies and code outside weft wrote to them."""
+        """Raise WeightsWritten if code outside weft wrote to gathered weights that are copies of the main weights."""
         if self._came is None and (not self._copies or tuple(map(_version_of, self._parameters)) == self._versions):
             return
         written = self._written()
@@ -128,8 +128,8 @@ class FullParameters:
         return [each for each, here, told in zip(self._parameters, found, self._versions) if here != told]
 
     def was_written(self, shape: tuple[int, ...], expected: int, here: int) -> bool:
-        """Return whether main weights were written to between a forward and its backward, so that a parameter of this
-        shape, which the forward saved at version `expected`, is now at version `here`."""
+        """Return whether a write to the main weights between a forward and its backward explains autograd's error: a
+        parameter with `shape` or its transpose was saved at version `expected`, and is now at version `here`."""
         record = record_of(self._parameters[0])
         return (
             record is not None
@@ -187,7 +187,7 @@ HARMLESS = frozenset(
 
 
 class Original:
-    """Mixin for the class of a parameter that a sharded one replaced. Writes and uses of `.grad` raise RuntimeError."""
+    """Mixin for the class of a parameter that a sharded one replaced. Uses of `.grad` and writes raise RuntimeError."""
 
     __slots__ = ()
 
@@ -214,7 +214,7 @@ _WRITES = re.compile(
 
 
 def retire(original: nn.Parameter) -> None:
-    """Make `original` an `Original`. `record_of(original)` must be the record of the parameter that replaces it."""
+    """Make writes to `original` and uses of its `.grad` raise (`Original`). Errors name it by `record_of(original)`."""
     original.__class__ = _subclass(Original, type(original))
 
 
@@ -224,7 +224,7 @@ def _subclass(mixin: type, kind: type) -> type:
 
 
 def names_of(func: Any) -> tuple[str, str | None]:
-    """Return the name of `func` and, if `func` is the getter or setter of an attribute, the attribute's name."""
+    """Return the name of `func`, and the name of the attribute that it gets or sets (None if it does neither)."""
     return func.__name__, getattr(getattr(func, "__self__", None), "__name__", None)
 
 
@@ -246,9 +246,9 @@ first_backwards: list[tuple[weakref.ref[Any], int]] = []
 def explaining(
     run: Callable[..., Any], look_around: Callable[..., list], settle: Callable[[], None]
 ) -> Callable[..., Any]:
-    """Wrap `run`, torch's function that runs a backward, so that its errors name weights. If no backward has reached
-    the root units `roots` since their forward, `look_around(roots, outputs)` is called before a backward without
-    `inputs`. It returns the roots for the next such call. After each backward without error, `settle()` is called."""
+    """Wrap `run`, torch's function that runs a backward, so that its errors name weights. While `first_backwards` has
+    any `roots`, `look_around(roots, outputs)` is called before each backward without `inputs`, and returns those that
+    stay in the list. `settle()` is called after each backward that raised no error."""
 
     @functools.wraps(run)
     def explained(outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

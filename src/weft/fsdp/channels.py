@@ -44,18 +44,18 @@ class Channels:
         self.gradient_to_write: Callable[[Any], tuple[torch.Tensor, bool]]  # the method of the model's `Reductions`
 
     def share_lanes(self, other: "Channels") -> None:
-        """Use the lanes of `other`, so that the communication of both models is queued in one order."""
+        """Use the lanes of `other`, of another model: the communication of both models is queued in one order."""
         self.gather, self.outer, self.reduce, self.download = other.gather, other.outer, other.reduce, other.download
         self.gathers, self.reductions = other.gathers, other.reductions
 
     def of_gathers(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """Return the communicator for all-gathers over the ranks of `group`: if `separate`, its own; else `group`."""
+        """Return the communicator for gathers over the ranks of `group`: its second one if `separate`, else `group`."""
         return _twins[group] if self.separate else group
 
     def separate_gathers(self, groups: Sequence[dist.ProcessGroup], choice: bool | Sequence[dist.ProcessGroup]) -> None:
-        """Give each process group in `groups`, those of a model, a second communicator: the group in `choice` with the
-        same ranks in the same order, otherwise a new one. If `choice` is False, give none. Collective over each group.
-        Raises ValueError if one in `choice` fits none of `groups`, or if a group already has another communicator."""
+        """Give each of `groups`, a model's process groups, a second communicator: that in `choice` with the same ranks
+        in the same order, otherwise a new one. `choice`: True makes all new, False gives none. Collective. Raises
+        ValueError if one in `choice` has the ranks of no group, or if a group already has another second one."""
         self.separate = bool(choice)
         there = [dist.get_process_group_ranks(group) for group in groups]
         given = [] if isinstance(choice, bool) else [(dist.get_process_group_ranks(each), each) for each in choice]

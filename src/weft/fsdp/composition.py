@@ -18,7 +18,7 @@ from weft.fsdp.parameter import record_of
 
 
 def refuse_foreign(module: nn.Module, name: str) -> None:
-    """Raise ValueError if torch's `replicate` or `fully_shard` was called on `module`. `name`: for the error."""
+    """Raise ValueError if torch's `replicate` or `fully_shard` was called on `module`. `name`: its name in errors."""
     registered = [each for each in ("replicate", "fully_shard") if each in vars(module).get(REGISTRY_KEY, {})]
     if isinstance(module, TorchFSDPModule) or registered:
         what = registered[0] if registered else "fully_shard"
@@ -30,7 +30,7 @@ def refuse_foreign(module: nn.Module, name: str) -> None:
 
 
 def refuse_wrappers(module: nn.Module, name: str, child: nn.Module | None) -> Any:
-    """Raise TypeError if `module`, a data-parallel wrapper of torch, would manage sharded parameters of `child`."""
+    """Raise TypeError if `module` is torch's DDP or DataParallel and would manage sharded parameters of `child`."""
     if child is None or not isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         return
     # The parameters that `DistributedDataParallel` was told to ignore.
@@ -45,7 +45,7 @@ def refuse_wrappers(module: nn.Module, name: str, child: nn.Module | None) -> An
 
 
 def refusing_sharded(init: Callable[..., None], at: int, why: str) -> Callable[..., None]:
-    """Wrap a constructor of torch: raise ValueError(`why`) if argument `at` (0: after self) is a sharded parameter."""
+    """Wrap a constructor of torch to raise ValueError(`why`) if `args[at]`, without self, is a sharded parameter."""
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -39,8 +39,8 @@ from weft.layout.trace import Trace
 
 @dataclass(frozen=True, eq=False)
 class Hold:
-    """A holder of a unit's full weights, which stay until all their holders release them. `computes`: whether it now
-    computes with them, so that other units cannot take their memory. `backward`: whether it computes gradients."""
+    """A holder of a unit's full weights, which stay until all their holders release them. `computes`: whether this one
+    computes with them; if so, other units cannot take their memory. `backward`: whether this one is a backward."""
 
     name: str
     computes: bool = True
@@ -48,7 +48,7 @@ class Hold:
 
 
 class TiedHold(NamedTuple):
-    """A holder of a unit with tied parameters that `unit` uses too. It holds them as long as `holder` holds `unit`."""
+    """A holder of another unit, which owns tied parameters of `unit`. It lasts as long as `holder` holds `unit`."""
 
     unit: Any
     holder: Any
@@ -73,12 +73,12 @@ UNTIL_NEXT_PASS = Hold("reshard_after_backward=False", computes=False)
 
 
 def is_users(holder: Any) -> bool:
-    """Return whether `holder` is the user's `unshard()` of the held unit, or of a unit that uses its parameters too."""
+    """Return whether `holder` is the user's `unshard()` of the held unit, or of one that shares parameters with it."""
     return holder is USER or (isinstance(holder, TiedHold) and is_users(holder.holder))
 
 
 def in_backward() -> bool:
-    """Return whether autograd is running a backward. A forward inside one is a recomputation."""
+    """Return whether autograd is running a backward. A forward inside one is usually a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -47,10 +47,11 @@ def fully_shard(
 
     Args:
         module: a module, or a list of modules that are gathered and reduced together.
-        mesh: a DeviceMesh of data-parallel ranks: 1-D, or 2-D (outer, shard). Default: all ranks, on the parameters'
-            device; for parameters on "cpu" or "meta", on CUDA if it is available and the process group supports it,
-            otherwise on the CPU.
-        strategy: "no_shard", "optim", "optim_grads", "optim_grads_params" (ZeRO-0 to 3) or `weft.Placements`.
+        mesh: a DeviceMesh of data-parallel ranks: 1-D, or 2-D (outer, shard); with `dp_mesh_dims`, a larger one.
+            Default: all ranks, on the parameters' device; for parameters on "cpu" or "meta", on CUDA if it is available
+            and the process group supports it, otherwise on the CPU.
+        strategy: "no_shard", "optim", "optim_grads", "optim_grads_params" (ZeRO-0 to 3) or `weft.Placements`. Default:
+            "optim_grads_params".
         outer_strategy: the strategy over the outer axis of a 2-D mesh: "no_shard" (HSDP) or "optim" (HFSDP).
         reshard_after_forward: whether to free the full weights after forward and gather them again for backward. None:
             False for the root, because its backward follows immediately, otherwise True. An int n that divides the size

@@ -54,7 +54,7 @@ def payload_of(plan: GroupPlan) -> Plain | Narrow:
 
 
 class ParameterGroup:
-    """Flat buffers of parameters that are gathered, reduced and updated together."""
+    """Flat buffers of parameters that are gathered and updated together, and whose gradients are reduced together."""
 
     def __init__(self, plan: GroupPlan, members: Sequence[Unsharded]) -> None:
         """`members`: the original parameters, whose values move here; those with tensor-parallel slices come first."""
@@ -166,7 +166,7 @@ class ParameterGroup:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the main weights have changed since the gathered or model weights were made from them."""
+        """Whether the main weights have changed since their copies, model weights or gathered weights, were made."""
         return (self.refreshes or self.transient is not None) and self._gathered_from != self.version
 
     @property
@@ -175,8 +175,8 @@ class ParameterGroup:
         return self.refreshes and self._gathered_from is None
 
     def outdate(self, *, agreed: bool = False) -> None:
-        """Make the next gather start from the main weights. With `payload_only`, do nothing unless this rank has
-        written to the main weights, or `agreed` is True: the ranks have agreed that some rank has written."""
+        """Make the next gather start from the main weights. If only their payload is kept (`payload_only`),
+        this has no effect unless this rank has written to them, or `agreed`: the ranks agree that some rank has."""
         if self.payload_only is None or agreed or self.is_stale:
             self._gathered_from = None
 
@@ -213,7 +213,7 @@ class ParameterGroup:
 
     @property
     def fits_buckets(self) -> bool:
-        """Whether the group's gather may share a message. It must run for each use, and read weights on the device."""
+        """Whether the group's gather may share a message: only if it runs for each use, of weights on the device."""
         return (
             self.transient is not None
             and (not self.refreshes or (self.payload.refreshes and self.plan.moves and not self.refreshed_bytes))
@@ -251,7 +251,7 @@ class ParameterGroup:
             )
 
     def refresh(self, channels: Channels) -> None:
-        """Start to update the model weights from the main weights, if they are outdated (`is_outdated`)."""
+        """If the model weights are outdated (`is_outdated`), start to update them from the main weights."""
         if not self.is_outdated:
             return
         self.await_refresh()
@@ -314,8 +314,8 @@ class ParameterGroup:
             upload.synchronize()
 
     def shard_after_forward(self, size: int | None) -> None:
-        """Set what each rank keeps of the gathered weights between forward and backward: 1/`size` of them, or nothing
-        if `size` is None. Collective over the shard axis if `size` is not None."""
+        """Set what a rank keeps until backward of gathered weights that are freed after forward: 1/`size` of them, or
+        nothing if `size` is None. Collective over the shard axis if `size` is not None."""
         self.post_forward = None
         if self.transient is not None and size is not None:
             group = neighbours(self.groups[-1], size)
@@ -344,7 +344,7 @@ class ParameterGroup:
             self.transient.give()
 
     def take_requires_grad(self) -> None:
-        """If the user changed `requires_grad` of full parameters under `unshard()`, change the sharded ones too."""
+        """Copy the user's changes of `requires_grad` of full parameters, under `unshard()`, to the sharded ones."""
         with behind_classes():
             before, self._flags = self._flags, [*map(_full_trains, self.parameters)]
         for each, known, flag in zip(self.parameters, before, self._flags):
@@ -374,7 +374,7 @@ class ParameterGroup:
 
     @cached_property
     def slice_ranges(self) -> list[tuple[int, int, dist.ProcessGroup | None]]:
-        """The layout's elements as ranges `(start, stop, group)`. `group`: their parameters' slice group, or None."""
+        """The layout's elements as ranges `(start, stop, group)`. `group`: in `slice_groups`; None: not sliced."""
         starts: list[int] = []
         groups = []
         for group, members in groupby(self.parameters, key=lambda each: each.slices):

@@ -53,7 +53,7 @@ class ForwardCall:
         return f"a backward of {self.unit}"
 
     def begin(self, gradient: torch.Tensor | None = None) -> None:
-        """Begin the call's backward. The gradient of each output calls this hook; only the first call has an effect."""
+        """Begin the call's backward. A hook on each output's gradient; only the first in a backward has an effect."""
         if self.begun:
             return
         unit, driver = self.unit, self.driver
@@ -76,13 +76,13 @@ class ForwardCall:
         engine.offer(unit)
 
     def begin_inside(self, gradient: torch.Tensor) -> None:
-        """Begin the call's backward. If an output is a view, this is a hook on its base: the hook on the view itself
-        does not run if the caller wrote to the view in place."""
+        """Begin the call's backward, unless it has ended. A hook on the base of an output that is a view, because the
+        view's own hook does not run if the caller wrote to the view in place."""
         if self._ended_in != torch._C._current_graph_task_id():
             self.begin()
 
     def reach_inputs(self, gradients: Iterable[torch.Tensor | None]) -> None:
-        """End the call's backward. It is called when autograd has computed the gradients of the call's inputs."""
+        """End the call's backward, now that autograd has computed the gradients of the call's inputs."""
         if not self.begun and self.unit.awaits_reduction:
             self.begin()
         if torch.is_grad_enabled():

@@ -20,7 +20,7 @@ from weft.fsdp.unit import Unit
 
 
 class FSDPModule:
-    """The methods that `fully_shard` adds to a module. Those of FSDP2 work as in torch or raise NotImplementedError."""
+    """The methods that `fully_shard` adds to modules. Those of FSDP2 work as there; a few raise NotImplementedError."""
 
     _weft_unit: Unit
     _weft_driver: UnitDriver
@@ -77,7 +77,7 @@ class FSDPModule:
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all parameters. While full parameters are registered, clear the sharded ones' too."""
+        """Clear the gradients of all parameters: of sharded ones also while the full ones are registered."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for unit in units_under(self):
             for group in unit.groups:
@@ -89,8 +89,8 @@ class FSDPModule:
 
     def unshard(self, async_op: bool = False) -> "UnshardHandle | None":
         """Gather this unit's full parameters and register them. They stay until `reshard()`, until a state dict is read
-        or loaded, or until a forward or backward frees them. With `async_op=True`, return a handle at once; its
-        `wait()` registers the parameters."""
+        or loaded, or until the unit's forward or backward frees them. With `async_op=True`, return a handle at once;
+        its `wait()` registers the parameters."""
         runtime_of(self).unshard(unit_of(self))
         handle = UnshardHandle(self)
         if not async_op:
@@ -115,7 +115,7 @@ class FSDPModule:
                 unit.requires_gradient_sync = reduces
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Pass False if more backwards follow before the optimizer step, and True before the last. Default: True.
+        """Set, for the whole model, whether the next backward is the last before the optimizer step. Default: True.
         "no_shard" and "optim" reduce only in the last backward. The other strategies reduce in every backward, but over
         the outer axis of a 2-D mesh only in the last."""
         is_last_backward = _switch("set_is_last_backward", is_last_backward)
@@ -213,7 +213,7 @@ class FSDPModule:
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Set `RuntimeOptions.max_live_reduce_buffers` for all units of the model: the number of units whose partial
-        gradients may be live at once. Raises TypeError if it is not an int, ValueError if it is less than 1."""
+        gradients may be live at once. Raises TypeError for anything but an int, ValueError below 1."""
         for runtime in _runtimes(self, recurse):
             runtime.change(max_live_reduce_buffers=max_input_buffers)
 
@@ -251,8 +251,8 @@ class FSDPModule:
 
     def reset_iter_state(self) -> None:
         """Clean up the model after an exception in forward or backward. Without this call, the next pass cleans up. A
-        failed backward drops all gradients, and sets every `.grad` to None. A failed forward drops none; this call then
-        drops those of earlier backwards that wait for their reduction."""
+        failed backward drops all gradients, and sets every `.grad` to None. A failed forward keeps gradients. After it,
+        this call drops those of earlier backwards that are not reduced yet."""
         runtime_of(self).reset()
 
 
@@ -337,7 +337,7 @@ def runtime_of(module: Any) -> Runtime:
 
 
 def checked_factor(what: str, factor: Any) -> float:
-    """Return `factor`, `what` in errors. Raises TypeError if it is no number, ValueError if not positive and finite."""
+    """Return `factor`. Raises TypeError if no number, ValueError if not positive and finite. Errors name it `what`."""
     if isinstance(factor, (bool, str)) or not hasattr(factor, "__float__"):
         raise TypeError(f"{what}{factor!r}: choose a positive number")
     if not 0 < float(factor) < math.inf:

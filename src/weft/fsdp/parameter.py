@@ -25,7 +25,7 @@ from weft.memory.buffer import FlatBuffer
 @dataclass
 class Slot:
     """The places where a parameter is registered. `name`: its name in the unit. `there`: the tensor registered now.
-    `owners`: modules, and its name there. `observed`: whether an owner's class defines `__setattr__`, as RNNs do."""
+    `owners`: modules, and the name in each. `observed`: whether an owner's class defines `__setattr__`, as RNNs do."""
 
     name: str
     there: nn.Parameter | None
@@ -53,8 +53,8 @@ class Slot:
 
 @dataclass(eq=False)
 class Unsharded:
-    """A parameter that is about to be sharded over `mesh`. `value`: the tensor that holds its values. It is `original`,
-    unless that is on the meta device. `cutting`: the number of elements between possible cuts, and the dimension."""
+    """A parameter that is about to be sharded over `mesh`. `value`: the tensor that holds its values: `original`,
+    unless that was on the meta device. `cutting`: the elements between possible cuts, and the dimension that is cut."""
 
     original: nn.Parameter
     value: nn.Parameter
@@ -67,7 +67,7 @@ class Unsharded:
 
 @dataclass(eq=False, slots=True)
 class GradientState:
-    """The state of a parameter's gradient between autograd and `.grad`."""
+    """The state of a parameter's gradient on its way from autograd to `.grad`."""
 
     present: bool = False  # whether it was packed since `.grad` was last set; once the ranks have agreed: on any rank
     filled: bool = False  # whether its part of the packed gradients has values, to which a further gradient is added
@@ -128,7 +128,7 @@ known: MutableMapping[Any, "weakref.ref[ShardedParameter]"] = WeakTensorKeyDicti
 
 
 def record_of(parameter: Any) -> ShardedParameter | None:
-    """Return the record of a unit's parameter, given its full, sharded or original tensor. None: no unit has it."""
+    """Return the record of a parameter, given its full, sharded or original tensor; None if it is in no unit."""
     if parameter not in known:
         return None
     record = known[parameter]()
@@ -146,7 +146,7 @@ def is_ignored(parameter: nn.Parameter) -> bool:
 
 
 def parameters_of(group: Any, members: Sequence[Unsharded]) -> tuple[ShardedParameter, ...]:
-    """Create a group's records. Their tensors are views of its buffers, with the attributes of the original ones."""
+    """Create a record per member. Its tensors are views of the group's buffers, with the original's attributes."""
     views = FlatBuffer(group.layout, group.mesh, group.plan.whole, group.full.local).views()
     tensors = group.main_weight.dtensors([each.parallel for each in members])
     records = []
@@ -168,7 +168,7 @@ SHARDED = attrgetter("sharded")
 
 
 def register(parameters: Iterable[ShardedParameter], form: Callable[[ShardedParameter], nn.Parameter | None]) -> None:
-    """Register full (`form=FULL`) or sharded (`SHARDED`) tensors. Raises RuntimeError if other code replaced one."""
+    """Register the parameters' `form`, FULL or SHARDED. Raises RuntimeError if other code replaced a registered one."""
     # All are registered before the error is raised, so that the next call does not raise for the same reason.
     replaced: list[Slot] = []
     observed: list[tuple[nn.Module, str, nn.Parameter | None]] = []
@@ -216,7 +216,7 @@ _OPTIMIZER_NEVER_RUNS = (
 
 
 def never_runs(parameter: nn.Parameter) -> str:
-    """Return why a hook or optimizer on the gradient of `parameter` would never run; "" if there is neither.
+    """Return why a gradient hook of `parameter`, or its optimizer in backward, would never run; "" if it has neither.
     Autograd computes the gradient of the gathered parameter, a different tensor. Only hooks of
     `register_post_accumulate_grad_hook` run, with the reduced gradient."""
     if parameter._backward_hooks:

@@ -26,7 +26,7 @@ from weft.fsdp.runtime.joint_backward import finish_backwards
 
 @dataclass(frozen=True)
 class Patch:
-    """Replaces the attribute `name` by `replacing(original)`. `of`: its place in torch, as "module" or "module:Class".
+    """Replaces the attribute `name` by `replacing(original)`. `of`: where torch has it, as "module" or "module:Class".
     `parameters`: the parameter names that torch's function must have, if the replacement depends on them."""
 
     of: str
@@ -45,7 +45,7 @@ class Patch:
 
     @property
     def fits(self) -> bool:
-        """Whether this version of torch has the attribute and, if `parameters` is given, exactly these parameters."""
+        """Whether this version of torch has the attribute, with exactly these `parameters` if any are given."""
         theirs = getattr(self.owner(), self.name, None)
         return theirs is not None and (
             not self.parameters or tuple(inspect.signature(theirs).parameters) == self.parameters

@@ -21,7 +21,7 @@ from weft.memory.pool import Pool, Transient
 
 
 class Plain:
-    """Weights are gathered in the compute dtype, in which they are used."""
+    """The format without quantization: weights are gathered in the compute dtype."""
 
     refreshes = False  # whether the payload is computed once per step and stored beside the main weights
     tail = 0  # the number of elements of full weights after those of the layout
@@ -37,8 +37,8 @@ class Plain:
             self.staging = plan.transient(numel, plan.recipe.main, "weights on their way")
 
     def write(self, own: torch.Tensor, source: torch.Tensor, pool: Pool, copy: int = 0) -> Callable[[], Any] | None:
-        """Return a function to run on the lane: it casts or uploads `source` to `own`, this rank's part of the message.
-        Return None if `source` can be sent without a copy."""
+        """Return a function to run on the message's lane: it copies `source` to `own`, this rank's part of the message,
+        with a cast and an upload as needed. Return None if `source` itself can be sent."""
         if source.data_ptr() == own.data_ptr() or (source.dtype == own.dtype and not self._uploads):
             return None
         staging = pool.take(self.staging) if self.staging is not None and source.dtype != own.dtype else None
@@ -46,7 +46,7 @@ class Plain:
 
     def land(self, full: torch.Tensor, source: torch.Tensor, pool: Pool) -> torch.Tensor:
         """Return the tensor into which the ranks' parts are gathered; `open` then converts it to the full weights.
-        `Plain` returns `full` itself. Others return staging memory or, if each rank has all parts, `source`."""
+        `Plain` returns `full` itself, `Narrow` staging memory or, if each rank has all parts, `source`."""
         return full
 
     def open(self, full: torch.Tensor, copy: int) -> None:
@@ -56,8 +56,8 @@ class Plain:
 
 
 class PostForwardShard:
-    """The shard that a rank keeps between forward and backward with an integer `reshard_after_forward`: one of
-    `group.size()` equal shards of a parameter group's gathered weights. With `reshard_after_forward=2`, for example:
+    """The shard that a rank keeps between forward and backward if `reshard_after_forward` is an integer n: 1/n of a
+    parameter group's gathered weights. `group`: the process group of n adjacent ranks that share them. With n = 2:
 
     ranks of the shard axis          0      1      2      3
     sharded                          a      b      c      d        a quarter each
@@ -74,7 +74,7 @@ class PostForwardShard:
 
     @torch.no_grad()
     def keep(self, full: torch.Tensor, pool: Pool) -> None:
-        """Keep this rank's shard of the gathered weights `full`. The next gather starts from such shards."""
+        """Keep this rank's shard of the gathered weights `full`. The next gather reads what the ranks have kept."""
         if not self.held:
             self.held = True
             pool.take(self.transient).copy_(full.view(self._group.size(), -1)[self._group.rank()])

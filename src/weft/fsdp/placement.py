@@ -28,8 +28,8 @@ _OUTER_ROWS = ("no_shard", "optim")
 
 @dataclass(frozen=True, init=False)
 class Placements:
-    """The placements of parameters, gradients and optimizer state. Each field has one placement per mesh axis. Raises
-    ValueError for a combination that no strategy has."""
+    """The placements of parameters, gradients and optimizer state. Each field has one placement per mesh axis, the
+    outer axis first. Raises ValueError for a combination that no strategy has."""
 
     parameter: tuple[Placement, ...]
     gradient: tuple[Placement, ...]
@@ -74,7 +74,7 @@ class Placements:
 
 
 def placements_of(strategy: "str | Placements", outer_strategy: str, axes: int) -> Placements:
-    """Return the strategies' placements on `axes` mesh axes. Raises ValueError if these are unknown or do not fit."""
+    """Return the placements on `axes` mesh axes. Raises ValueError for unknown strategies or combinations."""
     if isinstance(strategy, Placements):
         if outer_strategy != "no_shard":
             raise ValueError(

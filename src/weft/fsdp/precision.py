@@ -66,8 +66,8 @@ class MixedPrecisionPolicy:
         self, dtype: torch.dtype, *, keep: bool = False, quantized: bool = False, frozen: bool = False
     ) -> "Recipe":
         """Return the dtypes for a parameter of dtype `dtype`. `keep`: the parameter keeps its dtype. `quantized`: it is
-        gathered in `param_quantization`. `frozen`: no optimizer updates it. Raises ValueError for an `mx` format and a
-        compute dtype of float16, because the scales of `mx` exceed the range of float16."""
+        gathered in `param_quantization`. `frozen`: no optimizer updates it. Raises ValueError for an `mx` format with
+        compute dtype float16, because the scales of `mx` exceed the range of float16."""
         if keep or not dtype.is_floating_point:
             return Recipe(dtype, dtype, dtype, dtype)
         compute = self.param_dtype or dtype
@@ -129,7 +129,7 @@ def _cast_to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The dtypes that a policy gives to a parameter. `quantization`: the format of gathered weights, or None."""
+    """The dtypes that a policy gives to a parameter. `quantization`: the format of gathered weights, if quantized."""
 
     main: torch.dtype
     compute: torch.dtype

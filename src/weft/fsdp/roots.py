@@ -32,7 +32,7 @@ class UnitDriver(HookDriver):
 
     @property
     def runtime(self) -> Runtime | None:
-        """The runtime of the root; None before the first pass of the root, and after the root has been freed."""
+        """The runtime of the root; None until `engine` has created it, and after the root has been freed."""
         return self._known()
 
     @property

@@ -37,7 +37,7 @@ def map_tensors(
     change: Change, value: Any, *, in_dataclasses: bool = False, rebuilt: list[tuple[Any, Any]] | None = None
 ) -> Any:
     """Return `value` with `change` applied to its tensors, or `value` itself if no tensor changes. `rebuilt`: a list
-    that receives a pair for each list or dict that is replaced: the old one and the new one."""
+    that receives a pair (old, new) for each list or dict that is replaced."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if value is None or isinstance(value, _OPAQUE):
@@ -54,8 +54,8 @@ def map_tensors(
 
 
 def give_back(rebuilt: list[tuple[Any, Any]], original: dict[int, Any]) -> None:
-    """Copy the current contents of rebuilt lists and dicts into the old ones. `rebuilt`: the pairs from `map_tensors`.
-    `original`: by the id of each replacement, the value that it has replaced."""
+    """Copy the current contents of rebuilt lists and dicts into the old ones, with the original values put back.
+    `rebuilt`: the pairs from `map_tensors`. `original`: the original value, by the id of its replacement."""
     for old, new in rebuilt:
         if type(new) is list:
             old[:] = [original.get(id(each), each) for each in new]

@@ -150,13 +150,13 @@ class Unit:
             self._gather()
 
     def gather_started(self, ticket: Ticket) -> None:
-        """Record that the message of `ticket`, which several units share, gathers the weights. They must be at rest."""
+        """Record that the message of `ticket`, which several units share, gathers the weights, until now at rest."""
         self.state = TRANSITIONS.get((self.state, "gather")) or self._refuse("gather")
         self.resident = True
         self._tickets = [ticket]
 
     def acquire(self, holder: Any) -> None:
-        """Hold the full weights: gather and register them as needed, and make subsequent computation wait for them."""
+        """Hold full weights for `holder`: gather and register them as needed. Later computation waits for them."""
         if holder in self.holders:
             raise RuntimeError(f"{self}: {holder.name} holds its weights already")
         for unit in self.tied:
@@ -210,8 +210,8 @@ class Unit:
         self._wait()
 
     def turn(self, backward: bool) -> None:
-        """Choose which copy gathers read, if weights have a second copy for backward: the one for backward or the one
-        for forward. If the weights are held, gather the chosen copy now."""
+        """Choose which copy gathers read, if weights have a second copy for backward. `backward`: choose the second.
+        If the weights are held, gather the chosen copy now."""
         if not self.turns or self.backward == backward:
             return
         self.free()  # gathered ahead for the other direction
@@ -227,14 +227,14 @@ class Unit:
             group.gather_other(int(backward), self.channels)
 
     def sync_versions(self) -> None:
-        """Make autograd raise for tensors saved at another version of main weights. May raise WeightsWritten."""
+        """Raise WeightsWritten for lost writes. Let autograd raise for tensors saved before writes to main weights."""
         if self.state in (State.HERE, State.HELD):
             for group in self.groups:
                 group.fulls.check_unwritten()
                 group.fulls.come(group.version)
 
     def register(self) -> None:
-        """Register the full parameters if the user holds them or a holder computes, otherwise the sharded ones."""
+        """Register the full parameters if the user or a computation holds the weights, otherwise the sharded ones."""
         self._show(full=any(holder.computes or is_users(holder) for holder in self.holders))
 
     def _show(self, *, full: bool) -> None:
@@ -256,7 +256,7 @@ class Unit:
 
     def reshard_after(self, forward: bool | int | None) -> None:
         """Set whether the weights are freed after forward. None: they are, unless this is the root. An int: they are,
-        but a shard over that many ranks is kept until backward."""
+        but each rank keeps one of that many shards until backward."""
         self.forget()
         size = None if forward is None or isinstance(forward, bool) else forward
         self.reshard_after_forward = True if size is not None else forward  # type: ignore[assignment]
@@ -297,11 +297,11 @@ class Unit:
         self.free()
 
     def has_room(self) -> bool:
-        """Return whether the weights can be gathered now: not if autograd needs them at an address that is occupied."""
+        """Return whether the weights can be gathered now. False if autograd needs them at an address that is in use."""
         return all(map(self.channels.weights.has_room, self.gathered))
 
     def is_evictable(self) -> bool:
-        """Return whether the weights may be moved to other memory. Waits for a gather in flight."""
+        """Return whether the weights may be moved: not if a holder computes with them. Waits for a gather in flight."""
         if self.computes:
             return False
         self._arrive()
@@ -318,7 +318,7 @@ class Unit:
 
     @property
     def moves(self) -> int:
-        """How often the gathered weights have moved to another address."""
+        """How many times gathered weights have moved to another address: the sum over the groups."""
         return sum(map(_moves, self.gathered))
 
     def _gather(self) -> None:
@@ -364,7 +364,7 @@ class Unit:
 
     @cached_property
     def is_addressed(self) -> bool:
-        """Whether gathers of this unit cannot be mixed up with others: it has none, or messages have tags."""
+        """Whether ranks may run this unit in different orders: its gathers have tags, or it has no gathers."""
         gathered = (group for group in self.groups if group.plan.moves)
         return all(transport_of(group.groups[-1], group.device).capabilities.tags for group in gathered)
 
@@ -377,7 +377,7 @@ class Unit:
         return False
 
     def scale_of(self, group: ParameterGroup) -> float:
-        """Return the factor by which the sum, over the ranks, of the group's gradients is multiplied."""
+        """Return the factor that multiplies the sum of the group's gradients over the ranks."""
         if self.replaced_factor is not None:
             return 1 / self.replaced_factor
         return 1 / (group.ranks * (self._divide_factor or 1))

@@ -49,7 +49,8 @@ class Attributes:
         return True
 
     def difference(self) -> str | None:
-        """Return the name of something that differs from the record, or None. A replaced buffer counts too."""
+        """Return the name of something that differs from the record (a replaced buffer counts). If the state cannot
+        be compared any more, return the reason. None: nothing differs."""
         try:
             now = Walk(self._modules, self._function).tokens
         except CaptureRefused as error:

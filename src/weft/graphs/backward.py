@@ -27,8 +27,8 @@ Samples = Sequence[Sample | None]
 
 
 class Uses:
-    """The uses of `leaves` in the graph of `ends`: the edges to a leaf. They are sorted by leaf, and those of one leaf
-    in the order in which a backward reaches them. `of`: for each use, the index of its leaf in `leaves`."""
+    """The uses of `leaves`: the edges to them in the autograd graph of `ends`. They are sorted by leaf. Those of one
+    leaf are in the order in which a backward reaches them. `of`: for each use, the index of its leaf in `leaves`."""
 
     def __init__(self, ends: Sequence[GradientEdge], leaves: Sequence[Tensor]) -> None:
         self._ends = ends
@@ -60,7 +60,7 @@ class Uses:
         self._counts = [len(uses) for uses in found if uses]
 
     def gradients(self, given: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Compute the gradient of each use. `given`: for each end, its gradient or None. The graph is retained."""
+        """Compute the gradient of each use. `given`: each end's gradient (None: it has none). The graph is retained."""
         there = [(end, gradient) for end, gradient in zip(self._ends, given) if gradient is not None]
         ends, heads = [end for end, _ in there], [gradient for _, gradient in there]
         try:
@@ -82,9 +82,9 @@ def _take(brought: list[Tensor | None], places: dict[int, int], gradients: Seque
 
 
 class Form:
-    """The recordings of one form. `statics`: the tensors into which the outputs' gradients are copied. `backward`: the
-    recordings of the backward. `weights`: those of the delayed weight gradients. `kept`: for each use, whether its
-    gradient must stay valid when the next replay overwrites the results of this replay."""
+    """The recordings of one form (see the top of the file). `statics`: the tensors into which the outputs' gradients
+    are copied (None: no gradient). `backward`: the recordings of the backward. `weights`: those of the delayed weight
+    gradients, if any. `kept`: for each use, whether its gradient must stay valid after the next replay."""
 
     def __init__(
         self, statics: Sequence[Static | None], backward: Recordings, weights: Recordings | None, kept: Sequence[bool]
@@ -100,7 +100,7 @@ class Form:
         ]
 
     def handed(self, found: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients for the caller: copies or views of the results `found` of a replay (see `__init__`)."""
+        """Return the results `found` of a replay for the caller: as copies where `_copied` is true, else as views."""
         return [
             None if each is None else copied(each) if copies else each.detach()
             for each, copies in zip(found, self._copied)
@@ -122,10 +122,9 @@ class Form:
 class Backward:
     """The backward of a captured function, with all its forms.
 
-    `capture`: captures a function, given memory that it may use. `uses`: the uses of its leaves. `saved`: the tensors
-    that autograd may have saved. `trained`: the parameters that train. `restored` and `count`: see `Recordings`.
-    `delays`: the function mode that delays weight gradients, if any. `kept`: for each use, whether the caller may keep
-    its gradient.
+    `capture`: captures a function, given memory that the function may use. `uses`: the uses of its leaves. `saved`: the
+    tensors that autograd may have saved. `trained`: the parameters that train. `restored` and `count`: see
+    `Recordings`. `delays`: the function mode that delays weight gradients, if any. `kept`: see `Form`.
     """
 
     def __init__(
@@ -163,11 +162,10 @@ class Backward:
         return Form(statics, backward, weights, self._kept)
 
     def begin(self, samples: Samples, full: Sequence[Sample]) -> Ranges | None:
-        """Record the form of `samples`, if any is given. Return the memory that a backward of any form may read.
+        """Record the form of `samples`, unless all are None. Return the memory that a backward of any form may read.
 
-        `full`: samples for all outputs. The form in which all outputs have gradients reads all that other forms read,
-        so the memory that it reads is returned; None if it cannot be recorded. Raises CaptureRefused if the form of
-        `samples` cannot be recorded.
+        `full`: samples for all outputs. Their form reads all that other forms read, so the memory that it reads is
+        returned. None: this form cannot be recorded. Raises CaptureRefused if the form of `samples` cannot be recorded.
         """
         first = None
         if any(samples):
@@ -193,9 +191,10 @@ class Backward:
     def run(
         self, gradients: Sequence[Tensor | None], *, poisoned: bool
     ) -> tuple[Sequence[Tensor | None], Callable[[], None] | None]:
-        """Return a gradient for each use, and a function that computes the delayed gradients, or None.
+        """Replay the form of `gradients`, or differentiate eagerly if it cannot be recorded. Return a gradient for each
+        use, and a function that computes the delayed gradients (None: no gradients are delayed).
 
-        Gradients that are not `kept` are in memory that the next backward overwrites.
+        The next backward may overwrite gradients that are not `kept`. `poisoned`: see `Recordings.run`.
         """
         key = tuple([None if each is None else each.stride() for each in gradients])
         form = self._forms.get(key)

@@ -55,7 +55,7 @@ class Owner(Protocol):
 
 
 class Signature:
-    """The state of calls with the same shapes, dtypes and numbers: samples of outputs' gradients, and captures."""
+    """The captures of calls with the same shapes, dtypes and numbers, and samples of their outputs' gradients."""
 
     def __init__(self) -> None:
         self.gradients: dict[int, Sample] = {}
@@ -77,8 +77,8 @@ class Signature:
 
 
 class GraphedCall:
-    """Replaces the method `name` of `module`. `scope`: the name under which the report counts the calls. `inside`:
-    returns the modules that the method uses. `is_owned`: see `Places`."""
+    """Replaces the method `name` of `module`, to replay its calls if possible. `scope`: the name under which the report
+    counts the calls. `inside`: returns the modules that the method uses. `is_owned`: see `Places`."""
 
     def __init__(
         self,

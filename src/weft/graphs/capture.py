@@ -9,11 +9,11 @@ from weft.graphs.places import Ranges
 
 
 class CaptureRefused(RuntimeError):
-    """A function cannot be captured, for the reason in the message. It then runs eagerly in all calls."""
+    """A function cannot be captured, for the reason in the message. It runs eagerly from then on."""
 
 
 class Delays(Protocol):
-    """A `TorchFunctionMode` that queues weight gradients during a backward, to compute them later."""
+    """A `TorchFunctionMode` that queues the computations of weight gradients in a backward, to run them later."""
 
     def fresh(self) -> "Any":
         """Return a new object of the same class, with an empty queue."""
@@ -28,7 +28,7 @@ class Delays(Protocol):
         """Empty the queue."""
 
     def repeatable(self) -> Callable[[], None]:
-        """Return a function that computes the queued weight gradients. You can call it any number of times."""
+        """Return a function that computes the queued weight gradients, and can be called any number of times."""
         ...
 
     def add(self, function: Callable[[], None]) -> None:
@@ -42,7 +42,7 @@ def delaying() -> Delays | None:
 
 
 class Recording(Protocol):
-    """Recorded operators whose tensors have constant addresses. A replay runs no Python code of the function."""
+    """The recorded operators of a function, on tensors at constant addresses. A replay runs no Python code of it."""
 
     @property
     def nbytes(self) -> int:
@@ -55,7 +55,7 @@ class Recording(Protocol):
         ...
 
     def memory(self) -> Ranges:
-        """Return the ranges of memory that the results are in, as far as the backend knows them."""
+        """Return the memory that the operators allocated for their results."""
         ...
 
     def replay(self) -> None:
@@ -71,7 +71,7 @@ class Backend(Protocol):
     def capture(
         self, function: Callable[[], Any], known: Ranges, behind: "Recording | None" = None
     ) -> tuple[Any, Recording]:
-        """Run `function()`, perhaps twice. Return its result, and a recording whose replays write to the result.
+        """Run `function()` once or, to warm up, twice. Return its result, and a recording whose replays write to it.
 
         `known`: the memory that the function may read but does not allocate. `behind`: a recording that is always
         replayed before the new one. Raises CaptureRefused if the function cannot be captured.

@@ -45,8 +45,8 @@ _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
 class Lease:
-    """A replayed forward. Its capture is busy until the backward has ended, or until autograd has freed the forward's
-    nodes. `queue`: the function mode that receives the recording of delayed weight gradients, if any."""
+    """Keeps a capture busy after a replayed forward: until the forward's graph is freed, and delayed weight gradients
+    are computed. `queue`: the function mode that delays weight gradients. None: they are not delayed."""
 
     def __init__(self, captured: "Captured", queue: Delays | None) -> None:
         self._captured = captured

@@ -11,7 +11,9 @@ from weft.graphs.table import Engine, GraphTable
 
 @dataclass(frozen=True)
 class Graphs(Settings):
-    """Capture parts of a model and replay them: a replay takes one launch per part, not one per operator.
+    """Settings of `RuntimeOptions(graphs=...)`: capture parts of a model in CUDA graphs, and replay them.
+
+    A replay takes one launch per part, not one per operator.
 
     - `scopes`: the parts of the layers of `weft.models` to capture, by default all of these: "attn", "mamba", "mlp"
       (dense MLPs, and the shared expert), "moe_router", "moe_preprocess" (needs "moe_router"), "experts" (captured only

@@ -79,8 +79,9 @@ class Places:
                 self._slots += [(slots, name) for name in slots]  # None may become a tensor
 
     def addresses(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Return what a graph depends on, as two tuples with an entry per tensor. The first has its address, shape,
-        strides and dtype. The second has whether it requires a gradient, and whether hooks run on its gradient.
+        """Return what a graph depends on: two tuples with an entry per parameter and buffer. The first has
+        the address, shape, strides and dtype of each. The second has whether it requires a gradient, and whether hooks
+        run on its gradient.
 
         Raises WeightsGone if gathered weights of the modules were freed.
         """

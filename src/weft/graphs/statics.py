@@ -30,7 +30,7 @@ class Sample(NamedTuple):
 class Static:
     """A zero-filled `tensor` at a constant address, with the shape, strides, dtype and device of a sample.
 
-    Raises CaptureRefused if elements of the sample overlap in memory. Those of expanded dimensions (stride 0) may.
+    Raises CaptureRefused if elements share memory, unless their indices differ only in expanded dimensions (stride 0).
     """
 
     def __init__(self, sample: Sample) -> None:

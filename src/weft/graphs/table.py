@@ -112,7 +112,7 @@ class GraphTable:
         """Allow replays of new captures. Called at the end of a backward, after the ranks have exchanged `failed`.
 
         `failed`: for each graphed call, whether a capture of it has failed on any rank since the last call of `agree`.
-        Such a call stays eager. With `check_collectives=False` the ranks exchange nothing: these are this rank's flags.
+        Such a call stays eager. With `check_collectives=False` the ranks exchange nothing: pass this rank's `failed`.
         """
         for call, anywhere in zip(self.calls, failed):
             if anywhere and call.refused is None:
@@ -127,8 +127,7 @@ class GraphTable:
             call.drop()
 
     def report(self) -> dict[str, Any]:
-        """Return the numbers of captures, replays and, by reason, eager calls, and the bytes of the captures: in total,
-        and for each scope."""
+        """Return the result of `graph_report`: counts of captures, replays and eager calls, and bytes."""
         scopes = dict.fromkeys(call.scope for call in self.calls if call.captures or call.eager or call.refused)
         each = {scope: _sum(call for call in self.calls if call.scope == scope) for scope in scopes}
         return {**_sum(self.calls), "scopes": each}

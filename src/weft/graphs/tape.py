@@ -23,7 +23,7 @@ _EMPTY = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_em
 
 
 class Call(NamedTuple):
-    """One recorded call of an operator. `results`: its results that are in new memory, each with its index among all
+    """One recorded call of an operator. `results`: those in new memory, each with its index among all
     results (see `New`). `differentiable`: whether gradients were enabled at the capture. If they are enabled, some
     operators return more tensors."""
 
@@ -35,8 +35,8 @@ class Call(NamedTuple):
 
 
 class Tape:
-    """The recorded calls, in order. `made`: for each storage that the calls allocated, by its address, the first tensor
-    in it. `read`: the tensors in other memory that the calls use, by address."""
+    """The recorded calls of operators, in order. `made`: by the address of each storage that the calls allocated, the
+    first tensor in it. `read`: by address, the tensors that the calls use but that are in no such storage."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []

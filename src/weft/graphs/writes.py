@@ -28,8 +28,8 @@ Target = tuple[Tensor, bool]
 
 
 class Writes:
-    """The weight gradients that a backward writes into buffers itself. `asked`: the parameters for which it calls
-    `weight_gradient`, in the order of the calls. `added`: the parameters to whose `main_grad` it adds."""
+    """The weight gradients that a backward writes into buffers instead of returning them. `asked`: the parameters
+    for which it calls `weight_gradient`, in the order of the calls. `added`: those to whose `main_grad` it adds."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.asked: list[nn.Parameter] = []
@@ -145,7 +145,7 @@ class Recordings:
 
 class Targets:
     """The gradient buffers into which one backward writes. `key`: their addresses, strides and dtypes, and whether the
-    backward writes or adds. A recording can be replayed only into buffers with its key."""
+    backward overwrites a buffer or adds to it. A recording can be replayed only for the key of its capture."""
 
     def __init__(self, writes: Writes) -> None:
         self._asked = list(writes.asked)

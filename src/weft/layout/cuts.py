@@ -25,7 +25,7 @@ from weft.layout.layout import dim_first
 class Cuts:
     """The cuts of one tensor. Part r has elements `[borders[r], borders[r + 1])` in memory order; if there is one part,
     it has all. `axes`: the mesh axes over which the parts are distributed, the axis of the coarsest cuts first. `dim`:
-    the dimension that is cut and that is first in memory. If it is not 0, cuts are only between slices along it."""
+    the dimension that is cut and is first in memory. If `dim` is not 0, cuts are only between slices along `dim`."""
 
     shape: tuple[int, ...]
     borders: tuple[int, ...]
@@ -66,7 +66,7 @@ class Cuts:
 
     @cached_property
     def row_dims(self) -> int | None:
-        """The least d >= 1 such that cuts divide no block `stored[d:]`. Parts are `[rows, *stored[d:]]`; None: 1-D."""
+        """The least d >= 1 where cuts divide no block `stored[d:]`. Parts: `[n, *stored[d:]]`. None: parts are 1-D."""
         for dim in range(1, len(self.shape)):
             row = math.prod(self.stored[dim:])
             if row and all(border % row == 0 for border in self.borders):
@@ -74,7 +74,7 @@ class Cuts:
         return None
 
     def shaped(self, flat: Any, part: int | None = None) -> Any:
-        """Return a view of `flat` (1-D, in memory order) in the shape of part number `part`. None: the whole tensor."""
+        """Return a view of `flat` (1-D, in memory order) shaped like part `part`. None: like the whole tensor."""
         shape = self.stored if part is None else self._stored_part(part)
         return flat.view(shape).movedim(0, self.dim) if self.dim else flat.view(shape)
 

@@ -29,9 +29,9 @@ from weft.layout.trace import Event, Trace
 class Gathered(Protocol):
     """A unit as `GatherOrder` sees it. `tied`: the units whose parameters it shares. `holders`: what needs its weights,
     such as a forward. `resident`: whether its weights are gathered or being gathered. `turns`: whether backward uses
-    another copy of them than forward. `backward`: whether backward's copy is selected. `turn`: select a copy; a held
-    unit gathers it now. `prefetch`: start the gather, unless resident. `has_room`: whether there is memory for it now.
-    `acquire`, `release`: add and remove a holder. `free`: free the weights' memory, unless there are holders."""
+    another copy of them than forward. `backward`: whether backward's copy is selected. `turn`: select a copy. A unit
+    with holders gathers the copy at once. `prefetch`: start the gather, unless resident. `has_room`: whether there is
+    room for a gather. `acquire`, `release`: add, remove a holder. `free`: free the memory, unless there are holders."""
 
     number: int
     gathered_bytes: int
@@ -71,9 +71,9 @@ class _Pass:
 
 
 class GatherOrder:
-    """Starts gathers in the predicted order. `units`: by number. `bundles`: the bundle of each unit that is in one, by
-    the unit's number. A bundle's `gather(backward)` starts to gather its units that are not resident and have room.
-    `budget`: the maximum number of bytes to gather ahead. None: the next unit or bundle (in a schedule, two units)."""
+    """Starts gathers in the predicted order. `units`: by number. `bundles`: by unit number, the unit's bundle, if
+    any. A bundle's `gather(backward)` starts to gather those of its units that are not resident and have room.
+    `budget`: the most bytes to gather ahead. None: gather ahead the next unit or bundle (in a schedule, two units)."""
 
     def __init__(self, units: Sequence[Gathered], bundles: Mapping[int, Any], budget: int | None) -> None:
         self.traces: dict[str, Trace] = {}
@@ -111,7 +111,7 @@ class GatherOrder:
         return new
 
     def end_forward(self) -> None:
-        """End a forward or an evaluation. It has deviated from its trace if uses that the trace expects are left."""
+        """End a forward or an evaluation. If it ends before all uses of its trace, it has deviated from the trace."""
         here = self.current
         here.on_plan = here.on_plan and here.position == len(here.expected)
         self._keep_trace(here.kind)
@@ -160,7 +160,7 @@ class GatherOrder:
 
     def use(self, unit: Gathered, holder: Any, named: Iterable[Gathered] | None = None) -> None:
         """Gather `unit`, and hold it for `holder`, which uses it now. Also start to gather units ahead: those `named`
-        or, if `named` is None, those that the trace predicts. The gathers ahead start before the host waits for the
+        or, if `named` is None, those that the trace predicts. The gathers ahead start before the wait for the
         gather of `unit`, so that the lanes (queues of communication) always have work."""
         here, number, backward = self.current, unit.number, holder.backward
         position, expected = here.position, here.expected
@@ -194,14 +194,14 @@ class GatherOrder:
         unit.acquire(holder)
 
     def keep(self, unit: Gathered, holder: Any) -> None:
-        """Hold `unit` for `holder` beyond a use: after a forward until the backward or the next forward, after
-        a backward until the user reshards the unit."""
+        """Hold `unit` for `holder` beyond a use: after a forward until its backward (without one, until the
+        next forward), after a backward until the user reshards the unit."""
         if holder not in unit.holders:
             self.current.events.append(("keep", unit.number, 0))
             unit.acquire(holder)
 
     def done(self, unit: Gathered, holder: Any, *, backward_follows: bool = False) -> None:
-        """End the hold of `holder` on `unit`. Without other holds its memory is freed, unless the unit `stays`."""
+        """End the hold of `holder` on `unit`. After the last hold, free the unit's memory unless the unit `stays`."""
         self.current.events.append(("done", unit.number, int(backward_follows)))
         unit.release(holder)
         for each in (unit, *unit.tied):
@@ -209,7 +209,7 @@ class GatherOrder:
                 each.free()
 
     def stays(self, unit: Gathered) -> bool:
-        """Return whether to keep the memory of `unit`, just released: this pass, or the backward, uses it next."""
+        """Return whether to keep the memory of `unit`, just released, as this pass or its backward uses it next."""
         here, number = self.current, unit.number
         if not here.on_plan:
             return False

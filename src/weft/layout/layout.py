@@ -6,7 +6,7 @@
 
 A layout is arithmetic over shapes, without processes or memory. Tensors are cut between whole dim-0 rows if possible,
 otherwise between rows of trailing dimensions, otherwise between single elements. Cuts between single elements always
-fit, with at most one alignment unit of padding per shard.
+fit, with at most `ALIGNMENT_BYTES` of padding per shard.
 """
 
 import math
@@ -29,8 +29,8 @@ PREFERENCE = 1 / 256
 
 @dataclass(frozen=True)
 class Extent:
-    """The position of one tensor: `offset` in the flat buffer, in elements. Shard borders cut it only at multiples of
-    `granularity` elements. `dim`: the dimension that is stored first, and along which the tensor is cut."""
+    """The position of one tensor. `offset`: in the flat buffer, in elements. Shard borders cut the tensor only at
+    multiples of `granularity` elements. `dim`: the dimension that is stored first, and along which it is cut."""
 
     shape: tuple[int, ...]
     offset: int
@@ -95,9 +95,9 @@ def plan_layout(
     """Return a layout of tensors with these shapes, in this order, in `shards` equal shards. `itemsize`: bytes per
     element in the smallest dtype that uses the layout. `granularities`: per tensor, cuts are only at multiples of this
     number of elements (1: anywhere; the tensor's size: nowhere). `dims`: per tensor, the dimension that is stored first
-    and cut; default: 0. Cuts are as coarse as possible while the padding is at most `PREFERENCE` of the data or one
-    alignment unit per shard, whichever is more; then shards are as small as possible. Only `granularities` can force
-    more padding. Raises ValueError if `shards` or a granularity is below 1."""
+    and cut; default: 0. Cuts are as coarse as possible while the padding is at most `PREFERENCE` of the data or
+    `ALIGNMENT_BYTES` per shard, whichever is more. Among such cuts, shards are as small as possible. Only
+    `granularities` can force more padding. Raises ValueError if `shards` or a granularity is below 1."""
     tensors = [Extent(tuple(shape), 0, 1, dim) for shape, dim in zip(shapes, dims or [0] * len(shapes), strict=True)]
     sizes = [tensor.numel for tensor in tensors]
     demanded = list(granularities) if granularities is not None else [1] * len(sizes)

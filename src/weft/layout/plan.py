@@ -16,8 +16,8 @@ WEIGHTS, GRADIENTS = "gathered weights", "partial gradients"
 
 @dataclass(frozen=True)
 class StageFacts:
-    """The bytes of the buffers of one stage of a reduction. `accumulating`: the buffer that adds up microbatches.
-    `travelling`: the buffer that is sent. `shared`: whether these two are one. `inbox`: that for received data."""
+    """The bytes of the buffers of one stage of a reduction. `accumulating`: the buffer in which microbatches add up.
+    `travelling`: the buffer that is sent. `shared`: whether these two are one. `inbox`: the buffer that receives."""
 
     accumulating: int
     travelling: int
@@ -28,9 +28,9 @@ class StageFacts:
 @dataclass(frozen=True)
 class GradientFacts:
     """The gradients of one trainable parameter group. `kind`: groups of equal kind can share a message (None: never).
-    `sent`: the bytes of its message. `narrows`: gradients may overflow in the messages' dtype, so they are first packed
-    in a wider one. `declared`: modules write some of them directly into buffers. `download`: the bytes of the device
-    buffer from which reduced gradients are copied to CPU memory (0: none)."""
+    `sent`: the bytes of the group's message. `narrows`: whether gradients are first packed in a wider dtype, because
+    they may overflow in the message's. `declared`: whether modules write some of them directly into buffers.
+    `download`: the bytes of the device buffer from which reduced gradients are copied to CPU memory (0: none)."""
 
     kind: Hashable | None
     sent: int
@@ -43,12 +43,12 @@ class GradientFacts:
 @dataclass(frozen=True)
 class UnitFacts:
     """The sizes of one unit, in bytes, and its relations to other units. `gathered`: gathered weights, per group.
-    `sent`: the message that gathers all groups. `refreshed`: model weights that each rank keeps, and that a message
-    updates once per step. `turned`: the message that replaces forward's copy of some weights by backward's, and its
-    temporary memory; (0, 0): there is one copy. `staging`: temporary memory of uploads and casts. `post_forward`: the
-    part of the weights kept from forward to backward. `tied`: the units whose parameters it shares. `bundle`: the units
-    gathered in one message, itself included; empty: it is gathered alone. `gradients`: per group; None: the group is
-    not reduced. `addressed`: all its gathers have tags: ranks may run it in different orders."""
+    `sent`: the messages that gather all groups. `refreshed`: those that update, once per step, the model weights that
+    each rank keeps. `turned`: those that replace forward's copy of some weights by backward's, and their temporary
+    memory. (0, 0): there is one copy. `staging`: temporary memory of uploads and casts. `post_forward`: the part of the
+    weights kept from forward to backward. `tied`: the units whose parameters it shares. `bundle`: the units gathered in
+    one message, itself included. Empty: it is gathered alone. `gradients`: per group. None: the group is not reduced.
+    `addressed`: whether ranks may run the unit in different orders."""
 
     name: str
     gathered: tuple[int, ...]
@@ -68,8 +68,8 @@ class UnitFacts:
 
 
 class Limits(NamedTuple):
-    """Limits that the user sets with `RuntimeOptions`. `checked`: the option `check_collectives`. `order`: the units in
-    the order in which their reductions start. None: from the last unit to the first."""
+    """Limits from the user's `RuntimeOptions`, and the `order`: the units in the order in which their reductions start.
+    None: from the last unit to the first. `checked`: the option `check_collectives`."""
 
     prefetch_bytes: int | None = None
     bucket_bytes: int = 0
@@ -94,7 +94,7 @@ class Action(NamedTuple):
 
 
 class Step(NamedTuple):
-    """An event of a pass of this `kind`, its actions, and the live bytes of weights and gradients after these."""
+    """An event of a pass of this `kind`, its actions, and the live bytes of weights and gradients after the actions."""
 
     kind: str
     event: Event
@@ -105,10 +105,10 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of one training step of a model on one rank. `steps`: its events, in order. `collectives`: in the order
-    in which they start. `peak_bytes`: the largest number of live bytes, by role. `alive`: each set of units that are
-    gathered at the same time. `names`: the units' names, by number. `off_plan`: how many passes so far deviated from
-    the last pass of their kind, by reason. `addresses`: by name, the byte offset of each unit's weights in the slab."""
+    """The plan of one training step of a model on one rank. `steps`: the step's events, in order. `collectives`: in the
+    order in which they start. `peak_bytes`: the most live bytes, by role. `alive`: each set of units that are gathered
+    at the same time. `names`: the units' names, by number. `off_plan`: how many passes so far deviated from the last of
+    their kind, by reason. `addresses`: by unit name, the byte offset of its weights in the slab of all weights."""
 
     steps: tuple[Step, ...]
     collectives: tuple[Collective, ...]

@@ -28,9 +28,9 @@ from typing import NamedTuple
 
 class Event(NamedTuple):
     """One event. `unit`: the unit's number. `detail` is 0, except in these events. `use`: 1 in a backward that has its
-    own copy of the unit's weights. `done`: 1 in a forward that a backward follows. `ready`: 1 if all stages of
-    reductions run, as in the last ones of a step. `offer`: 1 if gradients wait for another backward. `write`: the index
-    n of the group among all groups of the unit; -1 - n if its gradients wait."""
+    own copy of the unit's weights. `done`: 1 in a forward that a backward follows. `ready`: 1 if reductions run all
+    their stages, as in a step's last backward. `offer`: 1 if gradients wait for another backward. `write`: n, the index
+    of the group among all groups of the unit, or -1 - n if its gradients wait for another backward."""
 
     what: str
     unit: int
@@ -54,5 +54,5 @@ class Trace:
         return tuple(event.detail for event in self.events if event.what == "use")
 
     def turned(self) -> tuple[int, ...]:
-        """Predict the uses of the backward of this forward: the units that have one, in reverse order of `done`."""
+        """Predict the uses in this forward's backward: the units whose `done` has `detail` 1, in reverse order."""
         return tuple(event.unit for event in reversed(self.events) if event.what == "done" and event.detail)

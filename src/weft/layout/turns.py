@@ -44,7 +44,7 @@ class Due(NamedTuple):
 
 
 def turns_of(due: Iterable[Due], most: int) -> list[tuple[int, ...]]:
-    """Divide `due`, in the agreed order, into turns: one unit, or several with one message of at most `most` bytes."""
+    """Divide `due` into turns, in order. Adjacent units of one `kind` share a turn of at most `most` bytes in total."""
     turns: list[tuple[int, ...]] = []
     turn: list[int] = []
     spent, kind = 0, None
@@ -80,7 +80,7 @@ class ReductionOrder(ABC):
 
     @abstractmethod
     def groups_of(self, unit: int) -> Sequence[Any]:
-        """Return the groups of the unit whose gradients are reduced."""
+        """Return the unit's parameter groups whose gradients are reduced."""
 
     @abstractmethod
     def has_buffer(self, unit: int, group: Any) -> bool:
@@ -88,11 +88,11 @@ class ReductionOrder(ABC):
 
     @abstractmethod
     def pack_group(self, unit: int, group: Any, *, defer: bool) -> None:
-        """Move autograd's gradients into the group's buffer. `defer`: it may collect more before it is reduced."""
+        """Move autograd's gradients into the group's buffer. `defer`: whether more may be added before a reduction."""
 
     @abstractmethod
     def reduce_group(self, unit: int, group: Any) -> Any:
-        """Pack autograd's gradients, and start the reductions of the group. Return a handle for `finish_group`."""
+        """Pack autograd's gradients of the group and start to reduce its buffer. Return a handle for `finish_group`."""
 
     @abstractmethod
     def reduce_turn(self, turn: Sequence[int]) -> Any:
@@ -100,8 +100,8 @@ class ReductionOrder(ABC):
 
     @abstractmethod
     def waits_for_turn(self, unit: int) -> bool:
-        """Return whether reductions of `unit` wait for their turn in the agreed order. If not, all ranks must run such
-        units in the same order anyway, and a turn starts as soon as the gradients of all its units are ready."""
+        """Return whether reductions of `unit` wait for their turn in the agreed order. False: a turn starts as soon as
+        the gradients of all its units are ready, because all ranks must run such units in the same order anyway."""
 
     @abstractmethod
     def finish_group(self, unit: int, group: Any, under_way: Any) -> None:
@@ -110,14 +110,14 @@ class ReductionOrder(ABC):
     # --- the rules ----------------------------------------------------------------------------------------------------
 
     def take_turns(self, turns: Iterable[tuple[int, ...]] | None) -> None:
-        """Begin a backward with these turns. None: it has no agreed order (for example, that of a schedule)."""
+        """Begin a backward with these turns. None: one without an agreed order, such as in a schedule."""
         self.arrived.clear()
         self.waiting.clear()
         self._turns = None if turns is None else deque(turns)
 
     def ready(self, unit: int) -> bool:
-        """Start to reduce `unit`, whose gradients are ready, if it is the unit's turn. Otherwise pack its gradients.
-        Return whether reductions of the unit wait for their turn in an agreed order."""
+        """Start to reduce `unit`, whose gradients are ready, if it is the unit's turn, or if the backward has no
+        agreed order. Otherwise pack them. Return whether there is such an order and `waits_for_turn(unit)` is true."""
         if self._turns is None or not self.waits_for_turn(unit):
             turn = next((each for each in self._turns or () if unit in each), (unit,))
             if len(turn) > 1:
@@ -137,7 +137,7 @@ class ReductionOrder(ABC):
         return True
 
     def pack(self, unit: int, groups: Sequence[Any] | None = None) -> None:
-        """Pack gradients of `unit`, to reduce them later: those of `groups`. None: of all groups that are reduced."""
+        """Pack gradients of `unit`, to reduce them later. `groups`: the groups to pack. None: all of `groups_of`."""
         for group in self.groups_of(unit) if groups is None else groups:
             self._finish_own(unit, group)
             self.pack_group(unit, group, defer=True)
@@ -163,9 +163,9 @@ class ReductionOrder(ABC):
             self._take((unit,))
 
     def make_room(self, unit: int, group: Any, *, defer: bool) -> None:
-        """Wait until gradients of the group may be packed: until its own reduction has ended and, unless `defer`, until
-        enough others have ended that at most `most_alive` units are live. This unit counts as two if its gradients are
-        copied from autograd's memory to a new buffer, because both are then live."""
+        """Wait until gradients of the group may be packed: until its own reduction has ended and, unless `defer` (a
+        later backward reduces them), until gradients of at most `most_alive` units, with this one, are live. This unit
+        counts as two if its gradients are copied from autograd's memory to a new buffer, because both are then live."""
         self._finish_own(unit, group)
         if not defer:
             own = 1 if self.has_buffer(unit, group) else 2

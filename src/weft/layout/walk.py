@@ -119,7 +119,7 @@ class _Bundle:
 
 
 class Walk:
-    """A simulation of the engine. It records steps, collectives and live bytes."""
+    """A simulation of the engine. It records the events of passes (`steps`), the collectives, and the live bytes."""
 
     def __init__(self, traces: Mapping[str, Trace], units: Sequence[UnitFacts], limits: Limits) -> None:
         self.steps: list[Step] = []
@@ -174,8 +174,8 @@ class Walk:
     # --- passes -----------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Simulate a step: each pass of `PASSES` that has a trace. The step starts with the memory that the step before
-        has left. After it, `steps`, `collectives` and `peak` are those of this step only."""
+        """Simulate a training step: each pass of `PASSES` that has a trace. It starts with the memory that the training
+        step before has left. Afterwards, `steps` (its events), `collectives` and `peak` are those of this one only."""
         self.steps, self.collectives, self.peak = [], [], dict(self.live)
         self._refreshed.clear()
         known = [kind for kind in PASSES if kind in self._traces]
@@ -336,8 +336,8 @@ class _Gradients(ReductionOrder):
 
 
 def compile_plan(traces: Mapping[str, Trace], units: Sequence[UnitFacts], limits: Limits, **known: Any) -> Plan:
-    """Return the plan of a step. `traces`: the trace of each pass, by the kind of the pass. `units`: the facts of each
-    unit, by its number. `known`: fields of the plan that are not computed here, such as `off_plan`."""
+    """Return the plan of a training step. `traces`: a trace for each kind of pass (see `PASSES`). `units`: the facts of
+    the units, in the order of their numbers. `known`: fields of the plan not computed here, such as `off_plan`."""
     walk = Walk(traces, units, limits)
     walk.step()
     walk.step()  # this one is the plan: it starts with everything that stays from step to step

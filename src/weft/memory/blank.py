@@ -16,18 +16,18 @@ _ENOUGH_TO_TELL = 8
 
 
 def blank(tensor: torch.Tensor) -> None:
-    """Fill a contiguous plain `tensor` (no subclass) with the byte pattern of its dtype, to mark it as unfilled."""
+    """Overwrite a contiguous plain `tensor` (no subclass) with its dtype's byte pattern, to mark it as unfilled."""
     tensor.detach().view(-1).view(torch.uint8).fill_(_empty_byte(tensor.dtype))
 
 
 def blank_storage(tensor: torch.Tensor) -> None:
-    """Fill the whole storage of a plain `tensor` (no subclass; of any strides) with the byte pattern of its dtype."""
+    """Overwrite the storage of a plain `tensor` (no subclass; of any strides) with its dtype's byte pattern."""
     storage = tensor.untyped_storage()
     torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(_empty_byte(tensor.dtype))
 
 
 def has_blank(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` is unfilled by the rule for its dtype in the table. An empty tensor never is."""
+    """Return whether `tensor` is unfilled, by the rule for its dtype in this module's table. An empty one never is."""
     dtype = tensor.dtype
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

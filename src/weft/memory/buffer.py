@@ -34,7 +34,7 @@ from weft.mesh import position_on, ranks_over
 
 @dataclass(eq=False, repr=False)
 class FlatBuffer:
-    """This rank's part, `local`, of a flat buffer. `placements`: one per mesh axis (shard, replicate or partial)."""
+    """This rank's part, `local`, of a 1-D buffer with the tensors of `layout`. `placements`: one per mesh axis."""
 
     layout: Layout
     mesh: DeviceMesh
@@ -43,7 +43,7 @@ class FlatBuffer:
 
     @cached_property
     def axes(self) -> tuple[int, ...]:
-        """The mesh axes that shard the layout, the axis of the coarsest cuts first."""
+        """The mesh axes that shard the buffer, the axis with the coarsest cuts first."""
         return sharded_axes(self.placements)
 
     @cached_property
@@ -64,7 +64,7 @@ class FlatBuffer:
         return self.local.untyped_storage()
 
     def part(self, placements: tuple[Placement, ...]) -> "FlatBuffer":
-        """Return this rank's part of the buffer under `placements`, which cut it further: a view of its memory."""
+        """Return this rank's part of the buffer under `placements`, which cut the buffer further. It is a view."""
         cut = FlatBuffer(self.layout, self.mesh, placements, self.local)
         numel = self.layout.numel // cut.pieces
         start = cut.index * numel - self.index * (self.layout.numel // self.pieces)
@@ -94,7 +94,7 @@ class FlatBuffer:
         return Cuts(extent.shape, self.layout.cuts(number, self.pieces), self.axes, extent.dim)
 
     def dtensors(self, beyond: Sequence[TensorParallel | None]) -> list[UnevenDTensor]:
-        """Return a DTensor for each tensor, with a view as its local part. `beyond`: its tensor parallelism, if any."""
+        """Return a DTensor per tensor; its local part is a view. `beyond`: each one's tensor parallelism, if any."""
         made = []
         for number, (view, parallel) in enumerate(zip(self.views(), beyond)):
             cuts = self.cuts(number)
@@ -106,7 +106,7 @@ class FlatBuffer:
         return made
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy this rank's parts of full `tensors` in, and zero the padding. Parts of meta tensors become `blank`."""
+        """Copy this rank's parts of full `tensors` in and zero the padding. `blank` marks the parts of meta tensors."""
         self.local.zero_()
         for number, (view, tensor) in enumerate(zip(self.views(), tensors)):
             cuts = self.cuts(number)
@@ -125,9 +125,9 @@ class FlatBuffer:
         prepare: Callable[[], Any] | None = None,
         after: Ticket | None = None,
     ) -> Ticket | None:
-        """Start all-gathers that fill this buffer from the ranks' parts under `inner`, which cut it further: one per
-        further axis, finest cuts first. `through`: returns the communicator for an axis' group. `prepare`: fills this
-        rank's part just before the first gather, which runs after `after`. Returns the last ticket, if any."""
+        """Start to fill this buffer with the ranks' parts under `inner`: one all-gather for each axis that only `inner`
+        shards, finest cuts first. `through`: returns the communicator for an axis' group. `prepare`: fills this rank's
+        part before the first gather, which runs after `after`. Returns the last ticket, or None without a gather."""
         ticket = None
         axes = sharded_axes(inner)
         while axes != self.axes:
@@ -142,5 +142,5 @@ class FlatBuffer:
 
 
 def sharded_axes(placements: tuple[Placement, ...]) -> tuple[int, ...]:
-    """Return the mesh axes that `placements` shard, in reverse order: the axis of the coarsest cuts comes first."""
+    """Return the mesh axes that `placements` shard, the last axis first: it has the coarsest cuts."""
     return tuple(axis for axis in reversed(range(len(placements))) if placements[axis].is_shard())

@@ -33,7 +33,7 @@ def offload_of(policy: Any) -> CPUOffloadPolicy | None:
 
 
 class GradientDownload:
-    """Copies reduced gradients from `strip` on the device to `main_grad` in CPU memory, which is `pinned` or not."""
+    """Copies reduced gradients from `strip` (device) to `main_grad` (CPU). `pinned`: whether CPU memory is pinned."""
 
     def __init__(self, main_grad: FlatBuffer, strip: Transient, *, pinned: bool) -> None:
         self._main_grad = main_grad
@@ -44,13 +44,13 @@ class GradientDownload:
         self._adds = False
 
     def open(self, pool: Pool) -> FlatBuffer:
-        """Wait for the last download. Return the device buffer for the next result. Call `close` after its download."""
+        """Wait for the last download. Return the device buffer for the next one, after which you call `close`."""
         self.finish()
         home = self._main_grad
         return FlatBuffer(home.layout, home.mesh, home.placements, pool.take(self._strip))
 
     def start(self, reduction: Ticket, lane: Lane, *, accumulate: bool) -> Ticket:
-        """After `reduction`, copy its result over the main gradients. With `accumulate`, `finish` adds it to them."""
+        """After `reduction`, copy its result over the main gradients. If `accumulate`, let `finish` add the result."""
         target, source = self._main_grad.local, self._strip.tensor
         if accumulate:
             if self._more is None:
@@ -66,7 +66,7 @@ class GradientDownload:
         self._strip.give()
 
     def finish(self) -> None:
-        """Make the host wait for the download. If it was started with `accumulate`, add it to the main gradients."""
+        """Make the host wait for the download. If it began with `accumulate`, add the result to the main gradients."""
         if self._arriving is not None:
             self._arriving.synchronize()
             self._arriving = None

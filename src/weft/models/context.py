@@ -39,10 +39,10 @@ from weft.models.loss import IGNORED_LABEL
 
 
 class Piece(NamedTuple):
-    """The parts of documents in this rank's slices that have S queries and T keys each, for causal attention.
+    """For causal attention: all parts of documents in this rank's slices that have S queries and T keys each.
 
     `queries` [parts, S]: the indices of the queries in the flattened slices. `keys` [parts, T]: the indices of the keys
-    in the flattened rows of keys (see `Slices.pieces`). The last S keys are at the positions of the queries.
+    in the flattened tensor that `Slices.pieces` names. The last S keys of a part have the positions of its queries.
     """
 
     queries: Tensor
@@ -54,8 +54,8 @@ class Slices:
     """This rank's two slices of each row of a batch. Layers take a `Documents` or this object as `documents`.
 
     `whole`: the documents of the whole batch, whose rows are padded to a multiple of 2 x `ranks`. `group`: the process
-    group of the ranks that share the rows. `rank`: this rank's number in the group. The shape of its tensors is
-    [batch, 2 width, ...], where width is the length of a slice.
+    group of the ranks that share the rows. `rank`: this rank's number in the group. Tensors of the slices
+    have the shape [batch, 2 width, ...], where width is the length of a slice.
     """
 
     whole: Documents
@@ -100,7 +100,7 @@ class Slices:
         return self.kept(device, "position_ids", lambda: self.cut(self.whole.position_ids()))
 
     def reaches(self, device: torch.device) -> Tensor:
-        """Return this rank's slices of `Documents.reaches`, [batch, 2 width]."""
+        """Return this rank's slices of `Documents.reaches` (document lengths), [batch, 2 width]."""
         return self.kept(device, "reaches", lambda: self.cut(self.whole.reaches()))
 
     def labels(self, labels: Tensor) -> Tensor:
@@ -108,9 +108,9 @@ class Slices:
         return labels
 
     def following(self, values: Tensor, places: int, filling: int) -> Tensor:
-        """Return this rank's slices of what `Documents.following` returns for the whole rows.
+        """Return this rank's slices of the whole rows' values, shifted as by `Documents.following`.
 
-        `values`: this rank's slices. Collective: they are gathered first.
+        `values`: this rank's slices before the shift. Collective: all slices are gathered first.
         """
         whole = self._joined(gathered(self.group, values)[0].unbind())
         return self.cut(self.whole.following(whole, places, filling))
@@ -163,11 +163,13 @@ class Slices:
     def pieces(self, device: torch.device, before: int | None = None) -> list[Piece]:
         """Return which keys this rank's queries see. Padding has no queries and no keys.
 
-        In each slice, a document has queries, which are its positions in this slice, and keys, which are its positions
-        up to the last query. All parts with equal numbers of queries and of keys are in one `Piece`.
+        A document has a part in each slice that it reaches. The part's queries are the document's positions in the
+        slice. Its keys are the document's positions up to the last query. All parts with equal numbers of queries and
+        of keys are in one `Piece`.
 
         `before`: if given, a query sees at most this many keys before its slice, and `Piece.keys` are indices into the
-        flattened result of `haloing` with this size. Default: all earlier keys, with indices into the flattened batch.
+        flattened result of `haloing` with this size. Default: all earlier keys, with indices into the flattened whole
+        rows.
         """
         name = f"pieces/{before}"
         if (device, name) not in self._made:
@@ -208,11 +210,11 @@ class Slices:
 
     @cached_property
     def _numbers(self) -> Tensor:
-        """The index in `whole` of each position's document, [2 batch, width], in CPU memory."""
+        """The result of `numbers`, in CPU memory."""
         return self.rows(self.cut(self.whole.numbers()))
 
     def numbers(self, device: torch.device) -> Tensor:
-        """Return the index in `whole` of each position's document, [2 batch, width]. See `Documents.numbers`."""
+        """Return the index in `whole.starts` of each position's document or run of padding, [2 batch, width]."""
         return self.kept(device, "numbers", lambda: self._numbers)
 
     def before(self, device: torch.device) -> Tensor:
@@ -325,7 +327,7 @@ Borders = Documents | Slices
 
 
 def require_borders(documents: Any, tokens: Tensor) -> None:
-    """Raise `TypeError` unless `documents` are None or `Borders`, and `ValueError` if `tokens` have another shape."""
+    """Raise `TypeError` unless `documents` are None or `Borders`, and `ValueError` if they do not fit `tokens`."""
     if not isinstance(documents, Documents | Slices | None):
         raise TypeError(
             f"documents is a {type(documents).__name__}: create it with weft.models.Documents, such as "
@@ -349,9 +351,9 @@ def context_part(batch: Mapping[str, Any], meshes: Meshes) -> dict[str, Any]:
     the documents' `continues` keeps them. The result always has "documents": a `Slices`, which the model takes in place
     of a `Documents`.
 
-    Raises `ValueError` without `meshes.cp`, for other values than tensors, and for shapes that do not begin with the
-    shape of "tokens". Raises `TypeError` for a batch without "tokens", and for documents of another type or documents
-    that are already cut.
+    Raises `ValueError` if `meshes.cp` is None, for a value that is not a tensor, and for a shape that does not begin
+    with that of "tokens". Raises `TypeError` for a batch without "tokens", and for "documents" of another type,
+    such as ones already cut.
     """
     if meshes.cp is None:
         raise ValueError(

@@ -27,8 +27,8 @@ PADDING = -1
 class AttentionLayout(NamedTuple):
     """The positions of all documents, without padding, in the order of the documents' lengths.
 
-    `order`: the indices in the flattened batch of the positions in this order, or None if the batch already has this
-    order. `groups`: (number of documents, length of each) for each length, the shortest first.
+    `order`: the positions, in this order, as indices in the flattened batch. None: the batch already has this order and
+    no padding. `groups`: for each length, the shortest first, (number of documents, length).
     """
 
     order: Tensor | None
@@ -273,7 +273,7 @@ class Documents:
         return self._made[device, "attention"]
 
     def convolution(self, before: int, device: torch.device) -> ConvolutionLayout:
-        """Return the flattened batch with `before` empty places before each document and each run of padding."""
+        """Return a layout with `before` empty places before each document and before each run of padding."""
         places = self.kept(
             device,
             f"convolution/{before}",

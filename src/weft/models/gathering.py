@@ -36,7 +36,7 @@ def start_gathering(group: dist.ProcessGroup, *parts: Tensor, lane: str = CONTEX
     Return a function that waits and returns, for each part, the tensors of all ranks, [ranks, ...].
 
     The result is differentiable. Backward starts the reduce-scatter of gradients at the place where forward called the
-    returned function, and waits for it at the place where forward called this function. In forward and in backward,
+    returned function, and waits for it at the place where forward called `start_gathering`. In forward and in backward,
     computation between the two places overlaps with the communication.
     """
     return _started(Gathering(group, [part.shape for part in parts], lane), parts)
@@ -46,7 +46,7 @@ def start_exchanging(group: dist.ProcessGroup, *parts: Tensor, lane: str = CONTE
     """Start to send row r of each part [ranks, ...] to rank r.
 
     Return a function that waits and returns, for each part, the received rows, [ranks, ...]: row r comes from rank r.
-    Backward starts the exchange of gradients, and waits for it, at the same two places as that of `start_gathering`.
+    Backward starts the exchange of gradients, and waits for it, at the same two places as for `start_gathering`.
     """
     return _started(Exchanging(group, [part.shape[1:] for part in parts], lane), parts)
 

@@ -16,12 +16,12 @@ DEFAULT_CHUNK = 1 << 26
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the mean cross-entropy over the labels that are not -100.
 
-    `logits`: [..., vocabulary]. `labels`: [...] int64. Returns a scalar, or NaN if every label is -100. The loss is
-    computed in float32, or in float64 for float64 logits.
+    `logits`: [..., vocabulary]. `labels`: [...] int64. Returns a scalar, which is NaN if every label is -100. The
+    loss is computed in float32, or in float64 for float64 logits.
 
-    If `logits` require a gradient, forward computes it too, a few rows at a time and in the dtype of `logits`. The
-    gradient is the only tensor of the logits' size that is allocated. Backward scales the gradient in place, so a loss
-    can be backpropagated only once, even with `retain_graph`. A second backward raises `RuntimeError`.
+    If `logits` require a gradient, forward also computes the gradient, a few rows at a time, and stores it in the dtype
+    of `logits`. No other tensor of the logits' size is allocated. Backward scales the gradient in place, so a loss can
+    be backpropagated only once, even with `retain_graph`. A second backward raises `RuntimeError`.
     """
     check_labels(logits, labels)
     return _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten())
@@ -80,7 +80,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def rows_at_a_time(x_NV: Tensor) -> Iterator[slice]:
-    """Divide the rows of `x_NV` into slices. Each has at most as many elements as `CHUNK` says for the device, but at
-    least one row."""
+    """Return slices that divide the rows of `x_NV`. Each has at most `CHUNK[device type]` elements (`DEFAULT_CHUNK` for
+    types not in `CHUNK`), but at least one row."""
     rows = max(1, CHUNK.get(x_NV.device.type, DEFAULT_CHUNK) // x_NV.shape[-1])
     return (slice(start, start + rows) for start in range(0, len(x_NV), rows))

@@ -40,14 +40,14 @@ class HybridModel(nn.Module):
     With a pipeline (`meshes.pp`), this rank has only some stages of the model. If the pattern has `|`, each of its
     segments is a stage. Otherwise the layers are cut into stages of about equal cost. `chunks`: the number of stages on
     each rank. Default: the number of segments divided by the number of pipeline ranks, or 1 for a pattern without `|`.
-    `placement`: which stages a rank gets, "loop" or "v" (see `weft.pipeline.placement`). The names of parameters and
-    their initial weights are the same as in the whole model. Run the model with `weft.overlap.forward_backward`.
+    `placement`: which stages a rank gets, "loop" or "v" (see `weft.pipeline.placement`). Parameters have the same
+    names and initial values as in the whole model. Run such a model with `weft.overlap.forward_backward`.
 
     With `meshes.tp` the ranks of that axis share every layer (see `weft.models.tensor_parallel`). Each of them calls
-    the model with the same tokens and gets the same loss. Parameters are DTensors.
+    the model with the same tokens and gets the same loss. The parameters are DTensors.
 
-    Raises `ValueError` for meshes with an axis that this model cannot use, such as `ep` for a pattern without experts.
-    Raises it too if `chunks` or `placement` does not fit the pattern and the ranks.
+    Raises `ValueError` if an axis of `meshes` or its size does not suit the model, such as `ep` for a pattern without
+    experts. Raises it too if `chunks` or `placement` does not fit the pattern and the ranks.
     """
 
     origin: Any = None
@@ -108,7 +108,7 @@ class HybridModel(nn.Module):
     def chunks(self) -> list[list[StagedLayer]]:
         """One list of logical layers for each stage on this rank, in the order in which a microbatch visits the stages.
 
-        A model without a pipeline is one stage.
+        A model that is not cut into stages has one list, with all layers.
         """
         layers = iter(self.staged_layers)
         segments = [self.staged_layers] if self.cut is None else self.cut.mine
@@ -116,16 +116,16 @@ class HybridModel(nn.Module):
 
     @property
     def tied_ends(self) -> Sequence[nn.Module]:
-        """This rank's modules that are used both before and after the layers.
+        """This rank's modules that the model uses both before and after its layers.
 
-        This is only the embedding, if a tied head or prediction depths use it too. Otherwise there is none.
+        The only one is the embedding, or a copy of it, if a tied head or prediction depths use it too.
         """
         ties = self.cfg.tie_word_embeddings or self.cfg.parsed.depths > 0
         return [self.embedding] if ties and self.embedding is not None else []
 
     @property
     def shared_ends(self) -> Sequence[nn.Module]:
-        """The modules of `tied_ends`, if the first and the last stage are on different ranks and both have a copy.
+        """`tied_ends`, if the first and the last stage are on different ranks, so that each of the two has a copy.
 
         Otherwise empty.
         """
@@ -149,15 +149,15 @@ class HybridModel(nn.Module):
         return scaled(x_BSD, multiplier)
 
     def logits(self, x_BSD: Tensor) -> Tensor:
-        """Compute the logits from the last layer's output, before the final norm; [B, S, D] -> [B, S, vocabulary]."""
+        """Apply the final norm and the head to the last layer's output; [B, S, D] -> [B, S, vocabulary]."""
         return self._all_scores(self.final_norm(x_BSD))
 
     def prediction_logits(self, tokens: Tensor, documents: Borders | None = None) -> list[Tensor]:
         """Compute the logits of each prediction depth, [B, S, vocabulary] each.
 
-        The first depth predicts the token after the next one, and each further depth the token after that. Depth n
-        (from 1) reads the tokens shifted left by n. Where the document, or the row, has no such token, the depth
-        reads token 0. See `forward` for the arguments.
+        At position s, depth n = 1, 2, ... reads the token at s + n and predicts the token at s + n + 1. If the document
+        (without `documents`, the row) ends before s + n, the depth reads the token id 0. See `forward` for the
+        arguments.
         """
         return self(tokens, documents=documents, depths=True)  # a call, so that hooks of sharding run
 
@@ -204,7 +204,7 @@ class HybridModel(nn.Module):
     def following(self, number: int, tokens: Tensor, documents: Borders | None = None) -> Tensor:
         """Embed the tokens that depth `number` (from 0) reads: `tokens` shifted left by `number` + 1.
 
-        At the end of a document, where no token follows, the depth reads token 0.
+        Where the document (without `documents`, the row) has no such token, the depth reads the token id 0.
         """
         return self.embed(shifted(tokens, number + 1, 0, documents))
 
@@ -213,8 +213,8 @@ class HybridModel(nn.Module):
     ) -> Tensor:
         """Compute the loss from the hidden states of the model and, in training mode, of each prediction depth.
 
-        `hidden`: those of the model, then those of each depth in order, [B, S, D] each, after the final norm. `losses`:
-        scalars that are added in training mode.
+        `hidden`: first those of the model, then those of each depth in order, [B, S, D] each, with final norms applied.
+        `losses`: scalars that are added in training mode.
         """
         if documents is not None:
             labels = documents.labels(labels)
@@ -281,12 +281,12 @@ class HybridModel(nn.Module):
                 -100 to ignore the position.
             cache: a dict for generation. Pass an empty dict to the first call, and the same dict to later calls, whose
                 `tokens` continue those of earlier calls. Each call updates the dict, and returns the logits of its own
-                `tokens`. These are equal to the logits of one call with the whole sequence. If `rope_scaling` is
-                "dynamic" or "longrope", the rotation depends on the length of the sequence. The logits are then equal
-                to those of one call with the sequence so far, and a call computes earlier positions again if their
-                rotation changes.
+                `tokens`. These are equal to the logits of one call with the whole sequence. The exception is a
+                `rope_scaling` of type "dynamic" or "longrope", whose rotation depends on the length of the sequence:
+                the logits are then equal to those of one call with the sequence so far, and a call computes earlier
+                positions again if their rotation changes.
             documents: the documents and the padding in the rows. No information passes between documents. The label at
-                a document's last position is ignored (see `Documents.continues`).
+                a document's last position is ignored (for the exception see `Documents.continues`).
             depths: if True, return only a list with the logits of each prediction depth (see `prediction_logits`).
 
         Without labels, returns the logits [batch, seq, vocabulary]. With labels, returns a scalar: the mean
@@ -294,10 +294,10 @@ class HybridModel(nn.Module):
         losses of routers and prediction depths are added to it.
 
         Raises `ValueError` for `documents` whose shape is not that of `tokens`, for `documents` together with a cache,
-        for a cache that only other models have filled, and for `depths` together with labels or a cache. Raises
-        `ValueError` too for any cache with tensor parallelism, and for a batch that is not from `context_part` with
-        context parallelism. Raises `TypeError` for `documents` of another type. Raises `RuntimeError` if the model is
-        cut into pipeline stages on several ranks.
+        for a cache that only other models have filled, and for `depths` together with labels or a cache. With tensor
+        parallelism, any cache raises `ValueError`; with context parallelism, so does a batch that is not from
+        `context_part`. Raises `TypeError` for `documents` of another type. Raises `RuntimeError` if the model is cut
+        into pipeline stages on several ranks.
         """
         if self.cut is not None and self.cut.ranks > 1:
             raise RuntimeError(
@@ -335,7 +335,7 @@ def _rounded(number: float, dtype: torch.dtype) -> float:
 
 
 def require_usable(cfg: HybridConfig, meshes: Meshes) -> None:
-    """Raise `ValueError` if `meshes` has an axis that a model of `cfg` cannot use, or cannot use with its size."""
+    """Raise `ValueError` if an axis of `meshes` or its size does not suit a model of `cfg`."""
     if meshes.tp is not None:
         check_shared(cfg, meshes.tp.size(), 1 if meshes.etp is None else meshes.etp.size())
     if meshes.cp is not None:

@@ -20,10 +20,10 @@ _MARK = "is_quantized"
 
 
 def choose_weights(model: HybridModel, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """Return a copy of `policy` whose `quantize` function selects the weights of `model` to quantize.
+    """Return a copy of `policy` whose `quantize` function selects weights of `model` (see the top of this file).
 
-    Return `policy` itself if it has no `param_quantization`, or if its `quantize` is your own function. Raises
-    `ValueError` if `quantize=except_ends(...)` leaves no layer to quantize.
+    Return `policy` itself if it has no `param_quantization`, or if its `quantize` is your own function. With
+    `except_ends(...)`, layers at both ends are left out. Raises `ValueError` if no layer remains.
     """
     if policy.param_quantization is None or not (policy.quantize is None or isinstance(policy.quantize, ExceptEnds)):
         return policy

@@ -30,10 +30,10 @@ TERMINAL = "-E"
 
 @dataclass(frozen=True)
 class LogicalLayer:
-    """A logical layer of one part of a pattern.
+    """A logical layer (a group, or a symbol outside of groups) in the main part or a prediction part of a pattern.
 
-    `index`: its number in the part, from 0. `symbols`: the symbols of its physical layers. `physical`: the number of
-    its first physical layer in the part, from 1.
+    `index`: its number in the part, from 0. `symbols`: its symbols. `physical`: the number of its first symbol in the
+    part, from 1.
     """
 
     index: int
@@ -45,8 +45,8 @@ class LogicalLayer:
 class Pattern:
     """A parsed pattern.
 
-    `segments`: the logical layers of each pipeline segment of the main part. `prediction`: the logical layers of one
-    prediction part; all prediction parts are alike. `depths`: the number of prediction parts.
+    `segments`: the logical layers of each pipeline segment of the main part (before the first `/`). `prediction`: the
+    logical layers of one prediction part; all prediction parts are alike. `depths`: the number of prediction parts.
     """
 
     text: str
@@ -61,14 +61,14 @@ class Pattern:
 
     @property
     def symbols(self) -> tuple[str, str, int]:
-        """The symbols of the main part and of one prediction part, without `[ ] |`, and the number of depths."""
+        """The tuple (layer symbols of the main part, layer symbols of one prediction part, number of depths)."""
         main, prediction = ("".join(layer.symbols for layer in part) for part in (self.layers, self.prediction))
         return main, prediction, self.depths
 
     def stage(self, pp_rank: int, chunk: int = 0, *, pp_size: int) -> tuple[LogicalLayer, ...]:
-        """Return the logical layers of chunk number `chunk` (from 0) on pipeline rank `pp_rank` of `pp_size` ranks.
+        """Return the logical layers of chunk `chunk` of pipeline rank `pp_rank`, both counted from 0.
 
-        The chunks of rank r are the segments r, r + pp_size, r + 2 pp_size, ..., as with the placement "loop".
+        The chunks of rank r of `pp_size` are the segments r, r + pp_size, r + 2 pp_size, ... (the placement "loop").
 
         Raises `PatternError` if the number of segments is not a multiple of `pp_size`, and `ValueError` for a rank or a
         chunk that does not exist.
@@ -90,8 +90,8 @@ class Pattern:
 
 
 def parse(text: str) -> Pattern:
-    """Parse a pattern. Raises `PatternError` if the pattern breaks a rule. The error names the position (from 0), the
-    wrong part of the pattern, and the rule."""
+    """Parse a pattern. Raises `PatternError` if the pattern breaks a rule. The error names the rule, the characters
+    that break it, and their position (from 0)."""
     main: list[list[LogicalLayer]] = [[]]
     depths: list[list[LogicalLayer]] = []
     part = main  # the current part: the segments of the main part, or one list for a prediction part

@@ -62,7 +62,7 @@ class PredictionDepth(Stack):
     def enter(self, following: Tensor, previous: Tensor) -> Tensor:
         """Return the first layer's input, [B, S, D].
 
-        `following`: in depth k = 1, 2, ..., the embeddings of the tokens k positions later. `previous`: the output of
+        `following`: in depth k (from 1), the embeddings of the tokens k positions later. `previous`: the output of
         the previous depth or, in the first depth, of the model after its final norm.
         """
         previous = previous.view_as(previous)  # its own autograd node, so that gradients are always summed in one order
@@ -100,8 +100,8 @@ class Predictions(nn.Module):
         """Yield, for each depth, its mean cross-entropy times `mtp_loss_coef`, divided by the number of depths.
 
         `outputs`: the output of each depth. `labels`: the model's labels; this method shifts them for each depth.
-        `loss_of`: returns the mean cross-entropy of an output and its labels. A depth without labels yields 0. Each
-        mean is also added to the depth's `added_loss`.
+        `loss_of`: returns the mean cross-entropy of an output and its labels. A depth whose labels are all -100 yields
+        0. Each mean is also added to the depth's `added_loss`.
         """
         for number, (depth, output_BSD) in enumerate(zip(self.layers, outputs, strict=True), start=1):
             targets = shifted(labels, number, IGNORED_LABEL, documents)
@@ -115,10 +115,10 @@ class Predictions(nn.Module):
 
 
 def shifted(tokens: Tensor, places: int, filling: int, documents: Borders | None = None) -> Tensor:
-    """Return `tokens` [B, S] with each row shifted left by `places`, and with `filling` at its end.
+    """Return `tokens` [B, S] with each row shifted left by `places` positions, and its end filled with `filling`.
 
-    With `documents`, the same is done for each document instead of each row. If `documents` are `Slices`, the call is
-    collective.
+    With `documents`, each document is shifted and filled, not each row. With `Slices` (from `context_part`), the call
+    is collective.
     """
     if documents is not None:
         return documents.following(tokens, places, filling)
@@ -127,10 +127,10 @@ def shifted(tokens: Tensor, places: int, filling: int, documents: Borders | None
 
 @torch.no_grad()
 def prediction_losses(model: nn.Module) -> Tensor:
-    """Return, for each depth, the sum of its cross-entropies since the last call, and set the sums to 0.
+    """Return the sum of each prediction depth's losses since the last call, and set the sums to 0.
 
-    Each forward in training mode adds the mean cross-entropy of its batch, without `mtp_loss_coef`. Data-parallel ranks
-    do not combine their sums. The result is [depths] in fp32, and empty on a rank without depths.
+    Each forward in training mode adds the mean cross-entropy of its batch, not multiplied by `mtp_loss_coef`. Each
+    data-parallel rank has its own sums. The result is [depths] in fp32, and empty on a rank without depths.
     """
     depths = [module for module in model.modules() if isinstance(module, PredictionDepth)]
     losses = [depth.added_loss.clone() for depth in depths]

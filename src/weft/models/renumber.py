@@ -26,8 +26,8 @@ Numbers = Mapping[tuple[str, int, str], int]
 
 
 def renumbered(state: Mapping[str, Any], cfg: HybridConfig) -> dict[str, Any]:
-    """Return `state` with wrapped values, which `CheckpointManager.load` can fill from a checkpoint whose pattern has
-    the same symbols in other groups.
+    """Return `state` with its values wrapped, so that `CheckpointManager.load` can load a checkpoint whose pattern
+    groups the same symbols differently.
 
     The first entry of `state` must be the model, and `cfg` its configuration. If the checkpoint has other symbols, or
     has them in another order, `load` raises `CheckpointMismatch`, which lists the differences.
@@ -51,7 +51,7 @@ class _Spelling:
         self.ours: Numbers = {}
 
     def look_at(self, keys: Iterable[str]) -> None:
-        """Derive the numbers from `keys`, the keys of the checkpoint's weights."""
+        """Derive how the checkpoint numbers its logical layers from `keys`, the keys of its weights."""
         blocks: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
         for found in filter(None, map(BLOCK.match, keys)):
             blocks[found[1]][int(found[2])].add(found[3])

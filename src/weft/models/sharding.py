@@ -11,11 +11,11 @@ from weft.models.narrow import choose_weights
 
 
 def shard(model: HybridModel, meshes: Meshes, **options: Any) -> HybridModel:
-    """Shard `model` in place, one unit per logical layer, and return it.
+    """Shard `model` in place, one unit (one call of `weft.fully_shard`) per logical layer, and return it.
 
-    Each logical layer and each prediction depth becomes one unit over `meshes.dense`. If a layer's experts are spread
-    over ranks, they become a separate unit over `meshes.expert`. Each of their parameters is then a DTensor with the
-    shape of all experts, and is also sharded over `meshes.ep`. The gradients of experts are averaged over all
+    Each logical layer and each prediction depth becomes one unit over `meshes.dense`. In each layer, experts that
+    are spread over ranks become a separate unit over `meshes.expert`. Each of their parameters is then a DTensor with
+    the shape of all experts, and is also sharded over `meshes.ep`. The gradients of experts are averaged over all
     data-parallel ranks, like all other gradients. An embedding that the first and the last stage of a pipeline share is
     one more unit. The model itself is the root unit. It has the other parameters of this rank: embedding, final norm
     and head.
@@ -29,8 +29,8 @@ def shard(model: HybridModel, meshes: Meshes, **options: Any) -> HybridModel:
       If `meshes.expert` is 1-D, `outer_strategy` is "no_shard" for these units.
 
     If `mp_policy` has `param_quantization` but no `quantize`, the weights of experts and of the projections in layers
-    are quantized. With `quantize=weft.quantize.except_ends(first, last)`, the first `first` and the last `last` layers
-    of the model are not quantized.
+    are quantized. With `quantize=weft.quantize.except_ends(first, last)`, the layers of the first `first` and the last
+    `last` symbols of the pattern are not quantized.
     """
     if not isinstance(model, HybridModel):
         raise TypeError(f"models.shard got a {type(model).__name__}: pass a HybridModel; fully_shard takes any module")

@@ -19,7 +19,7 @@ _FEW = {"*P": "num_key_value_heads", "MP": "mamba_n_groups", "G": "linear_num_ke
 
 
 def check_context(cfg: HybridConfig, context: int, size: int) -> None:
-    """Raise `ValueError` if a model with `size` tensor-parallel ranks cannot have `context` context-parallel ranks."""
+    """Raise `ValueError` if a model of `cfg` cannot use `context` context-parallel and `size` tensor-parallel ranks."""
     for kinds, (name, kernel) in _KERNELS.items():
         if context > 1 and set(cfg.pattern) & set(kinds) and getattr(cfg, name) == kernel:
             raise ValueError(

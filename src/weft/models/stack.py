@@ -18,10 +18,10 @@ from weft.overlap.layer import beside_forward
 
 
 class Layer(nn.Module):
-    """One logical layer: a single block, or a group of blocks. Each block has its own key in a checkpoint.
+    """One logical layer: a single block, or a group of blocks. A block is the module of one symbol of the pattern.
 
     The class follows the protocol `weft.overlap.StagedLayer`. If the last block is an MLP (`-`) or experts (`E`), it is
-    the terminal block, and all blocks before it belong to the stage `attend`. Otherwise all blocks belong to `attend`.
+    the terminal block, and all blocks before it run in the stage `attend`. Otherwise all blocks run in `attend`.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class Layer(nn.Module):
         return self._terminal.run_experts(rows, handle)
 
     def finish(self, rows: Tensor, kept: dict[str, Tensor], handle: Any) -> Tensor:
-        """Add the residual stream to the MLP's output, or to the weighted sum of the experts' outputs. Return
-        [B, S, D]."""
+        """Add the terminal block's output to the residual stream: that of the MLP, or the weighted sum of the experts'
+        outputs plus the shared expert's. Return [B, S, D]."""
         return self._terminal.join(rows, kept, handle)
 
     def expert_modules(self) -> Sequence[nn.Module]:
@@ -117,8 +117,8 @@ class Layer(nn.Module):
 
 
 class Layers(nn.ModuleList):
-    """This rank's layers. A layer's name is its number in the whole model, but an index counts only this rank's layers:
-    on a rank with the layers 4 to 7, `layers[0]` has the name "4"."""
+    """This rank's layers of a stack. A layer's name is its number in the whole stack, but an index counts only this
+    rank's layers: on a rank with the layers 4 to 7, `layers[0]` has the name "4"."""
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):

@@ -12,7 +12,7 @@ Found = TypeVar("Found")
 
 
 class Stages:
-    """Exchanges values with the other stages of this rank's pipeline. A model without a pipeline has one stage."""
+    """Exchanges values between the ranks of this rank's pipeline. Without a pipeline, this rank is the only one."""
 
     def __init__(self, model: nn.Module) -> None:
         self._cut = parts_of(model)
@@ -32,7 +32,7 @@ class Stages:
         return exchange_objects(value, self._cut.group, "what stages report")
 
     def merged(self, named: dict[str, Found]) -> dict[str, Found]:
-        """Return the entries of `named` of all ranks of the pipeline as one dictionary. If ranks have an entry of the
+        """Merge the dictionaries `named` of all ranks of the pipeline into one. If several ranks have an entry of the
         same name, that of the highest rank is kept. Collective."""
         return {name: value for stage in self.all_of(named) for name, value in stage.items()}
 

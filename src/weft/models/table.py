@@ -11,13 +11,13 @@ from weft.models.pattern import LAYER_KEYS, LAYER_NAMES
 
 @dataclass(frozen=True)
 class Row:
-    """One symbol of a pattern. In each prediction part, the numbers of symbols and of logical layers start again.
+    """The row of one symbol of a pattern. In each prediction part, the symbols and the logical layers are counted anew.
 
     - `layer`: the name of the kind of layer that the symbol stands for.
     - `physical`: the number of the symbol, from 1.
     - `logical`: the number of the symbol's logical layer, from 0.
     - `segment`: the number of the pipeline segment, from 0. In a prediction part: "depth n", with n from 1.
-    - `unit`: the name of the sharded module to which the symbol belongs.
+    - `unit`: the name of the module that has the symbol's block and that `weft.models.shard` makes a unit.
     - `parameters`: the number of parameter elements of the symbol's block.
     """
 
@@ -32,7 +32,7 @@ class Row:
 
 def rows_of(cfg: HybridConfig) -> list[Row]:
     """Return one row per symbol of the pattern of `cfg`. The parameters are counted in a model on the meta device,
-    whose weights use no memory."""
+    which uses no memory."""
     with torch.device("meta"):
         model = HybridModel(cfg)
     pattern = cfg.parsed

@@ -63,12 +63,12 @@ class TensorRanks:
         return summed(self.group, torch.stack(x.chunk(self.size, dim=1)), lane=LANE)
 
     def stacked(self, x: Tensor) -> Tensor:
-        """All-gather `x` of each rank to [size, ...]. Backward reduce-scatters the gradient."""
+        """All-gather the ranks' `x` in rank order, [...] -> [size, ...]. Backward reduce-scatters the gradient."""
         return gathered(self.group, x, lane=LANE)[0]
 
     def mean(self, x: Tensor, first: int, count: int) -> Tensor:
         """Return the mean of `x` over `count` adjacent ranks, the first of which is `first`. Every rank of `mesh` must
-        call it."""
+        call this method."""
         return self.stacked(x)[first : first + count].mean(0)
 
     def joined(self, x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -114,8 +114,8 @@ WHOLE = None
 @dataclass(frozen=True)
 class Rows:
     """Marks the last projection of a block, which is row-parallel. Its weight is cut along the input features, which
-    consist of `units` units of `width` features each. With 0 units, the weight is not cut. The outputs are summed over
-    the ranks, and the bias is added once."""
+    consist of `units` units (such as heads) of `width` features each. With 0 units, the weight is not cut. The outputs
+    are summed over the ranks, and the bias is added once."""
 
     units: int
     width: int = 1
@@ -135,10 +135,10 @@ def _columns(*sections: tuple[int, int], dim: int = 0) -> Cut:
 
 
 def cuts_of(symbol: str, cfg: HybridConfig, experts: str = CUT) -> dict[str, Lies]:
-    """Return how each parameter of a block with `symbol` is divided.
+    """Return how each parameter of a block with `symbol` is divided over ranks (None: it is whole).
 
-    A key is the name of a parameter or of a module in the block. The entry of a module applies to each of its own
-    parameters that is not a key itself. `experts`: see `TensorRanks`.
+    A key is the name of a parameter or of a module in the block. The entry of a module applies to the parameters that
+    are directly in it and have no entry of their own. `experts`: see `TensorRanks`.
     """
     norms: dict[str, Lies] = {"norm": WHOLE, "post_norm": WHOLE}
     lies = norms | _KINDS[symbol](cfg)
@@ -261,18 +261,18 @@ _KINDS = {
 
 
 def ends_of(cfg: HybridConfig) -> dict[str, Lies]:
-    """Return how each parameter outside of blocks is divided. The keys are the names of modules."""
+    """Return how each parameter outside of blocks is divided, like `cuts_of`. The keys are the names of modules."""
     tokens = _columns((cfg.vocab_size, 1))
     norms = dict.fromkeys(("final_layernorm", "embedding_norm", "hidden_norm"), WHOLE)
     return {"embedding": tokens, "output_layer": tokens, "project": WHOLE, **norms}
 
 
 def share(module: nn.Module, lies: Mapping[str, Lies], ranks: TensorRanks, path: str = "") -> None:
-    """Turn the parameters of `module` into DTensors over `ranks.mesh`, sharded or replicated. Parameters that
+    """Turn the parameters of `module` into DTensors over `ranks.mesh` (see `weft.moe.parts.place`). Parameters that
     `Elsewhere` marks are unchanged.
 
-    `lies`: how each parameter is divided, from `cuts_of` or `ends_of`. `path`: the name of `module` in the keys of
-    `lies`. It is empty if the keys are names inside `module`.
+    `lies`: how each parameter is divided, from `cuts_of` or `ends_of`. `path`: the key of `module` in `ends_of`. With
+    `cuts_of` it is empty, because the keys are names inside `module`.
     """
     for owner_name, owner in module.named_modules():
         where = ".".join(filter(None, (path, owner_name)))

@@ -39,7 +39,7 @@ from weft.moe.visits import Visits
 class Handle:
     """The sizes and the order of one exchange: integers and index tensors, nothing differentiable.
 
-    - `sent`, `received`: the numbers of rows that this rank sends and receives.
+    - `sent`, `received`: the numbers of rows that this rank sends and receives in `dispatch`.
     - `assignments`: the number of pairs (token, expert) that this rank's experts compute.
     - `offsets` [local experts] int32: the index after each expert's last row, once the rows are sorted by expert.
     - `by_expert` [received] int64: the index that sorts arrived rows by expert. `by_arrival` [received] int64: its
@@ -47,7 +47,7 @@ class Handle:
     - `permutation`, `visits`, `arrived`: set by the `MoE` layer, not by the dispatcher. They map the sent rows
       (`permutation` if `rows_per` is "expert", `visits` if it is "rank") and the arrived rows to tokens and experts.
 
-    What the dispatcher sets is valid after `ready`, or after `wait` has returned the dispatched rows.
+    What the dispatcher sets is valid after `ready`, or after `Arrival.wait` has returned the dispatched rows.
     """
 
     sent: int
@@ -65,8 +65,8 @@ class Handle:
 
 
 class Halves(Handle):
-    """The handles of the two halves of a layer's tokens. `parts`: the two handles. `sizes`: the number of rows to send
-    for each half. `shape`: (batch, seq) of all tokens.
+    """The handles of a layer that sends its tokens in two halves. `parts`: the two handles. `sizes`: the number of rows
+    that `MoE.send` returns for each half. `shape`: (batch, seq) of all tokens.
 
     `weft.overlap` sends the halves one after another, each with its own handle. A dispatcher never gets a `Halves`.
     """
@@ -82,7 +82,7 @@ class Halves(Handle):
 
 
 class Arrival:
-    """Rows in flight, which `dispatch` and `combine` return. Call `wait` to get the rows."""
+    """The result of `dispatch` and `combine`: rows in flight. Call `wait` to get the rows."""
 
     def __init__(
         self, rows: Tensor | Callable[[], Tensor], ticket: Ticket | None = None, source: Tensor | None = None
@@ -109,7 +109,7 @@ class Arrival:
 
 
 class Dispatcher(Protocol):
-    """The protocol of an object that moves rows between the ranks over which a set of experts is spread.
+    """The protocol of an object that moves rows (tokens) between the ranks over which a set of experts is spread.
 
     All layers with `num_experts` experts can share one dispatcher.
     """
@@ -129,11 +129,12 @@ class Dispatcher(Protocol):
         ...
 
     def dispatch(self, rows: Tensor, handle: Handle, behind: Any = None) -> Arrival:
-        """Start to send rows, sorted by rank, to their experts' ranks; [sent or more, width] -> [received, width].
+        """Start to send rows to their experts' ranks; [sent or more, width] -> [received, width].
 
         `width`: the hidden size, or more if a row also holds weights and numbers of experts (see `weft.moe.visits`).
 
-        Only the first `handle.sent` rows are sent. There may be more rows only if `rows_per` is "rank".
+        `rows` must be sorted by target rank. Only the first `handle.sent` rows are sent. There may be more rows only if
+        `rows_per` is "rank".
 
         On CUDA, the call makes the host wait until it knows the numbers of rows. On CPU, the rows are sent in the
         background once these numbers are known.
@@ -167,11 +168,11 @@ class LocalDispatcher:
         return _LocalHandle(counts)
 
     def dispatch(self, rows: Tensor, handle: Handle, behind: Any = None) -> Arrival:
-        """Return `rows` unchanged. They stay on this rank."""
+        """Return `rows` unchanged."""
         return Arrival(rows.detach())
 
     def combine(self, rows: Tensor, handle: Handle) -> Arrival:
-        """Return `rows` unchanged. They stay on this rank."""
+        """Return `rows` unchanged."""
         return Arrival(rows.detach())
 
 
@@ -195,17 +196,17 @@ class _LocalHandle(Handle):
 
 
 class AllToAll:
-    """A dispatcher for experts spread over the `ep` ranks of a group: all-to-all with uneven splits. The experts are
-    divided into `ep` equal ranges, and rank r of the group has range r.
+    """A dispatcher for experts spread over the ranks of `group`: all-to-all with uneven splits. The experts are divided
+    into equal ranges, one for each rank, in rank order.
 
     `rows_per`: "rank" sends a token once to each rank that has any of its experts. "expert" sends a token once for each
     of its experts; the layer's outputs are then bit-equal to those of one process.
 
     Collective: every rank of the group must build its dispatchers in the same order. Rows use a lane (a queue of
     operations beside the computation). The numbers of rows use a second lane, so that they never queue behind rows.
-    Unless the group uses only gloo, the numbers of rows also use a second communicator, because other communicators run
-    their operations one after another. Over gloo on CPU, if ranks run different numbers of expert layers, a rank that
-    waits for the others raises CollectiveMismatch within seconds.
+    Unless the group uses only gloo, the numbers of rows also use a second communicator, because other backends run the
+    operations of one communicator one after another. Over gloo on CPU, if ranks run different numbers of expert layers,
+    a rank that waits for the others raises CollectiveMismatch within seconds.
     """
 
     def __init__(self, group: dist.ProcessGroup | DeviceMesh, num_experts: int, *, rows_per: str = "rank") -> None:
@@ -332,17 +333,17 @@ class _ExchangeHandle(Handle):
 
     @property
     def under_way(self) -> Ticket | None:
-        """The ticket of the exchange of counts; None once `ready` has returned."""
+        """The ticket of the exchange that `plan` started; None once `ready` has returned."""
         return None if self._arriving is None else self._arriving[-1]
 
     def leaving(self) -> list[int]:
-        """Return the numbers of rows to each rank. They follow from this rank's own counts, so the call waits for no
-        other rank."""
+        """Return the numbers of rows that this rank sends to each rank. They follow from its own counts, so the call
+        waits for no other rank."""
         return self.sent_to if self._arriving is None else self._rows(self._arriving[0].view(self._ranks, -1))
 
     def arriving(self) -> list[int]:
-        """Return the numbers of rows from each rank. Call it only after the counts have arrived in host memory. You
-        need not call `ready` before."""
+        """Return the number of rows that each rank sends to this rank. Call it only after the exchange that `plan`
+        started has ended. `ready` need not have been called."""
         return self.received_from if self._arriving is None else self._rows(self._arriving[2][1].view(self._ranks, -1))
 
     def _rows(self, counts: Tensor) -> list[int]:

@@ -40,9 +40,9 @@ class GroupedExperts(nn.Module):
         clamp: the constants of "clamped_swiglu".
         bias: whether each projection has a bias for every expert.
         backend: "grouped_mm" multiplies the rows of all experts in one call. "loop", the reference, multiplies expert
-            by expert; the host then waits for `offsets`. In three cases "grouped_mm" runs the loop, with a warning in
-            the log: in dtypes wider than fp32; if `hidden_size` or `intermediate_size`, in bytes, is not a multiple of
-            16; and on GPUs where `grouped_mm` leaves the gradients of experts without rows uninitialized.
+            by expert; the host waits for the `offsets` of `forward`. In three cases "grouped_mm" runs the loop and logs
+            a warning: in dtypes wider than fp32; if `hidden_size` or `intermediate_size` is not a multiple of 16 bytes;
+            and on GPUs where `grouped_mm` leaves the gradients of experts without rows uninitialized.
         first_expert: the global number of the first expert on this rank. The initial weights of an expert depend on its
             global number, so they are the same on any rank.
         source: the source of the initial weights.
@@ -96,7 +96,7 @@ class GroupedExperts(nn.Module):
         self.reset_parameters()
 
     def graph_refused(self, scope: str) -> str | None:
-        """Return why `weft.Graphs` cannot capture `scope` in a CUDA graph; None if it can."""
+        """Return why `weft.Graphs` cannot capture this module's scope `scope` in a CUDA graph, or None if it can."""
         return (
             None
             if self.has_fixed_rows
@@ -125,8 +125,9 @@ class GroupedExperts(nn.Module):
 
         Call it before `fully_shard`. Gradient norms, optimizers and checkpoints then see each expert once, by its
         global number.
-        `mesh`: the ranks over which the experts are spread, 1-D. With tensor parallelism inside experts it is 2-D, and
-        its last axis is the tensor-parallel axis.
+
+        `mesh`: a 1-D mesh of the ranks over which the experts are spread. With tensor parallelism inside experts, a 2-D
+        mesh whose last axis is the tensor-parallel axis.
         """
         for name, weight in list(self.named_parameters()):
             beyond = weight.placements if isinstance(weight, DTensor) else ()
@@ -137,7 +138,7 @@ class GroupedExperts(nn.Module):
             self.register_parameter(name, parameter)
 
     def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        """Apply each expert to its rows; [rows, hidden], sorted by expert -> [rows, hidden].
+        """Apply each expert to its rows; [rows, hidden] -> [rows, hidden]. The rows must be sorted by expert.
 
         `offsets`: [local experts] int32, the index after each expert's last row.
         """
@@ -195,7 +196,7 @@ class GroupedExperts(nn.Module):
 @torch.no_grad()
 def leaves_zeros(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether `grouped_mm` writes zeros to the gradients of experts without rows. The first call for a device
-    and dtype tries it out."""
+    and dtype runs a small product to find out."""
     side = 64
     rows = torch.ones(side, side, device=device, dtype=dtype)
     offsets = torch.tensor([0, side, side], dtype=torch.int32, device=device)

@@ -23,10 +23,10 @@ class Sent(NamedTuple):
     """The results of `MoE.send`.
 
     - `rows` [rows, width]: the rows to send (for the width see `Dispatcher.dispatch`).
-    - `weights` [tokens, k] fp32: the routing weights. None with `rows_per="rank"`: the rows then contain them.
-    - `shared` [batch, seq, hidden]: the shared expert's output, or None.
-    - `loss`: the router's loss, a scalar, or None.
-    - `handle`: the handle of the exchange.
+    - `weights` [tokens, k]: the routing weights. None with `rows_per="rank"`: the rows then contain them.
+    - `shared` [batch, seq, hidden]: the shared expert's output. None if the layer has no shared expert.
+    - `loss`: the `loss` of `Routing`.
+    - `handle`: the sizes and the order of the exchange (see `weft.moe.Handle`).
     """
 
     rows: Tensor
@@ -48,8 +48,8 @@ class MoE(nn.Module):
         intermediate_size: the inner width of each routed expert.
         num_experts: the number of routed experts, on all ranks together.
         top_k: the number of experts for each token.
-        dispatcher: exchanges rows between ranks. Layers with the same number of experts can share one. Default: all
-            experts are on this rank.
+        dispatcher: sends tokens to the ranks of their experts, and the outputs back. Layers with the same number of
+            experts can share one dispatcher. Default: all experts are on this rank.
         act: the kind of all MLPs (see `weft.moe.mlp`).
         clamp: the constants of "clamped_swiglu".
         bias: whether the shared expert and the latent projections have biases.
@@ -58,7 +58,7 @@ class MoE(nn.Module):
         latent_size: the width of tokens in the exchange and in the routed experts. A linear layer projects tokens to
             this width before the exchange, and another projects the weighted sums of experts' outputs back to
             `hidden_size` (Nemotron-H). Default: `hidden_size`, without these layers.
-        shared_intermediate_size: the inner width of an expert that processes every token. 0: there is none.
+        shared_intermediate_size: the inner width of an expert that processes every token. 0: no such expert.
         shared_expert_gate: multiply the shared expert's output by a learned sigmoid (Qwen2-MoE, arXiv:2407.10671).
         backend: the backend of `GroupedExperts`.
         source: the source of the initial weights.
@@ -139,7 +139,7 @@ class MoE(nn.Module):
         self.reset_parameters()
 
     def graph_refused(self, scope: str) -> str | None:
-        """Return why `weft.Graphs` cannot capture `scope` in a CUDA graph; None if it can."""
+        """Return why `weft.Graphs` cannot capture this module's scope `scope` in a CUDA graph, or None if it can."""
         if scope != "moe_preprocess":
             return None
         if self.router.capacity_factor is not None and not self.router.pad_to_capacity:
@@ -152,7 +152,7 @@ class MoE(nn.Module):
         nn.init.zeros_(self.exchanged)
 
     def send(self, hidden: Tensor) -> Sent:
-        """Route the tokens, compute the shared expert while the ranks exchange counts, and sort the rows to send."""
+        """Route the tokens and build the rows to send. The shared expert runs while the ranks exchange row counts."""
         routing = self.router(hidden)
         return (self._send_per_rank if self.dispatcher.rows_per == "rank" else self._send_per_expert)(hidden, routing)
 
@@ -217,14 +217,15 @@ class MoE(nn.Module):
         return weigh(self.compute(rows, handle.offsets), weights, handle.arrived, exact=False)
 
     def compute(self, rows: Tensor, offsets: Tensor) -> Tensor:
-        """Apply this rank's experts to rows sorted by expert; [rows, hidden] -> [rows, hidden]."""
+        """Apply this rank's experts to sorted rows (see `GroupedExperts.forward`); [rows, hidden] -> [rows, hidden]."""
         return self.experts(rows, offsets)
 
     def receive(self, rows: Tensor, weights: Tensor | None, shared: Tensor | None, handle: Handle) -> Tensor:
-        """Return, for each token, the sum of the rows that came back, plus `shared`; [rows, hidden] -> [batch, seq,
-        hidden].
+        """Return the layer's output from the rows that came back; [rows, hidden] -> [batch, seq, hidden].
 
-        `weights`: the factors of the rows. None with `rows_per="rank"`: `run_experts` has applied them.
+        A token's output is the weighted sum of its rows, projected back to `hidden_size` if the layer has a
+        `latent_size`, plus `shared` if this is not None. `weights`: None with `rows_per="rank"`, where `run_experts`
+        has applied the weights.
         """
         if isinstance(handle, Halves):
             parts = zip(rows.split(handle.sizes), handle.parts)
@@ -241,7 +242,7 @@ class MoE(nn.Module):
         return output if shared is None else output + shared
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Run the layer; [batch, seq, hidden] -> ([batch, seq, hidden], the router's loss or None)."""
+        """Run the layer; [batch, seq, hidden] -> ([batch, seq, hidden], the `loss` of `Routing`)."""
         rows, weights, shared, loss, handle = self.send(hidden)
         rows = exchange(rows, self.dispatcher, handle, "dispatch")
         rows = self.run_experts(rows, handle)

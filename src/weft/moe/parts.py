@@ -43,9 +43,9 @@ class Part:
     """The part of one parameter that a rank uses in its computation.
 
     `is_cut`: whether the parameter is sharded along `dim`, so that a rank stores only its slice. `spans`: the (start,
-    length) of each piece that the rank uses along `dim`; None if it uses the whole parameter. `share`: divide the
-    parameter by the number of ranks, because the ranks add up what it contributes. An example is the bias of a
-    row-parallel projection.
+    length) of each piece that the rank uses along `dim`; None if the rank uses the whole parameter. `share`: whether
+    each rank uses the parameter divided by the number of ranks, because the outputs of all ranks are summed. An example
+    is the bias of a row-parallel projection.
     """
 
     mesh: DeviceMesh
@@ -77,8 +77,9 @@ def part(module: nn.Module, name: str) -> Any:
 def place(module: nn.Module, name: str, mesh: DeviceMesh, cut: Cut | None, *, share: bool = False) -> None:
     """Turn the parameter `name` of `module` into a DTensor over the 1-D `mesh`.
 
-    `cut`: which part each rank uses; None for the whole parameter. If `cut` has a single section, whose units can be
-    divided evenly over the ranks, the DTensor is sharded. Otherwise it is replicated. `share`: see `Part`.
+    `cut`: which part each rank uses; None for the whole parameter. The DTensor is sharded if `cut` has a single section
+    and its units can be divided evenly over the ranks. Otherwise, the DTensor is replicated. `share`: see `Part`;
+    ignored if `cut` is given.
     """
     parameter = module._parameters[name]
     assert parameter is not None
@@ -114,7 +115,7 @@ def spans_of(sections: Sequence[tuple[int, int]], ranks: int, rank: int) -> list
 
 
 def units_of(units: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Return the units of `rank` as (number of the first unit, count).
+    """Return which of `units` units `rank` uses, as (index of the first unit, count).
 
     If `units` is a multiple of `ranks`, the parts are equal. If `ranks` is a multiple of `units`, several ranks share
     one unit. Otherwise the last ranks have fewer units, or none.

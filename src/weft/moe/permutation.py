@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 class Permutation:
     """The mapping between rows and assignments.
 
-    - `assignments` [rows]: the number of each row's assignment.
+    - `assignments` [rows]: the number of each row's assignment, token * k + slot.
     - `rows` [tokens, k]: the row of each assignment. Arbitrary for dropped assignments.
     - `kept` [tokens, k] bool: whether an assignment has a row. None: all have one.
     - `shape`: (batch, seq).
@@ -45,11 +45,11 @@ class Permutation:
 
     @cached_property
     def bags(self) -> tuple[Tensor, Tensor]:
-        """The arguments `indices` and `offsets` of `torch.embedding_bag`, with one bag per token: the rows sorted by
-        token, then by slot, [rows], and the start of each bag.
+        """The arguments `indices` and `offsets` of `torch.embedding_bag`, with one bag per token.
 
-        The last offset is the number of rows. If `kept` is given, there may be more rows than kept assignments. The
-        surplus entries of `indices` are 0, and form one more bag after those of the tokens.
+        `indices` [rows]: the indices of the rows, sorted by token, then by slot. `offsets`: the start of each bag,
+        then the number of rows. If `kept` is given, there may be more rows than kept assignments. The surplus entries
+        of `indices` are 0, and form one more bag after those of the tokens.
         """
         tokens, k = self.rows.shape
         if self.kept is None:
@@ -62,8 +62,8 @@ class Permutation:
 
 
 def scattered(size: int, index: Tensor, values: Tensor, valid: Tensor | None, fill: int = 0) -> Tensor:
-    """Return a tensor [size] that has the valid `values` at the places `index`, and `fill` elsewhere. `valid`: None if
-    all values are valid."""
+    """Return a tensor [size] with `values` at the positions `index`, and `fill` elsewhere. `valid`: a mask of the
+    values to use; None: all."""
     if valid is not None:
         index = index.masked_fill(~valid, size)
     target = values.new_full((size + 1,), fill)
@@ -112,8 +112,8 @@ def spread(hidden: Tensor, places: Permutation) -> Tensor:
 
 
 def weigh(rows: Tensor, weights: Tensor, places: Permutation, *, exact: bool = True) -> Tensor:
-    """Return, for each token, the sum of weight * row over its slots; [rows, hidden] and [tokens, k] -> [tokens,
-    hidden], in the rows' dtype.
+    """Return, for each token, the sum of weight * row over the token's slots; [rows, hidden] and [tokens, k] ->
+    [tokens, hidden], in the rows' dtype.
 
     `exact`: sum with `sum_slots`. If False, sum with `sum_bags`, which rounds differently and is faster if many
     assignments have no row.
@@ -180,10 +180,10 @@ class _Reorder(torch.autograd.Function):
 
 
 def sum_slots(rows: Tensor, weights: Tensor | None, places: Permutation) -> Tensor:
-    """Return, for each token, the sum of weight * row over its slots, [rows, hidden] -> [tokens, hidden], in fp32 or
-    wider.
+    """Return, for each token, the sum of weight * row over the token's slots; [rows, hidden] -> [tokens, hidden]. The
+    sum is fp32, or fp64 for fp64 rows.
 
-    The sum adds slot by slot, so the order of additions does not depend on ranks or threads. `weights` must be 0 for
+    Slots are added one by one, so the order of additions does not depend on ranks or threads. `weights` must be 0 for
     slots without a row. If `weights` is None, the weight is 1 for slots with a row, and 0 for the others.
     """
     if weights is None and places.kept is not None:

@@ -29,7 +29,8 @@ class Routing(NamedTuple):
 
     - `experts` [tokens, k] int64: the numbers of the chosen experts, best first. Of two experts with equal scores, the
       one with the lower number comes first.
-    - `weights` [tokens, k] fp32, differentiable: the weight of each chosen expert. 0 for dropped assignments.
+    - `weights` [tokens, k] fp32 (fp64 for fp64 tokens), differentiable: the weight of each chosen expert. 0 for dropped
+      assignments.
     - `loss`: the sum of the balance loss and the z-loss, each times its coefficient, a scalar. None if both
       coefficients are 0.
     - `counts` [num_experts] int64: the number of assignments to each expert, without those that are dropped. With
@@ -57,17 +58,18 @@ class Router(nn.Module):
         norm_topk_prob: divide the weights of a token's experts by their sum. With `top_k=1` the weight is then
             constant, and the router learns only from auxiliary losses.
         scaling_factor: multiply the weights by this factor.
-        num_groups: divide the experts into this many groups, and choose a token's experts only from its best groups. A
-            group's score is the sum of the scores of its two best experts (DeepSeek-V3, section 2.1.2).
+        num_groups: divide the experts into this many groups, and choose a token's experts only from the token's best
+            groups. A group's score is the sum of the scores of its two best experts (DeepSeek-V3, section 2.1.2).
         topk_groups: the number of groups from which a token's experts are chosen.
         expert_bias: choose the experts by the sum of their scores and a buffer `expert_bias`. The weights do not
-            contain the bias. `update_bias`, called after each optimizer step, changes the buffer so that the load
-            becomes balanced (auxiliary-loss-free balancing, arXiv:2408.15664). The buffer is always fp32.
+            contain the bias. Call `update_bias` after each optimizer step (`weft.train` does): it changes the buffer so
+            that the load becomes balanced (auxiliary-loss-free balancing, arXiv:2408.15664). The buffer is always fp32.
         aux_loss_coef: the coefficient of the balance loss of DeepSeek-V3 (equations 17 to 20). The loss of a sequence
-            is the sum over experts of (the expert's number of assignments, divided by the mean over experts) * (the
-            mean over tokens of its score, divided by the sum of the token's scores). Assignments that are dropped
-            later are counted too. The loss of a batch is the mean over its sequences. If all data-parallel ranks have
-            equally many sequences, the mean over these ranks equals the loss of one process on all sequences.
+            is the sum over experts of f * P. f is the expert's number of assignments, divided by the mean of these
+            numbers over experts. P is the mean over tokens of the expert's score / (the sum of the token's scores).
+            Assignments that are dropped later are counted too. The loss of a batch is the mean over its sequences. If
+            all data-parallel ranks have equally many sequences, the mean over these ranks equals the loss of one
+            process on all sequences.
         z_loss_coef: the coefficient of the mean over tokens of logsumexp(logits)^2 (ST-MoE, arXiv:2202.08906, equation
             5).
         capacity_factor: an expert accepts at most ceil(factor * seq * k / num_experts) assignments of a sequence: those
@@ -215,8 +217,8 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def update_bias(self, global_counts: Tensor, rate: float) -> None:
-        """Add `rate` to the bias of each expert with fewer assignments than the mean over all experts. Subtract `rate`
-        from the bias of each expert with more.
+        """Add `rate` to the `expert_bias` of each expert with fewer assignments than the mean over all experts.
+        Subtract `rate` from the `expert_bias` of each expert with more.
 
         `global_counts`: [num_experts], the number of assignments to each expert in one step, summed over all
         data-parallel ranks (see `load_statistics`). Raises RuntimeError for a router without `expert_bias`.

@@ -19,16 +19,16 @@ def load_statistics(model: nn.Module, reset: bool = True, group: Ranks = None) -
     Each value is a tensor [num_experts] int64; the keys are the layers' names in `model`. Forwards in training mode are
     counted, but not their recomputation in backward. Assignments that a capacity drops are included.
 
-    `reset`: set the counters to zero afterwards. `group`: a process group or a mesh. The counts are summed over all its
-    ranks, and all these ranks must call this function. If each tensor-parallel rank routes only its own positions, the
-    counts are also summed over the tensor-parallel ranks. None: return the counts of this rank.
+    `reset`: set the counters to zero afterwards. `group`: None to return the counts of this rank. With a process group
+    or a mesh, the counts are summed over its ranks. If each tensor-parallel rank routes only its own positions, the
+    sum also covers the tensor-parallel ranks. All ranks over which counts are summed must call this function.
     """
     return _read(model, "load", reset, group)
 
 
 @torch.no_grad()
 def router_losses(model: nn.Module, reset: bool = True, group: Ranks = None) -> dict[str, Tensor]:
-    """Return the router loss of each expert layer, summed over forwards since the last reset: an fp32 scalar by name.
+    """Return each expert layer's router loss, summed over forwards since the last reset: one fp32 scalar by layer name.
 
     A router loss is the balance loss plus the z-loss, already multiplied by their coefficients. To get the mean, divide
     by the number of forwards and, if `group` is given, by its number of ranks. The arguments and the counted forwards
@@ -40,9 +40,9 @@ def router_losses(model: nn.Module, reset: bool = True, group: Ranks = None) -> 
 
 @torch.no_grad()
 def exchanged_rows(model: nn.Module, reset: bool = True, group: Ranks = None) -> dict[str, Tensor]:
-    """Return the traffic of each expert layer to other ranks since the last reset, [2] int64 by name.
+    """Return the traffic of each expert layer to other ranks since the last reset: [2] int64 by layer name.
 
-    The two numbers are the number of assignments to experts on other ranks, and the number of rows sent for them. With
+    The first entry counts the assignments to experts on other ranks, the second the rows sent to these ranks. With
     `rows_per="expert"` the two are equal, unless `pad_to_capacity` adds rows. Dropped assignments are not counted. The
     arguments and the counted forwards are the same as in `load_statistics`.
     """
@@ -50,7 +50,7 @@ def exchanged_rows(model: nn.Module, reset: bool = True, group: Ranks = None) ->
 
 
 def expert_layers(model: nn.Module) -> dict[str, MoE]:
-    """Return the expert layers of `model` by name. Raises TypeError if `model` is not a module."""
+    """Return the `MoE` layers of `model` by name. Raises TypeError if `model` is not a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"got {type(model).__name__}, not a module: pass the model itself")
     return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}

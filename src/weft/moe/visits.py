@@ -32,9 +32,10 @@ from weft.moe.router import Routing, count
 
 @dataclass(frozen=True)
 class Visits:
-    """The ranks that this rank's tokens visit. A token visits each rank that has any of its experts, in one row.
+    """The ranks that this rank's tokens visit. A token visits each rank that has any of the token's experts.
 
-    A row has m slots for the token's experts on that rank, some of which may be unused (for m, see the module).
+    Each visit is one row. A row has m slots (see `width_of`) for the token's experts on the visited rank. Slots may be
+    unused.
 
     - `counts` [ranks] int64: the number of rows to each rank.
     - `permutation`: maps tokens to their rows. The rows are sorted by rank, then by token.
@@ -55,15 +56,15 @@ class Visits:
 
 
 def width_of(k: int, experts: int) -> int:
-    """Return the maximum number of a token's `k` experts that can be on one rank with `experts` experts."""
+    """Return m, the largest number of a token's `k` experts that can be on one rank with `experts` experts."""
     return min(k, experts)
 
 
 def visits_of(routing: Routing, ranks: int, local: int, shape: tuple[int, int]) -> Visits:
     """Return the visits of the tokens of `routing` to `ranks` ranks, each with `local` experts. `shape`: (batch, seq).
 
-    On a device with streams the host does not know the number of rows. The result then has the maximum number of rows,
-    with the unused rows last.
+    On CUDA, the host does not know the number of rows. The result then has the maximum number of rows, with the unused
+    rows last.
     """
     experts, kept = routing.experts, routing.kept
     tokens, k = experts.shape
@@ -105,7 +106,8 @@ _mode = _Mode()
 
 @contextmanager
 def in_halves(on: bool) -> Iterator[None]:
-    """If `on`, layers with `rows_per="rank"` build separate rows for each half of their tokens inside this context."""
+    """If `on`, `MoE` layers with `rows_per="rank"` build separate rows for each half of their tokens inside this
+    context."""
     before, _mode.halves = _mode.halves, on
     try:
         yield
@@ -119,7 +121,8 @@ def goes_in_halves() -> bool:
 
 
 def halved(routing: Routing) -> list[Routing]:
-    """Split `routing` into the routings of the first and of the second half of the tokens. Both keep the `loss`."""
+    """Split `routing` into the routings of the first and of the second half of the tokens. Both have the `loss` of
+    all tokens."""
     experts = len(routing.counts)
     parts = []
     for half in range(2):
@@ -135,9 +138,9 @@ def halved(routing: Routing) -> list[Routing]:
 
 
 def pack(hidden: Tensor, weights: Tensor, visits: Visits) -> Tensor:
-    """Build the rows to send; [tokens, hidden] and weights [tokens, k] -> [rows, hidden + 2 * `columns`].
+    """Build the rows to send; [tokens, hidden] and weights [tokens, k] -> [rows, hidden + 2 c].
 
-    The columns after the hidden state hold the weights, then the expert numbers.
+    After the hidden state, a row has c columns with the weights and c with the expert numbers (for c, see `columns`).
     """
     return _Pack.apply(hidden, weights, visits)
 
@@ -148,8 +151,8 @@ def gather(rows: Tensor, visits: Visits) -> Tensor:
 
 
 def columns(width: int, weights: torch.dtype, rows: torch.dtype) -> int:
-    """Return the number of columns that the `width` weights of a row take. The `width` expert numbers of the row take
-    the same number of further columns.
+    """Return c, the number of columns that the `width` weights of a row take. The `width` expert numbers of the row
+    take c further columns.
 
     `weights`, `rows`: the dtypes of the weights and of the rows.
     """
@@ -169,9 +172,9 @@ def arrange(rows: Tensor, width: int, weights: torch.dtype, experts: int, assign
 
 
 def open_up(rows: Tensor, places: Permutation, weights: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the hidden state of each arrived row once for each of the row's experts, [assignments, hidden], sorted by
-    expert, and the weights of the arrived rows, [rows, m].
+    """Return the hidden states of the arrived rows, [assignments, hidden], and their weights, [rows, m].
 
+    Each row's hidden state occurs once for each of the row's experts. The hidden states are sorted by expert.
     `places`: the result of `arrange`. `weights`: the dtype of the weights.
     """
     return _OpenUp.apply(rows, places, weights)

@@ -36,15 +36,15 @@ def flat(
     **options: Any,
 ) -> torch.optim.Optimizer:
     """Return an optimizer of the class `optimizer` for a sharded model. It updates flat tensors, each of which holds
-    this rank's parts of adjacent parameters.
+    this rank's parts of parameters that are adjacent in memory.
 
     The results are the same as those of `optimizer` over `model.parameters()`, with far fewer tensors.
 
     Args:
         optimizer: a class of `torch.optim` that updates each element separately (see `ELEMENT_WISE`).
         model: the root module on which `weft.fully_shard` was called.
-        no_decay: called with the name and the sharded parameter. Returns whether the parameter gets `weight_decay=0`.
-            Default: no parameter does.
+        no_decay: called with each sharded parameter and its name, as `no_decay(name, parameter)`. Returns whether the
+            parameter gets `weight_decay=0`. Default: no parameter does.
         options: keyword arguments of `optimizer`.
 
     The result is an instance of `optimizer`. Learning-rate schedulers work with it. Its `state_dict` has one entry per
@@ -56,13 +56,12 @@ def flat(
     The `.grad` of a flat tensor is a DTensor over all ranks, so that `torch.amp.GradScaler` skips a step on all ranks
     or on none.
 
-    Frozen sharded parameters are included, and are updated once they have gradients, except those that are kept only
-    in quantized form. If you unfreeze a parameter that was kept only in quantized form, build the optimizer again;
-    otherwise `step` raises ValueError.
+    Frozen sharded parameters are included, and are updated once they have gradients. Those that are kept only in
+    quantized form are not included: after you unfreeze one, build the optimizer again, or `step` raises ValueError.
 
-    Raises ValueError if `optimizer` is not in `ELEMENT_WISE`, if it does not take gradients in `main_grads_dtype` and
-    this dtype is not narrower than the weights', or if a trainable parameter is not sharded. Raises TypeError if
-    `optimizer` is not a class or `model` is not a module.
+    Raises ValueError if `optimizer` is not in `ELEMENT_WISE`, if a trainable parameter is not sharded, or if
+    `main_grads_dtype` is not narrower than the dtype of the weights and `optimizer` does not take gradients in it.
+    Raises TypeError if `optimizer` is not a class or `model` is not a module.
     """
     if not isinstance(optimizer, type):
         raise TypeError(
@@ -114,7 +113,7 @@ def _refuse_unsharded(names: Iterable[str]) -> None:
 
 
 class FlatOptimizer(torch.optim.Optimizer):
-    """Maps flat tensors to parameters. A flat optimizer derives from this class and from a class of torch.optim.
+    """Maps flat tensors to parameters. A class of flat optimizers derives from this class and from a torch.optim class.
 
     The members of a run (adjacent parameters that are one flat tensor) share one state, and therefore one step count.
     If only some members have a gradient in a step, the run is divided permanently, so that each part counts its own
@@ -132,8 +131,9 @@ class FlatOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         """Update the weights from the gradients of the sharded parameters.
 
-        `closure`: as in `torch.optim`, computes the loss and the gradients. Raises ValueError if a parameter was frozen
-        when the optimizer was built, has a gradient now, and is not sharded or was then kept only in quantized form.
+        `closure`: as in `torch.optim`, computes the loss and the gradients. The optimizer was built without
+        parameters that were frozen and either not sharded or kept only in quantized form. Raises ValueError if one of
+        them has a gradient now.
         """
         if closure is not None:  # it runs backward
             with torch.enable_grad():
@@ -197,8 +197,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                     parameter.grad.zero_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise ValueError, because the model and `no_decay` determine the parameter groups. Only the constructor adds
-        groups."""
+        """Raise ValueError once the optimizer is built: the model and `no_decay` determine the parameter groups."""
         if hasattr(self, "_runs"):
             raise ValueError(
                 f"{type(self).__name__} always has all parameters of its model: after you add parameters, build it "
@@ -226,8 +225,8 @@ class FlatOptimizer(torch.optim.Optimizer):
 
         The state dict of an ordinary optimizer also works, if that optimizer was built from `model.named_parameters()`.
 
-        Raises ValueError if the state dict has other parameter names or groups than this optimizer, or no names. The
-        state of frozen parameters may be missing.
+        Raises ValueError if the state dict has other parameter names or groups than this optimizer, or no parameter
+        names. The state of frozen parameters may be missing.
         """
         state_dict = dict(state_dict)  # hooks may change it
         for before in [*self._optimizer_load_state_dict_pre_hooks.values()]:

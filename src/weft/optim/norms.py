@@ -40,8 +40,8 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> torch.Tensor:
     The norm is fp32, or fp64 if any gradients are fp64. Every element of all pipeline stages counts once, even if it is
     replicated, belongs to an expert, or is in a tensor-parallel slice. Unsharded parameters also count, and must have
     the same gradients on all ranks. Frozen parameters whose `.grad` is set count too. The norm takes about one kernel
-    per parameter group, one small all-reduce per mesh axis, one more with tensor parallelism, and one small all-gather
-    over pipeline stages.
+    per flat buffer of gradients, one small all-reduce per mesh axis, one more with tensor parallelism, and one small
+    all-gather over pipeline stages.
 
     `norm_type`: the order of the norm, such as 2.0 or `math.inf`. Raises TypeError if `model` is not a module, and
     ValueError if nothing in it is sharded or `norm_type` is not positive.
@@ -113,7 +113,7 @@ def parameter_norms(model: nn.Module) -> dict[str, ParameterNorms]:
 
 
 class ModelRanks:
-    """The ranks that hold a model's parameters, and how many of them hold the same elements."""
+    """The ranks over which a model's norms are summed, and how many of them hold the same elements."""
 
     def __init__(self, groups: Sequence[ParameterGroup]) -> None:
         dense = [group for group in groups if not _has_experts(group)] or groups
@@ -128,13 +128,13 @@ class ModelRanks:
             self._check(groups)
 
     def copies(self, group: ParameterGroup) -> int:
-        """Return how many of the ranks over which `combine` sums hold the same elements of `group`."""
+        """Return how many ranks hold each element of `group`, among the ranks over which `combine` reduces."""
         replicated = set(self.axes if self._spans(group) else range(group.mesh.ndim)) - set(group.main_weight.axes)
         return ranks_over(group.mesh, replicated)
 
     def beyond(self, slices: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-        """Return the process group over which values must be summed in addition to `combine`, for tensors that are
-        sliced over the tensor-parallel ranks `slices`.
+        """Return the process group over which the values of some tensors must be summed in addition to `combine`.
+        `slices`: the process group of the tensor-parallel ranks over which the tensors are sliced.
 
         Return None if `slices` is None (the tensors are not sliced), or if `combine` already sums over the ranks of
         `slices`, as it does for experts.

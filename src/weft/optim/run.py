@@ -1,4 +1,4 @@
-"""Adjacent parameters of one parameter group as one flat parameter, whose gradient is looked up at each access.
+"""Adjacent parameters of one `ParameterGroup` as one flat parameter, whose gradient is looked up at each access.
 
 main weights of a group     | norm | qkv .... | out .... | up ......... |
 one run                            |<------------------->|
@@ -25,8 +25,8 @@ from weft.layout.cuts import Cuts
 
 
 class FlatParameter(nn.Parameter):
-    """This rank's part of a run (adjacent parameters of one parameter group). Each access of `.grad` reads the
-    gradients of the run's parameters, so `.grad` is never stale."""
+    """This rank's part of a run (adjacent parameters of one `ParameterGroup`), as one parameter. Each access of `.grad`
+    reads the gradients of the run's parameters, so `.grad` is never stale."""
 
     _run: "weakref.ref[FlatRun]"
 
@@ -34,7 +34,7 @@ class FlatParameter(nn.Parameter):
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
         """The gradients of the run's parameters as one DTensor over all ranks. None if no parameter has a gradient.
 
-        During a step: a plain tensor with this rank's part, or None (see `FlatRun.begin_step`).
+        During an optimizer step: a plain tensor with this rank's part, or None (`FlatRun.begin_step` says when).
         """
         run = self._run()
         return run.gradient if run is not None else None
@@ -58,7 +58,7 @@ class Member(NamedTuple):
 
 
 class FlatRun:
-    """Adjacent parameters of a parameter group (the members of the run) as one flat parameter in the same memory."""
+    """A run: adjacent parameters of one `ParameterGroup` (the members), as one flat parameter in the same memory."""
 
     def __init__(self, group: ParameterGroup, members: Sequence[Member]) -> None:
         """`members`: adjacent parameters of `group`."""
@@ -88,7 +88,7 @@ class FlatRun:
     @property
     def gradient(self) -> torch.Tensor | None:
         """The members' gradients as one DTensor over all ranks, with zeros for a member without a gradient. None if no
-        member has one. During a step: see `begin_step`."""
+        member has one. During an optimizer step: see `begin_step`."""
         if self._in_step:
             return self._here
         if not any(self.present):
@@ -109,7 +109,8 @@ class FlatRun:
                     each.record.sharded.grad = self.part(each, local)
 
     def begin_step(self) -> None:
-        """Begin a step: until `end_step`, `gradient` is None except between `take_gradient` and `drop_gradient`.
+        """Begin an optimizer step. Until `end_step`, `gradient` is None except between `take_gradient` and
+        `drop_gradient`.
 
         Call `group.gradients.main.take_over()` before `begin_step`.
         """
@@ -118,17 +119,19 @@ class FlatRun:
     def take_gradient(self, wide: torch.Tensor | None) -> None:
         """Set `gradient` to a plain tensor with this rank's part of the gradients, or to None if no member has one.
 
-        The tensor is a view of the main gradients. If `wide` is given, it is a copy in this memory, in its dtype.
+        Without `wide`, the tensor is a view of the main gradients. Otherwise, it is a view of `wide`, to which the
+        gradients are copied.
         """
         self._here = _something(self._window()) if any(self.present) else None
         if wide is not None and self._here is not None:
             self._here = wide[: self._here.numel()].copy_(self._here)
 
     def drop_gradient(self) -> None:
-        """Set `gradient` to None, and increment autograd's version counters of the updated parameters.
+        """Set `gradient` to None. If it was a tensor, increment the autograd version counters of the flat parameter and
+        of the members.
 
-        Fused kernels do not increment the flat parameter's counter. The sharded parameters share its memory, but have
-        separate counters.
+        Fused kernels do not increment the flat parameter's counter. The members share its memory, but have separate
+        counters.
         """
         if self._here is not None:
             torch.autograd.graph.increment_version([self.flat, *self.parameters])
@@ -167,7 +170,7 @@ class FlatRun:
         return slice(min(max(start, 0), numel), min(max(stop, 0), numel))
 
     def state_for(self, other: "FlatRun", state: dict[str, Any]) -> dict[str, Any]:
-        """Return the part of this run's optimizer `state` that belongs to `other`, a run of some of its members."""
+        """Return the part of the optimizer `state` that belongs to `other`, a run of some of this run's members."""
         place = self._place(other.members[0], other.members[-1])
 
         def narrowed(value: Any) -> Any:
@@ -190,11 +193,10 @@ class FlatRun:
 def runs_of(
     group: ParameterGroup, names: Mapping[int, str], decays: Callable[[str, nn.Parameter], bool]
 ) -> Iterator[tuple[bool, FlatRun]]:
-    """Yield `(whether the run decays, run)` for each run of `group`: adjacent parameters with the same weight decay and
-    tensor parallelism.
+    """Yield `(decay, run)` for each run of `group`. A run is adjacent parameters with the same `decay` and tensor
+    parallelism. `decay`: whether these parameters get weight decay.
 
-    `names`: id of a parameter -> its name in the model. `decays`: takes a name and a parameter, and returns whether the
-    parameter gets weight decay.
+    `names`: id of a parameter -> its name in the model. `decays`: takes a name and a parameter, and returns `decay`.
     """
 
     def kind(member: Member) -> tuple[bool, Any, bool]:

@@ -58,11 +58,11 @@ def agree_on_schedule(
     microbatches: Sequence[Microbatch],
     order: Any = (),
 ) -> bool:
-    """Raise CollectiveMismatch on all communicating ranks if they call the schedule with different arguments.
+    """Raise CollectiveMismatch on all ranks that communicate in a schedule if they call it with different arguments.
 
-    `what`: the schedule's name. `order`: all options that determine the order of exchanges. Returns whether the model's
-    compute dtypes differ, on any rank of the pipeline, from those in the model's last schedule, or this is its first
-    schedule. The dtypes of the messages between stages may then differ too. Without a pipeline, returns False.
+    `what`: the schedule's name. `order`: all options that determine the order of exchanges. Returns True if this is the
+    model's first schedule, or if the compute dtypes have changed on any rank of the pipeline since the last one. The
+    dtypes of the messages between stages may then have changed too. Without a pipeline, returns False.
     """
     experts = _groups_of_experts(layers)
     if cut.group is None and not experts:

@@ -100,8 +100,8 @@ def _refuse_hooks(model: nn.Module, layers: Sequence[StagedLayer]) -> None:
 
 
 def require_taken(model: Any, layers: Sequence[StagedLayer], cut: Cut, microbatches: Sequence[Microbatch]) -> None:
-    """Raise ValueError if a microbatch has an entry that no method of the model and its layers takes as an argument,
-    on this or any other rank of the pipeline. `layers`: those of this rank."""
+    """Raise ValueError if a microbatch has an entry that no method of the model or its layers takes as an argument on
+    any rank of the pipeline. `layers`: those of this rank."""
     names = names_beside(microbatches)
     known = _taken.setdefault(model, set())
     if names <= known:
@@ -143,7 +143,7 @@ _taken: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictio
 
 def checked_scales(loss_scale: Any, count: int) -> list[float]:
     """Return a loss scale for each of `count` microbatches. `loss_scale`: one number for all, or a sequence of `count`
-    numbers. Raises ValueError or TypeError for a sequence of another length, or if a number is not finite."""
+    numbers. Raises ValueError for another length or a number that is not finite, TypeError if a scale is no number."""
     several = isinstance(loss_scale, Sequence)
     factors = list(loss_scale) if several else [loss_scale] * count
     if len(factors) != count:
@@ -163,8 +163,8 @@ def checked_scales(loss_scale: Any, count: int) -> list[float]:
 
 
 def cut_of(model: Any, layers: Sequence[StagedLayer]) -> Cut:
-    """Return `model.cut`, or a cut with one stage if the model has none. Raises ValueError if the cut gives this rank
-    another number of layers than `layers` has."""
+    """Return `model.cut` (the division into pipeline stages), or a cut with one stage if the model has none. Raises
+    ValueError if the cut gives this rank more or fewer layers than `layers`."""
     cut = getattr(model, "cut", None)
     if cut is None:
         return Cut((range(len(layers)),))
@@ -178,7 +178,7 @@ def cut_of(model: Any, layers: Sequence[StagedLayer]) -> Cut:
 
 
 def table_of(schedule: Any, cut: Cut, microbatches: int) -> Table:
-    """Return the table that `schedule` stands for: a `Table`, the name of a table, or the path of a file with a table.
+    """Return the table for `schedule`, which is a `Table`, the name of a published one, or the path of a table's file.
 
     Raises TypeError if `schedule` is neither a `Table` nor a string, and ValueError if the table is invalid or does not
     fit `cut` or the number of microbatches.

@@ -15,7 +15,7 @@ from weft.pipeline.transport import BACKWARD, FORWARD, Channel, Transport
 
 
 class Border:
-    """The border between two stages. At least one of the stages is on this rank.
+    """The border between two pipeline stages. At least one of them is on this rank.
 
     The values that cross the border are the activations, followed by the scalar losses of layers before the border.
     """

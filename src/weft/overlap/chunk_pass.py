@@ -24,8 +24,8 @@ from weft.overlap.wgrad import DelayedWeights
 
 
 class ChunkPass:
-    """The steps of one microbatch in one chunk. Call `run` once for each step. The last backward step of a layer frees
-    what this object keeps for the layer.
+    """The steps of one microbatch in one chunk (the layers of one pipeline stage). Call `run` once for each step. The
+    last backward step of a layer frees what this object keeps for the layer.
 
     - `delay_wgrad`: compute the weight gradients of layers in separate steps.
     - `apart`: compute the weight gradients of the head in a separate step too.

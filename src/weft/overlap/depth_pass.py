@@ -23,8 +23,8 @@ class DepthPass:
     """The steps "enter" and "leave" of depth `number` of `model`, in one microbatch. Each runs once forward and once
     backward.
 
-    `policy`: the casts of the depth's inputs and outputs. `owner`: raise UndeclaredTensor if a step uses a
-    differentiable tensor that is neither an input of the step nor a parameter of this module. None: no check.
+    `policy`: the casts of the depth's inputs and outputs. `owner`: a module, or None for no check. A step raises
+    UndeclaredTensor if it uses a differentiable tensor that is neither its input nor a parameter of this module.
     """
 
     previous: Value

@@ -22,10 +22,9 @@ def table_order(
     `overlap=False`: the two actions of an entry run one after the other. `queues`: the device has streams.
 
     Without `early_release`, the delayed weight gradients of a layer's `attend` run during the first exchange of the
-    layer that comes next in the backward. After the last layer of a backward, no layer comes next. With `overlap`, the
-    weight gradients of this last layer run during the first exchange of the backward in the next entry. If that entry
-    has none, they run at its beginning. If there is no next entry, they run at the end. Without `overlap`, they run at
-    the end of their own backward.
+    layer that comes next in the backward. With `overlap`, those of a backward's last layer run during the first
+    exchange of the backward in the next entry. If the next entry has no such exchange, they run before its steps. If
+    there is no next entry, they run after all steps. Without `overlap`, they run at the end of their own backward.
     """
     switches = {"early_release": early_release, "queues": queues}
     owed: list[Step] = []
@@ -84,8 +83,8 @@ def _last_weights(steps: Sequence[Step]) -> list[Step]:
 
 
 def weights_order(behind: Part) -> Iterator[Step]:
-    """Yield the steps of an entry W. They compute the weight gradients that the backward of `behind` has delayed, in
-    the order of that backward."""
+    """Yield the steps of an entry W (gradients of weights): those that the backward of `behind` has delayed, in the
+    order of that backward."""
     if behind.last:
         yield behind.behind(BACKWARD)._replace(slot="head.weights")
     for layer in reversed(behind.layers):

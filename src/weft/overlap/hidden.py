@@ -21,9 +21,9 @@ Piece = tuple[float, float]
 def hidden_fraction(intervals: Iterable[Interval], lane: str = EXCHANGE) -> float:
     """Return the fraction (0 to 1) of the communication time on `lane` that was hidden by computation on this rank.
 
-    Communication is hidden while the rank computes at the same time and does not wait for communication. `intervals`:
-    the intervals of a `weft.debug.timeline.Timeline`. `lane`: a queue of communication, such as "exchange" (rows of
-    experts) or "stage" (messages between pipeline stages). Raises ValueError if nothing ran on `lane`.
+    Communication is hidden while the rank computes and does not wait for communication. `intervals`: the intervals of a
+    `weft.debug.timeline.Timeline`. `lane`: a queue of communication, such as "exchange" (rows of experts) or "stage"
+    (messages between pipeline stages). Raises ValueError if nothing ran on `lane`.
     """
     intervals = list(intervals)
     moving = busy(intervals, lane)
@@ -47,7 +47,7 @@ def overlap(intervals: Iterable[Interval], one: str, other: str, *, without: str
 
 
 def pieces(intervals: Iterable[Interval], *lanes: str) -> list[Piece]:
-    """Return the times at which any of `lanes` was busy, as sorted, disjoint pieces."""
+    """Return the times at which any of `lanes` was busy, as sorted, disjoint (start, end) pairs."""
     found: list[Piece] = []
     for start, stop in sorted((each.start, each.end) for each in intervals if each.lane in lanes):
         if found and start <= found[-1][1]:
@@ -58,7 +58,7 @@ def pieces(intervals: Iterable[Interval], *lanes: str) -> list[Piece]:
 
 
 def without(those: Iterable[Piece], others: Sequence[Piece]) -> list[Piece]:
-    """Return the times in `those` that are not in `others`. Both are sorted, disjoint pieces."""
+    """Return the times in `those` that are not in `others`. Both are sorted, disjoint (start, end) pairs."""
     left = []
     for start, stop in those:
         for begin, end in others:

@@ -32,8 +32,8 @@ class Crossing:
 
     - `rows`: the rows for the experts. If the layer has a dispatcher, `dispatch` sends them to the experts' ranks.
     - `kept`: tensors for `finish`, by name. They may be differentiable.
-    - `handle`: for a layer with a dispatcher, the handle of the exchange, from `dispatcher.plan` or `MoE.send`. For
-      other layers, any data for the later stages that is not differentiable.
+    - `handle`: for a layer with a dispatcher, the result of `dispatcher.plan`, or `MoE.send(...).handle` if the layer
+      calls `MoE.send`. For other layers, any data for the later stages that is not differentiable.
     - `loss`: a scalar that the model's `loss` or `total_loss` gets as one of its `losses`, or None.
     """
 
@@ -69,7 +69,7 @@ class StagedLayer(Protocol):
         """Apply the experts to `rows`. Return as many rows, in the same order. `handle`: `Crossing.handle`.
 
         `rows`: the rows that arrived; `Crossing.rows` in a layer without dispatcher. If `Crossing.handle` is a
-        `weft.moe.dispatch.Halves`, a schedule calls `experts` once for each of its `parts`. `handle` is then this part.
+        `weft.moe.dispatch.Halves`, a schedule calls `experts` for each of its `parts`, with this part as `handle`.
         """
         ...
 
@@ -79,7 +79,7 @@ class StagedLayer(Protocol):
         ...
 
     def expert_modules(self) -> Sequence[nn.Module]:
-        """Return the modules that only `experts` calls. Their sharded units are gathered only for this stage."""
+        """Return the modules that only `experts` calls. If sharded, they are gathered only for the stage "experts"."""
         ...
 
 
@@ -89,9 +89,9 @@ class StagedModel(Protocol):
     `embed`, the layers in order, and `loss`.
 
     A model in pipeline stages has an attribute `cut`, a `weft.pipeline.Cut`. The model's `staged_layers` are then only
-    the layers of this rank's chunks, chunk by chunk. `embed` is called on the rank of the first stage, and `loss` on
-    the rank of the last stage. If `cut.shares_ends` is true, the model has an attribute `shared_ends` on both of these
-    ranks. It lists the modules whose parameters the first and the last stage share.
+    the layers of this rank's chunks (stages), chunk by chunk. `embed` is called on the rank of the first stage, and
+    `loss` on the rank of the last stage. If `cut.shares_ends` is true, the model has an attribute `shared_ends` on both
+    of these ranks. It lists the modules whose parameters the first and the last stage share.
 
     An optional attribute `tied_ends` lists the modules that the model uses both before and after its layers. A schedule
     then refuses hooks on the accumulated gradients of their parameters, unless the model is sharded.
@@ -126,7 +126,7 @@ class StagedDepth(Protocol):
 
     def enter(self, following: Tensor, previous: Tensor) -> Tensor:
         """Return the input of the depth's first layer, [batch, seq, hidden]. `following`: the result of the model's
-        `following`. `previous`: the result of `leave` of the previous depth; for the first depth, of `final_norm`."""
+        `following`. `previous`: the result of the previous depth's `leave`; for the first depth, of `final_norm`."""
         ...
 
     def leave(self, hidden: Tensor) -> Tensor:
@@ -136,8 +136,8 @@ class StagedDepth(Protocol):
 
 @runtime_checkable
 class StagedPredictor(Protocol):
-    """The protocol of the members that a `StagedModel` with multi-token prediction has in addition. A schedule uses
-    these members only in training mode."""
+    """The protocol of the additional members of a `StagedModel` with multi-token prediction. A schedule uses them only
+    in training mode."""
 
     @property
     def depths(self) -> Sequence[StagedDepth]:
@@ -162,8 +162,8 @@ class StagedPredictor(Protocol):
 
 
 def beside_forward(module: nn.Module) -> str:
-    """Return "is compiled" or "has hooks" if calling the parts of `module` would bypass its compiled form or its hooks.
-    Otherwise return ""."""
+    """Return "is compiled" or "has hooks" if calling the parts of `module`, and not `module` itself, would bypass its
+    compiled form or its hooks. Otherwise return ""."""
     if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
         return "is compiled"
     kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -173,7 +173,7 @@ def beside_forward(module: nn.Module) -> str:
 def checked_crossing(crossing: Any, name: str) -> Crossing:
     """Return `crossing`, which a layer's `attend` returned. `name`: the layer's name in error messages.
 
-    Raises TypeError unless it is a `Crossing`, its `rows` and `kept` are tensors, and its `loss` is a scalar or None.
+    Raises TypeError unless it is a `Crossing` with tensors as `rows` and in `kept`, and a scalar or None as `loss`.
     """
     if not isinstance(crossing, Crossing) or not isinstance(crossing.kept, dict):
         what = f"a {type(crossing).__name__}"

@@ -32,14 +32,14 @@ from weft.overlap.wgrad import DelayedWeights
 
 
 class LayerPass:
-    """The steps of one layer in one microbatch, each called once with `run`.
+    """The steps of one layer in one microbatch. Call `run` once for each step.
 
     - `hidden`: the input. The last forward step sets `output`. `attend` sets `loss`, if the layer has one.
     - `policy`: the casts of the layer's inputs and outputs.
     - `beside`: further arguments of `attend`.
     - `delay_wgrad`: compute the weight gradients of `attend` and of `experts` in separate steps.
-    - `owner`: raise UndeclaredTensor if a step uses a differentiable tensor that is neither an input of the step nor a
-      parameter of this module. None: no check.
+    - `owner`: a module, or None for no check. A step raises UndeclaredTensor if it uses a differentiable tensor that is
+      neither one of its inputs nor a parameter of this module.
     - `halves`: exchange the rows of each half of the tokens separately. This has no effect unless the layer's
       dispatcher sends a token once to each rank that has any of its experts (`rows_per` is "rank").
     """
@@ -211,6 +211,6 @@ class Part:
         return moving.wait()
 
     def collect(self, sent: Value) -> None:
-        """If a gradient is in flight, wait for it, and store it in the value `sent`."""
+        """If the gradient of `sent` is in flight, wait for it, and store it in `sent`."""
         if self.moving is not None:
             sent.gradient = self.arrive()

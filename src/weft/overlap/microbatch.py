@@ -54,7 +54,7 @@ class Microbatch:
 
 
 def checked_microbatches(microbatches: Any, *, labels: bool = True) -> list[Microbatch]:
-    """Return the microbatches as a list. `labels`: whether labels are required.
+    """Return a list of `Microbatch`. `labels`: whether labels are required.
 
     Raises TypeError for an invalid microbatch. Raises ValueError for an invalid name of an entry, and if there are no
     microbatches.
@@ -105,7 +105,7 @@ def names_beside(microbatches: Sequence[Microbatch]) -> set[str]:
 
 
 def taken_by(functions: Iterable[Callable[..., Any]], names: set[str]) -> set[str]:
-    """Return the names among `names` that at least one of `functions` takes."""
+    """Return those of `names` that at least one of `functions` takes as an argument."""
     found: set[str] = set()
     for function in functions:
         takes = taken(function)
@@ -114,7 +114,7 @@ def taken_by(functions: Iterable[Callable[..., Any]], names: set[str]) -> set[st
 
 
 def taken(function: Callable[..., Any]) -> frozenset[str] | None:
-    """Return the names of the parameters of `function` that further entries can set: those with a default and those
+    """Return the names of the arguments of `function` that further entries can set: those with a default and those
     that are keyword-only, except `OWN`. If `function` has `**kwargs`, return None, which stands for all names."""
     return _taken(getattr(function, "__func__", function))
 

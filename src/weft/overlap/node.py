@@ -61,8 +61,8 @@ class ComputeNode:
     ) -> list[Value]:
         """Run `function` on the data of `inputs` and return its results. Raises TypeError if a result is not a tensor.
 
-        `owner`: the module whose parameters the graph may use, besides `inputs`. Raises UndeclaredTensor if the graph
-        uses other tensors. None: no check.
+        `owner`: the module whose parameters the graph may use, besides `inputs`, or None for no check. Raises
+        UndeclaredTensor if the graph uses other tensors.
         """
         with span(COMPUTE), self._around:
             entered = _enter(inputs)

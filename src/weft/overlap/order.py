@@ -72,8 +72,8 @@ COMPUTE, EXCHANGE, STAGE = "compute", "exchange", "stage"
 
 
 class Step(NamedTuple):
-    """One node in one direction. `layer`: the layer's number among the layers of this rank, None for steps before and
-    after the layers of a chunk. `slot`: the node's name in the tables of this module."""
+    """One step of a schedule. `layer`: the layer's number among the layers of this rank, None for steps before and
+    after the layers of a chunk. `slot`: the step's name in the tables of this module."""
 
     direction: str
     microbatch: int
@@ -113,7 +113,7 @@ class Part(NamedTuple):
         return self._end(direction, "head" if self.last else "send")
 
     def through(self, direction: str, layer: Layer, slot: str) -> Iterator[Step]:
-        """Yield the step `slot` of `layer`, if the layer has the stage of this slot."""
+        """Yield the step `slot` of `layer`, if the layer has its stage ("attend" for the slot "attend.weights")."""
         stage = slot.partition(".")[0]
         if stage in layer.stages:
             lane = EXCHANGE if stage in ("dispatch", "combine") else COMPUTE
@@ -231,8 +231,8 @@ BACKWARDS = (
 
 
 def queued(entries: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return `entries` for a device with streams: the forward's dispatch comes after the backward's experts. The device
-    then has queued work while the host waits for the sizes of the dispatch."""
+    """Return `entries`, reordered for a device with streams: the forward's dispatch comes after the backward's experts.
+    The device then has queued work while the host waits for the sizes of the dispatch."""
     late, ahead = (FORWARD, "dispatch"), (BACKWARD, "experts")
     found = [entry for entry in entries if entry != late]
     found.insert(found.index(ahead) + 1, late)
@@ -302,7 +302,7 @@ def combined_order(
 
 
 def alike_order(first: Part, second: Part, direction: str, *, delay_wgrad: bool, queues: bool) -> Iterator[Step]:
-    """Yield the steps of two forwards or two backwards, as a pair. `queues`: the device has streams."""
+    """Yield the steps of `first` and `second`, both in `direction`, as a pair. `queues`: the device has streams."""
     if direction == FORWARD:
         entries: Sequence[tuple[str, str]] = QUEUED_FORWARDS if queues else FORWARDS
         layers = list(first.layers), list(second.layers)

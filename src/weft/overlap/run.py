@@ -113,7 +113,7 @@ class ScheduledRun:
             self._carry_out(list(steps), None)
 
     def losses(self) -> list[Tensor]:
-        """Return the loss of each microbatch. All ranks of the pipeline must call it, and all get the losses."""
+        """Return the losses of all microbatches. All ranks of the pipeline must call this method, and all get them."""
         if self._cut.group is None:
             return [self._losses[number] for number in sorted(self._losses)]
         return _shared(self._losses, len(self._microbatches), self._cut, self._device)
@@ -121,8 +121,8 @@ class ScheduledRun:
     def outputs(self, *, everywhere: bool) -> Tensor | None:
         """Return the outputs of all microbatches, concatenated along the batch dimension.
 
-        With `everywhere`, all ranks of the pipeline must call it, and all get the outputs. Otherwise only the rank of
-        the last stage gets them, and the others get None.
+        With `everywhere`, all ranks of the pipeline must call this method, and all get the outputs. Otherwise only the
+        rank of the last stage gets them, and the others get None.
         """
         found = None
         if self._outputs:
@@ -243,8 +243,8 @@ class SharedEnds:
     """The parameters that the first and the last stage share. Each stage adds the other's gradients to its own, so that
     both have the same sum.
 
-    After a call, both stages have the sum. The constructor therefore sets the gradients on the rank of the last stage
-    to None. Otherwise, the sum of earlier calls would be added twice.
+    After a call of `forward_backward`, both stages have the sum. Before the next call adds to it, the constructor sets
+    the gradients on the rank of the last stage to None. Otherwise, the sum of earlier calls would count twice.
     """
 
     def __init__(self, model: Any, cut: Cut, transport: Transport | None) -> None:
@@ -270,11 +270,11 @@ class SharedEnds:
 
     @torch.no_grad()
     def add_up(self) -> None:
-        """Exchange and add the gradients.
+        """Exchange gradients with the other stage and add them.
 
         If neither rank has a gradient of a parameter, the parameter is skipped. This happens if the reduction of
-        gradients is deferred to a later call. If only one rank has a gradient, that of the other counts as zeros. An
-        example is the embedding, which the last stage uses only in prediction depths.
+        gradients is deferred to a later call. If only one rank has a gradient, that of the other counts as zeros. This
+        happens in evaluation mode if the last stage uses the embedding only in prediction depths.
         """
         if self._transport is None or not self._parameters:
             return

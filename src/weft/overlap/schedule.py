@@ -56,9 +56,9 @@ def forward_backward(
         overlap: False runs the two microbatches of a pair one after the other, as a reference.
         delay_wgrad: compute the weight gradients of linear and expert layers separately, during an exchange.
         early_release: in a pair of a forward and a backward, free the activations of the backward's layer before the
-            experts of the forward run. This takes less memory and hides less communication.
-        halves: if the forward or the backward of a microbatch is not in a pair, exchange the rows of each half of its
-            tokens separately, in forward and in backward. The experts compute one half while the other is in flight.
+            forward runs its experts. This takes less memory and hides less communication.
+        halves: if the forward or the backward of a microbatch is not in a pair, exchange each half of its tokens
+            separately, in forward and in backward. The experts compute one half while the other is in flight.
             This needs a model with `moe_rows_per="rank"`. The gradients of experts are summed in another order, which
             changes their rounding.
         loss_scale: the factor of the gradients, such as 1 / len(microbatches), or a list with a factor for each
@@ -164,8 +164,8 @@ def evaluate(
     Without labels, `losses` is empty.
 
     Raises the errors of `forward_backward` about `model` and `microbatches`. If you request outputs, also raises
-    TypeError for a model without `logits`, and ValueError for microbatches of different lengths, for labels in only
-    some microbatches, and for a model with prediction depths in training mode.
+    TypeError for a model without `logits`, and ValueError for microbatches of different sequence lengths, for labels in
+    only some microbatches, and for a model with prediction depths in training mode.
     """
     layers, depths = layers_of(model), depths_of(model)
     assert isinstance(model, nn.Module)  # layers_of has refused others

@@ -30,7 +30,7 @@ from weft.overlap.order import BACKWARD, Step
 
 @dataclass(frozen=True)
 class LayerUnits:
-    """The units of one layer. `whole`: the units held throughout the layer. `experts`: the units held only during the
+    """The sharded units of one layer. `whole`: those held throughout the layer. `experts`: those held only during the
     stage `experts`. `policy`: the casts of the layer's inputs and outputs."""
 
     whole: tuple[Unit, ...]
@@ -40,8 +40,8 @@ class LayerUnits:
 
 @dataclass(frozen=True)
 class DepthUnits:
-    """The units (`whole`) of a prediction depth outside its layers. `layers`: the numbers of its layers. `policy`: the
-    casts of its inputs and outputs."""
+    """A prediction depth. `whole`: its sharded units, without those of its layers. `layers`: the numbers of these
+    layers. `policy`: the casts of the depth's inputs and outputs."""
 
     whole: tuple[Unit, ...]
     layers: range
@@ -51,7 +51,7 @@ class DepthUnits:
 class Around(NamedTuple):
     """A step with three lists of units. `acquire`: those that are acquired before it. `release`: those that are
     released after it. `reduce`: those whose gradients are reduced after it. A `Hold` stands for a range of steps that
-    use a unit: the last of them releases what the first acquired."""
+    use a unit: the first of them acquires it, and the last releases it."""
 
     step: Step
     acquire: list[tuple[Unit, Hold]]
@@ -61,8 +61,8 @@ class Around(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ModelUnits:
-    """The units of a model: of layers, of prediction depths, and outside of both. `engine`: None for a model without
-    units."""
+    """The sharded units of a model: of its layers, of its prediction depths, and outside of both. `policy`: the casts
+    of its inputs and outputs. `engine`: the engine that its units share; None without units."""
 
     layers: tuple[LayerUnits, ...]
     depths: tuple[DepthUnits, ...]
@@ -74,7 +74,7 @@ class ModelUnits:
     def of(
         cls, model: Any, layers: Sequence[StagedLayer], depths: Sequence[Sequence[StagedLayer]] = ()
     ) -> "ModelUnits":
-        """Find the units of `model`. The layers of depths are numbered after `layers`.
+        """Find the units of `model`. `depths`: the layers of each prediction depth, which are numbered after `layers`.
 
         Raises ValueError if layers are sharded but the model around them is not.
         """
@@ -100,7 +100,7 @@ class ModelUnits:
         return cls(tuple(found), tuple(around), outside, _policy_of(model), engine)
 
     def program(self, steps: Iterable[Step], together: Iterable[set[tuple[int, int]]] = ()) -> list[Around]:
-        """Return `steps`, each with the units to acquire, release and reduce.
+        """Return `steps`, each with the units to acquire and to release, and those whose gradients to reduce.
 
         `together`: for each pair of backwards that run together, the (microbatch, chunk) of both. The gradients of a
         unit that both use are reduced once, after both.
@@ -143,14 +143,14 @@ class ModelUnits:
             yield "experts", step.layer, self.layers[step.layer].experts
 
     def scheduled(self, program: Sequence[Around], *, backward: bool = True) -> AbstractContextManager:
-        """Return a context manager in which `program` runs. At its end, gradients are reduced and units are resharded,
-        as at the end of a backward. `backward`: whether the program has backward steps."""
+        """Return a context manager in which `program` runs. When it exits, units are resharded. If the program has
+        backward steps (`backward`), gradients are also reduced, as at the end of a backward."""
         if self.engine is None:
             return nullcontext()
         return self.engine.scheduled(self.trace(program), backward=backward)
 
     def trace(self, program: Sequence[Around]) -> Trace:
-        """Return the uses, releases and reductions of units in `program`, as events."""
+        """Return `program` as events: units are acquired and released, and their gradients are reduced."""
         events = []
         for each in program:
             events += [Event("use", unit.number, int(hold.backward and unit.turns)) for unit, hold in each.acquire]
@@ -161,8 +161,8 @@ class ModelUnits:
     def before(self, around: Around, graph: Any, *, last: bool) -> None:
         """Acquire the units in `around.acquire`.
 
-        `graph`: an object that lives from the microbatch's forward to its backward. `last`: whether no other microbatch
-        follows in the step's chunk.
+        `graph`: an object that lives from the forward of the step's microbatch to its backward. `last`: whether this
+        microbatch is the last one of the step's chunk.
         """
         if self.engine is None:
             return
@@ -178,7 +178,7 @@ class ModelUnits:
                 unit.calls.add(ref(self if unit in self.outside else graph, unit.calls.discard))
 
     def after(self, around: Around, graph: Any) -> None:
-        """Release the units in `around.release`. Reduce the gradients of the units in `around.reduce`."""
+        """Release the units `around.release`, and reduce gradients of `around.reduce`. `graph`: as in `before`."""
         if self.engine is None:
             return
         for unit, hold in around.release:
@@ -189,7 +189,7 @@ class ModelUnits:
             self.engine.ready(unit)
 
     def failed(self, what: str, error: BaseException) -> None:
-        """Tell the ranks that wait for this rank that the step `what` raised `error`."""
+        """Report to the ranks that wait for this one: the step `what` raised `error`."""
         if self.engine is not None:
             self.engine.note_failure(what, error)
         elif (watch := hang_detector()) is not None:

@@ -29,8 +29,8 @@ from weft.overlap.order import COMPUTE
 
 
 class DelayedWeights(TorchFunctionMode):
-    """A `TorchFunctionMode`. For products with parameters that run under it, backward queues the weight gradients. Each
-    stage with delayed weight gradients has its own instance for each layer and microbatch."""
+    """A `TorchFunctionMode`. If a product with a parameter runs under it, backward queues the weight gradient for
+    `run`. Each instance serves one microbatch, in one stage of a layer, in the head, or in a prediction depth."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class DelayedWeights(TorchFunctionMode):
         self._queue.append(compute)
 
     def repeatable(self) -> Callable[[], None]:
-        """Return a function that computes the gradients queued now. It can be called repeatedly."""
+        """Return a function that, at each call, computes the weight gradients that are queued now."""
         queued = list(self._queue)
 
         def compute() -> None:

@@ -60,7 +60,7 @@ class Drawing:
 
 
 def title(table: Table) -> str:
-    """Return one line with the name, the ranks and the microbatches of `table`."""
+    """Return one line with the name of `table` and its numbers of ranks, chunks and microbatches."""
     shape = _counted(len(table.ranks), "rank")
     if table.chunks > 1:
         shape += f", {table.chunks} chunks each" + " in a V" * (table.placement == V)
@@ -68,7 +68,7 @@ def title(table: Table) -> str:
 
 
 def cost(simulation: Simulation) -> str:
-    """Return one line with the time, the idle share and the most live activations of any rank."""
+    """Return one line: the time, the idle share, and the peak number of microbatches with activations on any rank."""
     live = _counted(max(simulation.live), "microbatch", "es")
     return f"time {simulation.time:g}, idle {simulation.idle_share:.1%}, activations of up to {live} alive"
 

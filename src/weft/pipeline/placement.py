@@ -23,7 +23,7 @@ class Cut:
     - `ranks`: the number of pipeline ranks.
     - `placement`: "loop" or "v" (see `weft.pipeline.placement`).
     - `group`: the process group of the pipeline's ranks. None for a single rank.
-    - `rank`: this rank in `group`.
+    - `rank`: the number of this rank in `group`.
     - `shares_ends`: whether the first and the last stage are on different ranks and share a parameter (a tied
       embedding).
     """
@@ -85,7 +85,7 @@ class Cut:
         return self.holder(0) == self.rank
 
     def stages_of(self, model: Any) -> dict[str, int]:
-        """Return the stage of each parameter by name. `model`: this rank's part of the model."""
+        """Return the stage number of each parameter, by its name. `model`: this rank's part of the model."""
         layers = iter(model.staged_layers)
         stages = {
             id(parameter): self.stage(chunk)
@@ -104,7 +104,7 @@ class Cut:
 
     @property
     def has_copies(self) -> bool:
-        """Whether this rank has the second copy of a parameter that the first and the last stage share."""
+        """Whether this rank has the last stage's copy of a parameter that the first stage, on another rank, shares."""
         return self.shares_ends and self.is_last
 
     @property

@@ -31,8 +31,8 @@ def format_entry(entry: Entry) -> str:
 
 
 def check_ranks(table: Table) -> None:
-    """Check each rank by itself. Raises TableError for the first entry that breaks a rule or is missing. Raises
-    ValueError for sizes below 1 and for an unknown placement."""
+    """Check each rank by its own entries. Raises TableError for the first entry that breaks a rule or is missing.
+    Raises ValueError for a number of ranks, chunks or microbatches below 1, and for an unknown placement."""
     _check_shape(table)
     for rank, entries in enumerate(table.ranks):
         ledger = _Ledger(table)
@@ -70,7 +70,7 @@ class _Ledger:
         self._next: Counter[tuple[str, int]] = Counter()
 
     def fault(self, entry: Entry) -> str | None:
-        """If `entry` can be next, record it and return None. Otherwise return the reason."""
+        """If `entry` can be next, record it and return None. Otherwise return why it cannot."""
         for action in entry:
             if fault := self._range_fault(action) or self._order_fault(action):
                 return fault

@@ -47,7 +47,7 @@ def one_forward_one_backward(ranks: int, chunks: int, microbatches: int) -> Tabl
 def interleaved(ranks: int, chunks: int, microbatches: int) -> Table:
     """Return the table of 1F1B with several chunks on each rank.
 
-    A chunk is smaller than a rank's single stage in 1F1B, so the pipeline fills and drains faster. Its idle time is
+    A chunk is smaller than a rank's single stage in 1F1B, so the pipeline fills and drains faster. The idle time is
     that of 1F1B divided by the number of chunks.
     """
     rows = _interleaved(ranks, chunks, microbatches, extra=0)
@@ -55,8 +55,8 @@ def interleaved(ranks: int, chunks: int, microbatches: int) -> Table:
 
 
 def combined(ranks: int, chunks: int, microbatches: int) -> Table:
-    """Return the table of `interleaved` with one more forward at the start. Each remaining forward runs as a pair with
-    the backward after it.
+    """Return the table of `interleaved` with one more forward at the start of each rank. Each remaining forward runs as
+    a pair with the backward after it.
 
     Without the additional forward, each backward of the last rank would need the result of the forward in its own pair.
     """
@@ -68,15 +68,16 @@ def paired(ranks: int, chunks: int, microbatches: int) -> Table:
     """Return the table of `combined`, where neighbouring forwards of a chunk at the start and neighbouring backwards of
     a chunk at the end also form pairs.
 
-    On one rank with one chunk, the table has a second forward at the start, for a pair of two forwards. It then keeps
-    the activations of one more microbatch in memory than `combined`.
+    With one rank and one chunk, `combined` starts with a single forward. This table then starts with a pair of two, and
+    keeps the activations of one more microbatch in memory.
     """
     rows = _interleaved(ranks, chunks, microbatches, extra=2 if ranks == chunks == 1 else 1)
     return Table("paired", tuple(tuple(_alike(_paired(row))) for row in rows), chunks, microbatches)
 
 
 def dualpipev(ranks: int, chunks: int, microbatches: int) -> Table:
-    """Return the table of DualPipeV: stages form a V, and forwards on one side pair with backwards on the other."""
+    """Return the table of DualPipeV: stages form a V, so a rank has two chunks. Forwards of one of them pair with
+    backwards of the other."""
     rows = [tuple(_dualpipev(ranks, rank, microbatches)) for rank in range(ranks)]
     return Table("dualpipev", tuple(rows), chunks, microbatches, V)
 
@@ -84,8 +85,8 @@ def dualpipev(ranks: int, chunks: int, microbatches: int) -> Table:
 def zbv(ranks: int, chunks: int, microbatches: int) -> Table:
     """Return the table of ZB-V: stages form a V, and weight gradients are computed when a rank would otherwise be idle.
 
-    If F, I and W take equal time, and there are at least 2 * `ranks` - 1 microbatches, no rank is idle between its
-    first and its last entry.
+    If forwards, input gradients and weight gradients take equal time, transfers take none, and there are at least
+    2 * `ranks` - 1 microbatches, no rank is idle between its first and its last entry.
     """
     rows = [_zbv(ranks, rank, max(microbatches, 2 * ranks - 1)) for rank in range(ranks)]
     kept = [tuple(entry for entry in row if entry[0].microbatch < microbatches) for row in rows]
@@ -94,8 +95,8 @@ def zbv(ranks: int, chunks: int, microbatches: int) -> Table:
 
 class Schedule(NamedTuple):
     """A schedule and its limits. `generate(ranks, chunks, microbatches)` returns its table. `chunks`: the default
-    number of chunks. `any_chunks`: whether other numbers are possible. `microbatches_per_rank`: the least number of
-    microbatches, divided by the number of ranks."""
+    number of chunks on each rank. `any_chunks`: whether other numbers are possible. `microbatches_per_rank`: the
+    schedule needs this many microbatches, times the number of ranks, or more."""
 
     generate: Callable[[int, int, int], Table]
     chunks: int
@@ -235,7 +236,7 @@ class _Row:
         self.waiting.append((microbatch, chunk))
 
     def weights(self, chunk: int | None = None) -> None:
-        """Append the oldest delayed W. `chunk`: choose only from the W of this chunk."""
+        """Append the oldest delayed W (weight gradients) of `chunk` or, with None, of any chunk."""
         owed = next(visit for visit in self.waiting if chunk is None or visit[1] == chunk)
         self.waiting.remove(owed)
         self.entries.append((Action("W", *owed),))

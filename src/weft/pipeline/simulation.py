@@ -25,9 +25,9 @@ Arrival = tuple[str, int, int]
 class Costs:
     """The times of actions, in any unit.
 
-    - `forward`, `inputs`, `weights`: the times of F, I and W. Each is a number, or has one number for each stage. A
-      full backward (B) takes `inputs` + `weights`.
-    - `pair`: a pair takes `pair` times the sum of the times of its actions.
+    - `forward`, `inputs`, `weights`: the times of a forward (F), input gradients (I) and weight gradients (W). Each is
+      a number, or has one number for each stage. A full backward (B) takes `inputs` + `weights`.
+    - `pair`: the time of a pair, divided by the sum of the times of its two actions.
     - `transfer`: the time from the end of an action to the arrival of its result on another rank.
     """
 
@@ -88,8 +88,8 @@ class Simulation:
     def live(self) -> tuple[float, ...]:
         """For each rank, the peak number of microbatches whose activations are in memory.
 
-        A microbatch with activations in all of the rank's chunks counts as 1, in half of them as 0.5. The activations
-        of a chunk live from the start of its F to the end of its B or W.
+        A microbatch that has activations in all of the rank's chunks counts as 1; in half of them, as 0.5. A chunk's
+        activations live from the start of its forward to the end of its backward, weight gradients included.
         """
         return tuple(max(_alive(entries)) / self.table.chunks for entries in self.table.ranks)
 

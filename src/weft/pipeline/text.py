@@ -54,8 +54,8 @@ def read_table(path: str | Path) -> Table:
 def parse_table(text: str, source: str = "table") -> Table:
     """Return the checked table that `text` describes.
 
-    `source`: the name of the text in errors. Raises ValueError, with the line, for invalid text. Raises TableError for
-    a table that cannot run.
+    `source`: the name of the text in errors. Raises ValueError, with the line number, for invalid text. Raises
+    TableError for a table that cannot run.
     """
     head: re.Match[str] | None = None
     ranks: list[list[Entry]] = []

@@ -43,8 +43,8 @@ Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 class Channel:
-    """This rank's end of a channel. It either sends or receives the messages of one direction over one border. Messages
-    arrive in the order of sending."""
+    """This rank's end of a channel for messages in one direction over one border between stages. An end either sends or
+    receives. Messages arrive in the order of sending."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int, number: int, title: str, device: torch.device) -> None:
         """`group`: the group of this rank and the other end. `peer`: the other end's rank in `group`. `number`: the
@@ -133,7 +133,7 @@ class Channel:
         self._known.clear()
 
     def forget(self) -> None:
-        """Give up all messages that are expected or sent. `Transport.forget` then ends the wait of the other end."""
+        """Give up all messages that this end expects or has sent. For the other end, see `Transport.forget`."""
         self._coming.clear()
         for ticket in (*(ticket for _, ticket in self._expected), *(ticket for ticket, _ in self._sent)):
             ticket.abandon(FAREWELL)
@@ -183,7 +183,7 @@ class Channel:
 
 
 class Transport:
-    """The channels between this rank's stages and the stages on other ranks. Border n follows stage n."""
+    """The channels between this rank's stages and the stages on other ranks. Border n: between stages n and n + 1."""
 
     def __init__(self, cut: Cut, device: torch.device) -> None:
         """Create all channels. Collective: every rank of the pipeline calls it."""
@@ -218,7 +218,7 @@ class Transport:
             channel.finish()
 
     def swap(self, tensor: Tensor) -> Tensor:
-        """Exchange `tensor` between the ranks of the first and the last stage. Return the other rank's tensor."""
+        """Exchange tensors of one shape between the ranks of the first and last stages. Return the other's tensor."""
         ways = (FORWARD, BACKWARD) if self._is_first else (BACKWARD, FORWARD)
         out, into = (self._channels[ENDS, way] for way in ways)
         key = shapes = ((tuple(tensor.shape), tensor.dtype),)
@@ -238,7 +238,7 @@ class Transport:
 
     def forget(self) -> None:
         """Give up all messages, after an exception in a schedule. With gloo, this closes the connections, so a rank
-        that waits at the other end gets an error. With other backends, the hang detector ends its wait."""
+        that waits at the other end gets an error. With other backends, the hang detector ends that rank's wait."""
         for channel in self._channels.values():
             channel.forget()
         for group in dict.fromkeys(channel.group for channel in self._channels.values()):

@@ -68,8 +68,8 @@ def dequantize(
 
 
 def unpacked_e2m1(payload: torch.Tensor) -> torch.Tensor:
-    """Unpack nvfp4 codes to one per byte, with their bits at the places of e4m3. A byte read as e4m3 is then 1/64 of
-    the code's value."""
+    """Unpack nvfp4 codes to one per byte, with sign, exponent and mantissa where e4m3 has them. A byte read as e4m3 is
+    then 1/64 of the code's value."""
     halves = torch.stack([payload << 4, payload & 0xF0], dim=-1).flatten(-2)  # the sign first, as in e4m3
     return (halves & 0x80) | (halves & 0x70) >> 2
 

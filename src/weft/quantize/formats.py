@@ -48,9 +48,9 @@ def quantize(
 
     For a stack of S matrices, `[S, R, C]`, the shapes of the scales begin with S: `[S]`, `[S, R]`, and so on.
 
-    `largest`: pass it if `tensor` is a part of a matrix and the recipe has a scale per matrix (tensorwise, nvfp4). It
-    is the result of `largest_of` for the whole matrix. If `tensor` is a stack, it holds one such result for each
-    matrix, `[S]`. `out`: the tensor for the payload. Raises ValueError for a shape that does not fit the recipe, and
+    `largest`: the result of `largest_of` for the whole matrix or, for a stack, one result for each matrix, `[S]`. Pass
+    it if `tensor` has only a part of each matrix and the recipe has a scale per matrix (tensorwise, nvfp4).
+    `out`: the tensor for the payload. Raises ValueError for a shape that does not fit the recipe, and
     TypeError for a dtype other than float64, float32, bfloat16 and float16.
     """
     recipe.check(tensor.shape)

@@ -47,8 +47,8 @@ class _Piece(NamedTuple):
 
 
 class Narrow:
-    """Weights are gathered as payload and scales. These are kept beside the main weights, and made from them once per
-    step."""
+    """The format with quantization: weights are gathered as payload and scales. These are kept beside the main weights,
+    and made from them once per step."""
 
     refreshes = True
     staging: Transient | None = None
@@ -99,8 +99,8 @@ class Narrow:
         return self._recipe.along(-2 if (len(self._extents[number].shape) == 3) != bool(copy) else -1)
 
     def write(self, own: torch.Tensor, source: torch.Tensor, pool: Pool, copy: int = 0) -> Callable[[], Any] | None:
-        """Return a function that quantizes `source`, this rank's main weights, to `own`, this rank's bytes of copy
-        number `copy`. Return None if `source` is already quantized."""
+        """Return a function that quantizes `source` (this rank's main weights) into `own` (this rank's bytes of copy
+        number `copy`). Return None if `source` is already quantized."""
         return None if source.dtype == self.dtype else functools.partial(self.fill, own, source, copy)
 
     def land(self, full: torch.Tensor, source: torch.Tensor, pool: Pool) -> torch.Tensor:
@@ -129,8 +129,8 @@ class Narrow:
         return self.maxima[self._matrices[number] : self._matrices[number + 1]]
 
     def local_maxima(self, main: torch.Tensor) -> torch.Tensor:
-        """Return the largest magnitude of each matrix in `main`, this rank's shard; 0 for a matrix that has no elements
-        in it."""
+        """Return the largest magnitude of each matrix within `main`, this rank's shard; 0 for a matrix without elements
+        in the shard."""
         found = torch.zeros(self._matrices[-1], dtype=torch.float32, device=self._plan.device)
         for piece, _, values in self._pieces_of(main):
             found[self._matrices[piece.number] + piece.matrix] = largest_of(values.to(found.device), self._recipe)
@@ -192,7 +192,7 @@ class Narrow:
         return None if self.maxima is None else self.maxima_of(piece.number)[piece.matrix]
 
     def fill(self, own: torch.Tensor, main: torch.Tensor, copy: int = 0) -> Pending:
-        """Quantize `main`, this rank's main weights, to `own`, this rank's bytes of copy number `copy`."""
+        """Quantize `main` (this rank's main weights) into `own` (this rank's bytes of copy number `copy`)."""
         for piece, at, values in self._pieces_of(main):
             if self._plan.offload is not None:  # quantize on the device
                 there = torch.empty(values.shape, dtype=values.dtype, device=own.device)
@@ -206,7 +206,7 @@ class Narrow:
         return Pending()
 
     def unpacked(self, come: torch.Tensor, copy: int = 0) -> Iterator[tuple[int, torch.Tensor, Any]]:
-        """Yield, for each piece in `come`, the gathered bytes of copy number `copy`: its offset in the full weights,
+        """For each piece in `come` (the gathered bytes of copy number `copy`), yield its offset in the full weights,
         its payload, and its scales."""
         shard_numel = self._plan.layout.shard_numel
         for shard, sent in enumerate(come.view(self.layout.shards, -1)):
@@ -215,7 +215,7 @@ class Narrow:
                 yield piece.place, codes, self._scales(piece, steps, copy)
 
     def restore(self, own: torch.Tensor, main: torch.Tensor) -> None:
-        """Fill `main`, this rank's main weights, with the dequantized values of `own`, this rank's bytes."""
+        """Fill `main` (this rank's main weights) with the dequantized values of `own` (this rank's bytes)."""
         for piece, at, _ in self._pieces_of(main):
             codes, steps = self._bytes_of(own, piece, at, 0)
             self._widen(codes, self._scales(piece, steps, 0), main, at)
@@ -250,11 +250,11 @@ class Narrow:
     def operand(
         self, codes: torch.Tensor, full: torch.Tensor, number: int, copy: int, *, backward: bool = False
     ) -> tuple[torch.Tensor, Any, Quantization]:
-        """Return payload, scales and recipe of tensor number `number`, for a matrix product of forward or, with
-        `backward`, of backward.
+        """Return payload, scales and recipe of tensor number `number`, for a matrix product in forward or, with
+        `backward`, in backward.
 
         `full`: full weights that stay quantized, made from copy number `copy`. `codes`: the tensor's payload in `full`.
-        If transposed codes are kept too, and the product sums over rows, the payload returned is a view of the
+        With `keep_transpose`, if the product sums over the tensor's rows, the payload returned is a view of the
         transposed codes in the shape of `codes`.
         """
         recipe, shape, begin = self._recipe_of(number, copy), tuple(codes.shape), self._scales_at[number]

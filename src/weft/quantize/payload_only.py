@@ -126,8 +126,8 @@ class PayloadOnly(FlatBuffer):
 
 
 def payload_only_of(group: Any) -> PayloadOnly | None:
-    """Return a `PayloadOnly` that replaces the group's main weights; None if they must be kept. They need not be kept
-    if they are frozen, not offloaded, not empty, and have one quantized copy."""
+    """Return a `PayloadOnly` that replaces the main weights of `group`, a parameter group, if they are frozen, not
+    offloaded, not empty, and have one quantized copy. Otherwise return None: the main weights are kept."""
     stays = group.trainable or group.offload is not None or not group.layout.data_numel
     if stays or not isinstance(group.payload, Narrow) or group.payload.copies > 1:
         return None

@@ -29,7 +29,7 @@ def beside(recipe: Quantization, dim: int, *, by_row: bool = False) -> Quantizat
 
     `dim`: the dimension of the weight over which the product sums. If a rowwise, mx or nvfp4 weight has blocks of one
     element along `dim`, the other operand is not quantized, and None is returned. `by_row`: with a tensorwise weight,
-    give each row of the operand its own scale. A row of the product then does not depend on other rows.
+    give each row of the other operand its own scale. A row of the product then does not depend on other rows.
     """
     if recipe.kind == "tensorwise":
         return rowwise(pow2=recipe.pow2) if by_row else dataclasses.replace(recipe, via=None)
@@ -51,7 +51,7 @@ def scaled_product(
     """Return `x @ weight.T` for `dim` -1, or `x @ weight` for `dim` -2, in the dtype of `x`.
 
     `x`: `[rows, K]`, where K is the size of dimension `dim` of the weight. `payload`, `scales`: the payload and the
-    scales of the weight, as `quantize` returns them. `offsets`: for a stack of matrices, where the rows of each end in
+    scales of the weight, as `quantize` returns them. `offsets`: for a stack of matrices, the end of each one's rows in
     `x`: matrix i multiplies the rows `x[offsets[i - 1] : offsets[i]]`, and matrix 0 those before `offsets[0]`.
     """
     other = beside(recipe, dim, by_row=offsets is not None)
@@ -86,8 +86,8 @@ def by_kernel(
 def missing_product(
     recipe: Quantization, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Return why a weight of this shape that is quantized with `recipe` cannot be multiplied, or None if it can be.
-    `dtype`: the compute dtype."""
+    """Return why a weight of this shape and `recipe` cannot have `compute="scaled"`, or None if it can. `dtype`: the
+    compute dtype."""
     if dtype.itemsize > 4:
         return f"products of quantized operands accumulate in fp32, which is narrower than {dtype}"
     if len(shape) == 3 and recipe.kind in ("rowwise", "nvfp4"):

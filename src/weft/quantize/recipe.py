@@ -34,7 +34,7 @@ class Quantization:
 
     - `block`: how many rows and how many columns share a scale. 0: all of them.
     - `pow2`: whether fp32 scales are rounded up to powers of two.
-    - `via`: the dtype to which weights are cast before they are quantized. None: the compute dtype. If this is fp64, or
+    - `via`: the dtype to which weights are cast before they are quantized. None: the compute dtype. If that is fp64, or
       if you call `weft.quantize.quantize` yourself, None means no cast.
     - `compute`: with "dequantize", products use the weight in the compute dtype. With "scaled", linear layers and
       experts multiply quantized operands (`weft.quantize.products`).
@@ -88,7 +88,7 @@ class Quantization:
         return 2 if self.kind == "mx" and self.is_scaled else 1
 
     def along(self, dim: int) -> "Quantization":
-        """Return this recipe with its blocks along dimension -1 or, for mx, -2 of matrices. Only for mx and nvfp4.
+        """Return this recipe, mx or nvfp4, with its blocks along dimension `dim` of matrices: -1 or, for mx, also -2.
         Along -2, the last block may be shorter."""
         size = max(self.block)
         return dataclasses.replace(self, block=(1, size) if dim == -1 else (size, 1))
@@ -110,8 +110,8 @@ class Quantization:
         return 1 if self.kind in ("mx", "nvfp4") else 4
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the blocks' scales, for a tensor of the shape `shape`. For nvfp4, the fp32 scales of the
-        matrices are not part of it."""
+        """Return the shape of the blocks' scales, for a tensor of the shape `shape`. For nvfp4, these are the e4m3
+        scales, without the fp32 scales of the matrices."""
         rows, columns = self.block
         *stack, height, width = shape if len(shape) > 1 else (1, *shape)
         if self.kind == "tensorwise":
@@ -152,7 +152,7 @@ def tensorwise(
     compute: str = "dequantize",
     keep_transpose: bool = False,
 ) -> Quantization:
-    """Return a recipe for FP8 (e4m3) with one fp32 scale per matrix, computed from its current values.
+    """Return a recipe for FP8 (e4m3) with one fp32 scale per matrix, computed from the matrix's current values.
 
     The options are described in `Quantization`.
     """

@@ -10,8 +10,8 @@ from weft.quantize.recipe import Quantization
 
 
 class Shares(NamedTuple):
-    """Two fractions of all elements, from 0 to 1. `saturated`: those that were clamped to the format's largest
-    magnitude. `underflowed`: those that were not zero and became zero."""
+    """Two fractions of all elements, from 0 to 1. `saturated`: the elements that were clamped to the format's largest
+    magnitude. `underflowed`: the nonzero elements that became zero."""
 
     saturated: float
     underflowed: float

@@ -26,8 +26,7 @@ Rule = Literal["broadcast", "mean", "own"]
 
 
 def buffers_of(model: nn.Module, rule: Rule) -> "Buffers | None":
-    """Return the `Buffers` of your own `model`. Return None for a HybridModel, whose buffers are equal on all ranks
-    anyway.
+    """Return the `Buffers` of `model`, or None for a HybridModel, whose buffers are equal on all ranks anyway.
 
     Raises ConfigError for a HybridModel if `rule` is not "broadcast", the default.
     """
@@ -86,8 +85,8 @@ class Buffers:
         return (known[name] for name in self._buffers)
 
     def prepare_load(self, stored: Mapping[str, Any]) -> None:
-        """Note whether the checkpoint holds the buffers of every rank. If it does not, `load_state_dict` does nothing,
-        and every rank keeps the buffers that were loaded with the model."""
+        """Note whether the checkpoint holds every rank's buffers (`stored`). If it does not, `load_state_dict` does
+        nothing, and every rank keeps the buffers that were loaded with the model."""
         self._are_absent = not stored
 
     def state_dict(self) -> dict[str, Any]:
@@ -99,6 +98,6 @@ class Buffers:
             buffer.copy_(state["buffers"][name])
 
     def load_from_other_ranks(self, state: Mapping[str, Any], rank: int, ranks: int) -> None:
-        """Load `state`, the buffers that rank 0 saved. A load calls this on every rank if the number of ranks has
-        changed."""
+        """Load `state`, the buffers that rank 0 saved. Called on every rank if another number of ranks saved the
+        checkpoint."""
         self.load_state_dict(state)

@@ -40,7 +40,7 @@ class _Generation(Extension):
 
 
 class ChatTemplate:
-    """A template together with the special tokens of its tokenizer. Raises ConfigError for an invalid template."""
+    """A tokenizer's chat template and special tokens. Raises ConfigError for an invalid template."""
 
     def __init__(self, text: str, special: Mapping[str, str], name: str = "chat template") -> None:
         self.name, self.special = name, dict(special)
@@ -57,14 +57,14 @@ class ChatTemplate:
             raise ConfigError(f"{name}: is not a chat template ({error}); use an undamaged copy") from error
 
     def render(self, messages: Messages, *, prompt: bool = False) -> str:
-        """Return a conversation as text. With `prompt`, append the beginning of the assistant's next message."""
+        """Return a conversation as text. With `prompt`, append what precedes an answer of the assistant."""
         return self._marked(messages, prompt).replace(BEGIN, "").replace(END, "")
 
     def spans(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
         """Return a conversation as text, and the ranges (begin, end) of the characters that the assistant writes.
 
         Raises ConfigError if the ranges cannot be determined: the template has no {% generation %}, and either renders
-        messages differently when others follow, or renders the assistant's message without the prompt for it.
+        a message differently when others follow it, or renders an answer without the text that `prompt` appends.
         """
         if self.marks:
             return _unmarked(self._marked(messages, False))

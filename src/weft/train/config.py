@@ -89,7 +89,7 @@ class TrainConfig:
             self.check_own_model()
 
     def check_own_model(self) -> None:
-        """Raise ConfigError if a setting that has no effect on your own model is not at its default."""
+        """Raise ConfigError if a setting without effect on your own model (model.factory) differs from its default."""
         for name, value, default in (
             ("sharding.cp", self.sharding.cp, 1),
             ("sharding.ep", self.sharding.ep, 1),
@@ -105,7 +105,7 @@ class TrainConfig:
 
     @property
     def hybrid(self) -> HybridConfig:
-        """The section `model` as the configuration of a HybridModel. Do not use it if the model is your own."""
+        """The section `model`, which must describe a HybridModel, not your own model (model.factory)."""
         assert isinstance(self.model, HybridConfig)
         return self.model
 
@@ -132,7 +132,7 @@ class TrainConfig:
 
     def table(self, world_size: int) -> Table:
         """Return the pipeline schedule of a step. `world_size`: the number of all ranks. Raises ConfigError if the
-        schedule does not support this number of pipeline ranks, chunks or microbatches."""
+        schedule does not support these numbers of pipeline ranks, stages per rank (chunks) and microbatches."""
         pp = self.sharding.pp
         count = self.microbatches_per_step(world_size // pp // self.sharding.tp // self.sharding.cp)
         try:
@@ -152,7 +152,7 @@ class TrainConfig:
         - a global batch that cannot be divided into equally many microbatches for each data-parallel rank
         - `train.overlap` with only one microbatch per step on each rank
         - sizes that do not fit into memory
-        - a vocabulary smaller than that of the tokenizer
+        - a `model.vocab_size` below that of the tokenizer
         """
         pp = self.sharding.pp
         fits = [size for size in range(1, world_size + 1) if world_size % size == 0]
@@ -258,8 +258,8 @@ def to_dict(config: TrainConfig, *, own_task: bool = False) -> dict[str, dict[st
 
 
 def to_toml(config: TrainConfig, *, own_task: bool = False) -> str:
-    """Return what `to_dict` returns, as TOML text. Unless `own_task` is set, `parse_config` makes an equal
-    configuration from it."""
+    """Return the settings of `to_dict` as TOML text. Unless `own_task` is set, `parse_config` makes an equal
+    configuration from the text."""
     tables = []
     for section, values in to_dict(config, own_task=own_task).items():
         lines = [f"[{section}]", *(f"{name} = {show(value)}" for name, value in values.items())]

@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 
 
 class WeightAverage:
-    """The averages of all trainable weights. At first, they are equal to the weights.
+    """Exponential moving averages of all trainable weights. At first, they are equal to the weights.
 
-    `after_step` then sets average = decay x average + (1 - decay) x weight.
+    Each call of `after_step` sets average = decay x average + (1 - decay) x weight.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

@@ -44,10 +44,9 @@ _WITH_EFFECT = (
 
 
 def move(microbatch: Any, device: torch.device) -> Any:
-    """Return the microbatch, any nested structure, with its tensors on the device.
+    """Return the microbatch, which may be any nested structure, with its tensors on the device.
 
-    A mapping or tuple that has a method `to`, such as a batch of a tokenizer or a packed sequence, is moved by this
-    method.
+    A mapping or tuple with a method `to`, such as a batch of a tokenizer or a packed sequence, is moved by its `to`.
     """
     return tree_map(partial(_moved, device=device), microbatch, is_leaf=_moves_itself)
 
@@ -71,7 +70,7 @@ def _moved(leaf: Any, device: torch.device) -> Any:
 
 @torch.no_grad()
 def validate(task: Task, device: torch.device, moved: Callable[[], None]) -> dict[str, float]:
-    """Return the validation loss and your own numbers, by name, as means over the microbatches of all ranks.
+    """Return the validation loss and the numbers that your loss returns, by name: means over all ranks' microbatches.
 
     Collective. Returns {} if there is no validation set. `moved`: a function that tells the watchdog that this rank
     makes progress. It is called before each call of `task.validation_losses`.

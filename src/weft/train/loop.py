@@ -62,8 +62,7 @@ class Trainer:
     - `optimizer`: a function that takes the sharded model and returns its optimizer. Default: the optimizer of the
       configuration's table [optimizer].
     - `command`: the command line without `--resume`, for messages that say how to resume. None in a script.
-    - `memory`: a folder in host memory for the copies of the training state that `checkpoint.memory_every` makes. None:
-      no copies.
+    - `memory`: a folder in host memory for copies of the training state. Required if `checkpoint.memory_every` is set.
     """
 
     def __init__(
@@ -185,8 +184,8 @@ class Trainer:
         """Train until the run is complete, or until any rank is asked to stop. All ranks then stop after the same step.
 
         Returns whether the run is complete: at its last step, or ended by `train.stop_after`. Complete or not, the step
-        that it reached is in a committed checkpoint. Raises RuntimeError if the loss or the gradient norm is not
-        finite. Raises Interrupted if a rank is asked to stop before the first step.
+        that it reached is in a committed checkpoint. Raises RuntimeError if the loss or the gradient norm is not finite
+        in a step that is not skipped as a spike. Raises Interrupted if a rank is asked to stop before the first step.
         """
         try:
             return self._run()
@@ -283,7 +282,8 @@ class Trainer:
         """Do nothing. Subclasses may override this method, which `run` calls on all ranks.
 
         `name`: "start" before the first step, "step" after each step, "validation" after each validation, "save" after
-        each save (it may not be committed yet), "end" after the last step. `numbers`: numbers of this event, by name.
+        each save (it may not be committed yet), "end" after the last step or a stop.
+        `numbers`: numbers of this event, by name.
         """
 
     def _step(self, metrics: Metrics) -> tuple[dict[str, float], bool]:
@@ -397,8 +397,9 @@ class Trainer:
 def train(config: TrainConfig, *, resume: str | bool = False) -> Trainer:
     """Train in the default process group, or in this process alone if there is none. Every rank calls this function.
 
-    `resume`: False for a new run, unless `run.resume` is true. True for the newest run named `run.name` that has a
-    committed checkpoint. A string: the directory of a run. Returns the trainer, whose `model` is trained.
+    `resume`: True resumes the newest run named `run.name` that has a committed checkpoint. A string is the directory of
+    the run to resume. False starts a new run, but means True if `run.resume` is true. Returns the trainer, whose
+    `model` is trained.
     """
     if not dist.is_initialized():
         begin_alone()

@@ -79,14 +79,14 @@ def clip_gradients(model: nn.Module, largest: float) -> torch.Tensor:
 
 
 def configured_options(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None) -> list[dict[str, Any]]:
-    """Return, for each parameter group, the options that a resumed run keeps as they are in `optimizer`, which was just
-    built. All other options come from the checkpoint.
+    """Return, for each parameter group, the options that a resumed run takes from the newly built `optimizer`, not
+    from the checkpoint:
 
-    - If [optimizer] names a class of torch.optim or "Muon", the run keeps all options.
-    - If [optimizer] names a class by its path, a group may also hold state, such as a count of steps. The run keeps
-      only options of [optimizer] and arguments of the class.
-    - If `config` is None, your own code built the optimizer. It may have changed options during the run, so the run
-      keeps only the learning rate.
+    - All options, if [optimizer] names a class of torch.optim or "Muon".
+    - Options of [optimizer] and arguments of the class, if [optimizer] names the class by its path. A group may then
+      also hold state, such as a count of steps, which comes from the checkpoint.
+    - Only the learning rate, if `config` is None: your own code built the optimizer, and may have changed other options
+      during the run.
     """
     known: Collection[str] | None = None
     if config is None:

@@ -24,8 +24,8 @@ from weft.train.task.task import Task
 class Passes:
     """The forward and backward passes of one rank.
 
-    In its first call, `run` also measures activation memory (not with `train.compile`) and, with `train.peak_tflops`,
-    counts operations. In the last step of the run, with `train.overlap` or a pipeline, it records a timeline.
+    The first call of `run` also measures activation memory (not with `train.compile`) and, with `train.peak_tflops`,
+    counts operations. With `train.overlap` or a pipeline, the call for the last step of training records a timeline.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class Passes:
         """The named scalars of the last step's losses."""
 
     def run(self, step: int, microbatches: list[Any]) -> torch.Tensor:
-        """Compute the gradients of the microbatches' weighted mean loss. Return, in a 1-D tensor on the device, each
-        microbatch's loss times its weight."""
+        """Compute the gradients of the mean of this rank's losses, weighted by `microbatch_weights`. Return, in a 1-D
+        tensor on the device, each microbatch's loss times its weight."""
         self.own_numbers = OwnNumbers(self._device)
         if self._are_counted:
             return self._forward_backward(step, microbatches)
@@ -67,7 +67,7 @@ class Passes:
         return self._counted(step, microbatches)
 
     def depth_losses(self) -> torch.Tensor:
-        """Return each prediction depth's loss, summed over the microbatches; zeros on stages other than the last."""
+        """Return each depth's multi-token prediction loss, summed over microbatches; 0 on stages before the last."""
         losses = prediction_losses(self._task.model)
         if self.table is not None and not losses.numel():
             return torch.zeros(self._config.hybrid.parsed.depths)

@@ -27,7 +27,8 @@ _MOMENTS = 2
 
 
 class Saves:
-    """Checkpoints of a run on disk, and copies of its state in host memory. All ranks must call every method.
+    """Writes and loads the checkpoints of a run on disk, and copies of its state in host memory. All methods are
+    collective.
 
     `folder`: the folder of the checkpoints. `memory`: the folder of the copies; None: no copies. `state`: a function
     that returns the state to save. Raises ConfigError if `checkpoint.memory_every` asks for copies and `memory` is
@@ -65,8 +66,8 @@ class Saves:
     def load(self, state: Mapping[str, Any]) -> int:
         """Fill `state` from the copy in memory or from the newest intact checkpoint. Return the step that was loaded.
 
-        The copy is loaded if it is intact and newer than every checkpoint on disk, damaged ones included. Otherwise it
-        is removed, because the run may copy the same step again.
+        The copy is loaded if it is intact and newer than every checkpoint on disk, damaged ones included. Otherwise the
+        copy is removed, because the run may copy the same step again.
         """
         newest = self.checkpoints.latest() or 0
         copied = self.copies.latest() or 0 if self.copies is not None else 0
@@ -111,7 +112,7 @@ class Saves:
         """Save the checkpoint of `step`, unless it is already on disk. Return whether a save was made or, with
         `checkpoint.asynchronous`, begun.
 
-        `best_step`: with `checkpoint.keep_best`, the step of the checkpoint that is also kept. `committed`: as in
+        `best_step`: with `checkpoint.keep_best`, the step of the best checkpoint, which is kept too. `committed`: as in
         `CheckpointManager.save`.
         """
         if self.saved_step == step:
@@ -134,7 +135,7 @@ class Saves:
         self.copies.save(step, self._state())
 
     def close(self) -> None:
-        """Wait for running saves and copies, and release the folders of both to other writers."""
+        """Wait for running saves and copies. Then release the folders of checkpoints and copies to other writers."""
         try:
             if self.copies is not None:
                 self._finish_copy(self.copies)

@@ -8,7 +8,7 @@ from weft.train.config import ScheduleConfig
 
 
 class Schedule:
-    """Sets the learning rate of each step to `config.factor` times the initial one, for each parameter group.
+    """Sets the learning rate of each parameter group, in each step, to `config.factor` times the group's initial rate.
 
     The factor depends only on the configuration and the step, so a run that resumes with a changed [schedule] follows
     the changed section.
@@ -21,7 +21,7 @@ class Schedule:
         """The number of steps whose learning rate was set."""
 
     def advance(self) -> float:
-        """Set the learning rate of the next step. Return the learning rate of the first parameter group."""
+        """Set the learning rates for the next step. Return the new learning rate of the first parameter group."""
         factor = self.config.factor(self.step, self.steps)
         for group, peak in zip(self.optimizer.param_groups, self.peaks):
             group["lr"] = peak * factor

@@ -36,8 +36,8 @@ def settings() -> Iterator[Setting]:
 
 
 def as_toml() -> str:
-    """Return the text of a TOML file with the default of every setting, below its documentation. Settings that are
-    unset by default are commented out."""
+    """Return the text of a TOML file: each setting with its default, below a comment that documents the setting.
+    Settings that are unset by default are commented out."""
     parts: list[str] = []
     section = ""
     for setting in settings():

@@ -34,9 +34,9 @@ DEFAULTS = Sampling(temperature=0.8, top_p=0.95)
 class Source:
     """Weights on disk, with the configuration and the tokenizer that belong to them.
 
-    `path`: a run, a checkpoint of a run, or a model directory. For a run, `load` uses the newest checkpoint that is
-    intact at the time of the call. `say`: called on the first rank with a line about each damaged checkpoint that is
-    skipped. `ignored`: fields of config.json to ignore (see `hf.config_of`). Raises ConfigError for any other path.
+    `path`: a run, a checkpoint of a run, or a model directory. Raises ConfigError for any other path. For a run, `load`
+    uses the newest checkpoint that is intact at the time of the call. `say`: called on the first rank with a line about
+    each damaged checkpoint that is skipped. `ignored`: fields of config.json to ignore (see `hf.config_of`).
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Source:
 
     @property
     def tokenizer_file(self) -> Path | None:
-        """The tokenizer.json of the run's text. None if the run has no such file, or if the source is not a run."""
+        """The path of the tokenizer.json of a run's text. None for a model directory, or if the run uses none."""
         if self.run is None or self._run_config.data.kind == "tokens" or self._run_config.data.tokenizer == "bytes":
             return None
         return Path(self._run_config.data.tokenizer)
@@ -160,9 +160,9 @@ class Source:
         special tokens are added, as in training. A list of tokens is used unchanged.
 
         A continuation has at most `tokens` tokens, and ends earlier at an end token. `choices`: fields of `Sampling`
-        that replace those of generation_config.json (if it has none, those of `DEFAULTS`). The same seed gives the same
-        texts. Only tokens of the tokenizer and end tokens are drawn, even if the vocabulary of the model is larger.
-        Raises ConfigError for an empty text, or for a text with tokens that the model does not have.
+        that replace those of generation_config.json or, without such a file, those of `DEFAULTS`. The same seed gives
+        the same texts. Only tokens of the tokenizer and end tokens are drawn, even if the vocabulary of the model is
+        larger. Raises ConfigError for an empty text, or for a text with tokens that the model does not have.
         """
         encoded = [self._encoded(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         rows = self.model_config.vocab_size

@@ -26,7 +26,7 @@ class Position:
     """The number of validations after `best_step`, none of which had a lower loss."""
 
     def validated(self, loss: float) -> bool:
-        """Record the loss of a validation. Return whether it is the best so far."""
+        """Record the loss of a validation. Return whether it is the lowest so far."""
         self.validation_loss = loss
         if math.isnan(loss) or (self.best_loss is not None and not loss < self.best_loss):
             self.worse += 1

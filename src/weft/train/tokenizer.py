@@ -33,7 +33,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, tokens: np.ndarray) -> str:
-        """Return the text of tokens. Raises ValueError for a token that is not in `ids`."""
+        """Return the text of `tokens`. Raises ValueError for a token that is not in `ids`."""
         ...
 
 
@@ -53,13 +53,13 @@ class BytesTokenizer:
         return self.encode(text.encode())
 
     def decode(self, tokens: np.ndarray) -> str:
-        """Return the text of tokens. Invalid UTF-8 becomes replacement characters."""
+        """Return the text of `tokens`. Invalid UTF-8 becomes replacement characters."""
         return _known(tokens, self.ids).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
 class HuggingFaceTokenizer:
-    """A Hugging Face tokenizer.json. `encode` leaves out the special tokens that the file's post-processor adds around
-    a text."""
+    """The tokenizer of a Hugging Face tokenizer.json. The file's post-processor may add special tokens around a text:
+    `prompt` includes them, `encode` does not."""
 
     def __init__(self, path: str | Path) -> None:
         try:
@@ -100,7 +100,7 @@ class HuggingFaceTokenizer:
         return np.asarray(self._tokenizer.encode(text).ids, dtype=np.uint32)
 
     def placed(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the tokens of `text`, and the start and the end of each token as character positions."""
+        """Return the tokens of `text`, and the start and the end of each token as character positions in it."""
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         places = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
         return np.asarray(encoding.ids, dtype=np.uint32), places[:, 0], places[:, 1]
@@ -120,5 +120,5 @@ def _known(tokens: np.ndarray, ids: np.ndarray) -> np.ndarray:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer `name`: "bytes", or the path of a tokenizer.json. Raises ConfigError if it is unusable."""
+    """Return the tokenizer `name`: "bytes" or the path of a tokenizer.json. Raises ConfigError for an unusable file."""
     return BytesTokenizer() if name == "bytes" else HuggingFaceTokenizer(name)

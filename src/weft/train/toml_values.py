@@ -14,7 +14,7 @@ from weft.train.files import parse_toml
 
 
 def typed(name: str, value: Any, hint: Any) -> Any:
-    """Return `value` as the type `hint`. Raises ConfigError with the setting `name` if it does not fit.
+    """Return `value` as the type `hint`. If it does not fit, raises a ConfigError that names the setting `name`.
 
     An integer is accepted as a float, and a list as a tuple. No other type is converted.
     """
@@ -32,7 +32,7 @@ def typed(name: str, value: Any, hint: Any) -> Any:
 
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """Return a list with the word in `known` that was probably meant, ignoring case, or `[]` if no word is similar."""
+    """Return a list of the word in `known` most similar to `word`, ignoring case, or `[]` if none is similar."""
     by_lower = {each.lower(): each for each in known}
     return [by_lower[each] for each in difflib.get_close_matches(word.lower(), by_lower, n=1)]
 
@@ -105,8 +105,8 @@ def _describe(hint: Any) -> str:
 
 
 def override_value(text: str, hint: Any) -> Any:
-    """Return `text` parsed as a TOML value. Return `text` itself if it is not TOML, or if the field takes text but not
-    the parsed value. `hint`: the type of the field, or None for an unknown field."""
+    """Return `text`, the value in an override of a setting, parsed as TOML. Return `text` itself if it is not TOML, or
+    if the setting takes text but not the parsed value. `hint`: the type of the setting, or None if it is unknown."""
     try:
         parsed = parse_toml(f"value = {text}")
     except ValueError:

@@ -40,16 +40,16 @@ class Trainer(loop.Trainer):
         )
         trainer.run()
 
-    Uses the default process group if there is one. Otherwise joins the ranks that torchrun or SLURM started or, without
-    a launcher, runs in this process alone.
+    Uses the default process group if there is one. If there is none, joins the ranks that torchrun or SLURM started.
+    Without such a launcher, runs in this process alone.
 
     A rank runs `train.global_batch_size / (ranks x train.microbatch_size)` microbatches per step.
 
     Args:
         model: an `nn.Module`, or a function that builds one. The function is called on the meta device.
         loss: a function `loss(model, microbatch)`. It returns the mean over the microbatch, or a tuple of this mean and
-            a dictionary of other scalars. These scalars are also logged. The loss of a step or of a validation is the
-            mean of these means: every microbatch has the same weight, independent of its size.
+            a dictionary of other scalars to log. The loss of a step or of a validation is the mean of these means:
+            every microbatch has the same weight, independent of its size.
         data: an iterable of this rank's microbatches, or a function (rank, ranks) -> iterable.
         config: the path of a TOML file, its tables as a dictionary, or a `TrainConfig`.
         validation: like `data`, but finite, with the same number of microbatches on every rank.
@@ -59,11 +59,12 @@ class Trainer(loop.Trainer):
         optimizer: a function that takes the sharded model and returns its optimizer. Default: the optimizer of the
             configuration's table [optimizer].
         callbacks: a dictionary from an event ("start", "step", "validation", "save" or "end") to a function. At each
-            event, all ranks call the function with the trainer and a dictionary of numbers. "step", "validation" and
-            "save" come after each step, each validation and each save (which may not be committed yet).
+            event, all ranks call the function with the trainer and a dictionary of numbers. "start" comes before the
+            first step, and "end" after the last. "step", "validation" and "save" come after each step, each validation
+            and each save (which may not be committed yet).
         resume: True resumes the newest run named `run.name` that has a checkpoint. A path resumes the run in that
-            directory. "or-start" is like True, but starts a new run if there is no checkpoint. False starts a new run,
-            unless `run.resume` is true in the configuration.
+            directory. "or-start" is like True, but starts a new run if there is no checkpoint. False is like True if
+            the configuration sets `run.resume` to true, and otherwise starts a new run.
         say: a function that is called with lines of text, on all ranks. Default: print them on rank 0.
 
     Raises ConfigError for an invalid configuration or argument, and CheckpointError or CheckpointMismatch for a
@@ -125,7 +126,7 @@ class Trainer(loop.Trainer):
             raise
 
     def run(self) -> bool:
-        """Train until the run is complete or is asked to stop. Then restore the handlers of SIGINT, SIGTERM and SIGHUP.
+        """Train until the run is complete or SIGINT, SIGTERM or SIGHUP stops it. Then restore the old signal handlers.
 
         Returns whether the run is complete: at its last step, or ended by `train.stop_after`. Complete or not, the step
         that the run reached is in a committed checkpoint, if any step has run. Raises RuntimeError if the loss or the

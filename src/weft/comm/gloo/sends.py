@@ -36,12 +36,12 @@ def terms_of(own: torch.Tensor, inbox: torch.Tensor, rank: int, size: int) -> li
 
 
 def peers(rank: int, size: int) -> list[int]:
-    """Return the other ranks, starting after `rank`, so that not all ranks begin with the same rank."""
+    """Return the other ranks in cyclic order from `rank + 1`, so that not all ranks begin with the same rank."""
     return [(rank + step) % size for step in range(1, size)]
 
 
 def end_transfers(group: Any) -> None:
-    """Abort all transfers over a gloo `group`, on all its ranks. For this, a receive times out, and gloo then closes
+    """Abort all transfers over a gloo `group`, on all its ranks. It starts a receive that times out: gloo then closes
     the connections. The group cannot be used afterwards. Does nothing for other backends: their waiting hosts check
     repeatedly whether the hang detector has found a deadlock."""
     peer = (group.rank() + 1) % group.size()

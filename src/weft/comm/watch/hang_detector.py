@@ -60,7 +60,7 @@ _RULE = (
 
 @dataclass(frozen=True)
 class Call:
-    """This rank's `number`-th collective with `key`, over `group`, of these `ranks`. `name`: its name in errors."""
+    """This rank's `number`-th collective with `key`, over `group`. `ranks`: the group's. `name`: its name in errors."""
 
     key: str
     number: int
@@ -124,18 +124,18 @@ class HangDetector:
         return Call(key, number, name, group, self._ranks[group])
 
     def note(self, key: str, number: int) -> None:
-        """Set the count of `key`, which this rank publishes, to `number`. It may count other events, such as steps."""
+        """Set the count that this rank publishes for `key` to `number`. A key may also count optimizer steps."""
         with self._lock:
             self.issued[key] = number
 
     def can_join(self, owner: Any, key: str, join: Join) -> None:
-        """Register `join`, called if others wait for a collective of `key` that this rank has not issued. It takes part
-        without using the result. When `owner` is freed, `join` is removed; `join` must not keep `owner` alive."""
+        """Register `join`, which joins a collective of `key` without using the result. It is called if other ranks wait
+        for one that this rank has not issued. Freeing `owner` removes `join`, which must not keep `owner` alive."""
         with self._lock:
             self._joinable.setdefault(owner, {})[key] = join
 
     def waits_for(self, thread: int | None) -> str:
-        """Return the collective in which `thread` waits: its name, or outside of weft its place. "" if in none."""
+        """Return the collective in which `thread` waits: its name, or its place if outside of weft. "" if in none."""
         call = self._call
         return call.name if call is not None and thread == self._waiter else outside_waits(thread)[0]
 
@@ -144,8 +144,8 @@ class HangDetector:
         self._failed = ""
 
     def fail(self, what: str) -> None:
-        """Publish `what`: an exception ended a pass of this rank. Further calls do nothing until `begin_pass`. It is
-        published immediately, so that ranks whose waits fail because this process exits can find the reason."""
+        """Publish `what`, the exception that ended a pass of this rank: immediately, so that ranks whose waits fail
+        because this process exits can find the reason. Further calls do nothing until `begin_pass`."""
         if self._failed:
             return
         self._failed = what
@@ -154,7 +154,7 @@ class HangDetector:
 
     @contextmanager
     def waiting(self, call: Call) -> Iterator[None]:
-        """Watch a wait for `call` in this context. Raises CollectiveMismatch if it can never end."""
+        """Watch a wait for `call` in this context. Raises CollectiveMismatch if the wait can never end."""
         if self.verdict:
             self.check()
         outer = self._call
@@ -214,7 +214,7 @@ class HangDetector:
         self._thread.join(GOODBYE_S)
 
     def let_go(self) -> None:
-        """Drop references to groups of a world that has ended. They would keep gloo's threads alive."""
+        """Drop references to process groups of a world that has ended. They would keep gloo's threads alive."""
         if dist.group.WORLD is not self.world:
             self.world, self._ranks = _NO_WORLD, {}
 
@@ -369,21 +369,21 @@ def _leave() -> None:
 
 
 def watched(call: Call | None) -> AbstractContextManager:
-    """Return a context in which the hang detector, if there is one, watches a wait for `call`. None: watch nothing."""
+    """Return a context in which the hang detector, if any, watches a wait for `call`, unless `call` is None."""
     watch = hang_detector()
     return nullcontext() if call is None or watch is None else watch.waiting(call)
 
 
 def explain(error: RuntimeError, call: Call | None) -> None:
-    """Call `HangDetector.explain` for an `error` raised when the transfers of `call` started."""
+    """Call `HangDetector.explain`, if a detector runs, for an `error` raised when the transfers of `call` started."""
     watch = hang_detector()
     if call is not None and watch is not None:
         watch.explain(error, call)
 
 
 def watching(kind: str, name: str, group: Any) -> AbstractContextManager:
-    """Return a context in which the hang detector counts and watches one blocking collective of `group`. `name`: its
-    name in errors. `kind`: collectives of different kinds never match."""
+    """Return a context in which the hang detector, if there is one, counts and watches one blocking collective of
+    `group`. `name`: the collective's name in errors. `kind`: the collectives of each kind are counted separately."""
     watch = hang_detector()
     if watch is None or group.size() == 1:
         return nullcontext()

@@ -31,14 +31,14 @@ ABANDONED_S = 60.0
 
 
 def mismatch(what: str, said: Mapping[int, str], rule: str) -> CollectiveMismatch:
-    """Return the error to raise, with the message `ranks <what> (rank 0: ...; rank 1: ...): <rule>`."""
+    """Return the error to raise, with the message `ranks <what> (rank 0: <said[0]>; rank 1: <said[1]>): <rule>`."""
     listed = "; ".join(f"rank {rank}: {saying}" for rank, saying in said.items())
     return CollectiveMismatch(f"ranks {what} ({listed}): {rule}" if listed else f"ranks {what}: {rule}")
 
 
 class Issued(dict[str, int]):
-    """The number of collectives of each key that this rank has issued. `off`: (key, number) of each issued collective
-    that has not begun, because it is queued after another one."""
+    """How many collectives of each key (see `Call`) this rank has issued. `off`: the (key, number) of each collective
+    that is issued but has not begun, because it is queued after another one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,8 +62,8 @@ Doing = Literal["waits", "elsewhere", "failed", "ended"]
 class State(NamedTuple):
     """The published state of a rank: what it is `doing`, and in `issued` how many collectives of each key have begun.
     `name`: a description for errors. `key`, `number`, `ranks`: the collective for which it waits. `token`: different
-    for each wait. `heard`: the number of the last request to publish that it has read. `failed`: the exception that
-    ended its last pass; "" without one, and if it `waits`."""
+    for each wait. `heard`: how many requests to publish again it has read. `failed`: the exception that ended its last
+    pass. "" if there was none, or if `doing` is "waits" or "ended"."""
 
     doing: Doing
     name: str
@@ -81,7 +81,7 @@ class State(NamedTuple):
 
 
 class Picture:
-    """The states that the ranks of the `world` have published. `of(rank)`: a rank's state or None, cached."""
+    """The states that the ranks of `world` publish. `of(rank)`: a rank's state, cached; None if it publishes none."""
 
     def __init__(self, read: Callable[[int], State | None], world: Iterable[int]) -> None:
         self.of = cache(read)
@@ -127,7 +127,7 @@ def patience(stuck: Iterable[State]) -> float:
 
 
 def sayings(stuck: Mapping[int, State], picture: Picture) -> dict[int, str]:
-    """Return the text of each stuck rank in the error: what it does or waits for, and which ranks never began that."""
+    """Return each stuck rank's text in the error: what it does, or what it waits for and which ranks never began it."""
     said = {rank: state.name for rank, state in stuck.items()}
     for rank, state in stuck.items():
         if state.doing == "waits":

@@ -46,7 +46,7 @@ class DataParallelMeshDims:
 
 class Request:
     """The checked arguments of one call of `fully_shard`. `ignored`: the ids of `ignored_params`. `replicas`: the names
-    of the data-parallel axes in `dp_mesh_dims`, if given."""
+    of all axes in `dp_mesh_dims`; empty without it."""
 
     def __init__(self, given: Any) -> None:
         mesh, strategy, runtime, choose = given.mesh, given.strategy, given.runtime, given.shard_placement_fn
@@ -87,8 +87,8 @@ class Request:
         return placements_of(*self._strategies, mesh.ndim)
 
     def choice_of(self, parameter: nn.Parameter) -> tuple[Any, DeviceMesh, tuple[str, ...]]:
-        """Return the placement that `shard_placement_fn` chooses for `parameter`, the parameter's mesh, and the axes
-        that `dp_mesh_dims` names. Mesh and axes are the unit's, unless torch's `ShardPlacementResult` gives others."""
+        """Return the placement that `shard_placement_fn` chooses for `parameter`, the parameter's mesh, and the names
+        in `dp_mesh_dims`. Mesh and names are the unit's, unless a `ShardPlacementResult` of torch has others."""
         choice: Any = self.choose(parameter) if self.choose is not None else None
         if choice is None or not (hasattr(choice, "mesh_info") and hasattr(choice, "placement")):
             return choice, self.mesh, self.replicas

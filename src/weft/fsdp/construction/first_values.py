@@ -40,10 +40,10 @@ def materialize(
     device: torch.device,
     groups: Iterable[dist.ProcessGroup],
 ) -> dict[nn.Parameter, Any]:
-    """In those `modules` that have `reset_parameters()`, replace meta tensors by tensors on `device` that it fills. All
-    ranks take rank 0's values. `modules`: each with the prefix of its names. `slots`: the parameters to fill, each with
-    its owners. `groups`: the process groups of the mesh axes. Returns a dict from replaced to filled parameters. Raises
-    ValueError if `reset_parameters()` leaves a tensor unfilled."""
+    """Replace meta tensors of those `modules` that have `reset_parameters()` by tensors on `device`, which this method
+    fills. All ranks take rank 0's values. `modules`: each with the prefix of its parameters' names. `slots`: parameters
+    with the places where they are registered. `groups`: the process groups of the mesh axes. Returns a dict from
+    replaced to filled parameters. Raises ValueError if `reset_parameters()` leaves a tensor unfilled."""
     order = _children_first(modules)
     places: list[tuple[nn.Module, dict[str, Any], str, torch.Tensor]] = [
         *(_filled_in(parameter, slot, order) for parameter, slot in slots.items() if parameter.is_meta),

@@ -30,7 +30,7 @@ from weft.weak import alive
 
 
 class Members:
-    """The parameters to shard. `owners`: maps each module outside of nested units to the prefix of its names."""
+    """The parameters that `fully_shard` shards in one call. `owners`: their modules, each with its name prefix."""
 
     def __init__(self, request: Request) -> None:
         """Collect and check the parameters; dequantize those that are quantized."""
@@ -92,8 +92,7 @@ class Members:
             )
 
     def groups(self) -> list[ParameterGroup]:
-        """Materialize the parameters that are on the meta device. Return the parameter groups. Groups of
-        tensor-parallel slices come first."""
+        """Fill meta tensors (`materialize`). Return the parameter groups, those of tensor-parallel slices first."""
         request, device = self._request, self._request.device
         for mesh in dict.fromkeys([request.mesh, *(each.mesh for each in self._own)]):
             here = {each.original: each.slot for each in self._own if each.mesh == mesh}

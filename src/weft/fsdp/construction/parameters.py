@@ -31,8 +31,8 @@ _ANNOTATION = "_local_type"  # the attribute in which spmd_types stores the type
 def checked_parameter(
     parameter: nn.Parameter, mesh: DeviceMesh, device: torch.device, where: str, replicas: Collection[str] = ()
 ) -> TensorParallel | None:
-    """Return the tensor-parallel placement of a parameter, or None if it is a plain tensor. Raises ValueError if it
-    cannot be sharded. `where`: its name in errors. `replicas`: as in `tensor_parallel_of`."""
+    """Return the tensor-parallel placement of `parameter`, or None for a plain tensor. Raises ValueError if `parameter`
+    cannot be sharded. `where`: its name in errors. `replicas`: the axes that `dp_mesh_dims` names."""
     if isinstance(parameter, (UnevenDTensor, Original)):
         raise ValueError(f"{where} is already sharded, by a unit that no longer exists: build the module again")
     if is_lazy(parameter):
@@ -77,12 +77,12 @@ _PLAIN_FUNCTIONS = [_function_of(kind) for kind in (torch.Tensor, nn.Parameter)]
 
 @dataclass(frozen=True)
 class TensorAtomic:
-    """The tensor is never cut: one rank has all of it. For optimizers that need whole matrices, such as Muon."""
+    """A choice of `shard_placement_fn`: one rank has the whole tensor. Optimizers such as Muon need whole matrices."""
 
 
 @dataclass(frozen=True)
 class BlockAtomic:
-    """The tensor is cut only between blocks of `rows` rows (dim 0). For block formats, such as MXFP8 (32 rows)."""
+    """A choice of `shard_placement_fn`: the tensor is cut only between blocks of `rows` rows (dim 0), 32 for MXFP8."""
 
     rows: int
 
@@ -92,9 +92,9 @@ class BlockAtomic:
 
 
 def cutting_of(parameter: nn.Parameter, name: str, choice: Any, recipe: Quantization | None) -> tuple[int, int]:
-    """Return the number of elements between possible cuts of `parameter`, and the dimension that is cut. For a
-    tensor-parallel parameter, they describe the cuts of this rank's slice. No cut divides a block of `recipe`. Raises
-    ValueError if `choice`, the result of `shard_placement_fn`, is not supported or does not fit."""
+    """Return the number of elements between possible cuts of `parameter`, and the dimension that is cut. Both are those
+    of this rank's slice if the parameter is tensor-parallel. No cut divides a block of `recipe`. Raises ValueError if
+    `choice`, the result of `shard_placement_fn`, is not supported or does not fit the shape or `recipe`."""
     shape = tuple(local_of(parameter).shape)
     step, dim = _granularity(shape, name, choice)
     if recipe is not None and dim and not (recipe.kind == "tensorwise" and len(shape) == 2):
@@ -163,7 +163,7 @@ def recipe_of(
 
 
 def dequantize_parameters(slots: dict[nn.Parameter, Slot], policy: MixedPrecisionPolicy) -> dict[nn.Parameter, Slot]:
-    """If `policy` quantizes, replace parameters that override `dequantize` by plain ones. Return the new `slots`."""
+    """If `policy` quantizes, dequantize parameters whose class overrides `dequantize`. Return the new `slots`."""
     if policy.param_quantization is None:
         return slots
     found = {}

@@ -53,7 +53,7 @@ def substituting(**functions: Callable[..., Any]) -> Iterator[None]:
 
 @torch.compiler.disable
 def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
-    """Return the buffer for the gradient of `parameter` in this backward, and whether to add to it.
+    """Return the buffer to which a custom backward writes the gradient of `parameter`, and whether to add to it.
 
     If the second value is False, overwrite the whole buffer, which is uninitialised; otherwise add to it. The buffer
     has the parameter's shape. Its dtype is `main_grads_dtype` if gradients of several backwards accumulate before they
@@ -80,7 +80,7 @@ def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor; `parameter_of` inverts this. Return a plain parameter unchanged."""
+    """Return a DTensor's local tensor, or a plain one unchanged. If it requires grad, `parameter_of` inverts this."""
     if not isinstance(parameter, DTensor):
         return parameter
     part = parameter.to_local()
@@ -92,7 +92,7 @@ def local_part(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def parameter_of(weight: torch.Tensor) -> nn.Parameter | None:
-    """Return `weight` if it is a parameter. If it is a result of `local_part`, return the DTensor; otherwise None."""
+    """Return `weight` if it is a parameter, the DTensor if it is a `local_part` that requires grad, else None."""
     whole = getattr(weight, "part_of", weight)
     return whole if isinstance(whole, nn.Parameter) else None
 

@@ -96,13 +96,13 @@ class GroupGradients:
         return self._stages[0].buffer is not None
 
     def accumulates(self, finishing: bool = True) -> bool:
-        """Return whether gradients wait for a reduction. `finishing=False`: ignore reductions over the outer axis."""
+        """Return whether gradients wait for a reduction; with `finishing=False`, for one over the shard axis."""
         return self.where is Where.PACKED or (finishing and self.where is Where.SUMMED)
 
     # --- gradients that modules write ---------------------------------------------------------------------------------
 
     def offer(self, pool: Pool, *, defer: bool) -> None:
-        """Set `main_grad` of the parameters that are `declared`: zeros, or the sum of their gradients so far."""
+        """Set `main_grad` of the parameters in `declared`: zeros, or the sum of their gradients so far."""
         for each in self.declared:
             if not each.full.requires_grad:
                 continue
@@ -133,7 +133,7 @@ class GroupGradients:
     # --- packing ------------------------------------------------------------------------------------------------------
 
     def pack(self, pool: Pool, *, defer: bool) -> None:
-        """Move autograd's gradients of the full parameters into a flat buffer, or add them to those already there.
+        """Move autograd's gradients of the full parameters into a flat buffer, where they are added to earlier ones.
         `defer`: another backward adds more before the reduction, so the buffer gets the main gradients' dtype."""
         self._open(pool, defer=defer)
         if not all(map(_is_filled, self._parameters)) and (padding := self._stages[0].padding):
@@ -232,7 +232,7 @@ class GroupGradients:
 
     @property
     def bucket_kind(self) -> Any:
-        """The process group and dtype. Gradients share a message only if both are equal. None: they never share one."""
+        """Process group and dtype of the reduction. Reductions with equal ones may share a message. None: never."""
         return self._bucket_kind if self.hook is None and not self.sums_only else None
 
     def open_reduction(self) -> tuple[torch.Tensor, torch.Tensor, bool]:
@@ -263,7 +263,7 @@ class GroupGradients:
         self.main.publish()
 
     def drop(self) -> None:
-        """Clear all gradients after a failed backward. When reductions in flight have ended, call `discard`."""
+        """After a failed backward, clear every `.grad`. Call `discard` when the reductions in flight have ended."""
         self._forget()
         self.main.drop()
 

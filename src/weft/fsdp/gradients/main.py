@@ -19,7 +19,7 @@ from weft.memory.offload import GradientDownload
 
 
 class MainGradients:
-    """The buffer of a group's main gradients. It has the optimizer's placements. The first reduction allocates it."""
+    """The buffer of a group's main gradients. It has the optimizer's placements. The first use allocates it."""
 
     def __init__(self, plan: GroupPlan, parameters: Sequence[ShardedParameter]) -> None:
         self.buffer: FlatBuffer | None = None
@@ -32,7 +32,7 @@ class MainGradients:
         self._is_claimed = False  # whether the gradients belong to the engine
 
     def claim(self) -> tuple[FlatBuffer, bool]:
-        """Take the published `.grad` back until `publish`. Return the buffer, and whether reductions must add to it."""
+        """Set published `.grad` to None until `publish`. Return the buffer, and whether reductions must add to it."""
         if self._is_claimed:
             assert self.buffer is not None
             return self.buffer, True
@@ -104,15 +104,15 @@ class MainGradients:
         return main
 
     def window(self, start: int, stop: int) -> torch.Tensor:
-        """Return this rank's gradients of the layout's elements `[start, stop)`. Each call returns the same tensor."""
+        """Return this rank's gradients of the layout's elements `[start, stop)`: the same tensor for the same range."""
         assert self.buffer is not None, "there are no gradients yet"
         if (start, stop) not in self._windows:
             self._windows[start, stop] = self.buffer.within(start, stop)
         return self._windows[start, stop]
 
     def take_over(self) -> FlatBuffer | None:
-        """If other code has set `.grad` tensors, copy them into the main gradients' buffer, and set `.grad` to its
-        parts. Return the buffer, or None if no parameter has a `.grad`."""
+        """If other code has set `.grad` tensors, copy them into the main gradients' buffer, and set each `.grad` to
+        its part there. Return the buffer, or None if no parameter has a `.grad`."""
         held = [each for each in self._parameters if each.sharded.grad is not None]
         if not held:
             return None

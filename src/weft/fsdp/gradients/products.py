@@ -57,7 +57,7 @@ class Linear:
 
 
 class Grouped:
-    """`x[start:stop] @ weight[i]` for the rows of each group i. `offs` has the `stop` of each group."""
+    """`x[start:stop] @ weight[i]` for each group i of rows. `offs`: each group's `stop`, where the next one starts."""
 
     arguments = ("self", "mat2", "offs", "bias", "out_dtype")
 

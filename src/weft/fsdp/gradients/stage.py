@@ -25,7 +25,7 @@ from weft.memory.pool import Pool, Transient
 
 
 class GradientStage:
-    """A buffer of gradients to reduce over the mesh axis `axis`. They are Partial on it and on the axes before it."""
+    """A buffer of gradients to reduce over the mesh axis `axis`: Partial on this axis and those before it."""
 
     def __init__(self, plan: GroupPlan, axis: int) -> None:
         optimizer = plan.placements.optimizer

@@ -49,13 +49,13 @@ class Bucket:
 
     @property
     def channels(self) -> list[int]:
-        """The channel of the gathers, and a second one for backward if backward uses other copies of weights."""
+        """The channel number of the gathers, and a second one if backward gathers other copies than forward."""
         return self._turning.channels if self._turning is not None else [self._lead.channel]
 
     @torch.no_grad()
     def gather(self, backward: bool) -> None:
-        """Start to gather the units that are not gathered yet and for which there is memory. `backward`: of weights
-        with two copies, gather the copy for backward."""
+        """Start to gather the units that are not gathered yet and for which there is memory. `backward`: gather
+        backward's copy of weights that have two copies."""
         copy = int(backward and self._turning is not None)
         sources = self._sources(copy)
         fulls: list[torch.Tensor | None] = []
@@ -106,7 +106,7 @@ def bundle_bytes(units: Sequence[Unit]) -> int:
     """Return the default maximum size of a bucket in bytes: one to four times the transport's `latency * bandwidth`.
 
     A message of `latency * bandwidth` bytes spends half of its time on latency, one of four times that size a fifth.
-    Above this product, it is at most an eighth of the model, because nothing overlaps with a pass's first message.
+    Within this range, the size is an eighth of the model, because nothing overlaps with a pass's first message.
     """
     transports = [transport_of(group.groups[-1], group.device) for unit in units for group in unit.groups]
     least = min((each.capabilities.bundle_bytes for each in transports), default=0)

@@ -48,7 +48,7 @@ class Consensus:
         self.is_alone = all(group.size() == 1 for group in process_groups)
 
     def ask(self, helper: GatherHelper, graphs: CaptureTable | None) -> list[bool] | None:
-        """Begin a pass of `helper`. In the first pass, check that all ranks have the same units, and return for each
+        """Let `helper` begin a pass. In the first one, check that all ranks have the same units, and return for each
         parameter group whether any rank trains it. Return None in later passes, and if the ranks exchange nothing."""
         if self.is_alone or not self._agreement.checks or not helper.begin_pass():
             return None
@@ -68,8 +68,8 @@ class Consensus:
         return trains
 
     def take(self, trains: Sequence[bool] | None) -> None:
-        """Set which groups are reduced: those in `trains`, the result of `ask`. None: no change. If the ranks exchange
-        nothing, `trains` is ignored, and the groups that this rank trains are reduced."""
+        """Set which groups are reduced: those for which `trains`, the result of `ask`, is true. None: no change. If the
+        ranks exchange nothing, `trains` is ignored, and the groups that this rank trains are reduced."""
         if self.is_alone or not self._agreement.checks:
             self._reduce([group.trainable for group in self._groups])
         elif trains is not None:

@@ -40,7 +40,7 @@ class Freshness:
         self._made: list[Unit] = []
 
     def begin_pass(self, units: Sequence[Unit], inside: Sequence[Unit], groups: Sequence[dist.ProcessGroup]) -> None:
-        """Begin a pass. Agree over process `groups` whether any of `units` need an update; update those in `inside`."""
+        """Begin a pass. Agree over process `groups` whether any of `units` need updates. Put `inside` into `ahead`."""
         following = [group for unit in units for group in unit.groups if group.refreshes]
         if not following:
             return
@@ -66,8 +66,8 @@ class Freshness:
         return unit in self.ahead or any(group.is_outdated for group in unit.groups)
 
     def reach(self, unit: Unit) -> None:
-        """Update the units of `ahead` up to `unit` and the one after it, whose transfer then overlaps with computation.
-        If only another rank's pass uses `unit`, it is not in `ahead`: update it and the first of `ahead`."""
+        """Update the units of `ahead` up to `unit`, and the next one, so that its transfer overlaps with computation.
+        If `unit` is not in `ahead`, as only another rank's pass uses it, update it and the first of `ahead`."""
         if unit in self.ahead:
             while self._next() is not unit:
                 pass
@@ -117,7 +117,7 @@ def _word_of(group: ParameterGroup) -> int:
 
 def agree_on_maxima(groups: Iterable[ParameterGroup]) -> None:
     """All-reduce the largest magnitude of each matrix that is quantized with one scale, over the ranks that have parts
-    of it: in one message per process group. Collective if a group has such matrices. Call it after weights have
+    of it, in one message per process group. Collective if any of `groups` has such matrices. Call it after weights have
     changed, before they are quantized."""
     found: list[tuple[torch.Tensor, dist.ProcessGroup]] = []
     with torch.no_grad():

@@ -23,7 +23,7 @@ Part = Callable[[], Ticket]
 
 
 class Steps:
-    """Counts this rank's optimizer steps. A step is recognized by writes to main weights after its last backward.
+    """Counts this rank's optimizer steps, recognized by writes to main weights after the last backward before each.
 
         rank 0   ... the last backward ends | step | forward: waits for the shard of rank 1
         rank 1   ... the last backward still waits for other ranks, or rank 1 clips gradients
@@ -46,7 +46,7 @@ class Steps:
         self._versions = self._now()
 
     def begin_pass(self, watch: HangDetector) -> None:
-        """At the beginning of a pass, publish through `watch` how many optimizer steps the main weights have had."""
+        """When a pass begins, publish through `watch`, the hang detector, how many steps the main weights have had."""
         if self._here < self._ended:
             if self._counts and self._now() != self._versions:
                 self._said = self._ended
@@ -81,7 +81,7 @@ class GatherHelper:
         self._tickets: list[Ticket] = []
 
     def begin_pass(self) -> bool:
-        """Let the hang detector watch the waits of this pass. Return whether it watches a pass for the first time."""
+        """Let the hang detector watch the waits of this pass. Return whether this is the model's first watched pass."""
         watch = start_hang_detector()
         watch.begin_pass()
         self._steps.begin_pass(watch)
@@ -89,8 +89,8 @@ class GatherHelper:
         return is_first
 
     def offer(self, units: Sequence[Unit]) -> None:
-        """Register functions with the hang detector that join the gathers of `units`. Leave out transports without the
-        capability `helpers`. Do nothing before the first watched pass."""
+        """Register with the hang detector functions that join the gathers of `units`, if their transport has the
+        capability `helpers`. Do nothing before the first `begin_pass`."""
         watch, lanes, join = self._watched_by, self._channels, weakly(self._join)
         if watch is None:
             return
@@ -128,8 +128,8 @@ class GatherHelper:
         return self._steps.reached(issued) and self.serve(unit, part)
 
     def serve(self, unit: Unit | None, part: Part | None) -> bool:
-        """Join a gather that only other ranks need: update the model weights of `unit`, and call `part`; either may be
-        None. Return whether there was anything to do. The hang detector calls this while this rank waits."""
+        """Join a gather that only other ranks need: update the model weights of `unit`, and call `part`, each if it
+        is given. Return whether there was anything to do. The hang detector calls this while this rank waits."""
         was_due = False
         if unit is not None:
             if self._watched_by is not None:

@@ -38,7 +38,7 @@ _trains = attrgetter("requires_grad")
 
 
 class Inventory:
-    """Weak references to the modules and parameters under `roots`. `roots`: the modules of the root unit."""
+    """Finds parameters under `roots`, the modules of the root unit, that are in no unit. Has weak references only."""
 
     def __init__(self, roots: Iterable[nn.Module], units: Sequence[Unit]) -> None:
         """`units`: all units of the model, the root first. Raises RuntimeError as `check` does."""
@@ -112,8 +112,8 @@ _LOOKS = 16  # the number of backwards in which a root is looked for, because a 
 
 
 def look_around(roots: "Sequence[Root]", outputs: Iterable[torch.Tensor | GradientEdge]) -> "list[Root]":
-    """Raise RuntimeError if a backward of `outputs` reaches a parameter in no unit that belongs to a module around a
-    root. `roots`: the roots that no backward has reached yet. Return those that this backward does not reach either."""
+    """Raise RuntimeError if a module around a root has a parameter that is in no unit and that a backward of `outputs`
+    reaches. `roots`: the roots that no backward has reached yet. Return those to look for in the next backward."""
     leaves = set(_leaves(outputs))
     reached = {id(record.unit.channels) for leaf in leaves if (record := record_of(leaf)) is not None}
     if suspects := set(filter(_is_suspect, leaves)):

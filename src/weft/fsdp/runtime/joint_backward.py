@@ -19,7 +19,7 @@ _moments = itertools.count()
 
 
 class JointBackward:
-    """A model that may share a backward with others. `finish`: reduces gradients of a backward that ran no hooks."""
+    """A model that may share a backward. `finish`: reduces gradients of a backward that ran no hook of the model."""
 
     def __init__(self, units: Sequence[Unit], finish: Callable[[], None]) -> None:
         self.place = units[0].place
@@ -45,8 +45,8 @@ class JointBackward:
 
 
 def finish_backwards() -> None:
-    """Reduce gradients in models of which a backward has run no hook. Such a backward reaches the parameters of a model
-    through tensors that no forward returned, and needs no gathered weights."""
+    """After a backward, reduce gradients in models of which it has run no hook: it may have reached their parameters
+    through tensors that no forward returned, without gathered weights."""
     if not in_backward():
         waiting = [model for model in list(_models) if model._began > model._settled]  # a pass since its last backward
         for model in sorted(waiting, key=lambda model: model.place):  # in the same order on all ranks
@@ -76,7 +76,7 @@ _endings: "weakref.WeakValueDictionary[int, _Ending]" = weakref.WeakValueDiction
 
 
 def end_with_backward(place: int, ended: Callable[[], None], failed: Callable[[], None]) -> None:
-    """Call `ended` when the running backward ends, `failed` if it raises. Several models end in order of `place`."""
+    """Call `ended` when the running backward ends, or `failed` if it raises. Its models end in order of `place`."""
     task = torch._C._current_graph_task_id()
     ending = _endings.get(task)
     if ending is None:

@@ -13,7 +13,7 @@ BUCKET_BYTES: int | None = None  # the default of `RuntimeOptions.bucket_bytes`
 
 class CaptureTable(Protocol):
     """The captured graphs of one model's parts. `failed`: per part, whether a capture failed on this rank since the
-    last `agree`. `agree`: is told, per part, whether a capture failed on any rank, and allows replays of the others."""
+    last `agree`. `agree`: is told, per part, whether a capture failed on any rank, and lets other parts replay."""
 
     @property
     def failed(self) -> list[bool]: ...
@@ -22,7 +22,7 @@ class CaptureTable(Protocol):
 
 @runtime_checkable
 class Captures(Protocol):
-    """The interface of `weft.Graphs`, the choice of parts to capture. `table`: makes the captures of `root`."""
+    """The interface of `weft.Graphs`, the choice of parts to capture. `table`: makes the `CaptureTable` of `root`."""
 
     def table(self, root: nn.Module, engine: Any, device: torch.device) -> CaptureTable: ...
 
@@ -32,7 +32,7 @@ class RuntimeOptions:
     """The options of a model's runtime. The root's options apply to all its units.
 
     - `separate_all_gather_group`: use separate communicators for gathers, so that gathers overlap with reductions.
-      True: copies of the mesh's process groups. A list: process groups to use for the same ranks in place of copies.
+      True: copies of the mesh's process groups. A list: process groups with the same ranks, to use in place of copies.
     - `allocator`: "trace" records the first step, and then places buffers in two slabs: one allocation for weights, one
       for gradients. "caching" takes and returns memory of torch's allocator for each use of a buffer.
     - `prefetch_bytes`: the number of bytes of weights that may be gathered ahead. None: only the next unit.
@@ -85,8 +85,8 @@ class RuntimeOptions:
             )
 
     def joined(self, given: "RuntimeOptions", now: "RuntimeOptions") -> "RuntimeOptions":
-        """Return these options, those of a new root, with the changes of an inner model: method calls have changed its
-        options from `given` to `now`. A changed `max_live_reduce_buffers` applies only if it is the larger value."""
+        """Return these options, those of a new root, with the changes that method calls have made to an inner model's
+        options, from `given` to `now`. A changed `max_live_reduce_buffers` applies only if it exceeds the root's."""
         buffers, separate = self.max_live_reduce_buffers, self.separate_all_gather_group
         if now.max_live_reduce_buffers != given.max_live_reduce_buffers:
             buffers = max(buffers, now.max_live_reduce_buffers)

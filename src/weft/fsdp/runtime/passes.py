@@ -75,7 +75,7 @@ class Passes:
 
 
 class BackwardCalls:
-    """The calls of units whose backward has begun in this pass. `append` adds a call when its backward begins."""
+    """The forward calls whose backward has begun in this pass. `append` adds a call when its backward begins."""
 
     def __init__(self) -> None:
         self._calls: list[Any] = []
@@ -83,7 +83,7 @@ class BackwardCalls:
         self.makes_graph = False  # whether the backward runs with `create_graph=True`
 
     def end(self) -> None:
-        """After autograd's backward, end calls that no hook has ended. With `create_graph=True`, raise for them."""
+        """After autograd's backward, end calls that no hook has ended. With `create_graph=True`, raise if any exist."""
         unended = [call.unit for call in self._calls if call.begun]
         if self.makes_graph and unended:
             raise RuntimeError(

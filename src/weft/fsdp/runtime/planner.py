@@ -31,12 +31,12 @@ class Planner:
         return compile_plan(self.gathers.traces, *self._inputs(), off_plan=off_plan, addresses=self._addresses())
 
     def foresee(self, trace: Trace) -> None:
-        """Plan memory for all weights of a schedule with the events of `trace`, before it gathers the first."""
+        """Plan memory for all weights of a schedule with the events of `trace`, before the schedule gathers any."""
         plan = compile_plan({"schedule": trace}, *self._inputs())
         self.channels.weights.foresee(map(self._memory_of, plan.alive))
 
     def end_pass(self) -> None:
-        """End a pass, when no weights are gathered. If the pass differed from the plan of memory, make a new plan."""
+        """End a pass. If it differed from the plan of memory, make a new plan, unless weights are still gathered."""
         weights = self.channels.weights
         weights.end_step(self._foreseen() if weights.outdated else ())
         self.channels.gradients.end_step()

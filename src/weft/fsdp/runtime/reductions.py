@@ -104,7 +104,7 @@ class Reductions(ReductionOrder):
             self._agreement.note(unit.number, "reduction", group.gradients.sent)
 
     def left_over(self, unit: Unit) -> bool:
-        """Return whether `unit` has unpacked gradients, or gradients of earlier backwards that are due only now."""
+        """Return whether `unit` has unpacked gradients, or gradients of earlier backwards whose reduction is due."""
         for group in unit.trainable_groups:
             due = group.gradients.accumulates(self._finishes(unit)) and not self.defers(unit)
             if group.gradients.arrived or (due and unit.number not in self.waiting):
@@ -117,7 +117,7 @@ class Reductions(ReductionOrder):
             ticket.abandon()
 
     def gradient_to_write(self, parameter: ShardedParameter) -> tuple[torch.Tensor, bool]:
-        """Return the tensor into which a module writes the gradient of `parameter`, and whether to add to it."""
+        """Return the tensor into which modules write the gradient of `parameter`, and whether to add to its values."""
         unit, group = parameter.unit, parameter.group
         defer = self.defers(unit)
         if not group.gradients.is_open:
@@ -128,7 +128,7 @@ class Reductions(ReductionOrder):
         return group.gradients.place_of(parameter, self._channels.gradients, defer=defer)
 
     def offer(self, unit: Unit) -> None:
-        """Set `main_grad` of the parameters of `unit` whose modules add to it, and have declared this."""
+        """Set `main_grad` of those parameters of `unit` whose modules have declared that they add to it."""
         for group in unit.groups:
             if group.trainable and group.gradients.declared:
                 defer = self.defers(unit)
@@ -144,7 +144,7 @@ class Reductions(ReductionOrder):
         return self._units[unit].trainable_groups
 
     def waits_for_turn(self, unit: int) -> bool:
-        """Return whether `unit` waits for its turn: if its messages have tags, and `check_collectives` is set."""
+        """Return whether `unit` waits for its turn: only if its messages have tags and `check_collectives` is set."""
         return self._agreement.checks and self._units[unit].is_addressed
 
     def has_buffer(self, unit: int, group: ParameterGroup) -> bool:

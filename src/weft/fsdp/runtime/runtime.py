@@ -38,7 +38,7 @@ from weft.weak import weakly
 
 
 class Runtime(Shared):
-    """The engine of one model, created at the first pass of its root."""
+    """The engine of one model, created when it is first needed."""
 
     def __init__(
         self, units: Sequence[Unit], drivers: Sequence[Any], inventory: Inventory, options: RuntimeOptions
@@ -256,13 +256,13 @@ class Runtime(Shared):
         self.planner.end_pass()
 
     def finish_unnoticed(self) -> None:
-        """Reduce the gradients, if there are any, of an autograd backward that has run no hook of this model."""
+        """Reduce any gradients of an autograd backward that has run no hook of this model."""
         if self.passes.current is Pass.IDLE and any(unit.awaits_reduction for unit in self.units):
             self._open_backward()
             self.end_backward()
 
     def finish_deferred(self) -> None:
-        """Reduce the gradients that earlier backwards have deferred, and set `.grad`. No further backward is needed."""
+        """Reduce the gradients that earlier backwards have deferred, and set `.grad`."""
         self._enter()
         for unit in self.units:
             if unit.reshard_after_backward:
@@ -274,7 +274,7 @@ class Runtime(Shared):
     # --- failure ------------------------------------------------------------------------------------------------------
 
     def note_failure(self, what: str, error: BaseException) -> None:
-        """Remember that `what` raised `error`. It is published only if it ends the pass: the caller may catch it."""
+        """Remember that `what` raised `error`. The error is published only if it ends the pass: it may be caught."""
         if self._failure is None or self._failure[0] is not error:
             self._failure = (error, what)
 
@@ -286,7 +286,7 @@ class Runtime(Shared):
         self.reset()
 
     def fail(self) -> None:
-        """Mark the pass as failed. Drop gradients if it was a backward, and end all holds except the user's."""
+        """Mark the pass as failed. If it had a backward, drop all gradients. End all holds except the user's."""
         left = self.passes.current
         evaluates = left in (Pass.FORWARD, Pass.EVALUATION) or (left is Pass.SCHEDULE and self._evaluates)
         self._keeps_gradients = evaluates

@@ -79,7 +79,7 @@ class Shared:
             unit.channels = self.channels
 
     def change(self, **options: Any) -> None:
-        """Replace these fields of the model's `RuntimeOptions`. Collective with `separate_all_gather_group`."""
+        """Replace the given fields of the `RuntimeOptions`. Collective if `separate_all_gather_group` is turned on."""
         self.options = dataclasses.replace(self.options, **options)
         self.channels.separate_gathers(self.process_groups, self.options.separate_all_gather_group)
         self._helper.offer(self.units)
@@ -116,7 +116,7 @@ class Shared:
 
     @property
     def steady_passes(self) -> int:
-        """The number of backwards, evaluations and schedules since the memory plan changed; 0 once a pass deviates."""
+        """The number of backwards, evaluations and schedules since the memory plan changed; 0 if the last deviated."""
         return self.channels.weights.steady if self.gathers.current.on_plan else 0
 
     # --- all units --------------------------------------------------------------------------------------------------

@@ -26,8 +26,8 @@ def equalize(group: ParameterGroup) -> None:
 
 
 def rest(group: ParameterGroup) -> None:
-    """Quantize weights that are kept only in quantized form, and free their main weights. Do nothing before they have
-    values, or if payloads are gathered once per step: the first pass does it. Collective with one scale per matrix."""
+    """Quantize weights kept only in quantized form, and free their main weights. If they have no values yet, or
+    payloads are gathered once per step, leave this to the first pass. Collective if each matrix has one scale."""
     if group.payload_only is not None and not group.unfilled and not group.refreshed_bytes:
         agree_on_maxima([group])
         group.rest(quantize=True)
@@ -35,7 +35,7 @@ def rest(group: ParameterGroup) -> None:
 
 def equalize_slices(groups: Sequence[ParameterGroup]) -> None:
     """Broadcast the parameters that are not sliced by tensor parallelism, over the tensor-parallel ranks. Leave out
-    groups whose mesh has several of these ranks. Collective."""
+    parameter groups whose mesh has several of these ranks. Collective."""
     for slices in dict.fromkeys(own for group in groups for own in group.slice_groups):
         ranks = set(dist.get_process_group_ranks(slices))
         for group in groups:
@@ -57,8 +57,8 @@ def _equalize_over(group: ParameterGroup, slices: dist.ProcessGroup) -> None:
 
 
 def check_filled(units: Sequence[Unit]) -> None:
-    """Raise ValueError on all ranks if parameters have no values on some rank, and on this rank for buffers on the meta
-    device. Broadcast parameters that were on the meta device when they were sharded. Collective if there are any."""
+    """Raise ValueError on all ranks if a parameter has no values on some rank, and on this rank if a buffer is on the
+    meta device. Broadcast parameters that were on the meta device when they were sharded; collective if any were."""
     for unit in units:
         for group in unit.groups:
             if group.unfilled:

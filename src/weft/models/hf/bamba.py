@@ -28,7 +28,7 @@ UNBOUNDED = {"__float__": "Infinity"}
 
 
 def read_mamba(raw: Raw) -> Raw:
-    """Return the `HybridConfig` fields for the head width (computed if it is "auto") and the time step limits."""
+    """Return the `HybridConfig` fields for Mamba's head width and time step limits. The width "auto" is computed."""
     heads, width = raw.get("mamba_n_heads", 128), raw.get("mamba_d_head", "auto")
     inner = raw.get("mamba_expand", 2) * raw.get("hidden_size", 4096)
     if inner != (inner // heads if width == "auto" else width) * heads:
@@ -45,7 +45,7 @@ def read_mamba(raw: Raw) -> Raw:
 
 
 def write_mamba(cfg: HybridConfig) -> Raw:
-    """Return the Mamba fields of config.json. Without Mamba layers they are placeholders that `read_mamba` accepts."""
+    """Return the computed Mamba fields of config.json. Without Mamba layers they are placeholders for `read_mamba`."""
     if "M" not in cfg.pattern:
         return {"mamba_n_heads": 1, "mamba_d_head": cfg.hidden_size, "mamba_expand": 1, "mamba_n_groups": 1}
     high: Any = UNBOUNDED if cfg.time_step_limit_max is None else cfg.time_step_limit_max
@@ -57,7 +57,7 @@ def write_mamba(cfg: HybridConfig) -> Raw:
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json, not copied as `Family.fields` says."""
+    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
     layers, attention = raw.get("num_hidden_layers", 32), raw.get("attn_layer_indices") or ()
     ours = rope.read({**raw, "partial_rotary_factor": None}, partial=0.5)
     part = ours["partial_rotary_factor"]
@@ -79,7 +79,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`, not copied as `Family.fields` says."""
+    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
     mixers = flat(cfg)[::2]
     return {
         "num_hidden_layers": len(mixers),

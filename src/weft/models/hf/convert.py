@@ -30,8 +30,8 @@ def convert(
     is not possible.
 
     `ignored`: unknown fields of config.json to ignore, when you convert Hugging Face files. `model_type`: the family to
-    write, when you convert back. Default: the family from which the model was converted or, for another model, the
-    first that can represent it.
+    write, when you convert back. Default: the family from which the model was converted or, if it was not converted,
+    the first that can represent it.
     """
     source, target = Path(source), Path(target)
     refuse_used(target)

@@ -24,7 +24,7 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json, not copied as `Family.fields` says."""
+    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
     layers, dense = raw.get("num_hidden_layers", 61), raw.get("first_k_dense_replace", 3)
     width = raw.get("qk_nope_head_dim", 128) + raw.get("qk_rope_head_dim", 64)
     ours, rotated = rope.read(raw), raw.get("qk_rope_head_dim", 64)
@@ -44,7 +44,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`, not copied as `Family.fields` says."""
+    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
     return {
         "num_hidden_layers": len(flat(cfg)) // 2,
         "first_k_dense_replace": dense_first(cfg, "deepseek_v3"),

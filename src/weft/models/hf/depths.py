@@ -22,14 +22,14 @@ NEXT = {"embedding_norm": "{first}enorm", "hidden_norm": "{first}hnorm", "projec
 
 @dataclass(frozen=True)
 class Depths:
-    """The tensor names of a family's prediction depths.
+    """The tensor names of a family's prediction depths (multi-token prediction modules).
 
-    - `symbols(config_json)`: returns the layer symbols of one depth.
-    - `prefix(trunk, length, number, place)`: returns the prefix of the names of layer `place` in depth `number`. The
-      main model has `trunk` layers, and each depth has `length` layers.
+    - `symbols(config_json)`: returns the pattern symbols of each depth, such as "*E".
+    - `prefix(trunk, length, number, place)`: returns the prefix of the names of layer `place` in depth `number`, both
+      from 0. On disk, the main model has `trunk` layers, and each depth has `length` layers.
     - `around`: maps weft's names of a depth's modules outside of its layers to their names on disk. In a name on disk,
       {first} and {last} stand for the prefixes of the depth's first and last layer.
-    - `copies`: maps modules of the main model that each depth stores again to the names of the copies on disk.
+    - `copies`: the modules of the main model of which each depth stores a copy, each with the copy's name on disk.
     - `most`: the maximum number of depths. None: no limit.
     - `counted`: the field of config.json with the number of depths.
     """
@@ -42,12 +42,12 @@ class Depths:
     counted: str = "num_nextn_predict_layers"
 
     def names(self, trunk: int, length: int, number: int) -> dict[str, str]:
-        """Return the names on disk of the modules of depth `number` outside of its layers, by weft's name."""
+        """Return a copy of `around` with the prefixes of depth `number` in place of {first} and {last}."""
         first, last = (self.prefix(trunk, length, number, place) for place in (0, length - 1))
         return {ours: theirs.format(first=first, last=last) for ours, theirs in self.around.items()}
 
     def copies_of(self, module: str, trunk: int, length: int, count: int) -> list[str]:
-        """Return the names under which `count` depths store copies of the main model's `module`."""
+        """Return the names on disk of the copies of the main model's `module` in a model of `count` depths."""
         if module not in self.copies:
             return []
         return [self.copies[module].format(first=self.prefix(trunk, length, number, 0)) for number in range(count)]
@@ -63,7 +63,7 @@ class Depths:
 
 
 def behind_the_trunk(symbols: str) -> Depths:
-    """Return depths of one layer each. Their layers on disk continue the numbers of the main model's layers."""
+    """Return the `Depths` for one layer per depth. On disk, these layers are numbered after those of the main model."""
     return Depths(
         symbols=lambda raw: symbols,
         prefix=lambda trunk, length, number, place: f"model.layers.{trunk + number}.",
@@ -73,7 +73,7 @@ def behind_the_trunk(symbols: str) -> Depths:
 
 
 def single(symbols: str, counted: str = "num_nextn_predict_layers") -> Depths:
-    """Return a single depth under its own prefix, `mtp.`."""
+    """Return the `Depths` for at most one depth. Its names on disk start with `mtp.`."""
     return Depths(
         symbols=lambda raw: symbols,
         prefix=lambda trunk, length, number, place: f"mtp.layers.{number}.",
@@ -89,8 +89,8 @@ def single(symbols: str, counted: str = "num_nextn_predict_layers") -> Depths:
 
 
 def layer_by_layer(symbols: Callable[[dict[str, Any]], str]) -> Depths:
-    """Return depths whose layers are numbered consecutively, from one depth to the next. On disk, the first layer of a
-    depth also has the projection and the norms before it, and the last layer also has the final norm."""
+    """Return the `Depths` for layers that are numbered consecutively through all depths. On disk, a depth's first layer
+    also has the projection and the norms of the projection's inputs. The last layer also has the final norm."""
     return Depths(
         symbols=symbols,
         prefix=lambda trunk, length, number, place: f"mtp.layers.{number * length + place}.",

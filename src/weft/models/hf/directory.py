@@ -41,7 +41,7 @@ OF_WEIGHTS = ("F64", "F32", "F16", "BF16")
 
 
 class TensorFiles:
-    """A mapping from names to the tensors in a directory. `files[name]` reads no data; `files[name][a:b]` does."""
+    """Maps names to the tensors in a directory. `files[name]` reads no data. `files[name][a:b]` reads rows a to b."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -79,7 +79,7 @@ class TensorFiles:
             ) from error
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor. Raises `ConversionError` if the dtype is not in `OF_WEIGHTS`."""
+        """Return the dtype of a tensor. Raises `ConversionError` if it is not fp64, fp32, fp16 or bf16."""
         kind = self[name].get_dtype()
         if kind not in OF_WEIGHTS:
             raise ConversionError(
@@ -138,9 +138,10 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 class TensorWriter:
-    """Writes tensors into files of limited size. The directory is complete when the `with` block ends.
+    """Writes tensors into files. Each has at most `file_bytes` bytes of tensors, or one larger tensor.
 
-    No tensor is held in memory: each is copied into a memory-mapped region of a file.
+    The directory is complete when the `with` block ends. If the block raises, the files are deleted. No tensor is held
+    in memory: each is copied into a memory-mapped region of a file.
     """
 
     def __init__(self, directory: Path, file_bytes: int = FILE_BYTES) -> None:
@@ -202,8 +203,8 @@ class _File:
         path.write_bytes(b"")
 
     def takes(self, size: int, dtype: torch.dtype, most: int) -> bool:
-        """Return whether a further tensor of `size` bytes fits into the file. The tensor must be aligned,
-        because safetensors allows no gaps. The tensors of a file have at most `most` bytes together."""
+        """Return whether a further tensor of `size` bytes fits into the file: all tensors have at most `most` bytes
+        together, the header has room, and the new tensor is aligned. safetensors allows no gaps to align it."""
         aligned = self.end % dtype.itemsize == 0
         return aligned and self.end + size <= most and self._header_bytes < self.HEADER_BYTES - 2000
 

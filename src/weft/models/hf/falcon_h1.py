@@ -22,7 +22,7 @@ PARALLEL: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json, not copied as `Family.fields` says."""
+    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
     hidden, heads = raw.get("hidden_size", 4096), raw.get("mamba_n_heads", 128)
     inner = raw.get("mamba_d_ssm", 1024)
     inner = raw.get("mamba_expand", 2) * hidden if inner is None else inner
@@ -56,7 +56,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`, not copied as `Family.fields` says."""
+    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
     head, scale = cfg.attention_head_dim**-0.5, cfg.attention_scale or cfg.attention_head_dim**-0.5
     high: Any = UNBOUNDED if cfg.time_step_limit_max is None else cfg.time_step_limit_max
     return {
@@ -81,9 +81,9 @@ def write(cfg: HybridConfig) -> Raw:
 
 
 def solved(function: Callable[[float], float], result: float, about: float) -> float:
-    """Return `about` or one of the two floats next to it: one that `function` maps exactly to `result`.
+    """Return the float that `function` maps exactly to `result`: `about`, or one of the two floats next to it.
 
-    Return `about` if there is no such float.
+    Return `about` if `function` maps none of the three to `result`.
     """
     near = (about, math.nextafter(about, math.inf), math.nextafter(about, 0.0))
     return next((each for each in near if function(each) == result), about)

@@ -78,11 +78,11 @@ def family_of(raw: Raw) -> Family:
 
 
 def config_of(directory: str | Path, *, ignored: Collection[str] = ()) -> HybridConfig:
-    """Return the configuration of the model in a directory of Hugging Face files, or in one of weft's own format.
+    """Return the configuration of the model in a directory of Hugging Face files or of weft's own format.
 
     `ignored`: unknown fields of config.json to ignore. Raises `ConversionError` for a missing or damaged configuration
-    file, for an unknown family, for quantized weights, for a value that is invalid or that weft does not support, and
-    for any other unknown field of config.json that could change the result.
+    file, an unknown family, quantized weights, a value that is invalid or that weft does not support, and an unknown
+    field that could change the result and is not in `ignored`.
     """
     directory = Path(directory)
     if (directory / OURS).exists():
@@ -93,7 +93,7 @@ def config_of(directory: str | Path, *, ignored: Collection[str] = ()) -> Hybrid
 def described(
     directory: Path, raw: Raw, names: Collection[str], ignored: Collection[str] = ()
 ) -> tuple[Family, HybridConfig, Spelling]:
-    """Return the family and the configuration that the config.json `raw` describes, and the directory's `Spelling`.
+    """Return the family and the configuration that the config.json `raw` describes, and the `Spelling` of `names`.
 
     `names`: the names of the tensors on disk. `ignored`: unknown fields of config.json to ignore.
     """
@@ -108,10 +108,10 @@ def described(
 
 
 def opened(directory: Path, cfg: HybridConfig) -> tuple[dict[str, Place], Any]:
-    """Return two mappings: from weft's tensor names to their `Place` on disk, and from names on disk to the tensors.
+    """Return two mappings: from weft's tensor names to `Place`s, and from the names in these places to the tensors.
 
-    `cfg`: the configuration that determines weft's names. The pattern in the directory's configuration may group the
-    same symbols differently.
+    `cfg`: the model's configuration, which determines weft's names. Its pattern may group the symbols differently from
+    the pattern in the directory.
     """
     files = TensorFiles(directory)
     if (directory / OURS).exists():

@@ -33,18 +33,18 @@ REQUIRED = {"attention_dropout": 0.0}
 class Family:
     """The tables of a family of published models.
 
-    - `fields`: maps names in config.json to (name in `HybridConfig`, the family's default).
+    - `fields`: maps names in config.json to (name in `HybridConfig`, the family's default). These fields are copied.
     - `required`: fields of config.json, each with the only value that weft supports.
     - `kept`: other fields of config.json that are accepted: `read` uses them, or the result does not depend on them.
-    - `read`: returns the fields of `HybridConfig` that are computed from config.json, not copied as `fields` says.
-    - `write`: returns the fields of config.json that are computed from a `HybridConfig`, not copied as `fields` says.
+    - `read`: returns the fields of `HybridConfig` that are computed from config.json. They replace copied ones.
+    - `write`: returns the fields of config.json that are computed from a `HybridConfig`. They replace copied ones.
     - `outer`: maps weft's modules outside of layers to names on disk.
     - `layer`: the prefix of the tensor names of a layer on disk, with {} for the layer's number.
     - `symbols_per_layer`: the number of pattern symbols that form one layer on disk, for example 2 for `[*-]`.
     - `tensors`: maps each layer symbol to the table of the tensor names in such a layer.
     - `depths`: the tensor names of prediction depths. None if no model of the family has depths.
-    - `memory`: pairs of a part of a name on disk and the part that replaces it in transformers' `state_dict()`. If a
-      user saves such a `state_dict()`, the names in the file have the replaced parts.
+    - `memory`: pairs (part of a name on disk, the part that replaces it in transformers' `state_dict()`). The names in
+      a file of a saved `state_dict()` have the second part.
     """
 
     model_type: str
@@ -156,7 +156,7 @@ class Family:
         return self._place(layer.symbols[place], inner, prefix, cfg)
 
     def projections(self, cfg: HybridConfig) -> set[str]:
-        """Return the names on disk of the projections of prediction depths, by which `Depths.count` counts depths."""
+        """Return the names on disk of the projections of the prediction depths. `Depths.count` counts these names."""
         if self.depths is None:
             return set()
         trunk, length = self._layers(cfg), len(cfg.parsed.symbols[1]) // self.symbols_per_layer
@@ -216,7 +216,7 @@ def shapes_of(cfg: HybridConfig) -> dict[str, list[int]]:
 
 
 def flat(cfg: HybridConfig) -> str:
-    """Return the symbols of the pattern's main part as one string, without `[ ] |`."""
+    """Return the pattern's symbols as one string, without `[ ] |` and without the prediction depths."""
     return "".join(layer.symbols for layer in cfg.parsed.layers)
 
 
@@ -262,15 +262,15 @@ def written_windows(cfg: HybridConfig) -> Raw:
 
 
 def experts(template: str) -> Bound:
-    """Return a function that returns the `Place` of the matrices of all experts.
+    """Return a function that returns the `Place` of a tensor that has one matrix per expert on disk.
 
-    `template`: the names of the matrices on disk, without the layer's prefix, with {} for the expert's number.
+    `template`: the name of a matrix on disk, without the layer's prefix, with {} for the expert's number.
     """
     return lambda prefix, cfg: PerExpert(prefix + template, cfg.num_experts)
 
 
 def differences(cfg: HybridConfig, other: HybridConfig) -> list[str]:
-    """Return a line of text for each field that differs between `cfg` and `other` and on which the output depends.
+    """Return a line of text for each field that differs between `cfg` and `other` and affects the model's output.
 
     If the symbols of the patterns differ, the list has only the line for `pattern`. How the patterns group symbols is
     ignored. For equivalent configurations the list is empty.

@@ -48,9 +48,9 @@ MOST_LIKELY = 50
 class Generation:
     """The generation settings of a model.
 
-    `sampling`: None if the model has no generation_config.json. `ends`: the ids of tokens that end a text.
-    `not_followed`: the settings in generation_config.json, as "name=value", that weft does not support and that would
-    have an effect.
+    `sampling`: the settings that weft supports. None if the model has no generation_config.json. `ends`: the ids of
+    tokens that end a text. `not_followed`: the settings in generation_config.json, as "name=value", that weft does not
+    support and that would have an effect.
     """
 
     sampling: Sampling | None = None

@@ -15,13 +15,16 @@ NAMES = {"M": "linear_attention", "*": "full_attention"}
 def half(name: str, part: int, *, of_experts: bool = False) -> Bound:
     """Return a function that returns the `Place` of the gate projection (`part` 0) or the up projection (`part` 1).
 
-    The tensor `name` on disk holds both. `of_experts`: whether this tensor stacks such a matrix for each expert.
+    The tensor `name` on disk holds both. `of_experts`: whether this tensor stacks the projections of all experts.
     """
     return lambda prefix, cfg: Half(prefix + name, part, dim=1 if of_experts else 0, turned=of_experts)
 
 
 def dense(ours: str) -> Table:
-    """Return the table of the shared MLP: `-` or the shared expert in weft. `ours`: the prefix of its names in weft."""
+    """Return the `Table` of the shared MLP. In weft it is the shared expert, or `-` in a model without experts.
+
+    `ours`: the prefix of the MLP's names in weft.
+    """
     return {
         f"{ours}gate_proj.weight": half("shared_mlp.input_linear.weight", 0),
         f"{ours}up_proj.weight": half("shared_mlp.input_linear.weight", 1),
@@ -40,7 +43,7 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json, not copied as `Family.fields` says."""
+    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
     layers, experts = raw.get("num_hidden_layers", 32), raw.get("num_local_experts", 8)
     check_layer_types(raw, layers, MIXERS, "granitemoehybrid")
     mixers = raw.get("layer_types") or ["linear_attention"] * layers
@@ -67,7 +70,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`, not copied as `Family.fields` says."""
+    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
     mixers, ends = flat(cfg)[::2], set(flat(cfg)[1::2])
     if len(ends) > 1:
         raise ConversionError(f"granitemoehybrid has experts in all layers or in none, but {cfg.pattern!r} mixes both")

@@ -23,14 +23,14 @@ NESTED = {
 
 
 def in_proj(prefix: str, cfg: HybridConfig) -> Rows:
-    """Return the `Place` of weft's input projection, one matrix that stacks six matrices on disk."""
+    """Return the `Place` of the input projection: one matrix in weft, with the rows of six matrices on disk."""
     inner, width = cfg.kda_num_heads * cfg.kda_head_dim, cfg.kda_head_dim
     names = ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj")
     return _below_each_other(prefix, dict(zip(names, (inner, inner, inner, cfg.kda_num_heads, width, width))))
 
 
 def conv1d(prefix: str, cfg: HybridConfig) -> Rows:
-    """Return the `Place` of weft's convolution, which stacks three tensors on disk."""
+    """Return the `Place` of the convolution: one tensor in weft, with the rows of three tensors on disk."""
     inner = cfg.kda_num_heads * cfg.kda_head_dim
     return _below_each_other(prefix, {f"{each}_conv1d": inner for each in "qkv"})
 
@@ -59,7 +59,7 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json, not copied as `Family.fields` says."""
+    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
     layers, given = raw.get("num_hidden_layers", 27), raw.get("linear_attn_config") or {}
     if unknown := given.keys() - {*LISTS, *NESTED}:
         raise ConversionError(f"linear_attn_config: weft has no {listed(unknown)}")
@@ -102,7 +102,7 @@ def _mixers(raw: Raw, layers: int, given: Raw) -> list[str]:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`, not copied as `Family.fields` says."""
+    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
     mixers = list(enumerate(flat(cfg)[::2], start=1))
     return {
         "num_hidden_layers": len(mixers),

@@ -10,7 +10,7 @@ from weft.models.hf.nemotron_h import MAMBA
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json, not copied as `Family.fields` says."""
+    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
     heads, width = raw.get("num_heads", 128), raw.get("head_dim", 64)
     inner = raw.get("expand", 2) * raw.get("hidden_size", 4096)
     if heads * width != inner:
@@ -24,7 +24,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`, not copied as `Family.fields` says."""
+    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
     high = UNBOUNDED if cfg.time_step_limit_max is None else cfg.time_step_limit_max
     return {
         "num_hidden_layers": len(flat(cfg)),

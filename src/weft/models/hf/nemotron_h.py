@@ -23,7 +23,7 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json, not copied as `Family.fields` says."""
+    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
     blocks = raw.get("layers_block_type") or raw.get("layer_types")
     if blocks is None and raw.get("hybrid_override_pattern") is None:
         raise ConversionError("nemotron_h: config.json has neither layers_block_type nor hybrid_override_pattern")
@@ -56,7 +56,7 @@ def of_a_depth(raw: Raw) -> str:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`, not copied as `Family.fields` says."""
+    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
     return {
         "layers_block_type": [NAMES[symbol] for symbol in flat(cfg)],
         "time_step_min": cfg.time_step_limit_min,

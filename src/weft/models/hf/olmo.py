@@ -17,12 +17,12 @@ BEHIND_MLP["post_norm"] = "post_feedforward_layernorm"
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json, not copied as `Family.fields` says."""
+    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
     return {**llama.read(raw), "qk_norm": "full", "norm_order": "post"}
 
 
 def read_3(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json, not copied as `Family.fields` says."""
+    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
     layers = raw.get("num_hidden_layers", 32)
     windows = windows_of(raw, layers, "olmo3", lambda number: (number + 1) % 4 != 0, raw.get("sliding_window", 4096))
     turned = rope.by_layer_type(raw, 500000.0, 500000.0)
@@ -31,17 +31,17 @@ def read_3(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`, not copied as `Family.fields` says."""
+    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
     return {**llama.write(cfg), "head_dim": cfg.attention_head_dim}
 
 
 def write_3(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`, not copied as `Family.fields` says."""
+    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
     return {**write(cfg), **written_windows(cfg), **rope.write_by_layer_type(cfg)}
 
 
 def read_moe(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json, not copied as `Family.fields` says."""
+    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
     ours = llama.read({"num_attention_heads": 16, **raw})
     return {**ours, "pattern": "[*E]" * raw.get("num_hidden_layers", 16), "qk_norm": "full"}
 

@@ -35,14 +35,14 @@ BESIDE = "beside/"
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """The files of a loaded model besides its weights.
+    """The files of a loaded model besides its weights, for use when the model is saved.
 
     - `family`: the `model_type` of the family.
     - `raw`: the content of config.json.
-    - `directory`: the directory from which the origin was read.
-    - `files`: maps the names of the other files to their contents.
-    - `beside`: the names of tensors that the text model does not use. They are not loaded: when the model is
-      written, `copy_beside` copies them from `directory`.
+    - `directory`: the directory from which these files were read.
+    - `files`: maps the names of the other files, such as the tokenizer's, to their contents.
+    - `beside`: the names of tensors that the text model does not use, such as those for images. They are not loaded:
+      when the model is written, `copy_beside` copies them from `directory`.
     - `ignored`: the unknown fields of config.json that were ignored when the model was loaded.
     """
 
@@ -58,8 +58,8 @@ class Origin:
         """Return the config.json to write for `cfg` in `family`.
 
         If the original config.json is of this family and describes `cfg`, return a copy of it. Otherwise return
-        `described_here`, a new config.json for `cfg`. Add to it the fields that only the original has and that have the
-        same meaning in every family.
+        `described_here`, a new config.json for `cfg`, with added fields: those that only the original has and that have
+        the same meaning in every family.
         """
         if family.model_type == self.family:
             again = family.config(full_text_of(self.raw), family.projections(cfg), self.ignored)
@@ -75,9 +75,9 @@ class Origin:
                 path.write_bytes(content)
 
     def copy_beside(self, writer: TensorWriter, *, ours: bool = False) -> None:
-        """Write the weights that the text model does not use, under their original names.
+        """Copy the tensors in `beside` to `writer`, under their original names.
 
-        `ours`: whether to add the prefix that such weights have in a directory of weft's own format, `BESIDE`.
+        `ours`: whether to add the prefix `BESIDE` to the names, as in a directory of weft's own format.
         """
         if not self.beside:
             return
@@ -104,7 +104,7 @@ class Origin:
 
 
 def origin_of(directory: Path, ignored: Collection[str] = ()) -> Origin | None:
-    """Return the origin of the model in a directory. `ignored`: unknown fields of config.json to ignore.
+    """Return the `Origin` of the model in a directory. `ignored`: unknown fields of config.json to ignore.
 
     Return None if the directory has weft's own format and its weft-model.json does not contain a config.json.
     """

@@ -135,10 +135,10 @@ class PerExpert:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The rows of several matrices on disk, in another order.
+    """The rows of several tensors on disk, in the order `order`.
 
-    `sizes`: maps the name of each matrix to its number of rows. `order`: for each row of weft's tensor, the index of
-    this row in the matrices on disk, stacked in the order of `sizes`.
+    `sizes`: maps the name of each tensor on disk to its number of rows. `order`: for each row of weft's tensor, its
+    index among the rows on disk, which are counted through all tensors in the order of `sizes`.
     """
 
     sizes: Mapping[str, int]
@@ -199,7 +199,7 @@ class Turned:
 
 @dataclass(frozen=True)
 class Flat:
-    """One tensor of the shape `there` on disk, which has one dimension in weft."""
+    """One tensor that has the shape `there` on disk and one dimension in weft."""
 
     name: str
     there: tuple[int, ...]
@@ -306,7 +306,7 @@ class Rooms(Protocol):
 
 
 def write(places: Mapping[str, Place], tensors: Iterable[tuple[str, Tensor]], rooms: Rooms) -> None:
-    """Copy weft's tensors to their places on disk. `rooms` provides the memory of the tensors on disk.
+    """Copy weft's tensors to their places on disk. `rooms` creates the tensors on disk.
 
     A tensor on disk that holds several of weft's tensors is filled part by part.
     """

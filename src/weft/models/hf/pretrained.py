@@ -39,5 +39,5 @@ def from_pretrained(
 
 
 def save_pretrained(model: HybridModel, directory: str | Path) -> None:
-    """Save a model as `hf.save(model, directory)` does: with config.json and its tokenizer, if any. Collective."""
+    """Write a model as a directory of Hugging Face files: the same as `hf.save(model, directory)`. Collective."""
     save(model, directory)

@@ -17,7 +17,7 @@ EXPERTS: Table = {
 
 
 def ends(raw: Raw, layers: int) -> list[str]:
-    """Return the last symbol of each layer, "-" or "E".
+    """Return the last symbol of each layer, "-" (dense MLP) or "E" (experts).
 
     For layer i, counted from 0, it is "E" if i is not in `mlp_only_layers` and i + 1 is a multiple of
     `decoder_sparse_step`.
@@ -35,7 +35,7 @@ def written_ends(cfg: HybridConfig) -> Raw:
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json, not copied as `Family.fields` says."""
+    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
     layers = raw.get("num_hidden_layers", 32)
     check_layer_types(raw, layers, ("full_attention",), "qwen3")
     return {
@@ -47,7 +47,7 @@ def read(raw: Raw) -> Raw:
 
 
 def read_moe(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json, not copied as `Family.fields` says."""
+    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
     layers = raw.get("num_hidden_layers", 24)
     return {
         **read({"num_hidden_layers": layers, **raw}),
@@ -57,7 +57,7 @@ def read_moe(raw: Raw) -> Raw:
 
 
 def write_moe(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`, not copied as `Family.fields` says."""
+    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
     return {**write(cfg), **written_ends(cfg)}
 
 

@@ -14,7 +14,7 @@ from weft.models.hf.qwen3_next import DELTA_NET, EXPERTS, NAMES, QWEN3_NEXT
 
 
 def in_proj(prefix: str, cfg: HybridConfig) -> Rows:
-    """Return the `Place` of weft's input projection, one matrix that stacks four matrices on disk."""
+    """Return the `Place` of the input projection: one matrix in weft, with the rows of four matrices on disk."""
     values = cfg.linear_num_value_heads * cfg.linear_value_head_dim
     qkv = 2 * cfg.linear_num_key_heads * cfg.linear_key_head_dim + values
     sizes = {"qkv": qkv, "z": values, "b": cfg.linear_num_value_heads, "a": cfg.linear_num_value_heads}

@@ -17,9 +17,10 @@ OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 
 def in_proj(prefix: str, cfg: HybridConfig) -> Rows:
-    """Return the `Place` of weft's input projection, whose rows are q, k, v, z, b, a, each for all heads.
+    """Return the `Place` of the input projection: one matrix in weft, with the rows of two matrices on disk.
 
-    Two matrices on disk hold these rows, grouped by key head.
+    In weft, the rows for q come first, then those for k, v, z, b and a (see `GatedDeltaNet`). Each matrix on disk has
+    all its rows for the first key head first, then those for the next.
     """
     heads, shared = cfg.linear_num_key_heads, cfg.linear_num_value_heads // cfg.linear_num_key_heads
     keys, values = cfg.linear_key_head_dim, cfg.linear_value_head_dim * shared
@@ -47,7 +48,7 @@ EXPERTS: Table = {
 
 
 def read(raw: Raw) -> Raw:
-    """Return the fields of `HybridConfig` that are computed from config.json, not copied as `Family.fields` says."""
+    """Return the fields of `HybridConfig` that are computed from config.json. `Family.fields` lists the copied ones."""
     count, interval = raw.get("num_hidden_layers", 48), raw.get("full_attention_interval", 4)
     if type(interval) is not int or interval < 1:
         raise ConversionError(f"full_attention_interval={interval!r}: must be at least 1")
@@ -67,7 +68,7 @@ def read(raw: Raw) -> Raw:
 
 
 def write(cfg: HybridConfig) -> Raw:
-    """Return the fields of config.json that are computed from `cfg`, not copied as `Family.fields` says."""
+    """Return the fields of config.json that are computed from `cfg`. `Family.fields` lists the copied ones."""
     mixers = [NAMES[symbol] for symbol in flat(cfg)[::2]]
     return {**llama.write(cfg), "layer_types": mixers, **written_ends(cfg), **rope.write(cfg, partial=True)}
 

@@ -32,7 +32,7 @@ class Spelling:
     - `nested`: whether the directory has `model.language_model.` where names in the tables begin with `model.`.
     - `outside`: whether names in the directory have the prefix `language_model.` before the name in the tables.
     - `fused`: whether a tensor in the directory stacks the matrices of all experts.
-    - `memory`: pairs of a part of a name in the tables and the part that replaces it in the directory.
+    - `memory`: pairs (part of a name in the tables, the part that replaces it in the directory).
     """
 
     nested: bool = False
@@ -41,7 +41,7 @@ class Spelling:
     outside: bool = False
 
     def theirs(self, name: str) -> str:
-        """Return the name in the directory for `name`, a name in the tables."""
+        """Return a tensor's name in the directory. `name`: its name in the tables."""
         for disk, memory in self.memory:
             name = name.replace(disk, memory)
         if self.nested and name.startswith("model."):
@@ -49,7 +49,7 @@ class Spelling:
         return OUTSIDE + name if self.outside else name
 
     def canonical(self, name: str) -> str | None:
-        """Return the name in the tables for `name`, a name in the directory. None: the text model does not use it."""
+        """Return a tensor's name in the tables. None: the model does not use it. `name`: its name in the directory."""
         if UNUSED.search(name) or (self.nested and not name.startswith(OF_TEXT)):
             return None
         if self.outside and not name.startswith(OUTSIDE):
@@ -63,7 +63,7 @@ class Spelling:
 
 
 def spelling_of(family: Family, names: Iterable[str]) -> Spelling:
-    """Return the spelling of a directory. `names`: the names of the tensors in it."""
+    """Return the `Spelling` of `names`, the names of the tensors in a directory."""
     names = list(names)
     nested = any(name.startswith(NESTED) for name in names)
     fused = any(re.search(r"\.experts\.(gate_up|up|down)_proj$", name) for name in names)
@@ -99,13 +99,13 @@ class Spelled:
 
 
 def text_of(raw: Raw) -> Raw:
-    """Return the part of a config.json that describes the text model: `text_config`, or all of it if it has none."""
+    """Return the part of config.json that describes the text model: `text_config` if there is one, otherwise `raw`."""
     text = raw.get("text_config")
     return text if isinstance(text, dict) and "model_type" in text else raw
 
 
 def full_text_of(raw: Raw) -> Raw:
-    """Return `text_of(raw)`, with `quantization_config` and `tie_word_embeddings` also if only `raw` itself sets them.
+    """Return `text_of(raw)`. If it lacks `quantization_config` or `tie_word_embeddings`, add these from `raw`.
 
     Raises `ConversionError` if `raw` and its `text_config` set one of them to different values.
     """

@@ -28,7 +28,7 @@ def load(model: HybridModel, directory: str | Path, *, ignored: Collection[str] 
     """Fill the weights of `model`, sharded or not, from a directory. Each rank reads only its shard.
 
     Weights keep the dtype that they have in `model`. The other files (config.json, tokenizer, generation settings) are
-    kept as `model.origin`. `ignored`: unknown fields of config.json to ignore.
+    kept as `model.origin`. `ignored`: unknown fields of config.json that are no error.
 
     Raises `ConversionError`, before any weight is filled, if the directory holds a model of another configuration, if
     it lacks a tensor of the model, or if it has an unknown tensor, a tensor of another shape, or a weight that is not
@@ -57,8 +57,9 @@ def save(model: HybridModel, directory: str | Path, model_type: str | None = Non
     For any other model, the default is the first family that can represent it. All ranks gather one weight at a time,
     and rank 0 writes it.
 
-    For a loaded model, rank 0 also writes the tokenizer and generation files. If the family and the configuration are
-    still the original ones, config.json is also the original, except for the dtype. Otherwise it is a new one.
+    For a loaded model, rank 0 also writes the tokenizer and generation files and, if the family is still the original
+    one, the weights that the text model does not use. If the configuration is also still the original one, config.json
+    is the original, except for the dtype. Otherwise it is a new one.
 
     Raises `ConversionError` if no family that `model_type` allows can represent the model, if the model is cut over
     several pipeline ranks, if the directory cannot be created, or if it already contains a model: old files could be
@@ -98,7 +99,8 @@ def with_dtype(raw: Raw, dtype: torch.dtype) -> Raw:
 def check_complete(places: Mapping[str, Place], files: Any) -> None:
     """Raise `ConversionError` if `files` lacks a tensor of `places`, or has a tensor that is not in `places`.
 
-    Copies of tensors and the weights of other parts of a larger model are allowed.
+    Copies of tensors and the weights of other parts of a larger model are allowed. `places`, `files`: as `opened`
+    returns them.
     """
     wanted = {name for place in places.values() for name in place.names}
     complaints = []
@@ -114,6 +116,7 @@ def check_complete(places: Mapping[str, Place], files: Any) -> None:
 def check_fits(shapes: Mapping[str, list[int]], places: Mapping[str, Place], files: Any) -> None:
     """Raise `ConversionError` as `check_complete` does, or if a tensor of this rank has a wrong shape or dtype on disk.
 
+    A dtype is wrong if it is not fp64, fp32, fp16 or bf16, or if the parts of one tensor differ in dtype.
     `shapes`: the unsharded shapes of this rank's tensors. With pipeline stages, a rank has only a part of the tensors
     in `places`.
     """
@@ -136,7 +139,7 @@ def check_fits(shapes: Mapping[str, list[int]], places: Mapping[str, Place], fil
 
 
 class Renamed:
-    """A writer that takes names from a family's tables and writes the names that `spelling` gives them."""
+    """Passes tensors to `writer`, but changes their names: from those in a family's tables to those of `spelling`."""
 
     def __init__(self, writer: TensorWriter, spelling: Spelling) -> None:
         self.writer, self.spelling = writer, spelling

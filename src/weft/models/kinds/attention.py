@@ -105,9 +105,9 @@ class Attention(AnyAttention, kind=KIND):
         return int(self.attention_head_dim * self.partial_rotary_factor)
 
     def window_of(self, number: int) -> int | None:
-        """Return the window, in positions, of layer `*` number `number`, or None if this layer has no window.
+        """Return the window, in positions, of the layer `*` that has this `number`, or None if it has no window.
 
-        Only layers `*` are counted, from 0.
+        Layers `*` are numbered from 0. The attention of `P` has the number -1.
         """
         return self.sliding_window if self.windowed is None or number in self.windowed else None
 

@@ -90,11 +90,11 @@ class Trunk:
         raise NotImplementedError
 
     def count(self, symbol: str) -> int:
-        """Return the number of layers with `symbol` in the main part of the pattern."""
+        """Return the number of layers `symbol` in the main part of the pattern, without the prediction depths."""
         return sum(layer.symbols.count(symbol) for layer in self.parsed.layers)
 
     def check(self) -> None:
-        """Raise `ValueError` if `pad_token_id` is not a token below `vocab_size`. Convert `recompute` to a tuple."""
+        """Raise `ValueError` unless `pad_token_id` is None or below `vocab_size`. Convert `recompute` to a tuple."""
         object.__setattr__(self, "recompute", tuple(self.recompute))
         token = self.pad_token_id
         fits = token is None or (is_whole(token, 0) and token < self.vocab_size)

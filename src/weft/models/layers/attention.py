@@ -31,7 +31,7 @@ Where = tuple[int, Borders | None]
 
 
 class Attention(Block):
-    """Grouped-query attention. For decoding, it caches the earlier keys and values, each [B, T, key heads, C]."""
+    """Grouped-query attention. For decoding, it caches keys and values of T earlier positions, [B, T, key heads, C]."""
 
     graph_scopes: ClassVar = {"forward": ("attn", None)}
 
@@ -146,7 +146,7 @@ def remembered(state: State | None, **new: Tensor) -> list[Tensor]:
 def positions_of(documents: Borders | None, start: int, x_BSD: Tensor) -> Where:
     """Return the arguments `start` and `documents` of `RotaryEmbedding.forward` for the positions of `x_BSD`.
 
-    `start`: the number of earlier positions in the state.
+    `start`: the number of earlier positions in the state. It is returned, unless `documents` are `Slices`.
     """
     if isinstance(documents, Slices):  # positions in a slice may be anywhere in the row
         start = documents.whole.seq - x_BSD.shape[1]
@@ -156,10 +156,10 @@ def positions_of(documents: Borders | None, start: int, x_BSD: Tensor) -> Where:
 def attention_over(
     slices: Slices, q_BSHC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor, *, before: int | None = None, **how: Any
 ) -> Tensor:
-    """Compute attention of the queries of this rank's slices to the keys and values of the whole rows.
+    """Compute attention of the queries in this rank's slices to the keys and values in the same rows.
 
-    `before`: None if `k_BTHC` and `v_BTHC` are whole rows. Otherwise they are results of `Slices.haloing`: this rank's
-    slices, each after the `before` positions that precede it in its row. `how`: keyword arguments of
+    `before`: None if `k_BTHC` and `v_BTHC` have whole rows. Otherwise they are the results of `Slices.haloing`, which
+    have this rank's slices and the `before` positions in front of each. `how`: keyword arguments of
     `causal_attention`. Returns [B, S, H, C], with the C of `v_BTHC`.
     """
     q_NHC, k_NHC, v_NHC = (each.flatten(0, 1) for each in (q_BSHC, k_BTHC, v_BTHC))

@@ -26,7 +26,7 @@ the model as key."""
 
 
 class Beside(NamedTuple):
-    """What the constructor of a layer receives from its stack, besides the configuration and the source of initial
+    """What a stack of layers passes to each layer's constructor, besides the configuration and the source of initial
     weights."""
 
     rotary: RotaryEmbedding | None
@@ -44,11 +44,10 @@ UNNUMBERED = -1
 class Embedding(nn.Embedding):
     """One vector per token; [...] int64 -> [..., hidden].
 
-    `padding_idx`: a token whose vector gets no gradient from the embedding. A tied head
-    still gives it one.
+    `padding_idx`: a token whose vector gets no gradient from the embedding. A tied head still gives it one.
 
-    With tensor parallelism (`ranks` is set), each rank stores the vectors of a part of the vocabulary. It takes the
-    tokens of all positions, and returns the vectors of its own positions: [B, S] -> [B, S / tp, hidden].
+    With tensor parallelism (`ranks` is set), each rank stores the vectors of a part of the vocabulary. `forward` takes
+    the tokens of all positions, and returns the vectors of this rank's positions: [B, S] -> [B, S / tp, hidden].
     """
 
     ranks: TensorRanks | None = None
@@ -82,8 +81,7 @@ class Block(nn.Module):
     constructor takes `(cfg, source, beside)`.
 
     With tensor parallelism (`ranks` is set), `forward` takes and returns this rank's positions, [B, S / tp, D]. `mix`
-    takes all positions, [B, S, D], and returns this rank's summand of the output: the output is the sum of these over
-    the ranks.
+    takes and returns all positions, [B, S, D]. Its results are summed over the ranks.
     """
 
     graph_scopes: ClassVar[dict[str, tuple[str, Any]]] = {}

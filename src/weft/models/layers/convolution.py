@@ -36,7 +36,7 @@ class CausalConvolution(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, x_BSC: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
-        """Return the convolution of `x_BSC`.
+        """Return silu of the convolution of `x_BSC`.
 
         `state`: if given, the inputs before `x_BSC` are read from it, and the last K - 1 inputs are stored in it.
         """

@@ -120,9 +120,9 @@ def delta_stepwise(
     """Compute the recurrence of the delta rule (see the top of this file), position after position.
 
     q, k: [B, S, key heads, dk]; v: [B, S, value heads, dv]; beta: [B, S, value heads]; g <= 0: [B, S, value heads] or
-    [B, S, value heads, dk]. Value head j uses key head j // (value heads / key heads). q and k are scaled as in
-    `GatedDeltaNet`. `numbers_BS`: the document number of each position. If given, the state is set to 0 before the
-    first position of each document and of each row.
+    [B, S, value heads, dk]. Value head j uses key head j // (value heads / key heads). This function scales q
+    and k (see `GatedDeltaNet`). `numbers_BS`: the document number of each position. If given, the state is set to 0
+    before the first position of each document and of each row.
 
     Returns o [B, S, value heads, dv] and the last state [B, value heads, dk, dv], both in at least fp32.
     """

@@ -21,7 +21,7 @@ from weft.overlap import Crossing
 
 
 class Experts(MoE):
-    """The mixture of experts at the end of a logical layer.
+    """The mixture of experts at the end of a logical layer (see `weft.models.pattern`).
 
     With tensor parallelism, either `ranks` or `positions` is set. If experts are cut over the ranks (`Meshes.etp`),
     `ranks` is set: each rank routes all positions, and computes a part of each expert. If experts are whole,
@@ -76,8 +76,8 @@ class Experts(MoE):
     def recompute(self) -> None:
         """Recompute the experts' activations in backward.
 
-        If the number of rows is fixed (`pad_to_capacity`) and `ranks` is None, backward recomputes only `experts`, and
-        `weft.Graphs` captures the recomputation too. In all other cases, backward recomputes `run_experts`.
+        If the number of rows is fixed (`pad_to_capacity`) and `ranks` is None, backward recomputes only the module
+        `experts`, and `weft.Graphs` captures the recomputation too. Otherwise, backward recomputes `run_experts`.
         """
         if self.experts.has_fixed_rows and self.ranks is None:
             self.experts.recomputes = True
@@ -110,7 +110,7 @@ class Experts(MoE):
 
     def compute(self, rows: Tensor, offsets: Tensor) -> Tensor:
         """Run the experts on `rows`, which are sorted by expert. With `ranks`, each rank saves only an equal part of
-        them for backward, which gathers all of them again."""
+        the rows for backward. Backward then gathers all rows."""
         with Rows(self.ranks, rows) as kept:
             output = super().compute(kept.whole, offsets)
         return kept.before(output)

@@ -50,8 +50,8 @@ class Gathered:
     def before(self, output: Tensor) -> Tensor:
         """Return `output`, a tensor that was computed from the result of `attend`.
 
-        If backward gathers keys and values again, it starts as soon as it has the gradient of `output`, before it
-        reaches `attend`.
+        If backward gathers keys and values again, the transfer starts as soon as the gradient of `output` is known,
+        before backward reaches `attend`.
         """
         if self._parts and output.requires_grad:
             output.register_hook(self._send)
@@ -87,7 +87,7 @@ class Exchanged:
         """Return the result of `attention` for `queries` [B, S, heads, C], in the shape of `queries`.
 
         The queries are exchanged too. `attention(queries, *parts)` is called with this rank's heads at all positions,
-        [B, T, heads / ranks, C]. Its result is sent back to the ranks of the positions.
+        [B, T, heads / ranks, C]. Its result is sent back to the ranks that have the positions.
         """
         coming = self._slices.exchanging(queries)
         parts = self._coming()

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def fast_scan(asked: str, chunked: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that computes the scan with the kernel that `asked` selects.
+    """Return a function that computes the recurrence of Mamba-2 with the kernel that `asked` selects.
 
     `asked`: "auto", "torch" or "mamba_ssm" (see the top of this file). `chunked`: `ssd_chunked`, which is called if no
     kernel is used. The returned function takes the arguments of `ssd_chunked` up to `chunk_size`, then `documents`.

@@ -61,8 +61,8 @@ class KimiDelta(Block):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise exp(A_log) uniformly between 1 and 16, and dt_bias so that softplus(dt_bias), the step, is
-        log-uniform between the two numbers of `STEPS`."""
+        """Initialise exp(A_log) uniformly between 1 and 16, and dt_bias so that softplus(dt_bias) is log-uniform
+        between the two numbers of `STEPS`."""
         for parameter in (self.A_log, self.dt_bias):
             keep_dtype(parameter)
         (self.source / "A_log").uniform_(self.A_log, 1.0, 16.0)

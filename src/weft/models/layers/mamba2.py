@@ -36,9 +36,9 @@ from weft.moe.source import WeightSource
 class Mamba2(Block):
     """The Mamba-2 layer: projection, short convolution, state space, gated norm, projection.
 
-    `in_proj` gives the gate, x, B, C, and one number for each head. The step is dt = softplus(number + dt_bias),
-    clamped to the range from `time_step_limit_min` to `time_step_limit_max`. For decoding, the layer caches the
-    recurrent state h [B, H, P, N] and the state of the convolution.
+    `in_proj` gives the gate, x, B, C, and one number for each head. The time step is dt =
+    softplus(number + dt_bias), clamped to the range from `time_step_limit_min` to `time_step_limit_max`. For decoding,
+    the layer caches the recurrent state h [B, H, P, N] and the state of the convolution.
     """
 
     graph_scopes: ClassVar = {"forward": ("mamba", None)}
@@ -71,10 +71,10 @@ class Mamba2(Block):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise A = -exp(A_log) of the heads with -1, -2, ..., -H, D with 1, and dt_bias from random steps.
+        """Initialise A = -exp(A_log) with -1, -2, ..., -H for the H heads. Initialise D with 1.
 
-        A step, softplus(dt_bias), is log-uniform from `time_step_min` to `time_step_max`, but at least
-        `time_step_floor`.
+        Initialise dt_bias so that the time step softplus(dt_bias) is log-uniform from `time_step_min` to
+        `time_step_max`, but at least `time_step_floor`.
         """
         for parameter in (self.A_log, self.D, self.dt_bias):
             keep_dtype(parameter)

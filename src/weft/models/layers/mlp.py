@@ -19,8 +19,8 @@ from weft.overlap import Crossing
 
 
 class MLP(FeedForward):
-    """The dense MLP at the end of a logical layer. It runs in the layer's stage "experts" (see
-    `weft.overlap.StagedLayer`)."""
+    """The dense MLP at the end of a logical layer (see `weft.models.pattern`). It runs in the layer's stage "experts"
+    (see `weft.overlap.StagedLayer`)."""
 
     graph_scopes: ClassVar = {"forward": ("mlp", None), "join": ("finish", ("post_norm",))}
     dispatcher: Dispatcher | None = None

@@ -18,7 +18,7 @@ from weft.models.tensor_parallel import LANE, TensorRanks
 
 
 class Positions:
-    """A context manager that gathers a block's input. In this context, autograd does not save the gathered input.
+    """A context manager that gathers a block's input from tensor-parallel ranks.
 
     `part` [B, S / tp, D]: this rank's positions of the input. The attribute `whole` [B, S, D] has all positions, and
     exists until the context ends. Autograd saves a reference to `part` in place of `whole`, and backward gathers
@@ -65,7 +65,7 @@ class Positions:
     def before(self, x: Tensor) -> Tensor:
         """Return `x`, a tensor that was computed from `whole`.
 
-        If backward must gather `whole` again, it starts as soon as it has the gradient of `x`.
+        If backward must gather `whole` again, the transfer starts as soon as the gradient of `x` is known.
         """
         if self._kept and x.requires_grad:
             x.register_hook(self._send)

@@ -35,10 +35,10 @@ class RotaryEmbedding(nn.Module):
     - `scaling`: a dict like `HybridConfig.rope_scaling`. Its "rope_type" is a name in the table at the top of this
       file, and its other keys are the numbers for this type. None: no scaling.
     - `interleave`: whether a pair has the elements 2i and 2i + 1, not i and i + width / 2.
-    - The attribute `local`: the `RotaryEmbedding` of layers with a window, or None if they use this one.
+    - The attribute `local`: the `RotaryEmbedding` of layers with a window, or None if these layers use this one.
 
     All layers of a stack share one instance. `cos` and `sin` are buffers [positions, width] that are not saved in
-    checkpoints. They grow if a sequence is longer. They stay in fp32 if the module is cast to half precision.
+    checkpoints. They grow if a sequence has more positions. They stay in fp32 if the module is cast to half precision.
     """
 
     cos: Tensor
@@ -123,7 +123,7 @@ class RotaryEmbedding(nn.Module):
         return cos, sin
 
     def forward(self, x_BSHC: Tensor, start: int = 0, documents: Borders | None = None) -> Tensor:
-        """Rotate each head by the angles of its position; [B, S, H, C] -> [B, S, H, C].
+        """Rotate the heads at each position by the angles of that position; [B, S, H, C] -> [B, S, H, C].
 
         Without `documents`, the positions are `start`, `start` + 1, ... With `documents`, the positions restart with 0
         in each document, and `start` only sets a limit: all positions must be less than `start` + S.
@@ -169,10 +169,10 @@ def rotary_of(cfg: HybridConfig, symbols: str) -> RotaryEmbedding | None:
 
 
 def rotary_for(cfg: HybridConfig, rotary: RotaryEmbedding | None, attention: int) -> RotaryEmbedding | None:
-    """Return the rotation of attention layer number `attention` of a stack.
+    """Return the `RotaryEmbedding` of attention layer number `attention` (see `HybridConfig.window_of`).
 
-    It is None for a layer in `cfg.unrotated`, `rotary.local` for a layer with a window if there is a `local`, and
-    otherwise `rotary`.
+    It is None if `rotary` is None or the layer is in `cfg.unrotated`. It is `rotary.local`, if that is not None, for a
+    layer with a window. Otherwise it is `rotary`.
     """
     if rotary is None or attention in cfg.unrotated:
         return None
@@ -182,8 +182,7 @@ def rotary_for(cfg: HybridConfig, rotary: RotaryEmbedding | None, attention: int
 def frequencies(
     width: int, theta: float, scaling: Mapping[str, Any] | None, device: torch.device | None = None, length: int = 0
 ) -> tuple[Tensor, float]:
-    """Return the angle per position of each pair in radians, [width / 2] fp32, and the factor by which cos and sin are
-    multiplied.
+    """Return the frequency f_i of each pair, in radians per position, [width / 2] fp32, and the factor of cos and sin.
 
     `length`: the length of the sequence, or 0 if it is within the first context (see the top of this file).
     """
@@ -228,8 +227,7 @@ def longrope_factor(scaling: Mapping[str, Any]) -> float:
 
 
 def yarn_scale(factor: float, mscale: float = 1.0) -> float:
-    """Return the factor by which yarn scales queries and keys: 0.1 * mscale * ln(factor) + 1, or 1 if `factor` is at
-    most 1."""
+    """Return the scale of queries and keys in yarn: 0.1 * mscale * ln(factor) + 1, or 1 if `factor` is at most 1."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

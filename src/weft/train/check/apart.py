@@ -12,10 +12,9 @@ from weft.train.errors import ConfigError
 
 
 def check_apart(config: TrainConfig, rank: int, ranks: int) -> None:
-    """Run `weft check` in a separate process, which the first rank starts. The other ranks wait for the result.
-    Collective.
+    """Run `weft check` in a separate process, which rank 0 starts. The other ranks wait for the result. Collective.
 
-    Raises ConfigError on every rank if the check has findings.
+    Raises ConfigError on every rank if the check finds faults or fails.
     """
     said = broadcast_object(
         _said(config, ranks) if rank == 0 else "", what="whether the configuration passes the check"

@@ -31,8 +31,8 @@ class Alone:
     """The results of the step on one rank.
 
     - `losses`: one for each microbatch.
-    - `weights`, `gradients`: by parameter name.
-    - `norm`: the norm of all gradients.
+    - `weights`, `gradients`: the initial weights and their gradients, by parameter name.
+    - `norm`: the norm of all gradients together.
     """
 
     losses: list[float]
@@ -46,14 +46,14 @@ class Seen:
     """The results of the step on one of several ranks. Tensors are unsharded, and given by parameter name.
 
     - `at`: the rank's coordinate on each mesh axis.
-    - `losses`: number of a microbatch -> loss, for this rank's microbatches.
+    - `losses`: index of a microbatch among those of all ranks -> loss, for this rank's microbatches.
     - `norm`: the norm that clipping computed.
     - `clipped`: the gradients after clipping.
     - `squares`: for each parameter, the squared norm that clipping computes if this parameter's gradient is all ones
       and all other gradients are 0.
     - `factor`: the factor by which clipping must scale the gradients.
     - `marks`: for each parameter, text that says how it is sharded.
-    - `missing`: parameters that have no gradient on this rank, but one that is not 0 in the step on one rank.
+    - `missing`: parameters without a gradient on this rank, whose gradient in the step on one rank is not 0.
     """
 
     at: dict[str, int]
@@ -69,7 +69,7 @@ class Seen:
 
 
 def findings(alone: Alone, seen: Sequence[Seen]) -> list[str]:
-    """Return a line of text for each fault; an empty list if the steps are equal. `seen`: the results of each rank."""
+    """Return lines about the faults of the step on several ranks; [] if there are none. `seen`: one entry per rank."""
     found = _names(alone, seen) or _weights(alone, seen)
     if found:
         return found

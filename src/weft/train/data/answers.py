@@ -13,7 +13,7 @@ _AT_ONCE = 4096
 
 
 def marked(tokens: np.ndarray, labelled: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Return `tokens` as files store them: a token that is not `labelled` is marked by adding `vocab_size`."""
+    """Return `tokens` as files store them: `vocab_size` is added to each token that is no label (`labelled` False)."""
     return np.where(labelled, tokens, tokens + vocab_size).astype(np.min_scalar_type(2 * vocab_size - 1))
 
 
@@ -53,7 +53,7 @@ class Answered:
 
 
 def split(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Split rows of length + 1 places into tokens and labels, both int64 `[rows, length]`. A label is the next token,
-    or -100 if that token is not a label or there is none."""
+    """Split rows of length + 1 places into tokens and labels, both int64 `[rows, length]`. The label of a place is
+    the token in the next place, or -100 if that place is empty or its token is marked as no label."""
     tokens = np.where(rows <= WITHOUT, WITHOUT - rows, np.maximum(rows, 0))
     return np.ascontiguousarray(tokens[:, :-1]), np.maximum(rows[:, 1:], WITHOUT + 1)

@@ -27,8 +27,8 @@ def _whole(batch: Batch) -> Batch:
 class Batches:
     """An endless iterator of the training microbatches of one rank (see `weft.train.data.sequences.Batch`).
 
-    In each epoch, every sequence of a text occurs once, in a new shuffled order. `seed` alone determines the orders of
-    all epochs. Step k has the same `global_batch_size` sequences for any `dp_size`.
+    In each epoch of a text, every sequence of it occurs once, in a new shuffled order. `seed` alone determines the
+    orders of all epochs. Step k has the same `global_batch_size` sequences for any `dp_size`.
 
     - `tokens`: the text as a 1-D token array, or several texts, which are mixed by `weights`.
     - `vocabulary`: tokens must be smaller than this number. None: this is not checked.
@@ -146,8 +146,8 @@ class Validation:
     """A fixed set of `batches` global batches, evenly spread over the validation tokens.
 
     Iterating yields this rank's microbatches of the set. All ranks have equally many. The set does not depend on
-    `dp_size`. If the tokens are too few for `batches`, the set has fewer. Raises ConfigError if they are too few for
-    one.
+    `dp_size`. If the tokens are too few for `batches` batches, the set has fewer. Raises ConfigError if they are too
+    few for one batch.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Validation:
         return not all(isinstance(text, Windows) for text in self._mixture.texts)
 
     def pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens and labels of the whole set (of all ranks), each `[sequences, length]`. The baseline of a
-        report uses them, if the set has no gaps."""
+        """Return the tokens and labels of the whole set (of all ranks), each `[sequences, length]`. Only for sets
+        without gaps (see `has_gaps`)."""
         rows = self._mixture.rows(self._texts, self._indices)
         return rows[:, :-1], rows[:, 1:]

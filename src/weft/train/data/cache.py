@@ -1,6 +1,6 @@
 """Token files on disk, written once and memory-mapped by all ranks.
 
-KEY.tokens      training tokens, then validation tokens, in the smallest unsigned integers that hold them
+KEY.tokens      training tokens, then validation tokens, in the smallest unsigned dtype that holds them
 KEY.documents   offsets of the first token of each document, int64, counted from the start of its part
 KEY.json        counts and a fingerprint of each part; written last: without it the other files are ignored
 
@@ -112,10 +112,10 @@ def build(
     separator: str,
     progress: Callable[[float], None],
 ) -> None:
-    """Tokenise documents, write the files under temporary names, and move them into place.
+    """Tokenise documents, write the cache files of `key` under temporary names, and move them into place.
 
-    `separator`: text whose tokens follow each document; "" for none. Two processes that build at the same time write
-    the same bytes. Every few seconds, calls `progress` with the fraction of the text that has been tokenised.
+    `separator`: text whose tokens follow each document; "" for none. Several processes may do this at once, because
+    all write the same bytes. Every few seconds, calls `progress` with the fraction of the text that has been tokenised.
     """
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     between = tokenizer.encode(separator.encode()).astype(dtype, copy=False).tobytes() if separator else b""
@@ -154,10 +154,10 @@ def build(
 
 
 def fingerprints(folder: Path, key: str, arrays: Sequence[np.ndarray], progress: Callable[[float], None]) -> list[str]:
-    """Return the fingerprint of each of `arrays`, the tokens of your own token files. They are read from KEY.json if it
-    exists. Otherwise they are computed and, if the folder is writable, stored there.
+    """Return the fingerprint of each of `arrays`, the tokens of your own token files. If KEY.json exists, reads the
+    fingerprints from it. Otherwise computes them and, if the folder is writable, stores them in KEY.json.
 
-    While it computes, calls `progress` every few seconds with the fraction of the tokens that has been read.
+    While computing them, calls `progress` every few seconds with the fraction of the tokens that has been read.
     """
     with suppress(OSError, ValueError, KeyError, TypeError):
         return [str(each) for each in parse_json(read_bounded(folder / f"{key}.json", _LARGEST))["fingerprints"]]

@@ -38,7 +38,7 @@ class ConversationTokenizer:
         self.identity = f"conversations {digest} {self.tokenizer.identity}"
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Return the marked tokens of a conversation. `text`: its list of messages as JSON."""
+        """Return the tokens of a conversation as `marked` returns them. `text`: its list of messages as JSON."""
         tokens, labelled = self.labelled(json.loads(text))
         return marked(tokens, labelled, self.tokens)
 

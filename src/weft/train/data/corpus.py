@@ -22,8 +22,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Corpus:
-    """The training and validation tokens of one text, memory-mapped from files. Several token files are read into
-    memory."""
+    """The training and validation tokens of one text: memory-mapped from a file or, for a text of several token files,
+    read into memory."""
 
     training: Part
     """Tokens to train on."""
@@ -39,7 +39,7 @@ class Corpus:
 
     @property
     def train(self) -> np.ndarray:
-        """The training tokens, 1-D, in the smallest unsigned integers that hold them or, for token files, in the
+        """The training tokens, 1-D, in the smallest unsigned dtype that holds them or, for token files, in the
         dtype of the files."""
         return self.training.tokens
 
@@ -79,12 +79,12 @@ def load_corpus(
     runs: str | None = None,
     paths: Sequence[str] | None = None,
 ) -> Corpus:
-    """Tokenise the text that `data` names, or map the cache files of an earlier call. If `data.kind` is
+    """Tokenise the text that `data` names or, if an earlier call has done so, map its cache files. If `data.kind` is
     "tokens", your token files are used as they are.
 
     Several processes may call this function at the same time with the same cache. The validation text is that of
-    `data.validation_paths`. If these are empty, it is a part of the documents (for large text files, of their lines;
-    for token files, the end of each file). This part is the same for every seed.
+    `data.validation_paths`. If these are empty, it is the share `data.validation_fraction` of the documents (for
+    large text files, of their lines; for token files, the end of each file), the same for every seed.
 
     - `say`: a function that is called with each line to print.
     - `runs`: the folder of all runs. Files in it, and in the cache folder, are not part of the text.

@@ -48,13 +48,13 @@ class Document(NamedTuple):
 
 
 def find_files(data: DataConfig, setting: str, paths: Sequence[str], written: Sequence[str | Path] = ()) -> list[File]:
-    """Return the files that `paths` name, in a fixed order. In folders, these are the files that match `data.include`
-    (by default the patterns of `data.kind`) and are not hidden. If `paths` is empty, they are the source files of
-    Python's standard library.
+    """Return the files that `paths` name, in a fixed order. A folder stands for the files below it that match
+    `data.include` (by default the patterns of `data.kind`), except hidden files and, for kinds of text, binary files.
+    Empty `paths` stand for the source files of Python's standard library.
 
     `setting`: the setting that names the paths, for errors. `written`: folders to which runs write. They are skipped
-    inside the folders of `paths`. Raises ConfigError for a path that does not exist, is of another kind, or is one of
-    `written`.
+    inside the folders of `paths`. Raises ConfigError for a path that does not exist, does not fit `data.kind`, or is
+    one of `written`.
     """
     try:
         stats = [(path, os.stat(path)) for path in dict.fromkeys(_paths(data, setting, paths, written))]
@@ -88,8 +88,8 @@ def _paths(data: DataConfig, setting: str, paths: Sequence[str], written: Sequen
 
 
 def documents(data: DataConfig, setting: str, files: Sequence[File], fraction: float) -> Iterator[Document]:
-    """Yield the documents of `files`, each for training or for validation. `fraction`: the share that is for
-    validation. Every call makes the same choice. `setting`: as in `find_files`."""
+    """Yield the documents of `files` (large text files in pieces), each for training or for validation. `fraction`: the
+    share for validation, which every call chooses in the same way. `setting`: as in `find_files`."""
     if data.kind == "text":
         yield from _texts(setting, files, fraction)
         return

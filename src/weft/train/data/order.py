@@ -11,10 +11,10 @@ _ROUNDS = 4
 
 
 def shuffled(positions: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """Return the numbers at `positions` of the shuffled order: int64 of the same shape, in 0 .. count-1.
+    """Return the numbers at `positions` of an endless shuffled order: int64 of the same shape, in 0 .. count-1.
 
-    `positions`: integers from 0. Position p is in epoch p // `count`. Each epoch is a different permutation of
-    0 .. count-1, which `seed` determines.
+    `positions`: integers, not negative. Position p is in epoch p // `count`. Each epoch is another permutation of
+    0 .. count-1. `seed` determines them all.
     """
     positions = np.asarray(positions, dtype=np.uint64)
     epochs, places = np.divmod(positions, np.uint64(count))

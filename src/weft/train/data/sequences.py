@@ -62,12 +62,11 @@ class Windows:
 
 
 class WholeDocuments:
-    """Documents packed whole. A document longer than a sequence is cut, and its last piece is packed with other
-    documents.
+    """Sequences that hold as many whole documents as fit. A document longer than a sequence is cut, and its last piece
+    is packed with the next documents.
 
-    `apart`: whether documents are separate, so that none predicts the first token of the next. If they
-    are, a document of one token has no label. Sequences without any label are left out, because a step without labels
-    would have no mean loss.
+    `apart`: whether documents are separate, so that none predicts the first token of the next. A document of one token
+    then has no label. Sequences without any label are left out, because a step without labels would have no mean loss.
     """
 
     def __init__(self, part: Part, length: int, *, apart: bool = True) -> None:
@@ -148,8 +147,8 @@ class Mixture:
     """Several texts, mixed by weight. Of every thousand sequences, each text supplies a share in proportion to its
     weight, spread evenly over the thousand.
 
-    `place` returns which text is at a position in the mixture. The other methods take this text, and the sequence of it
-    that the caller has chosen.
+    `place` returns which text is at a position in the mixture. The caller chooses a sequence of this text, and passes
+    the indices of both to the other methods.
     """
 
     def __init__(

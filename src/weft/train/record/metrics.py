@@ -71,7 +71,7 @@ class Metrics:
     ) -> None:
         """Write a line with the number of assignments of each expert, by layer. Loggers get a histogram of each layer.
 
-        `exchanged`: by layer, [number of assignments to experts on other ranks, number of rows sent for them].
+        `exchanged`: by layer, [number of assignments to experts on other ranks, number of token rows sent for them].
         """
         if self._file is None:
             return
@@ -82,7 +82,7 @@ class Metrics:
                 logger.histogram(step, f"experts/{layer}", load)
 
     def log_norms(self, step: int, weights: Mapping[str, float], gradients: Mapping[str, float]) -> None:
-        """Write a line with the norms of each parameter's weight and gradient. Loggers get a curve of each norm."""
+        """Write a line with the norms of each parameter and of its gradient. Loggers get each norm as a scalar."""
         if self._file is None:
             return
         self._write({"step": step, "kind": "norms", "weight": _readable(weights), "gradient": _readable(gradients)})
@@ -90,8 +90,7 @@ class Metrics:
             self._scalars(step, {f"{what}_norm/{name}": norm for name, norm in norms.items()})
 
     def log_quantization(self, step: int, shares: Mapping[str, Shares]) -> None:
-        """Write a line with each unit's shares of saturated and underflowed weights. Loggers get a curve of each
-        share."""
+        """Write a line with the fractions of saturated and underflowed weights in each unit. Loggers get scalars."""
         if self._file is None:
             return
         named = {what: {name: getattr(each, what) for name, each in shares.items()} for what in Shares._fields}

@@ -11,5 +11,5 @@ _PREFIXES = ("ema_", "loss_depth_", "validation_")
 
 
 def is_own(name: str) -> bool:
-    """Return whether your loss function may use this name for a number. Names of the training loop are reserved."""
+    """Return whether your loss function may return a number named `name`. The training loop reserves some names."""
     return name not in _OF_LOOP and not name.startswith(_PREFIXES)

@@ -14,7 +14,7 @@ FOLDER = "profile"
 
 
 class ProfilerWindow:
-    """Profiles `steps` steps from step `first` on, and writes a trace of this rank. `first` = 0: profiles none."""
+    """Profiles `steps` steps from step `first` on, and writes a trace of this rank. If `first` is 0, does nothing."""
 
     def __init__(self, folder: Path, first: int, steps: int, rank: int) -> None:
         self.first, self.last = first, first + steps - 1
@@ -34,7 +34,7 @@ class ProfilerWindow:
             self.close(note)
 
     def close(self, note: Callable[[str], None]) -> None:
-        """Write the trace of the steps so far, even if the last step to profile was not reached."""
+        """Stop the profiler if it runs, and write its trace. `note`: called with a line that names the file."""
         if self._profiler is not None:
             self._profiler.stop()
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ class ProfilerWindow:
 class Operations(TorchDispatchMode):
     """Counts multiplications and additions of matrix products, convolutions and attention, in forward and backward.
 
-    Operations that activation checkpointing repeats in backward also count.
+    Operations that activation checkpointing repeats in backward are counted again.
     """
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ _WINDOW = 50
 
 
 def format_count(value: float) -> str:
-    """Return a number with three digits and a suffix: 12,345 as 12.3k."""
+    """Return a number as text with three significant digits, and with k, M or G if large: "12.3k"."""
     for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= limit:
             return f"{value / limit:.3g}{suffix}"
@@ -44,7 +44,7 @@ def format_time(seconds: float) -> str:
 
 
 def format_step(seconds: float) -> str:
-    """Return the time of a step as 123 ms, or as 1.23 s if it is a second or more."""
+    """Return the duration of a step as text: "123 ms", or "1.23 s" for a second or more."""
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
@@ -67,10 +67,9 @@ class Progress:
             progress.update(1, loss=5.5, lr=1e-4)
             progress.note("checkpoint 1 saved")
 
-    On a terminal, one panel is redrawn in place. Otherwise a line is printed every `log_every` steps, for the last step
+    On a terminal, a panel is redrawn in place. Elsewhere, a line is printed every `log_every` steps, for the last step
     and for each validation. `enabled=False` (ranks other than 0) shows nothing. `first_step`: the step from which the
-    run resumed. The time left is estimated from the most recent steps. `units`: maps the name of a value to the unit
-    that is printed after it.
+    run resumes, or 0. `units`: maps the name of a value to the unit to print after the value.
     """
 
     def __init__(
@@ -116,8 +115,8 @@ class Progress:
             self._live = None
 
     def update(self, step: int, **values: float) -> None:
-        """Show that `step` optimizer steps are done, and show `values`. A value that is not passed stays on the panel
-        with its last number."""
+        """Show that `step` optimizer steps are done, and show `values`. The panel keeps the last number of each value
+        that a call does not pass."""
         if step != self._step:
             self._times.append((step, time.monotonic()))
         self._step = step

@@ -15,9 +15,10 @@ from weft.train.toml_values import show
 
 
 class Samples:
-    """Generates the samples of a run. All ranks generate each text together.
+    """Continues the prompt `train.sample`. All ranks generate each sample together.
 
-    Raises ConfigError if the model, the data or the sharding does not allow samples.
+    Raises ConfigError for your own model, for data without a tokenizer, with `pp`, `cp` or `tp` above 1, and for a
+    prompt without tokens.
     """
 
     def __init__(self, config: TrainConfig, model: HybridModel, device: torch.device) -> None:

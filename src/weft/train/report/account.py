@@ -30,8 +30,8 @@ from weft.train.task.task import Task
 
 
 class Account:
-    """One rank's part in printing and writing facts about a run. Only the first rank writes. `say`: called with lines
-    to print."""
+    """Prints facts about a run, and writes them for its report. Only the first rank writes. `say`: called with each
+    line to print."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Account:
     def begin(self, step: int) -> None:
         """Print and collect facts at the start of a run (`step` is 0), or when it resumes from `step`.
 
-        A new run also writes them. A resumed run writes them later, in `keep_start`.
+        For a new run, also writes these facts. For a resumed run, `keep_start` writes them later.
         """
         ranks = dist.get_world_size()
         if self._writes:
@@ -82,9 +82,9 @@ class Account:
             self._say(note)
 
     def keep_start(self) -> None:
-        """On the first rank, write the configuration and the facts that `begin` has collected, if not yet written.
+        """On the first rank, write the configuration and the facts that `begin` has collected. Later calls do nothing.
 
-        A resumed run calls this when its first checkpoint is committed.
+        In a resumed run, the first call comes when a checkpoint is committed.
         """
         if not self._facts:
             return
@@ -99,14 +99,14 @@ class Account:
         self._facts = {}
 
     def is_complete(self, position: Position) -> bool:
-        """Return whether the final report was written at the step of `position`. Collective."""
+        """Return whether the final report of the run at `position` is already written. Collective."""
         written = not self._writes or read_facts(self._folder).get("reported") == position.step
         return broadcast_object(written, what="whether the report was written")
 
     def end(self, position: Position, optimizer: torch.optim.Optimizer, passes: Passes) -> None:
-        """Write the report of a complete run. All ranks of rank 0's pipeline call it; rank 0 writes.
+        """Write the report of a complete run. All ranks of rank 0's pipeline must call `end`; rank 0 writes.
 
-        If the report cannot be written, prints a line with the reason and raises nothing.
+        If the report cannot be written, rank 0 prints the reason and raises nothing.
         """
         memory = weft.memory_report(self._task.model)
         memory["persistent"]["optimizer state"] = optimizer_bytes(optimizer)

@@ -16,8 +16,8 @@ Drawing = tuple[str, str, figures.Draw]
 def draw_all(
     folder: Path, records: list[dict[str, Any]], facts: Mapping[str, Any], baselines: dict[str, float]
 ) -> list[tuple[str, bytes, bytes]]:
-    """Write each picture as `NAME.svg` and `NAME-dark.svg` into `folder`. Return (title, bytes of the first file, bytes
-    of the second) for each picture."""
+    """Write each picture of a report into `folder`: `NAME.svg` for light pages, `NAME-dark.svg` for dark pages. Return
+    (title, bytes of the first file, bytes of the second) for each picture."""
     pictures = []
     drawings = _figures(records, facts, baselines) + _pattern_figures(facts) + _stage_figures(folder)
     for name, title, draw in drawings + _expert_figures(folder, records, facts):

@@ -19,9 +19,10 @@ Loads = Mapping[str, Sequence[Sequence[int]]]
 
 
 def expert_load(steps: Sequence[int], loads: Loads) -> Draw:
-    """Draw each expert's share of the assignments over the steps, one panel per layer.
+    """Draw the number of assignments of each expert over the steps, one panel per layer.
 
-    A share of 1 is balanced, and a share of 2 is twice that. Of many layers, only `LAYERS_SHOWN` are drawn.
+    The number is divided by the mean of the layer's experts: 1 is balanced. At most `LAYERS_SHOWN` layers are
+    drawn, evenly spaced.
     """
     names = list(loads)
     if len(names) > LAYERS_SHOWN:
@@ -58,10 +59,9 @@ def expert_load(steps: Sequence[int], loads: Loads) -> Draw:
 
 
 def lanes(intervals: Sequence[Interval], hidden: float) -> Draw:
-    """Draw computation and idle time of one step on one row, and the exchange on another, divided into hidden and
-    exposed.
+    """Draw one step in two rows: computation and idle time above, the exchange of tokens between ranks below.
 
-    `hidden`: the fraction of the exchange that overlaps with computation.
+    The exchange is divided into hidden and exposed parts. `hidden`: the fraction that overlaps with computation.
     """
     begin, end = min(each.start for each in intervals), max(each.end for each in intervals)
     computed = without(pieces(intervals, COMPUTE), pieces(intervals, "wait"))

@@ -28,7 +28,7 @@ _LARGEST = 64 << 20
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """Read the facts. Return an empty dictionary if there are none, or if they cannot be read."""
+    """Read the facts.json of a run. Return an empty dictionary if the file is missing or cannot be read."""
     try:
         facts = parse_json(read_bounded(folder / FILE, _LARGEST))
     except (OSError, ValueError):
@@ -37,7 +37,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
 
 
 def keep_facts(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Add `facts` to the file. They replace older facts of the same names."""
+    """Add `facts` to the facts.json of a run. New facts replace old ones of the same names."""
     replace_text(folder / FILE, json.dumps({**read_facts(folder), **facts}, indent=1) + "\n")
 
 
@@ -47,7 +47,7 @@ def versions() -> str:
 
 
 def commit() -> str | None:
-    """Return the git commit of the current folder, with "-dirty" if files have changed. None outside a repository."""
+    """Return the current directory's git commit, or None if git finds none. Changed tracked files add "-dirty"."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5)
@@ -57,7 +57,7 @@ def commit() -> str | None:
 
 
 def command() -> str:
-    """Return the shell command that started this run. A rank that `weft train` started has the same arguments."""
+    """Return the shell command that started this run. Ranks that `weft train` starts have that command's arguments."""
     program = Path(sys.argv[0])
     is_weft = program.name == "weft" or program.parts[-2:] == ("weft", "__main__.py")
     words = ["-m", "weft"] if is_weft else [sys.argv[0]]

@@ -98,7 +98,7 @@ def loss(
     resumed: Sequence[int] = (),
     title: str = "Loss",
 ) -> Draw:
-    """Draw training and validation values over the steps, with a horizontal line for each baseline."""
+    """Draw training and validation values of a number over the steps, with a horizontal line for each baseline."""
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes = _step_axes(figure.subplots(), title, unit)
@@ -133,7 +133,7 @@ def loss(
 
 
 def throughput(speed: Curve, unit: str, resumed: Sequence[int] = ()) -> Draw:
-    """Draw tokens per second, or another `unit` per second, over the steps, with the median."""
+    """Draw `unit` ("tokens" or "samples") per second over the steps, with a horizontal line at the median."""
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes = _step_axes(figure.subplots(), "Throughput", f"{unit} per second")
@@ -177,7 +177,7 @@ def rate_and_norm(learning_rate: Curve, gradient_norm: Curve, resumed: Sequence[
 
 
 def memory(groups: Mapping[str, Mapping[str, float]]) -> Draw:
-    """Draw memory, one bar per role and one colour per group. `groups`: group -> role -> bytes."""
+    """Draw memory, one bar per role and one colour per group. `groups`: the result of `memory_groups`."""
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes = figure.subplots()

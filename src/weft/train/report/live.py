@@ -18,8 +18,8 @@ _LAST_S = 60.0
 class LiveReport:
     """Writes the report of a run while it trains.
 
-    `every`: the seconds from one report to the next, or more if a report takes long. 0 writes none. `say`: called with
-    a line about the first report that fails.
+    `every`: the seconds between the starts of two reports, or more if a report takes long. 0: no reports. `say`: called
+    with a line about the first report that fails.
     """
 
     def __init__(self, folder: Path, every: float, say: Callable[[str], None], *, enabled: bool = True) -> None:
@@ -50,7 +50,7 @@ class LiveReport:
     def close(self) -> None:
         """Wait for a report that is being written, so that it cannot replace the final one.
 
-        If it takes longer than a minute, its process is killed.
+        After a minute, the process that writes the report is killed.
         """
         if self._writer is None:
             return

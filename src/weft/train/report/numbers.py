@@ -11,8 +11,8 @@ Curve = list[tuple[float, float]]
 
 
 def memory_groups(memory: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None) -> dict[str, dict[str, float]]:
-    """Return group -> role -> bytes, without roles of 0 bytes. `memory`: the result of `weft.memory_report`, or a list
-    with one result for each rank of a pipeline."""
+    """Return group ("at rest", "peak in a step") -> role (such as "weights") -> bytes, without roles of 0 bytes.
+    `memory`: the result of `weft.memory_report`, or a list with one result for each rank of a pipeline."""
     if not memory:
         return {}
     if not isinstance(memory, Mapping):
@@ -27,7 +27,7 @@ def memory_groups(memory: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
 
 def curve(records: list[dict[str, Any]], kind: str, name: str) -> Curve:
-    """Return (step, value) of each record of `kind` that has the number `name`. A value that was not finite is NaN."""
+    """Return (step, value of `name`) of each record of `kind` that has `name`. Values that were not finite are NaN."""
     found = [(r["step"], r[name]) for r in records if r["kind"] == kind and name in r]
     return [(step, math.nan if value is None else value) for step, value in found]
 
@@ -65,7 +65,8 @@ def units_of(facts: Mapping[str, Any]) -> dict[str, str]:
 def losses(records: list[dict[str, Any]]) -> tuple[Curve, Curve]:
     """Return the curves of training and validation loss, both in the unit of `loss_unit`.
 
-    For nats per byte, training losses are divided by bytes per token, `loss` / `nats_per_byte` of the last validation.
+    If this is nats per byte, training losses are divided by bytes per token: by `loss` / `nats_per_byte` of the last
+    validation.
     """
     validation = curve(records, "validation", "nats_per_byte") or curve(records, "validation", "loss")
     bytes_per_token = 1.0

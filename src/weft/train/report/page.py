@@ -25,7 +25,7 @@ NO_PICTURES = "no pictures: they need matplotlib; install weft[train] for them"
 
 
 def write_report(run_directory: str | Path, *, live_s: float = 0) -> Path:
-    """Write report.html and its pictures (`NAME.svg`, `NAME-dark.svg`) into a run's folder. Return the page's path.
+    """Write report.html and its pictures (`NAME.svg`, `NAME-dark.svg`) into a run's folder. Return report.html's path.
 
     The content comes from the metrics, the configuration and the facts in the folder. Missing parts are left out.
     Without matplotlib, pictures are left out. The same files give the same report, byte for byte. `live_s`: for a run
@@ -69,7 +69,7 @@ def _written(folder: Path, live_s: float) -> Path:
 
 
 def can_draw() -> bool:
-    """Return whether matplotlib can be imported. The import takes seconds."""
+    """Return whether matplotlib can be imported. The first call takes seconds."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:

@@ -15,14 +15,14 @@ Color = tuple[float, float, float]
 
 
 def size(simulation: Simulation) -> tuple[float, float]:
-    """Return (width, height) in inches. The width grows with the number of entries, up to a limit."""
+    """Return (width, height) of the picture in inches. The width grows with the entries per rank, up to a limit."""
     entries = max(map(len, simulation.table.ranks))
     return min(max(7.6, 0.24 * entries), 20.0), 1.9 + 0.36 * len(simulation.table.ranks)
 
 
 def pipeline(simulation: Simulation) -> Draw:
-    """Draw each action as a box with the number of its microbatch. Later chunks are lighter. The actions of one entry
-    are stacked."""
+    """Draw a schedule. Each action is a box with its microbatch's number, lighter for later stages of the rank. Actions
+    of one entry are stacked."""
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes = figure.subplots()

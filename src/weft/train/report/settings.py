@@ -17,8 +17,8 @@ ALWAYS = {
 
 
 def in_use(text: str) -> str:
-    """Reduce a complete configuration in TOML to the settings in `ALWAYS`, the sizes of the layers in the pattern, and
-    settings that are not at their defaults.
+    """Reduce a complete configuration in TOML to the settings that a report shows: those in `ALWAYS`, the sizes
+    of the kinds of layers in the pattern, and others that differ from their defaults.
 
     Text that is not TOML is returned unchanged.
     """
@@ -50,7 +50,7 @@ def _sizes(pattern: str) -> set[str]:
 
 
 def steps_of(text: str) -> int:
-    """Return `train.steps` of a complete configuration in TOML; 0 if it cannot be read."""
+    """Return `train.steps` of a complete configuration in TOML, or 0 if this setting cannot be read."""
     try:
         steps = parse_toml(text)["train"]["steps"]
     except (ValueError, KeyError, TypeError):

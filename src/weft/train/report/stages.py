@@ -15,12 +15,12 @@ Span = tuple[float, float]
 
 
 def measured(table: Table, recorded: Sequence[Sequence[Interval]]) -> Simulation:
-    """Return a `Simulation` of `table` that has the measured times of its entries, in milliseconds.
+    """Return a `Simulation` of the schedule `table` with measured instead of simulated times, in milliseconds.
 
     `recorded`: the intervals of each rank of the pipeline.
 
-    An entry lasts from the start of its first computation to the end of its last computation. An entry of an empty
-    stage takes no time.
+    An entry lasts from the start of its first computation to the end of its last computation. An entry without
+    computation takes no time.
     """
     spans = [_spans(table, rank, intervals) for rank, intervals in enumerate(recorded)]
     zero = min((start for rank in spans for start, _ in rank), default=0.0)
@@ -29,13 +29,13 @@ def measured(table: Table, recorded: Sequence[Sequence[Interval]]) -> Simulation
 
 
 def write_stages(run_directory: str | Path, simulation: Simulation) -> None:
-    """Write the measured schedule into the run's folder, for the report."""
+    """Write `simulation`, the result of `measured`, into the run's folder, for the report."""
     kept = {"table": format_table(simulation.table), "spans": simulation.spans}
     replace_text(Path(run_directory) / FILE, json.dumps(kept))
 
 
 def read_stages(run_directory: str | Path) -> Simulation | None:
-    """Read the file of `write_stages`. None without such a file."""
+    """Return the `Simulation` that `write_stages` wrote, or None if the run has none."""
     path = Path(run_directory) / FILE
     if not path.exists():
         return None

@@ -17,13 +17,13 @@ SLOW = 1.1
 
 
 def write_timeline(run_directory: str | Path, intervals: Sequence[Interval]) -> None:
-    """Write the intervals of one step, one JSON list [lane, label, issued, start, end] per line."""
+    """Write each interval of one step as a line with the JSON list [lane, label, issued, start, end]."""
     lines = [json.dumps(list(each)) for each in intervals]
     replace_text(Path(run_directory) / FILE, "\n".join(lines) + "\n")
 
 
 def read_timeline(run_directory: str | Path) -> list[Interval]:
-    """Read the file of `write_timeline`. Return `[]` if there is none."""
+    """Return the intervals that `write_timeline` wrote, or `[]` if the run has none."""
     path = Path(run_directory) / FILE
     if not path.exists():
         return []
@@ -47,7 +47,7 @@ def slow_ranks(seconds: Sequence[float]) -> str:
 
 @dataclass(frozen=True)
 class HiddenExchange:
-    """The time of the token exchange between ranks in one step, and the fraction that overlaps with computation."""
+    """The time of the token exchange between ranks in one step, and the fraction of it that overlaps computation."""
 
     seconds: float
     fraction: float

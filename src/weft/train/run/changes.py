@@ -71,14 +71,14 @@ _SETTINGS: dict[str, Treatment] = {
 
 
 def treatment(setting: str) -> Treatment:
-    """Return how a resume treats a change of the setting "section.name"."""
+    """Return how a resumed run treats a change of `setting`, such as "train.steps"."""
     return _SETTINGS.get(setting, _SECTIONS[setting.partition(".")[0]])
 
 
 def changed(directory: Path, config: TrainConfig, step: int) -> list[str]:
-    """Return the lines about changed settings to print before the run in `directory` resumes from `step` with `config`.
+    """Return lines about changed settings, to print before the run in `directory` resumes from `step` with `config`.
 
-    Raises ConfigError with the names of changed settings that must not change.
+    Raises ConfigError if settings have changed that must not. The message names them.
     """
     path = directory / CONFIG
     if not path.is_file():

@@ -17,7 +17,7 @@ class Refused(RuntimeError):
 
 
 class Interrupted(Exception):
-    """Raised if a request to stop arrives before this start of the run has trained a step.
+    """Raised if a rank is asked to stop before the first step of a run that starts or resumes.
 
     `is_saved`: whether an earlier start of the run has saved a checkpoint.
     """
@@ -28,12 +28,13 @@ class Interrupted(Exception):
 
 
 def as_one_line(error: BaseException) -> str:
-    """Return `in_one_line(error)`. For an error that needs its traceback, return its type and message."""
+    """Return `in_one_line(error)` or, where that is None, the type and the message of `error` on one line."""
     return in_one_line(error) or f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
 
 
 def in_one_line(error: BaseException) -> str | None:
-    """Return the line to print instead of the traceback of `error`, or None if the traceback is needed."""
+    """Return a line that explains a CheckpointError, a Refused, failed storage or lack of memory. Return None for other
+    errors, which need their traceback."""
     if isinstance(error, CheckpointError | Refused):
         return str(error)
     if isinstance(error, StorageError) or (isinstance(error, OSError) and error.errno in _STORAGE):

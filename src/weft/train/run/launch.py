@@ -61,7 +61,8 @@ def launch(
     """Run `python -m weft *arguments` as `ranks` local processes. Return the exit code of the command:
 
     - 0: all ranks succeeded.
-    - 1: any other failure. stderr names the rank that failed or died first, or has the line that explains the error.
+    - 1: a second request to stop, or a failure other than 2. stderr names the rank that failed or died first, or has
+      the line that explains the error.
     - 2: the configuration is invalid.
     - 3: the ranks were asked to stop, and the run has a checkpoint.
     - 4: the ranks were asked to stop before the run had a checkpoint.
@@ -70,11 +71,11 @@ def launch(
     that one line explains. Otherwise the directory stays, for its logs.
 
     - `resume_command`: printed to stderr after a failure, if there is a checkpoint from which to resume.
-    - `restarts`: how often, at most, all ranks are restarted after failures with exit code 1. A restart resumes from
-      the newest checkpoint. A restart that fails with the same message at the same checkpoint as the start before it is
-      the last one.
+    - `restarts`: the maximum number of restarts of all ranks after failures with exit code 1. A restart resumes from
+      the newest checkpoint. If two starts in a row fail with the same message and no new checkpoint in between, the
+      ranks are not restarted again.
     - `restart_ranks`: the number of ranks after a restart. Default: `ranks`.
-    - `keeps_copies`: whether ranks copy their state to memory. A restart resumes from the copy in memory if it is newer
+    - `keeps_copies`: whether ranks copy their state to memory. A restart resumes from such a copy if the copy is newer
       than the newest checkpoint on disk.
     """
     failed = ""
@@ -107,9 +108,9 @@ def launch(
 
 
 def report_failure(rank: int, kind: Kind, message: str, error: BaseException) -> None:
-    """Write to a file why this rank ends. The process that started the rank reads the file.
+    """Write to a file why this rank ends, for the process that started the rank.
 
-    The file is in the folder of the ranks' store. It is not in the run's directory, whose disk may be full.
+    The file is beside the ranks' FileStore, because the disk of the run's directory may be full.
     """
     content = {
         "time": time.monotonic(),  # one clock for all processes of a host, which is never set back

@@ -43,11 +43,11 @@ def meet(
     say: Callable[[str], None],
     begin: Callable[[dist.Store], None] | None = None,
 ) -> dist.Store:
-    """Return a store at which all ranks have arrived. `init_method`: file:///… or tcp://host:port.
+    """Wait until all ranks have arrived at their store. Return the store. `init_method`: file:///… or tcp://host:port.
 
-    While it waits, prints the missing ranks with `say`. When all ranks have arrived, calls `begin` with the store. If
-    all this takes longer than `patience` seconds, raises Refused, which names the missing ranks or the store that does
-    not answer. Raises Interrupted if this rank or another waiting rank is asked to stop.
+    Meanwhile, calls `say` with lines that name the missing ranks. Then calls `begin` with the store. If all this takes
+    longer than `patience` seconds, raises Refused, which names the missing ranks or the store that does not answer.
+    Raises Interrupted if this rank or another waiting rank is asked to stop.
     """
     where = urlsplit(init_method)
     wait = _Wait(patience, stop, say, f"the store at {where.netloc or where.path}, which does not answer")
@@ -132,17 +132,17 @@ class _Wait:
         self.left: float | None = None
 
     def is_over_for_others(self) -> bool:
-        """Call this when another rank has withdrawn. Return whether the first call was more than a second ago.
+        """Return whether the withdrawal of another rank is final: True from one second after the first call.
 
-        Within this second, `_leave` may undo the withdrawal.
+        Call this while `COUNT` is negative. Within this second, the other rank's `_leave` may undo the withdrawal.
         """
         self.left = self.left or time.monotonic()
         return time.monotonic() - self.left > 1
 
     def answer(self, question: Callable[[], Answer]) -> Answer:
-        """Call `question`, which asks the store and may never return, in a thread. Return its result.
+        """Call `question` in a thread, because the store that it asks may never answer. Return the result.
 
-        Raises Interrupted for a request to stop, and Refused if `patience` runs out.
+        Raises Interrupted if this rank is asked to stop meanwhile, and Refused if `patience` runs out.
         """
         answers: list[Answer] = []
         errors: list[BaseException] = []
@@ -165,8 +165,8 @@ class _Wait:
         return answers[0]
 
     def on(self, whom: Callable[[], str]) -> None:
-        """Wait for a moment. Now and then, print that this rank waits for `whom()`. Raises Refused if `patience` has
-        run out."""
+        """Sleep for a moment. After 5 seconds, and then once a minute, print that this rank waits for `whom()`. Raises
+        Refused if `patience` has run out."""
         waited = time.monotonic() - self.started
         if waited > self.patience:
             raise Refused(f"waited {self.patience:g} s (run.patience) in vain for {whom()}")

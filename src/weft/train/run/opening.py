@@ -17,8 +17,7 @@ from weft.train.run.stop import StopRequest
 
 
 def open_run_together(config: TrainConfig, resume: str | bool, command: str | None, **kind: bool) -> Run:
-    """Call `open_run` on the first rank. All ranks return the run that it returns, or raise the ConfigError that it
-    raises.
+    """Call `open_run` on the first rank only. All ranks return its run, or raise its ConfigError. Collective.
 
     `kind`: the arguments `or_start` and `own_task` of `open_run`.
     """
@@ -46,7 +45,7 @@ def beginning(run: Run) -> Iterator[None]:
 
 
 def agree_to_begin(stop: StopRequest, step: int, device: torch.device) -> None:
-    """Raise Interrupted on all ranks if any rank was already asked to stop. Collective. Call it before the first step.
+    """Before the first step, raise Interrupted on all ranks if any rank was asked to stop. Collective.
 
     `step`: the step from which the run resumes, or 0.
     """

@@ -26,8 +26,8 @@ _ANSWER_S = 5.0
 
 
 class Peers:
-    """The other ranks of a job. `state`: a function that returns this rank's state, the answer when another rank calls
-    `ask`. `heard`: a function that is called with each message that another rank sends by `tell`."""
+    """Connections to the other ranks of a job. `state`: returns this rank's state, the answer to another rank's `ask`.
+    `heard`: called with each message that another rank sends with `tell`."""
 
     def __init__(self, state: Callable[[], Mapping[str, Any]], heard: Callable[[dict[str, Any]], None]) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()

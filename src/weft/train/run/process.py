@@ -21,8 +21,8 @@ def seed_all(seed: int, rank: int) -> None:
 
 
 def memory_in_use(device: torch.device) -> float:
-    """Return the peak memory of this rank so far, in bytes: what PyTorch has allocated on the GPU or, on the CPU, the
-    resident memory of the process."""
+    """Return the peak memory of this rank so far, in bytes. On a GPU, this is memory that PyTorch has allocated; on the
+    CPU, it is the resident memory of the process."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

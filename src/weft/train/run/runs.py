@@ -53,12 +53,12 @@ def open_run(
     """Choose the directory of a run. For a new run, create the directory.
 
     - `resume`: True resumes the newest run named `config.name` that has a committed checkpoint. A string names the run
-      to resume: its directory, or its config.toml. False starts a new run, but means True if `config.resume` is true.
+      to resume: its directory, or its config.toml. False starts a new run, or acts as True if `config.resume` is true.
     - `or_start`: start a new run if there is no checkpoint to resume from.
-    - `command`: the command line of `weft train` without `--resume`, for messages. None in a script.
+    - `command`: the command line of `weft train` without `--resume`, for messages. None if a script opens the run.
     - `own_task`: whether a program passes model and data to `weft.train.Trainer`.
 
-    Raises ConfigError if there is no checkpoint to resume from and `or_start` is False, if `own_task` is not as it was
+    Raises ConfigError if there is no checkpoint to resume from and `or_start` is False, if `own_task` was different
     when the run was started, or if the directory of a new run cannot be created.
     """
     asked = "run.resume = true" if not resume else f"resume={resume!r}" if command is None else "--resume"
@@ -98,7 +98,7 @@ def read_tables(directory: Path) -> dict[str, Any]:
 
 
 def recorded_name(directory: Path) -> str | None:
-    """Return the `run.name` with which a run was started, from its config.toml. None if the file lacks it or
+    """Return the `run.name` with which a run was started, from its config.toml. None if the file has no name or
     cannot be read."""
     try:
         return str(read_tables(directory)["run"]["name"])
@@ -140,7 +140,7 @@ def refuse_no_run(folder: Path, asked: str) -> None:
 
 
 def refuse_own_task(directory: Path, *, goes_on: bool = False) -> None:
-    """Raise ConfigError for a run without model and data in its config.toml: a program passed them to the `Trainer`.
+    """Raise ConfigError for a run whose config.toml lacks model and data, because a program passed them to `Trainer`.
 
     `goes_on` chooses the advice in the message: True if the run was to be resumed, False if only its weights were to be
     read.
@@ -180,7 +180,7 @@ def _describes_task(directory: Path) -> bool | None:
 
 
 def resuming(command: str | None, directory: Path) -> str:
-    """Return, for messages, what resumes a run: the command line or, if `command` is None, the argument `resume=...`.
+    """Return text for messages that tells how to resume a run: a command line or, if `command` is None, `resume=...`.
 
     `command`: as in `open_run`.
     """

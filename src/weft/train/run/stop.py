@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 TOGETHER_S = 0.5
-"""Signals within this many seconds of each other count as one request."""
+"""Signals within this many seconds after a request belong to that request."""
 
 
 class Requests:
@@ -49,10 +49,10 @@ _NOT_BEGUN = "stopping before the first step, without a new checkpoint; Ctrl-C a
 
 
 class StopRequest:
-    """A request to stop: SIGINT, SIGTERM or SIGHUP, or a byte in the control pipe of the process that started this one.
+    """Receives a request to stop: SIGINT, SIGTERM or SIGHUP, or a byte in the control pipe from the parent process.
 
-    After a request of either kind, a signal that is a new request (see `Requests`) ends this process immediately.
-    Further bytes have no effect. If the pipe closes, the starting process has died, and this process exits immediately.
+    After the first request, signal or byte, a signal that is a new request (see `Requests`) ends this process at once.
+    Further bytes have no effect. If the pipe closes, the parent process has died, and this process exits immediately.
     """
 
     def __init__(self) -> None:
@@ -69,13 +69,13 @@ class StopRequest:
         return self._event.is_set()
 
     def listen(self, pipe: int | None) -> None:
-        """Start to listen to signals and, unless `pipe` is None, to the control pipe, whose reading end is `pipe`."""
+        """Start to listen to signals and to `pipe`, the reading end of the control pipe. None: no control pipe."""
         self._before = on_stop_signals(self._on_signal)
         if pipe is not None:
             threading.Thread(target=self._watch, args=(pipe,), daemon=True, name="weft-control").start()
 
     def release(self) -> None:
-        """Restore the handlers that `listen` replaced. A handler that other code has set since stays."""
+        """Restore the handlers that `listen` replaced, except where other code has set another handler meanwhile."""
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._on_signal and handler is not None:
                 signal.signal(number, handler)

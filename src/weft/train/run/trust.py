@@ -24,7 +24,7 @@ _KEY_BYTES = 32
 
 
 def named_code(config: TrainConfig) -> dict[str, str]:
-    """Return the settings that name a Python object by import path, such as "package.module:name": setting -> value."""
+    """Return setting -> value for settings whose value is an import path of a Python object ("package.module:name")."""
     data, found = config.data, {}
     if isinstance(config.model, OwnModelConfig):
         found = {"model.factory": config.model.factory, "model.loss": config.model.loss}
@@ -37,9 +37,9 @@ def named_code(config: TrainConfig) -> dict[str, str]:
 def require_trust(directory: Path, config: TrainConfig, overrides: Sequence[str], *, trust: bool, asked: str) -> None:
     """Raise ConfigError if the configuration of a run directory names code that is not trusted.
 
-    Code is trusted if `trust` is True, if an override names it, or if `mark_as_own` has marked `directory` for it.
-    `config`: the configuration of the directory, with `overrides` applied. `asked`: the option or path that named the
-    directory, for the message.
+    Code is trusted if `trust` is True, if it comes from `overrides`, or if `mark_as_own` has marked `directory` with
+    this code. `config`: the configuration of the directory, with `overrides` applied. `asked`: the option or path that
+    named the directory, for the message.
     """
     given = {override.partition("=")[0].strip() for override in overrides}
     code = {name: value for name, value in named_code(config).items() if name not in given}

@@ -50,9 +50,9 @@ class Watchdog:
     """Calls `bark` with one line if the run hangs for `limit` seconds, or if another rank reports a failure.
 
     The watchdog is a context manager. If `limit` is 0, it does nothing. Each call of `at` counts as progress, and so
-    does each beginning or end of a file operation. After `at(..., loosely=True)`, changes of the main thread's stack,
-    and CPU time that the thread uses, also count. After `rest`, only a file operation that takes longer than `limit`
-    counts as a hang.
+    does each beginning or end of a file operation. After `at(..., loosely=True)`, changes of the main thread's stack
+    and the thread's use of CPU time are progress too. After `rest`, only a file operation that takes longer than
+    `limit` counts as a hang.
     """
 
     def __init__(self, limit: float, bark: Callable[[str], None]) -> None:
@@ -93,13 +93,13 @@ class Watchdog:
             self._peers.close()
 
     def at(self, what: str, *, loosely: bool = False) -> None:
-        """Note progress: this rank begins the phase `what`, a text for messages. `loosely`: see the class."""
+        """Note progress: this rank begins a phase, which messages call `what`. `loosely`: see the class."""
         self._since = time.monotonic()
         self._what, self._loosely = what, loosely
         self._moves += 1
 
     def rest(self) -> None:
-        """Until the next call of `at`, watch only file operations: the program does work outside of the run."""
+        """Watch only file operations until the next call of `at`, because the program works outside of the run."""
         self.at("")
 
     def tell(self, line: str) -> None:

@@ -7,7 +7,7 @@ from weft.train.sections.rules import require
 
 @dataclass(frozen=True)
 class OwnModelConfig:
-    """[model] for your own model: the function `factory` builds it. There is no `model.pattern`."""
+    """[model] for your own model, which the function `factory` builds. Such a section has no `pattern`."""
 
     factory: str
     """Import path of a function that builds an nn.Module: "package.module:function". It runs on the meta device."""

@@ -11,7 +11,7 @@ from weft.train.toml_values import show
 
 
 def check_pattern(model: HybridConfig, data: DataConfig, loop: LoopConfig, sharding: ShardingConfig) -> None:
-    """Raise ConfigError for settings that do not fit `model`, or that have no effect on a model with its pattern."""
+    """Raise ConfigError for settings that do not fit `model` or its pattern, or that have no effect on `model`."""
     require(
         "data.factory",
         data.factory,

@@ -7,7 +7,7 @@ from weft.train.toml_values import show
 
 
 def require(name: str, value: Any, holds: bool, rule: str) -> None:
-    """Raise ConfigError with the setting `name`, its value and the rule, unless `holds`."""
+    """Raise ConfigError unless `holds`. The message names the setting `name`, the value and the rule."""
     if not holds:
         raise ConfigError(f"{name} = {show(value)}: {rule}")
 

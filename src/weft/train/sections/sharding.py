@@ -131,7 +131,7 @@ class ShardingConfig:
         return self.tp if self.etp is None else self.etp
 
     def check(self, ranks: int) -> None:
-        """Raise ConfigError for sizes that do not fit `ranks`, the number of data-parallel ranks times `cp`."""
+        """Raise ConfigError for settings that do not fit `ranks`, the number of data-parallel ranks times `cp`."""
         fits = [size for size in range(1, ranks + 1) if ranks % size == 0]
         require("sharding.cp", self.cp, self.cp in fits, f"must divide the {ranks} ranks; choose from {fits}")
         among = ranks * self.tp // self.expert_ranks  # whole experts are spread over tensor-parallel ranks too

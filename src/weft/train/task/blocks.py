@@ -29,8 +29,8 @@ Place = tuple[Row, int]
 
 
 def prepare(places: Sequence[Place], loop: LoopConfig) -> None:
-    """Compile the blocks at `places` and wrap them for activation checkpointing, as `loop` says. Raises ConfigError if
-    `train.compile` is not a backend of torch.compile."""
+    """Compile the blocks at `places` and wrap them for activation checkpointing, as the settings in `loop` say. Raises
+    ConfigError if `train.compile` is not a backend of torch.compile."""
     if loop.compile:
         _check_backend(loop.compile)
     for number, (row, at) in enumerate(places):
@@ -45,10 +45,10 @@ def prepare(places: Sequence[Place], loop: LoopConfig) -> None:
 
 
 def repeated_blocks(model: nn.Module) -> list[Place]:
-    """Return the places of the repeated blocks of a model.
+    """Return the places (container, index) of the repeated blocks of a model.
 
-    These have parameters, and share a `ModuleList` or `Sequential` with other blocks of their type. Inner
-    blocks come before those that contain them.
+    A repeated block has parameters, and shares a `ModuleList` or `Sequential` with others of its type. Inner blocks
+    come before those that contain them.
     """
     rows = [module for module in model.modules() if isinstance(module, Row)]
     found: list[Place] = []

@@ -15,7 +15,7 @@ from weft.train.task.text import TextTask, factory_of
 
 
 def task_of(config: TrainConfig, device: torch.device, say: Callable[[str], None] = print) -> Task:
-    """Return the task that `config` describes: a `TextTask` or, with `data.factory`, an `OwnTask`."""
+    """Return the task that `config` describes: an `OwnTask` if `data.factory` is set, otherwise a `TextTask`."""
     model, data = config.model, config.data
     if not data.factory:
         return TextTask(config, device, say)

@@ -29,7 +29,7 @@ Data = Iterable[Any] | Callable[[int, int], Iterable[Any]]
 
 
 class OwnTask:
-    """The task of training `model` on `data`, on one rank. The arguments are those of `weft.train.Trainer`."""
+    """This rank's part of training `model` on `data`. `weft.train.Trainer` explains the arguments."""
 
     unit = "samples"
     at_once = 1
@@ -79,7 +79,7 @@ class OwnTask:
         self._loss = loss
 
     def count(self, microbatches: Sequence[Any]) -> float:
-        """Return the number of samples: for each microbatch, the first dimension of its first tensor, scalars excepted.
+        """Return the number of samples: the sum of the first dimensions of each microbatch's first non-scalar tensor.
 
         A microbatch without such a tensor counts as `train.microbatch_size` samples.
         """
@@ -154,7 +154,7 @@ def _leaves(microbatch: Any) -> Iterator[Any]:
 
 
 def with_numbers(found: Any) -> Losses:
-    """Return (loss, numbers by name) from the result of a loss function: that tuple, or only the loss. Raises
+    """Return (loss, numbers by name). `found`, the result of a loss function, is such a tuple or only the loss. Raises
     ConfigError for any other tuple."""
     if not isinstance(found, tuple):
         return found, {}
@@ -172,13 +172,14 @@ class Stream:
 
     An iterable with `state_dict` and `load_state_dict` restores itself. Any other iterable is iterated again up to the
     saved position, with the random state from the start of the pass, so that a shuffling loader yields the same order.
-    The random state includes the generators of a loader and of its samplers, but not those of worker processes that
-    persist. An iterable without these methods must be deterministic: for the same random state and, if it has
-    `set_epoch`, the same epoch, it must yield the same microbatches.
+    Such an iterable must be deterministic: for the same random state and, if it has `set_epoch`, the same epoch, it
+    must yield the same microbatches. The random state includes the generators of a loader and of its samplers, but not
+    those of worker processes that persist.
 
     If another number of ranks saved the position, each rank continues at the saved position of rank 0, times the number
     of ranks that saved it, divided by `ranks`. This is exact if the ranks take the microbatches of a pass in turn,
-    equally many each. Raises ConfigError if the division has a remainder, or if the iterable has a `state_dict`.
+    equally many each. Such a load raises ConfigError if the division has a remainder, or if the iterable has a
+    `state_dict`.
     """
 
     per_rank = True
@@ -328,7 +329,7 @@ def own_model(
 
 
 def shard_repeated_blocks(model: nn.Module, **options: Any) -> nn.Module:
-    """Shard each block of `repeated_blocks` as a unit, and the rest of the model as another unit. Return the model."""
+    """Shard each block in `repeated_blocks` as a unit, and the rest of the model as another unit. Return the model."""
     for block in [row[at] for row, at in repeated_blocks(model)]:  # listed before sharding changes classes
         weft.fully_shard(block, **options)
     return weft.fully_shard(model, **options)

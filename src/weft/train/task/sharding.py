@@ -29,7 +29,7 @@ def meshes_of(config: TrainConfig, device: torch.device) -> weft.Meshes:
 
 
 def options_of(config: TrainConfig, model: nn.Module) -> dict[str, Any]:
-    """Return the options of `weft.fully_shard`, except the mesh, for all units of the unsharded `model`."""
+    """Return the options, except the mesh, with which `weft.fully_shard` is to shard each unit of `model`."""
     sharding = config.sharding
     policy = mixed_precision(config.train.precision, config.train.unquantized_ends)
     options: dict[str, Any] = {"strategy": sharding.strategy, "mp_policy": policy}
@@ -68,8 +68,8 @@ def mixed_precision(name: str, unquantized_ends: int = 0) -> weft.MixedPrecision
     """Return the policy for `name`, a value of `train.precision`.
 
     "fp32" keeps the dtypes of the parameters. "bf16" gathers weights and computes in bf16, and reduces gradients in
-    fp32. The other values do the same, but gather quantized weights, which are dequantized to bf16 for use.
-    `unquantized_ends`: the number of layers at each end of the model that are not quantized.
+    fp32. The other values are like "bf16", but gather quantized weights, which are dequantized to bf16 for use.
+    `unquantized_ends`: so many of the first layers, and so many of the last layers, are not quantized.
     """
     if name == "fp32":
         return weft.MixedPrecisionPolicy()

@@ -15,10 +15,10 @@ class Batches(Protocol):
     """This rank's microbatches. `state_dict` returns the position in the data, for checkpoints."""
 
     microbatch_weights: list[float]
-    """For each microbatch of the last step, its weight in the mean loss. All are 1.0 for equal weights."""
+    """For each microbatch of the last step, its weight in the mean loss. Each is 1.0 if all count equally."""
 
     def next_step(self) -> list[Any]:
-        """Return the microbatches of the next optimizer step. All ranks have the same number of them."""
+        """Return this rank's microbatches of the next optimizer step: equally many on every rank."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -55,19 +55,19 @@ class Task(Protocol):
 
     @property
     def validation_weights(self) -> Iterable[float]:
-        """The weight of each validation microbatch in the mean loss. All are 1.0 for equal weights."""
+        """The weight of each validation microbatch in the mean loss. Each is 1.0 if all count equally."""
         ...
 
     def count(self, microbatches: Sequence[Any]) -> float:
-        """Return this rank's share of a step's units, such as tokens. The sum over all ranks is the number of units."""
+        """Return this rank's share of a step's data, counted in `unit`. The sum over all ranks is the whole step."""
         ...
 
     def loss(self, microbatch: Any) -> Losses:
-        """Return the `Losses` of a microbatch whose tensors are on the device."""
+        """Return the `Losses` of a microbatch. Its tensors are already on this rank's device."""
         ...
 
     def validation_losses(self, microbatches: Sequence[Any]) -> list[Losses]:
-        """Return the `Losses` of each of up to `at_once` microbatches on the device. The caller disables autograd."""
+        """Return a `Losses` for each of at most `at_once` microbatches on the device. The caller disables autograd."""
         ...
 
     def validation_values(self, loss: float) -> dict[str, float]:
@@ -75,5 +75,5 @@ class Task(Protocol):
         ...
 
     def baseline(self) -> float | None:
-        """Return the validation loss of a simple baseline in nats per byte, or None without a baseline."""
+        """Return the validation loss, in nats per byte, of a simple model to compare with, or None if there is none."""
         ...

@@ -32,8 +32,8 @@ from weft.train.task.task import Losses
 
 
 class TextTask:
-    """The task of training on text, on one rank. Raises ConfigError for an unusable text, or a model that does not fit
-    into memory."""
+    """This rank's part of training a model on text. Raises ConfigError for an unusable text, or for a model that does
+    not fit into memory."""
 
     unit = "tokens"
     adds_losses: bool = True
@@ -133,8 +133,8 @@ def _compare(names: Sequence[str], texts: list[Any]) -> None:
 
 
 def factory_of(model: OwnModelConfig) -> Callable[[], nn.Module]:
-    """Return the function `model.factory` with `model.options` bound. Raises ConfigError if the function does not take
-    these options."""
+    """Return the function that `model.factory` names, with `model.options` bound. Raises ConfigError if the function
+    does not take these options."""
     factory = imported("model.factory", model.factory)
     check_callable("model.factory", factory, [], "a callable that takes the names in model.options", model.options)
     return partial(factory, **model.options)
@@ -148,8 +148,8 @@ def _context_part(batch: Batch, meshes: weft.Meshes) -> Batch:
 def for_own_model(microbatch: Batch) -> Batch:
     """Return a microbatch in the form that models of the package `transformers` take.
 
-    A microbatch with documents becomes a dictionary of "tokens", "labels", "position_ids" and "cu_seqlens". Any other
-    microbatch is returned unchanged.
+    A dictionary with "documents" becomes a dictionary of "tokens", "labels", "position_ids" and "cu_seqlens". A tuple
+    (tokens, labels) is returned unchanged.
     """
     if not isinstance(microbatch, dict):
         return microbatch
@@ -206,10 +206,11 @@ def _seen_of_others(model: nn.Module, text: torch.Tensor) -> float:
 
 
 def next_token_loss(model: nn.Module, microbatch: Batch) -> torch.Tensor:
-    """Return the mean cross-entropy of the logits, which are the result of `model(tokens)` or its attribute `logits`.
+    """Return the mean cross-entropy of the logits: the attribute `logits` of the result of `model(tokens)`, or the
+    result itself if it has no such attribute.
 
     If the microbatch has documents, the model also gets `position_ids`, `cu_seqlens` and `use_cache=False`, each only
-    if its forward takes it. With a cache, models of `transformers` would ignore that positions restart in each
+    if `forward` has that argument. With a cache, models of `transformers` would ignore that positions restart in each
     document.
     """
     labels = microbatch["labels"] if isinstance(microbatch, dict) else microbatch[1]

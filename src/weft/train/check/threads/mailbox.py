@@ -31,7 +31,7 @@ class Mailbox:
             waiter[1].notify()
 
     def expect(self, key: Any) -> int:
-        """Return the number of the message that a new receive under `key` gets: the n-th receive gets the n-th
+        """Count a new receive for `key`. Return the number of its message: the n-th receive gets the key's n-th
         message."""
         number = self._expected[key] = self._expected[key] + 1
         return number
@@ -51,8 +51,8 @@ class Mailbox:
         return number in self._messages[key]
 
     def leave(self, rank: int, said: str) -> None:
-        """Note that a rank has ended. If all other ranks wait for messages, they are in a deadlock. `said`: what the
-        error of a deadlock says about this rank."""
+        """Note that a rank has ended. If all ranks that still run wait for messages, they are in a deadlock. `said`:
+        what the message of the deadlock error says about this rank."""
         self._alive -= 1
         self.ended[rank] = said
         self._look()

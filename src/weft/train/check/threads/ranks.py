@@ -93,7 +93,7 @@ _current = threading.local()
 
 
 class InProcess(dist.ProcessGroup):
-    """A process group whose ranks are threads. To weft, its backend is named "gloo", so weft uses its code for gloo."""
+    """A process group whose ranks are threads. Its backend calls itself "gloo", so weft treats it as a gloo group."""
 
     def __init__(self, store: Any, rank: int, size: int, members: Sequence[int]) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -246,7 +246,7 @@ def _module_of_caller() -> str:
 
 
 def name_modules(model: nn.Module) -> None:
-    """Set the names that error messages use for the modules of `model` on this rank."""
+    """Let error messages on this rank name the modules of `model` as `named_modules` does."""
     _current.names = {module: name for name, module in model.named_modules() if name}
 
 
@@ -342,9 +342,10 @@ def _threads_for_ranks() -> Iterator[None]:
 
 
 def run_ranks(ranks: int, work: Callable[[int], Any]) -> list[Any]:
-    """Run `work(rank)` on `ranks` threads, each of which is a rank of one world. Return the results in rank order.
+    """Run `work(rank)` on `ranks` threads, which are the ranks of one world. Return the results in rank order.
 
-    If ranks raise exceptions, raises that of the lowest such rank. Raises CollectiveMismatch in a deadlock.
+    If `work` raises on any ranks, raises the exception of the lowest of them. If the ranks are in a deadlock, raises
+    CollectiveMismatch.
     """
     box, store = Mailbox(ranks), dist.HashStore()
     found: list[Any] = [None] * ranks
