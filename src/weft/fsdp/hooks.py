@@ -32,7 +32,7 @@ from weft.weak import alive
 
 
 class ForwardCall:
-    """One forward of a unit, with its backward. During that backward, this object holds the unit's weights."""
+    """One forward of a unit, with its backward. During that backward, it keeps the unit's weights gathered."""
 
     computes = backward = True
 

@@ -74,7 +74,7 @@ class Placements:
 
 
 def placements_of(strategy: "str | Placements", outer_strategy: str, axes: int) -> Placements:
-    """Return the placements on `axes` mesh axes. Raises ValueError for unknown strategies or combinations."""
+    """Return the placements on a mesh with `axes` axes. Raises ValueError for unknown strategies or combinations."""
     if isinstance(strategy, Placements):
         if outer_strategy != "no_shard":
             raise ValueError(

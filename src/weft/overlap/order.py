@@ -302,7 +302,7 @@ def combined_order(
 
 
 def alike_order(first: Part, second: Part, direction: str, *, delay_wgrad: bool, queues: bool) -> Iterator[Step]:
-    """Yield the steps of `first` and `second`, both in `direction`, as a pair. `queues`: the device has streams."""
+    """Yield the steps of two forwards or two backwards in issue order. `queues`: the device has streams."""
     if direction == FORWARD:
         entries: Sequence[tuple[str, str]] = QUEUED_FORWARDS if queues else FORWARDS
         layers = list(first.layers), list(second.layers)

@@ -232,7 +232,7 @@ class GroupGradients:
 
     @property
     def bucket_kind(self) -> Any:
-        """Process group and dtype of the reduction. Reductions with equal ones may share a message. None: never."""
+        """Process group and dtype of the reduction. If both are equal, reductions may share a message. None: never."""
         return self._bucket_kind if self.hook is None and not self.sums_only else None
 
     def open_reduction(self) -> tuple[torch.Tensor, torch.Tensor, bool]:
@@ -263,7 +263,7 @@ class GroupGradients:
         self.main.publish()
 
     def drop(self) -> None:
-        """After a failed backward, clear every `.grad`. Call `discard` when the reductions in flight have ended."""
+        """Clear every `.grad` after a failed backward. The caller frees buffers by `discard`, after all reductions."""
         self._forget()
         self.main.drop()
 

@@ -54,7 +54,7 @@ class Windows:
         return found
 
     def documents(self, indices: np.ndarray) -> np.ndarray:
-        """Return zeros: each sequence counts as one document, since its documents are not separate."""
+        """Return the document number of each position: always 0, because documents of a sequence are not separate."""
         return np.zeros((len(indices), self.length + 1), dtype=np.int64)
 
     def labels(self, indices: np.ndarray) -> np.ndarray:
