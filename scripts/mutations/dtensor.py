@@ -42,7 +42,7 @@ MUTATIONS = [
     ),
     Mutation(
         "large parameters are stepped as a whole",
-        "dtensor.steps:_pieces_of",
+        "_piece_counts",
         "1 if whole else max(1, -(-parameter.numel() // size))",
         "1",
         STEPS + "test_large_parameters_step_over_local_parts_bit_for_bit[2-AdamW]",

@@ -102,7 +102,7 @@ def _step_parts(step: Callable, parameters: Sequence[Any], lists: Sequence[list[
     torch.autograd.graph.increment_version(written)  # torch increments only the version counters of the parts
     counts = [1] * len(parameters)
     if not options.get("foreach") and parts[0][0].dtype in _EXACT:
-        counts = _pieces_of(parts, creates=bool(options.get("momentum")))
+        counts = _piece_counts(parts, creates=bool(options.get("momentum")))
         parts = [_divided(values, counts) for values in parts]
     before = [list(values) for values in parts]
     step(*parts, **options)
@@ -112,7 +112,7 @@ def _step_parts(step: Callable, parameters: Sequence[Any], lists: Sequence[list[
                 values[place] = part if type(values[place]) is torch.Tensor else parameters[place].like(part)
 
 
-def _pieces_of(lists: Sequence[list[Any]], *, creates: bool) -> list[int]:
+def _piece_counts(lists: Sequence[list[Any]], *, creates: bool) -> list[int]:
     """Return into how many pieces each parameter is divided. `lists`: parameters, gradients and states. `creates`:
     whether the step replaces None by a buffer, which would be one for each piece."""
     size, counts, counters = PIECE * torch.get_num_threads(), [], set[int]()
