@@ -63,7 +63,7 @@ def no_world_is_left():
 
 @pytest.fixture(autouse=True, scope="module")
 def only_what_is_new_is_visited():
-    """A test that collects garbage need not visit what earlier files have left, half a second of it by the end."""
+    """A collection in a test does not visit what earlier files have left. Late in a run, it took half a second."""
     yield
     gc.collect()
     gc.freeze()

@@ -44,8 +44,8 @@ if os.environ.get("WEFT_BUCKETS") != "1":
 MAX_RANKS = 4
 TIMEOUT_S = 120
 MOST_THREADS = 16
-"""Of a worker between jobs. A group of gloo has three, one of which wakes a hundred times a second, until the garbage
-collector frees the mesh or model that holds it. Left to itself it let 300 groups take a fifth of the machine."""
+"""With more threads after a job, a worker collects garbage. Meshes and models of earlier jobs hold process groups until
+then. Each group has three threads, one of which wakes a hundred times a second: 300 groups took a fifth of the CPU."""
 MOST_S = float(os.environ.get("WEFT_JOB_SECONDS", "inf"))
 """Limits the time of every job. Some mutations make a job hang, which would otherwise use its whole time limit."""
 

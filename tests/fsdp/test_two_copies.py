@@ -24,7 +24,7 @@ STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 class Experts(nn.Module):
     """A matrix and a stack, which only their owner multiplies."""
 
-    multiplied = ("one", "many")
+    multiplied_parameters = ("one", "many")
 
     def __init__(self) -> None:
         super().__init__()

@@ -129,8 +129,7 @@ class CheckpointManager:
 
         `committed` is called on the first rank when the checkpoint is complete; with `asynchronous`, from the
         background thread. Raises CheckpointError if another run still holds the directory after 30 seconds, or if a
-        checkpoint of `step` already exists. But if the last `load` skipped that checkpoint, it is renamed, and the save
-        goes on.
+        checkpoint of `step` already exists, unless the last `load` skipped that checkpoint: `save` then renames it.
         """
         self.wait()
         self._prepare(step)

@@ -100,10 +100,11 @@ def _step_parts(step: Callable, parameters: Sequence[Any], lists: Sequence[list[
     _, *states = lists  # steps do not change gradients
     written = [each for values in (parameters, *states) for each in values if type(each) is UnevenDTensor]
     torch.autograd.graph.increment_version(written)  # torch increments only the version counters of the parts
-    counts = [1] * len(parameters)
-    if not options.get("foreach") and parts[0][0].dtype in _EXACT:
-        counts = _piece_counts(parts, creates=bool(options.get("momentum")))
-        parts = [_divided(values, counts) for values in parts]
+    counts, size = [1] * len(parameters), PIECE * torch.get_num_threads()
+    one_by_one = not options.get("foreach") and parts[0][0].dtype in _EXACT
+    if one_by_one and any(each.numel() > size for each in parts[0]):
+        counts = _piece_counts(parts, size, creates=bool(options.get("momentum")))
+        parts = [_divided(values, counts, size) for values in parts]
     before = [list(values) for values in parts]
     step(*parts, **options)
     for values, old, new in zip(lists, before[1:], parts[1:]):
@@ -112,30 +113,30 @@ def _step_parts(step: Callable, parameters: Sequence[Any], lists: Sequence[list[
                 values[place] = part if type(values[place]) is torch.Tensor else parameters[place].like(part)
 
 
-def _piece_counts(lists: Sequence[list[Any]], *, creates: bool) -> list[int]:
-    """Return into how many pieces each parameter is divided. `lists`: parameters, gradients and states. `creates`:
-    whether the step replaces None by a buffer, which would be one for each piece."""
-    size, counts, counters = PIECE * torch.get_num_threads(), [], set[int]()
+def _piece_counts(lists: Sequence[list[Any]], size: int, *, creates: bool) -> list[int]:
+    """Return the number of pieces of each parameter. `lists`: parameters, gradients and states. `size`: the elements of
+    a piece. `creates`: whether the step replaces None by a buffer. It would create one for each piece."""
+    counts, counters = [], set[int]()
     for place, parameter in enumerate(lists[0]):
         row = [values[place] for values in lists if values]
         counting = {id(each) for each in row if each is not None and not each.dim()}
         whole = creates and any(each is None for each in row)
         whole |= not all(each is None or each.is_contiguous() for each in row)
-        whole |= not counters.isdisjoint(counting)  # the parameter before may have increased a counter that is shared
+        whole |= not counters.isdisjoint(counting)  # the step of an earlier parameter increments a shared counter
         counters |= counting
         counts.append(1 if whole else max(1, -(-parameter.numel() // size)))
     return counts
 
 
-def _divided(values: list[Any], counts: Sequence[int]) -> list[Any]:
-    """Divide each of `values` into its number of flat pieces. All pieces but the first get copies of a counter (0-D),
-    because a step increments the counters."""
+def _divided(values: list[Any], counts: Sequence[int], size: int) -> list[Any]:
+    """Divide each of `values` into its number of flat pieces of `size` elements. A step increments the counter (0-D) of
+    each piece, so all pieces but the first get copies of the parameter's counter."""
     found: list[Any] = []
     for each, count in zip(values, counts):
         if count == 1 or each is None:
             found += [each] * count
         elif each.dim():
-            found += each.view(-1).split(PIECE * torch.get_num_threads())
+            found += each.view(-1).split(size)
         else:
             found += [each, *(each.clone() for _ in range(count - 1))]
     return found

@@ -37,7 +37,7 @@ class UnitDriver(HookDriver):
 
     @property
     def engine(self) -> Runtime:  # type: ignore[override]
-        """The runtime of the root, which serves all units of the model. If there is none yet, it is created."""
+        """The runtime of the root, which serves all units of the model. It is created if the root has none yet."""
         runtime = self._known()
         if runtime is None:
             root = self.root

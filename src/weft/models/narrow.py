@@ -63,4 +63,6 @@ def _weights(block: nn.Module) -> Iterator[nn.Parameter]:
             if module.out_features > 1:  # a projection to one number is a gate, and not quantized
                 yield cast(nn.Parameter, module.weight)
         elif isinstance(module, GroupedExperts):
-            yield from (each for name, each in module.named_parameters(recurse=False) if name in module.multiplied)
+            for name, weight in module.named_parameters(recurse=False):
+                if name in module.multiplied_parameters:
+                    yield weight

@@ -53,7 +53,7 @@ class GroupedExperts(nn.Module):
     """Whether an expert gets the same number of rows in every call."""
     recomputes = False
     """Whether backward recomputes `forward`."""
-    multiplied: ClassVar = ("gate_proj", "up_proj", "down_proj")
+    multiplied_parameters: ClassVar = ("gate_proj", "up_proj", "down_proj")
     """The parameters that are weights of products, which support quantized weights. The others are biases, which are
     added."""
     differs_between_ranks = False

@@ -47,7 +47,7 @@ def check_weight(
 
 def _suits(recipe: Quantization, module: nn.Module | None, attribute: str) -> bool:
     """Return whether `suits` allows quantization of the parameter `attribute` of `module`."""
-    if (multiplied := getattr(module, "multiplied", None)) is not None:
+    if (multiplied := getattr(module, "multiplied_parameters", None)) is not None:
         return attribute in multiplied
     if recipe.is_scaled:
         return isinstance(module, nn.Linear) and attribute == "weight"

@@ -13,7 +13,7 @@ BUCKET_BYTES: int | None = None  # the default of `RuntimeOptions.bucket_bytes`
 
 class CaptureTable(Protocol):
     """The captured graphs of one model's parts. `failed`: per part, whether a capture failed on this rank since the
-    last `agree`. `agree`: is told, per part, whether a capture failed on any rank, and lets other parts replay."""
+    last `agree`. `agree`: gets, per part, whether a capture failed on any rank; the other parts may then replay."""
 
     @property
     def failed(self) -> list[bool]: ...
