@@ -14,8 +14,10 @@ several  -                                             over gloo, which copies t
                                                        are real; the times are not those of a network
 """
 
+import gc
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -139,9 +141,12 @@ def step_of(net: nn.Module, size: Size) -> Callable[[], None]:
 
 def launches(step: Callable[[], None]) -> int:
     """Return how many operations the host launches on the GPU in a step: kernels, copies, fills."""
-    with profile(activities=[ProfilerActivity.CPU, *([] if REHEARSES else [ProfilerActivity.CUDA])]) as recorded:
-        step()
-    started = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync")
+    activities = [ProfilerActivity.CPU, *([] if REHEARSES else [ProfilerActivity.CUDA])]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Profiler clears events")  # there is one cycle
+        with profile(activities=activities) as recorded:
+            step()
+    started = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
     return sum(event.count for event in recorded.key_averages() if event.key.startswith(started))
 
 
@@ -150,6 +155,7 @@ def allocated(of: Callable[[], None] | None = None) -> int:
     if REHEARSES:
         return 0
     if of is None:
+        gc.collect()  # earlier models, whose memory would be freed while this one is measured
         torch.cuda.empty_cache()
         return torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -263,7 +269,10 @@ def launches_and_peak(wrap: Callable[[nn.Sequential], nn.Module], size: Size) ->
     peak = allocated(of=step) - before
     replays = replays_of(net, wrap)
     started = launches(step)
-    return started, peak, replays_of(net, wrap) - replays
+    replays = replays_of(net, wrap) - replays
+    if wrap is graphed and not replays:
+        warnings.warn(f"nothing was replayed: {weft.graph_report(net)['eager']}", stacklevel=2)
+    return started, peak, replays
 
 
 def replays_of(net: nn.Module, wrap: Callable) -> int:

@@ -12,6 +12,7 @@ from tests.pool import distributed
 from weft.comm import backends, collectives
 from weft.comm.builtin import BuiltIn
 from weft.comm.gloo import Gloo, sends, transport
+from weft.comm.gloo.staged import Staged
 from weft.comm.gloo.transport import sum_into
 from weft.comm.groups import exchange_objects, twin_group
 from weft.comm.lanes import Lane, Ticket
@@ -347,3 +348,57 @@ def test_work_that_follows_transfers_comes_after_their_second_round():
     second = Pending(finish=lambda: events.append("second round"))
     Pending(second=lambda: second).followed_by(lambda: events.append("hook")).complete()
     assert events == ["second round", "hook"]
+
+
+@distributed(2, 4)
+def test_what_goes_through_memory_of_the_host_arrives_as_what_is_there_already():
+    group, ranks, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    counts = [[(sender + 2 * receiver) % 3 for receiver in range(ranks)] for sender in range(ranks)]
+
+    def of(transport) -> list[torch.Tensor]:
+        made: list[torch.Tensor] = []
+
+        def new(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            made.append(torch.full((numel,), 3, dtype=dtype))
+            return made[-1]
+
+        def inbox(reduction, partial) -> torch.Tensor:
+            return partial.new_empty(collectives.inbox_numel(reduction, partial.numel(), group, partial.device))
+
+        with mock.patch.object(backends, "INSTEAD", transport):
+            for dtype in DTYPES:
+                collectives.all_gather(new(ranks * 7, dtype), values(7, dtype), group, 0).complete()
+            wanted, halves = (
+                [new(ranks * 5, torch.bfloat16), None],
+                [values(5, torch.float32), values(3, torch.float32)],
+            )
+            collectives.all_gather_bundle(wanted, halves, group, 0, dtype=torch.bfloat16).complete()
+            parts = [new(1 + peer) for peer in range(ranks)]
+            parts[rank].copy_(values(1 + rank, torch.float32))
+            collectives.all_gather_uneven(parts, rank, group)
+            for add in (False, True):
+                for reduction, numel in ((collectives.reduce_scatter, 9), (collectives.all_reduce, 9 * ranks)):
+                    partial = values(9 * ranks, torch.bfloat16)
+                    how = {"scale": 0.5, "accumulate": add, "inbox": inbox(reduction, partial)}
+                    reduction(new(numel), partial, group, 0, **how).complete()
+            several = [values(4 * ranks, torch.float32), values(6 * ranks, torch.float32, 1)]
+            outputs, scales = [new(4), new(6)], [0.5, 2.0]
+            collectives.reduce_scatter_bundle(outputs, several, scales, [True, False], group, 0).complete()
+            leaving, arriving = counts[rank], [sent[rank] for sent in counts]
+            rows = values(2 * sum(leaving), torch.float32).view(-1, 2)
+            landing = new(2 * sum(arriving)).view(-1, 2)
+            collectives.all_to_all(landing, rows, arriving, leaving, group, 0).complete()
+        return made
+
+    expected = of(Gloo())
+    with mock.patch.object(Gloo, "all_gather", wraps=backends.TRANSPORTS["gloo"].all_gather) as through:
+        found = of(Staged())
+    assert through.call_count == len(DTYPES)
+    torch.testing.assert_close(found, expected)
+    assert backends.transport_of(group, torch.device("cpu")) is backends.TRANSPORTS["gloo"]
+
+
+def test_tensors_on_a_device_go_through_memory_of_the_host_over_gloo(monkeypatch):
+    monkeypatch.setattr(backends, "backend_of", lambda group, device: "gloo")
+    assert isinstance(backends.transport_of(None, torch.device("cuda")), Staged)
+    assert isinstance(backends.transport_of(None, torch.device("cpu")), Gloo)

@@ -7,13 +7,19 @@ import torch.distributed as dist
 
 import weft
 from tests.fsdp import nets
-from tests.gpu.cards import DEVICE, REHEARSES, on_one_card
+from tests.gpu.cards import DEVICE, REHEARSES, on_one_card, takes_time
 from tests.overlap.small import config
 from weft.models import HybridModel
 
 BACKEND = "tape" if DEVICE == "cpu" else "cuda"
 STEPS = 3 if REHEARSES else 8
 """Of which a rehearsal replays none."""
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch):
+    """Sums of gradients by atomic additions, such as those of repeated rows, differ from run to run."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def run(model, step, steps):
@@ -29,6 +35,8 @@ def run(model, step, steps):
 
 def compare(build, step, steps=STEPS):
     """Both are bit-equal, and the second has replayed."""
+    torch.use_deterministic_algorithms(DEVICE == "cuda", warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     plain, graphed = build(None), build(BACKEND)
     expected = run(plain, lambda number: step(plain, number), steps)
     found = run(graphed, lambda number: step(graphed, number), steps)
@@ -95,3 +103,44 @@ def test_graphs_on_a_card_have_the_numbers_of_eager_runs(tmp_path, body):
 @pytest.mark.gpu
 def test_two_ranks_on_one_card_replay(tmp_path):
     on_one_card(blocks, 2, "gloo", tmp_path)
+
+
+class Elsewhere(torch.nn.Module):
+    """Computes on the stream that CUDA synchronizes with all others, so that no capture of it is possible."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 16)
+
+    def forward(self, x):
+        with torch.cuda.stream(torch.cuda.default_stream()):
+            return self.linear(x)
+
+
+def capture_fails():
+    net = torch.nn.Sequential(Elsewhere(), torch.nn.Linear(16, 16)).to(DEVICE)
+    graphs = weft.Graphs(modules=["0", "1"], warmup=1)
+    for layer in net:
+        weft.fully_shard(layer)
+    weft.fully_shard(net, runtime=weft.RuntimeOptions(graphs=graphs))
+    for _ in range(8):
+        net(torch.randn(4, 16, device=DEVICE)).sum().backward()
+    report = weft.graph_report(net)
+    assert not report["scopes"]["0"]["captures"] and report["scopes"]["1"]["replays"], report
+    (because,) = (each for each in report["scopes"]["0"]["eager"] if "CUDA" in each)
+    assert "\n" not in because
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_reserved()
+    side = torch.cuda.Stream()
+    for _ in range(20):  # the allocator reuses memory that another stream has used
+        memory = torch.empty(2**24, device=DEVICE)
+        memory.record_stream(side)
+        del memory
+        torch.cuda.synchronize()
+    assert torch.cuda.memory_reserved() - before <= 2**27
+
+
+@pytest.mark.gpu
+@takes_time
+def test_a_capture_that_cuda_refuses_leaves_nothing_behind(tmp_path):
+    on_one_card(capture_fails, 1, "nccl", tmp_path)

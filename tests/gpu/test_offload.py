@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import weft
 from tests.fsdp import nets
@@ -15,7 +16,8 @@ HALF = weft.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 def trained(offload_policy, mp_policy) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """A net after steps of two microbatches, and its last gradients."""
-    net = nets.shard(nets.make(), mp_policy=mp_policy, offload_policy=offload_policy)
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))  # by default, ranks over gloo compute on the CPU
+    net = nets.shard(nets.make(), mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for batch in nets.data(4, 4 * ranks).to(DEVICE):
@@ -44,10 +46,11 @@ def body() -> None:
         with no_wait_of_the_host():  # uploads and gathers make nobody wait but streams
             loss = nets.loss_of(net, tokens)
         loss.backward()
+        mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
         partly = nets.make()
-        weft.fully_shard(partly.blocks[0], offload_policy=weft.CPUOffloadPolicy())
-        weft.fully_shard(partly)
-        whole = nets.shard(nets.make())
+        weft.fully_shard(partly.blocks[0], mesh=mesh, offload_policy=weft.CPUOffloadPolicy())
+        weft.fully_shard(partly, mesh=mesh)
+        whole = nets.shard(nets.make(), mesh=mesh)
         for model in (partly, whole):
             nets.loss_of(model, tokens).backward()
         norms = [weft.optim.clip_grad_norm_(model, 0.1) for model in (partly, whole)]

@@ -4,6 +4,7 @@
     --------------------   -----------    ------------------------------
     a device with streams  nccl           `BuiltIn`, with averages
     CPU                    gloo           `Gloo`
+    any other device       gloo           `Staged`, through CPU memory
     either                 any other      that of its module, or `BuiltIn`
 
 The transport of a backend is `TRANSPORT` of the module `weft.comm.<backend>`, so a new transport needs only one new
@@ -60,7 +61,9 @@ def transport_of(group: dist.ProcessGroup, device: torch.device) -> Transport:
     if INSTEAD is not None:
         return INSTEAD
     backend = backend_of(group, device)
-    if backend == HOSTS and (device.type != "cpu" or streams.has_streams(device)):
+    if backend == HOSTS and device.type != "cpu":
+        return TRANSPORTS[f"{HOSTS}.staged"]
+    if backend == HOSTS and streams.has_streams(device):
         return _other
     return TRANSPORTS[backend]
 

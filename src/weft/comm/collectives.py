@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from weft.comm.backends import backend_of, transport_of, world
+from weft.comm.backends import HOSTS, backend_of, transport_of, world
 from weft.comm.groups import tag_of
 from weft.comm.transport import Adds, Pending, Scales, Several, Sizes, Sum, Wanted, add_scaled
 from weft.comm.watch.hang_detector import watching
@@ -133,13 +133,25 @@ def all_to_all_counts(received: Tensor, counts: Tensor, host: Tensor, group: Pro
 
 
 def send(tensors: Several, group: ProcessGroup, peer: int, tag: int) -> Pending:
-    """Send `tensors`, in this order, to the rank `peer` of `group`."""
+    """Send `tensors`, in this order, to the rank `peer` of `group`. Raises ValueError if they are on a device that the
+    group's backend cannot send from."""
+    _check_reach(tensors, group)
     return Pending([group.send([tensor], peer, tag) for tensor in tensors])
 
 
 def receive(tensors: Several, group: ProcessGroup, peer: int, tag: int) -> Pending:
-    """Fill `tensors`, in this order, with the tensors that the rank `peer` of `group` sends."""
+    """Fill `tensors`, in this order, with the tensors that the rank `peer` of `group` sends. Raises as `send`."""
+    _check_reach(tensors, group)
     return Pending([group.recv([tensor], peer, tag) for tensor in tensors])
+
+
+def _check_reach(tensors: Several, group: ProcessGroup) -> None:
+    for each in tensors:
+        if each.device.type != "cpu" and backend_of(group, each.device) == HOSTS:
+            raise ValueError(
+                f"a tensor on {each.device} cannot be sent over {HOSTS}, which sends from CPU memory: the stages of a "
+                f"pipeline need NCCL, with one GPU for each rank, or the CPU"
+            )
 
 
 # --- blocking collectives ---------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def _made_within(
             pg_options=None if backend else _options(group),
             use_local_synchronization=True,
             group_desc=group.group_desc,
-            sort_ranks=ranks == sorted(ranks),
+            **({} if ranks == sorted(ranks) else {"sort_ranks": False}),  # torch 2.11, which always sorts, lacks it
         )
     if made.group_name != name:
         raise RuntimeError(

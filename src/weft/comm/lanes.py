@@ -148,7 +148,7 @@ class Lane:
         self.name = name
         self.title = title or name
         self.tag = self.TAGS[name]
-        self.stream = streams.new(name, device)
+        self.stream = streams.new(name, device, self)
         self._device = device
         self._waits_later = name == "stage" and device.type == "cpu"
         """Whether transfers are waited for only in `Ticket.wait`, even under the stream checker: both ends receive

@@ -43,25 +43,29 @@ def has_streams(device: torch.device) -> bool:
     return device.type == "cuda" or _checker is not None
 
 
-def new(name: str, device: torch.device) -> Any:
+def new(name: str, device: torch.device, owner: Any = None) -> Any:
     """Return a new stream for communication, or None on a device without streams. The stream has high priority, so that
-    communication kernels get their few multiprocessors before the computation takes all."""
+    communication kernels get their few multiprocessors before the computation takes all. While `owner` exists, later
+    calls return this stream only if torch has no other streams left."""
     if _checker is not None:
         return _checker.new(name)
-    return _unused(lambda: torch.cuda.Stream(device, priority=-1)) if device.type == "cuda" else None
+    return _unused(lambda: torch.cuda.Stream(device, priority=-1), owner) if device.type == "cuda" else None
 
 
-_in_use: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+_in_use: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
+"""The stream of each owner. In torch 2.11 a weak reference to a stream itself crashes the process."""
 _POOL = 32  # the number of streams per priority in torch's pool, which torch hands out in turn
 
 
-def _unused(make: Callable[[], Any]) -> Any:
+def _unused(make: Callable[[], Any], owner: Any) -> Any:
     """Return a stream that no other lane uses, if the pool has one. Lanes that share a stream wait for each other."""
+    taken = {*_in_use.values()}
     for _ in range(_POOL):
         stream = make()
-        if stream.cuda_stream not in _in_use:
+        if stream.cuda_stream not in taken:
             break
-    _in_use.setdefault(stream.cuda_stream, stream)
+    if owner is not None:
+        _in_use[owner] = stream.cuda_stream
     return stream
 
 

@@ -3,6 +3,7 @@
     transport             tags   helpers   bundles           sums
     -------------------   ----   -------   ---------------   -------------------------------
     `gloo.Gloo`           yes    yes       one message       in rank order
+    `gloo.staged.Staged`  no     no        one message       in rank order
     `builtin.BuiltIn`     no     no        one group call    by the backend; NCCL averages
 
 The engine asks for a capability, and never for the name of a backend. `weft.comm.backends` chooses the transport.

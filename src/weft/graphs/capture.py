@@ -66,7 +66,9 @@ class Recording(Protocol):
 
 
 class Backend(Protocol):
-    """Captures functions."""
+    """Captures functions. `has_stream`: whether captures run on a stream of their own."""
+
+    has_stream: bool
 
     def capture(
         self, function: Callable[[], Any], known: Ranges, behind: "Recording | None" = None

@@ -36,7 +36,7 @@ from weft.graphs.attributes import Attributes
 from weft.graphs.backward import Backward, Uses
 from weft.graphs.capture import Backend, CaptureRefused, Delays
 from weft.graphs.generators import nothing_drawn
-from weft.graphs.places import Places, Ranges, has_hooks, hooked, local, range_of, touches
+from weft.graphs.places import Places, Ranges, has_hooks, hooked, leaves_anew, local, range_of, touches
 from weft.graphs.statics import Sample, Static, copied
 
 POISON = False
@@ -104,8 +104,9 @@ class Captured:
         self._entered: list[tuple[Any, DeviceMesh]] = []
         """Weights whose gradients are summed over ranks outside of a replay, once for each use."""
         self.python = Attributes(places.modules, function)
+        trained = places.trained() if backend.has_stream else []
         try:
-            with places.restored(), nothing_drawn():
+            with places.restored(), nothing_drawn(), leaves_anew(trained):
                 self._capture(backend, function, leaves, spec, gradients)
         finally:
             changed = self.python.difference()

@@ -46,6 +46,8 @@ class CudaRecording:
 class CudaBackend:
     """Captures on one stream of `device`."""
 
+    has_stream = True
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
@@ -56,7 +58,7 @@ class CudaBackend:
         """See `Backend`."""
         if behind is not None:
             behind.replay()  # so that the warm-up reads valid values
-        pool = behind.graph.pool() if isinstance(behind, CudaRecording) else None
+        pool = behind.graph.pool() if isinstance(behind, CudaRecording) else torch.cuda.graph_pool_handle()
         graph, watch = torch.cuda.CUDAGraph(), Watch(known)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream), Methods():
@@ -64,15 +66,15 @@ class CudaBackend:
                 function()
             torch.cuda.synchronize(self._device)  # also because the caller's stream reads what the warm-up wrote
             before = torch.cuda.memory_reserved(self._device)
-            with _captured(graph, pool), watch:
+            with _captured(graph, pool, self._stream.device_index), watch:
                 result = function()
             used = torch.cuda.memory_reserved(self._device) - before
         return result, CudaRecording(graph, watch, used)
 
 
 @contextmanager
-def _captured(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-    """Record work inside this context into `graph`.
+def _captured(graph: torch.cuda.CUDAGraph, pool: Any, device: int) -> Iterator[None]:
+    """Record work inside this context into `graph`, whose memory comes from `pool`.
 
     Unlike `torch.cuda.graph`, it does not collect garbage or empty the memory cache, which would be repeated for each
     of many captures.
@@ -84,10 +86,27 @@ def _captured(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            with suppress(RuntimeError):  # only the first error matters
+            try:
                 graph.capture_end()
+            except RuntimeError:  # CUDA has ended the capture itself; only the first error matters
+                _end_failed(pool, device)
             raise
-        graph.capture_end()
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            _end_failed(pool, device)
+            raise
     finally:
         if collects:
             gc.enable()
+
+
+def _end_failed(pool: Any, device: int) -> None:
+    """Complete what torch's `capture_end` leaves out if CUDA reports an error. Without this, the memory allocator would
+    defer the reuse of memory, and the next random number on the device would raise an error."""
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device, pool)
+    empty = torch.cuda.CUDAGraph()
+    empty.capture_begin(capture_error_mode="thread_local")
+    torch.zeros(1, device=device)
+    empty.capture_end()  # ends the capture for the generator of random numbers, too

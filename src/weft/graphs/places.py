@@ -66,6 +66,31 @@ def versions_set(tensors: Sequence[Tensor], versions: Sequence[int]) -> Iterator
         torch._C._autograd._unsafe_set_version_counter(tuple(tensors), now)
 
 
+@contextmanager
+def leaves_anew(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """At the beginning and at the end of this context, replace the autograd nodes that accumulate the gradients of
+    `parameters`.
+
+    Such a node belongs to the stream on which its parameter was first used. A backward that is captured on another
+    stream would wait for that stream, which CUDA refuses. A parameter that is used again after the context has two
+    nodes until the end of its backward, and autograd adds the gradients of the first to those of the second.
+    """
+    _replace_nodes(parameters)
+    try:
+        yield
+    finally:
+        _replace_nodes(parameters)
+
+
+def _replace_nodes(parameters: Sequence[nn.Parameter]) -> None:
+    for each in parameters:
+        if type(each) is nn.Parameter:  # of a DTensor, a captured function uses the local part
+            data = each.data
+            # torch drops the node of a parameter whose dtype changes. Graphs that use the node keep it.
+            each.data = data.new_empty(0, dtype=torch.float32 if data.dtype == torch.float64 else torch.float64)
+            each.data = data
+
+
 class Places:
     """The parameters and buffers of `modules`. `is_owned`: called with a parameter, returns whether weft copies its
     gradient before the next replay. If so, the next replay may overwrite the gradient."""

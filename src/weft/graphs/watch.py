@@ -71,9 +71,12 @@ class Watch(TorchDispatchMode):
         before = {storage_of(each) for each in given}
         returned = function(*args, **kwargs)
         results = [*enumerate(returned)] if isinstance(returned, (tuple, list)) else [(-1, returned)]
-        # A number that the function has made into a tensor is a constant, on any device.
+        # A number that the function has made into a tensor is a constant, on any device. Attention on CUDA returns its
+        # seed in CPU memory, except during a capture.
         used = [each for each in given if each.dim() or storage_of(each) not in self.made]
-        if len({each.device for each in (*used, *(it for _, it in results)) if isinstance(each, Tensor)}) > 1:
+        attends = "scaled_dot_product" in function.name()
+        used += [each for _, each in results if isinstance(each, Tensor) and (each.dim() or not attends)]
+        if len({each.device for each in used}) > 1:
             raise CaptureRefused(f"it copies between devices, or reads a tensor on another device ({function})")
         new: New = []
         for place, tensor in results:

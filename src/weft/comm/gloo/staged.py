@@ -1,0 +1,109 @@
+"""The transport over gloo of tensors that are not in CPU memory: they are copied to CPU memory, exchanged there by
+`Gloo`, and copied back.
+
+Each collective makes the host wait: for the current stream before the exchange, and for the exchange. So this
+transport hides no communication. It lets several ranks share one GPU, which NCCL does not, for instance in tests.
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from weft.comm.gloo.transport import Gloo
+from weft.comm.transport import Adds, Pending, Scales, Several, Sizes, Sum, Wanted, add_scaled
+
+
+class Staged:
+    """A `weft.comm.transport.Transport` that exchanges copies in CPU memory."""
+
+    # Without tags: the host waits in each collective, so every rank must issue them in the same order.
+    capabilities = replace(Gloo.capabilities, tags=False, helpers=False)
+
+    def __init__(self) -> None:
+        self._gloo = Gloo()
+
+    def all_gather(self, full: Tensor, source: Tensor, group: ProcessGroup, tag: int) -> Pending:
+        """Gather copies. Then copy the results to `full`."""
+        whole = _empty(full)
+        self._gloo.all_gather(whole, _copied(source, full.dtype), group, tag).complete()
+        full.copy_(whole)
+        return Pending()
+
+    def all_gather_bundle(
+        self, fulls: Wanted, sources: Several, group: ProcessGroup, tag: int, dtype: torch.dtype
+    ) -> Pending:
+        """Gather copies in `dtype`. Then copy the results that are wanted."""
+        wholes = [None if full is None else _empty(full) for full in fulls]
+        copies = [_copied(source.detach(), dtype) for source in sources]
+        self._gloo.all_gather_bundle(wholes, copies, group, tag, dtype).complete()
+        for full, whole in zip(fulls, wholes):
+            if full is not None and whole is not None:
+                full.copy_(whole)
+        return Pending()
+
+    def all_gather_uneven(self, parts: Several, rank: int, group: ProcessGroup, tag: int) -> Pending:
+        """Gather copies. Then copy the parts of the other ranks."""
+        copies = [_copied(part) if peer == rank else _empty(part) for peer, part in enumerate(parts)]
+        self._gloo.all_gather_uneven(copies, rank, group, tag).complete()
+        for peer, (part, arrived) in enumerate(zip(parts, copies)):
+            if peer != rank:
+                part.copy_(arrived)
+        return Pending()
+
+    def reduce_scatter(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
+        """Reduce-scatter a copy. Then copy the sum to `output`, or add it."""
+        total = _empty(output)
+        self._gloo.reduce_scatter(total, _copied(partial), group, tag, self._on_host(partial, group, how)).complete()
+        add_scaled(output, total.to(output.device), 1.0, how.accumulate)
+        return Pending()
+
+    def reduce_scatter_bundle(
+        self, outputs: Several, partials: Several, scales: Scales, adds: Adds, group: ProcessGroup, tag: int
+    ) -> Pending:
+        """Reduce-scatter copies. Then copy each sum to its output, or add it."""
+        totals = [_empty(output) for output in outputs]
+        copies, none = [_copied(partial) for partial in partials], [False] * len(totals)
+        self._gloo.reduce_scatter_bundle(totals, copies, scales, none, group, tag).complete()
+        for output, total, add in zip(outputs, totals, adds):
+            add_scaled(output, total.to(output.device), 1.0, add)
+        return Pending()
+
+    def all_reduce(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
+        """All-reduce a copy. Then copy the sum to `output`, or add it."""
+        total, on_host = _empty(output), self._on_host(partial, group, how, scatters=False)
+        self._gloo.all_reduce(total, _copied(partial), group, tag, on_host).complete()
+        add_scaled(output, total.to(output.device), 1.0, how.accumulate)
+        return Pending()
+
+    def all_to_all(
+        self, output: Tensor, source: Tensor, output_sizes: Sizes, source_sizes: Sizes, group: ProcessGroup, tag: int
+    ) -> Pending:
+        """Exchange rows of a copy. Then copy the rows that arrived to `output`."""
+        arrived = _empty(output)
+        self._gloo.all_to_all(arrived, _copied(source), output_sizes, source_sizes, group, tag).complete()
+        output.copy_(arrived)
+        return Pending()
+
+    def inbox_numel(self, partial_numel: int, size: int, *, scatters: bool) -> int:
+        """Return 0: an inbox on the device would not be used."""
+        return 0
+
+    def _on_host(self, partial: Tensor, group: ProcessGroup, how: Sum, scatters: bool = True) -> Sum:
+        numel = self._gloo.inbox_numel(partial.numel(), dist.get_world_size(group), scatters=scatters)
+        return Sum(how.scale, False, torch.empty(numel, dtype=partial.dtype), how.sum_only)
+
+
+def _empty(like: Tensor) -> Tensor:
+    """Return uninitialized CPU memory of the same shape and dtype."""
+    return torch.empty(like.shape, dtype=like.dtype)
+
+
+def _copied(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a copy of `tensor` in CPU memory. The host waits until it is complete."""
+    return torch.empty(tensor.shape, dtype=dtype or tensor.dtype).copy_(tensor)
+
+
+TRANSPORT = Staged()
