@@ -60,10 +60,10 @@ def test_a_part_that_hangs_ends_at_its_limit_and_the_parts_behind_it_run(tmp_pat
     assert "measured" in report.split("## Beside torch FSDP2")[1]
 
 
-def test_the_limits_of_all_parts_together_are_forty_minutes():
+def test_the_limits_of_all_parts_together_are_thirty_minutes():
     text = (ROOT / "scripts" / "gpu_check.sh").read_text()
-    limits = [int(seconds) for seconds in re.findall(r'^    part ".*?" (\d+) ', text, re.MULTILINE)]
-    assert len(limits) == 5 and sum(limits) + 10 * len(limits) <= 40 * 60
+    limits = [int(seconds) for seconds in re.findall(r'^ *part ".*?" (\d+) ', text, re.MULTILINE)]
+    assert len(limits) == 3 and sum(limits) + 10 * len(limits) <= 30 * 60  # those of the tests run at once
 
 
 def rehearse(tmp_path, **environment) -> tuple[subprocess.CompletedProcess, str]:

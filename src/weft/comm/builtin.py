@@ -82,15 +82,22 @@ class BuiltIn:
     def reduce_scatter_bundle(
         self, outputs: Several, partials: Several, scales: Scales, adds: Adds, group: ProcessGroup, tag: int
     ) -> Pending:
-        """Reduce-scatter into temporary memory. Then write each scaled sum to its output, or add it, as `adds` says."""
+        """Reduce-scatter into the outputs where possible. Elsewhere, reduce-scatter into temporary memory, then write
+        the scaled sum to its output, or add it, as `adds` says."""
         size = group.size()
         alike = len(set(scales)) == 1
         scaled = [self._scaled(partial, scale, size, sum_only=not alike) for partial, scale in zip(partials, scales)]
-        sums = [partial.new_empty(partial.numel() // size) for partial in partials]
+        sums = [
+            output
+            if not add and scale == 1.0 and output.dtype == partial.dtype
+            else partial.new_empty(partial.numel() // size)
+            for output, partial, (_, scale), add in zip(outputs, partials, scaled, adds)
+        ]
 
         def take_sums() -> None:
-            for output, total, scale, add in zip(outputs, sums, [scale for _, scale in scaled], adds):
-                add_scaled(output, total, scale, add)
+            for output, total, (_, scale), add in zip(outputs, sums, scaled, adds):
+                if total is not output:
+                    add_scaled(output, total, scale, add)
 
         options = dist.ReduceScatterOptions()
         options.reduceOp, options.asyncOp = scaled[0][0], _beside(partials[0])

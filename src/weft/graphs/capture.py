@@ -73,9 +73,11 @@ class Backend(Protocol):
     def capture(
         self, function: Callable[[], Any], known: Ranges, behind: "Recording | None" = None
     ) -> tuple[Any, Recording]:
-        """Run `function()` once or, to warm up, twice. Return its result, and a recording whose replays write to it.
+        """Run `function()` one or more times. Return its result, and a recording whose replays write to it.
 
         `known`: the memory that the function may read but does not allocate. `behind`: a recording that is always
-        replayed before the new one. Raises CaptureRefused if the function cannot be captured.
+        replayed before the new one, and whose memory holds valid values now. It is not replayed here: a replay could
+        overwrite memory that it shares with recordings between the two. Raises CaptureRefused if the function cannot be
+        captured.
         """
         ...

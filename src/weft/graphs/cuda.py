@@ -2,7 +2,7 @@
 
 warm up    once, on the stream of captures: libraries allocate workspaces, and unsupported operators are found
 capture    on that stream, while no other work is queued and no garbage is collected
-replay     on the stream of the caller, after its queued work
+replay     once on that stream, because a capture computes nothing; later on the stream of the caller, after its work
 
 Autograd runs a backward on another thread of this process, on the stream of its forward, which is the stream of
 captures. CUDA checks for forbidden calls only on the thread that began the capture, because other threads issue
@@ -56,19 +56,22 @@ class CudaBackend:
         self, function: Callable[[], Any], known: Ranges, behind: Recording | None = None
     ) -> tuple[Any, CudaRecording]:
         """See `Backend`."""
-        if behind is not None:
-            behind.replay()  # so that the warm-up reads valid values
         pool = behind.graph.pool() if isinstance(behind, CudaRecording) else torch.cuda.graph_pool_handle()
         graph, watch = torch.cuda.CUDAGraph(), Watch(known)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream), Methods():
-            with Watch(known):  # refuse operators before a capture is in progress
-                function()
-            torch.cuda.synchronize(self._device)  # also because the caller's stream reads what the warm-up wrote
-            before = torch.cuda.memory_reserved(self._device)
-            with _captured(graph, pool, self._stream.device_index), watch:
-                result = function()
-            used = torch.cuda.memory_reserved(self._device) - before
+        caller = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(caller)
+        try:
+            with torch.cuda.stream(self._stream), Methods():
+                with Watch(known):  # refuse operators before a capture is in progress
+                    function()
+                torch.cuda.synchronize(self._device)
+                before = torch.cuda.memory_reserved(self._device)
+                with _captured(graph, pool, self._stream.device_index), watch:
+                    result = function()
+                used = torch.cuda.memory_reserved(self._device) - before
+                graph.replay()  # the warm-up of the next recording reads what this one computes
+        finally:
+            caller.wait_stream(self._stream)
         return result, CudaRecording(graph, watch, used)
 
 
