@@ -34,35 +34,50 @@ status=0
 
 # What is done so far is the report, also of a check that is interrupted.
 finish() {
+    for pid in "$output".?.pid; do # of parts that run
+        if [ -e "$pid" ]; then
+            report=${pid%.pid}
+            kill "$(cat "$pid")" || true
+            fence "$report.text" >>"$report"
+            echo "**Failed: interrupted.**" >>"$report"
+        fi
+    done
     mkdir -p "$(dirname "$target")"
     cat "$output" "$output".? 2>/dev/null >"$target" || true
-    rm -f "$output" "$output".?
+    rm -f "$output" "$output".*
 }
 trap finish EXIT
 trap 'exit 130' INT TERM
 
-# part TITLE SECONDS COMMAND...: its last lines, and how it ended. WEFT_PART_SECONDS: a shorter limit, for tests.
+fence() {
+    printf '\n```\n%s\n```\n\n' "$(tail -n 200 "$1")"
+}
+
+# part NUMBER TITLE SECONDS COMMAND...: its last lines, and how it ended. WEFT_PART_SECONDS: a shorter limit, for tests.
 part() {
-    echo "## $1"
-    seconds=${WEFT_PART_SECONDS:-$2}
-    shift 2
+    report=$output.$1
+    echo "## $2" >"$report"
+    seconds=${WEFT_PART_SECONDS:-$3}
+    shift 3
     code=0
-    text=$(timeout -k 10 "$seconds" "$@" 2>&1) || code=$?
-    printf '\n```\n%s\n```\n\n' "$(printf '%s\n' "$text" | tail -n 200)"
+    # In the background, because a shell handles a signal only when the command in the foreground has ended.
+    timeout -k 10 "$seconds" "$@" >"$report.text" 2>&1 &
+    echo $! >"$report.pid"
+    wait $! || code=$?
+    rm "$report.pid"
+    fence "$report.text" >>"$report"
     if [ "$code" -eq 124 ] || [ "$code" -eq 137 ]; then
-        echo "**Failed: not done after $seconds seconds.**"
-        echo
+        printf '**Failed: not done after %s seconds.**\n\n' "$seconds" >>"$report"
     elif [ "$code" -ne 0 ]; then
-        echo "**Failed: exit status $code.**"
-        echo
+        printf '**Failed: exit status %s.**\n\n' "$code" >>"$report"
     fi
 }
 
-# tests TITLE FILES...: they measure no time, so those of all parts run at once.
+# tests NUMBER TITLE FILES...: they measure no time, so those of all parts run at once.
 tests() {
-    title=$1
-    shift
-    part "$title" 480 "$PYTHON" -m pytest --disable-warnings $workers "$@"
+    number=$1 title=$2
+    shift 2
+    part "$number" "$title" 480 "$PYTHON" -m pytest --disable-warnings $workers "$@"
 }
 
 {
@@ -73,19 +88,17 @@ tests() {
     "$PYTHON" -c "$where"
     echo
 } >"$output"
-tests "Tests" tests/gpu --ignore tests/gpu/test_graphs.py >"$output.1" &
-tests "Tests of graphs" tests/gpu/test_graphs.py >"$output.2" &
+tests 1 "Tests" tests/gpu --ignore tests/gpu/test_graphs.py &
+tests 2 "Tests of graphs" tests/gpu/test_graphs.py &
 (
     export $sanitizer
-    tests "Tests under torch's stream sanitizer" tests/gpu/test_engine.py $some
-) >"$output.3" &
+    tests 3 "Tests under torch's stream sanitizer" tests/gpu/test_engine.py $some
+) &
 wait
-cat "$output".[123] >>"$output"
-rm "$output".[123]
-part "Beside torch FSDP2" 600 "$PYTHON" -m weft bench gpu --ranks 1 >>"$output"
-part "Beside torch FSDP2, two ranks on one card" 480 "$PYTHON" -m weft bench gpu --ranks 2 >>"$output"
-if grep -q '^\*\*Failed' "$output"; then
+part 4 "Beside torch FSDP2" 600 "$PYTHON" -m weft bench gpu --ranks 1
+part 5 "Beside torch FSDP2, two ranks on one card" 480 "$PYTHON" -m weft bench gpu --ranks 2
+if grep -q '^\*\*Failed' "$output".?; then
     status=1
 fi
-cat "$output"
+cat "$output" "$output".?
 exit "$status"

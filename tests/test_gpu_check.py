@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -27,13 +28,14 @@ def test_the_check_of_a_gpu_runs_without_one_and_reports_each_part(tmp_path):
     one, several = parts[3:]
     assert "host time" in one and "one rank over NCCL" in one and "2 ranks over gloo" in several
     for part in (one, several):
-        small, large = part.split("step of the same")[1:]
-        assert "small transformer layers" in part and "large transformer layers" in part
-        for compared in (small, large):
+        sizes = ["small", "large"] if part is one else ["small"]
+        compared_of = part.split("step of the same")[1:]
+        assert len(compared_of) == len(sizes) and all(f"{size} transformer layers" in part for size in sizes)
+        for compared in compared_of:
             assert "weft / side" in compared
             assert all(side in compared for side in ("graphs", "FSDP2", "DDP", "plain"))
         replays = [int(line.split()[3]) for line in part.splitlines() if re.match(r"graphs +\d+ +\d+ +\d+$", line)]
-        assert len(replays) == 2 and all(replays), "the rows of graphs are of replays"
+        assert len(replays) == len(sizes) and all(replays), "the rows of graphs are of replays"
 
 
 @pytest.mark.slow
@@ -60,9 +62,33 @@ def test_a_part_that_hangs_ends_at_its_limit_and_the_parts_behind_it_run(tmp_pat
     assert "measured" in report.split("## Beside torch FSDP2")[1]
 
 
+@pytest.mark.slow
+def test_a_check_that_is_interrupted_reports_what_is_done(tmp_path):
+    broken, target = tmp_path / "python", tmp_path / "gpu.md"
+    ends, hangs = (
+        "*pytest*) echo no such luck; exit 3;;",
+        f"*bench*) echo begun; echo $$ >{tmp_path}/pid; exec sleep 60;;",
+    )
+    broken.write_text(f'#!/bin/sh\ncase "$*" in {ends} {hangs} esac\nexec {sys.executable} "$@"\n')
+    broken.chmod(0o755)
+    command = ["sh", str(ROOT / "scripts" / "gpu_check.sh"), "--rehearse", str(target)]
+    check = subprocess.Popen(command, env={**os.environ, "PYTHON": str(broken)}, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pid").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    check.terminate()
+    assert check.wait(30) == 130
+    report = target.read_text()
+    assert report.count("no such luck") == 3 and report.count("begun") == report.count("**Failed: interrupted.**") == 1
+    benchmark = int((tmp_path / "pid").read_text())
+    while Path(f"/proc/{benchmark}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{benchmark}").exists(), "it runs on"
+
+
 def test_the_limits_of_all_parts_together_are_thirty_minutes():
     text = (ROOT / "scripts" / "gpu_check.sh").read_text()
-    limits = [int(seconds) for seconds in re.findall(r'^ *part ".*?" (\d+) ', text, re.MULTILINE)]
+    limits = [int(seconds) for seconds in re.findall(r'^ *part \S+ ".*?" (\d+) ', text, re.MULTILINE)]
     assert len(limits) == 3 and sum(limits) + 10 * len(limits) <= 30 * 60  # those of the tests run at once
 
 
