@@ -20,7 +20,7 @@ from weft.checkpoint.locking import Lock, lock
 from weft.checkpoint.manifest import METADATA, CheckpointError, CheckpointGone, File, Manifest, one_line, readable_size
 from weft.checkpoint.reading import Reader, describe, plain_errors
 from weft.checkpoint.staging import Staged, Stager, flatten, unflatten
-from weft.checkpoint.state import Stateful, state_dict_of
+from weft.checkpoint.state import is_stateful, state_dict_of
 from weft.checkpoint.storage import operation
 from weft.checkpoint.writing import Writer
 from weft.comm.groups import broadcast_object, exchange_objects, group_beside
@@ -282,7 +282,7 @@ class CheckpointManager:
             try:
                 if getattr(value, "per_rank", False) and resharded:
                     value.load_from_other_ranks(content, self.rank, self.ranks)
-                elif isinstance(value, Stateful):
+                elif is_stateful(value):
                     value.load_state_dict(content)
                 else:
                     value.update(content)

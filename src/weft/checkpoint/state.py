@@ -3,7 +3,7 @@
 import hashlib
 import random
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import numpy
 import torch
@@ -33,6 +33,12 @@ class Stateful(Protocol):
     def state_dict(self) -> Mapping[str, Any]: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Any: ...
+
+
+def is_stateful(value: Any) -> TypeGuard[Stateful]:
+    """Return whether `value` has the methods of `Stateful`. Unlike `isinstance` from Python 3.12 on, it also finds
+    methods that `__getattr__` returns."""
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 class ModelState:
@@ -233,4 +239,4 @@ def _over_stages(model: nn.Module, groups: list[list[str]]) -> list[list[str]]:
 
 def state_dict_of(value: Any) -> Mapping[str, Any]:
     """Return `value.state_dict()` if `value` is a Stateful. Otherwise return `value`, which is itself a state dict."""
-    return value.state_dict() if isinstance(value, Stateful) else value
+    return value.state_dict() if is_stateful(value) else value

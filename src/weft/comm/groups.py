@@ -94,6 +94,7 @@ def _made_within(
     """Create a group like `group` of some of its `ranks`. Exactly these ranks call it, once for each `purpose`."""
     name = f"{group.group_name}/{purpose} {','.join(map(str, ranks))}"
     timeouts = (getattr(getattr(backend, "options", None), "_timeout", None) for backend in _backends(group))
+    order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}  # torch 2.11 has only sorted groups
     with _named(name):
         made: Any = dist.new_group(
             ranks,
@@ -102,7 +103,7 @@ def _made_within(
             pg_options=None if backend else _options(group),
             use_local_synchronization=True,
             group_desc=group.group_desc,
-            **({} if ranks == sorted(ranks) else {"sort_ranks": False}),  # torch 2.11, which always sorts, lacks it
+            **order,
         )
     if made.group_name != name:
         raise RuntimeError(

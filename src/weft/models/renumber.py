@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from weft.checkpoint.state import Stateful
+from weft.checkpoint.state import Stateful, is_stateful
 from weft.models.config import HybridConfig
 from weft.models.pattern import LAYER_KEYS, LogicalLayer
 
@@ -35,7 +35,7 @@ def renumbered(state: Mapping[str, Any], cfg: HybridConfig) -> dict[str, Any]:
     spelling = _Spelling(cfg)
     model = next(iter(state))
     return {
-        name: _Renumbered(value, spelling, decides=name == model) if isinstance(value, Stateful) else value
+        name: _Renumbered(value, spelling, decides=name == model) if is_stateful(value) else value
         for name, value in state.items()
     }
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from weft.comm.groups import exchange_objects
-from weft.overlap.layer import STAGES, StagedDepth, StagedLayer, StagedModel, StagedPredictor, beside_forward
+from weft.overlap.layer import STAGES, StagedDepth, StagedLayer, StagedPredictor, beside_forward
 from weft.overlap.microbatch import Microbatch, names_beside, taken_by
 from weft.pipeline import Table, check
 from weft.pipeline import table as named_table
@@ -22,10 +22,10 @@ _LAYER_MEMBERS = ("stages", "dispatcher", "attend", "experts", "finish", "expert
 def layers_of(model: Any) -> Sequence[StagedLayer]:
     """Return the layers of `model`. Raises TypeError or ValueError if the model does not follow `StagedModel`, if a
     layer does not follow `StagedLayer`, or if a schedule would bypass hooks of a module or its compiled form."""
-    if not isinstance(model, StagedModel):
-        missing = [name for name in ("embed", "staged_layers", "loss") if not hasattr(model, name)]
+    missing = _missing(model, ("embed", "staged_layers", "loss"))
+    if missing:
         raise TypeError(
-            f"{type(model).__name__} is not a weft.overlap.StagedModel, because it lacks {', '.join(missing)}: add "
+            f"{type(model).__name__} is not a weft.overlap.StagedModel, because it lacks {missing}: add "
             f"these members, or use weft.models.HybridModel"
         )
     if not isinstance(model, nn.Module):
@@ -33,9 +33,14 @@ def layers_of(model: Any) -> Sequence[StagedLayer]:
             f"{type(model).__name__} is a weft.overlap.StagedModel, but not a torch.nn.Module, so its parameters "
             f"cannot be found: derive it from torch.nn.Module, and register the modules that it wraps as submodules"
         )
-    for number, layer in enumerate(model.staged_layers):
+    layers = _layers_in(model)
+    for number, layer in enumerate(layers):
         _check_layer(f"layer {number}", layer)
-    _refuse_hooks(model, model.staged_layers)
+    _refuse_hooks(model, layers)
+    return layers
+
+
+def _layers_in(model: Any) -> list[StagedLayer]:
     return list(model.staged_layers)
 
 
@@ -59,9 +64,14 @@ def depths_of(model: Any) -> list[Sequence[StagedLayer]]:
     return [depth.staged_layers for depth in depths]
 
 
+def _missing(value: Any, members: Sequence[str]) -> str:
+    """Return the names of the members that `value` lacks. Unlike `isinstance` with a protocol from Python 3.12 on, it
+    finds members that `__getattr__` returns, such as those of an activation checkpoint's wrapper."""
+    return ", ".join(member for member in members if not hasattr(value, member))
+
+
 def _require(name: str, value: Any, kind: Any, members: Sequence[str]) -> None:
-    if not isinstance(value, kind):
-        missing = ", ".join(member for member in members if not hasattr(value, member))
+    if missing := _missing(value, members):
         raise TypeError(f"{name} is not a weft.overlap.{kind.__name__}, because it lacks {missing}: add these members")
 
 

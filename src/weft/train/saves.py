@@ -17,7 +17,7 @@ from weft.checkpoint import CheckpointError, CheckpointManager
 from weft.checkpoint.directory import committed_steps, discard, path_of
 from weft.checkpoint.manifest import readable_size
 from weft.checkpoint.staging import flatten
-from weft.checkpoint.state import Stateful
+from weft.checkpoint.state import is_stateful
 from weft.comm.groups import broadcast_object, exchange_objects
 from weft.train.config import CheckpointConfig
 from weft.train.errors import ConfigError
@@ -159,5 +159,5 @@ def _sizes(state: Mapping[str, Any]) -> dict[str, int]:
     """Return the global size in bytes of each tensor of the state, by key."""
     flat: dict[str, Any] = {}
     for name, value in state.items():
-        flat |= flatten(value.state_dict() if isinstance(value, Stateful) else value, f"{name}.")
+        flat |= flatten(value.state_dict() if is_stateful(value) else value, f"{name}.")
     return {key: each.numel() * each.element_size() for key, each in flat.items() if isinstance(each, torch.Tensor)}

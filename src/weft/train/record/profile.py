@@ -77,11 +77,17 @@ def _name(packet: Any) -> str:
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any) -> int:
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
+    return sdpa_flop_count(query.shape, *_as_many_heads(query, key, value))
 
 
 def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any) -> int:
-    return sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape)
+    return sdpa_backward_flop_count(gradient.shape, query.shape, *_as_many_heads(query, key, value))
+
+
+def _as_many_heads(query: Any, *others: Any) -> list[tuple[int, ...]]:
+    """Return the shapes of `others`, [B, heads, S, C], with the heads of `query`. torch 2.11 does not count fewer heads
+    of keys and values than of queries."""
+    return [(each.shape[0], query.shape[1], *each.shape[2:]) for each in others]
 
 
 _ATTENTION: dict[Any, Any] = {
