@@ -18,10 +18,11 @@ unexport PYTHONDONTWRITEBYTECODE
 
 install: $(STAMP)
 
+# pip would compile every file of torch and Transformers. An import compiles only those that it needs.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0 numpy
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[train,test]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch==2.13.0 numpy
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[train,test]'
 	touch $@
 
 train: install
@@ -59,7 +60,7 @@ $(OTHERS)/.installed: $(STAMP) requirements-ecosystem.txt
 	test -x $(OTHERS)/bin/python || $(PYTHON) -m venv $(OTHERS)
 	$(BIN)/python -c 'import site; print(f"import site; site.addsitedir({site.getsitepackages()[0]!r})")' > $(OTHERS)/main.pth
 	mv $(OTHERS)/main.pth $(OTHERS)/lib/python*/site-packages/
-	$(OTHERS)/bin/python -m pip install --quiet --no-deps --requirement requirements-ecosystem.txt
+	$(OTHERS)/bin/python -m pip install --quiet --no-compile --no-deps --requirement requirements-ecosystem.txt
 	touch $@
 
 kills: install
@@ -90,5 +91,5 @@ docs: $(DOCS)/.installed
 
 $(DOCS)/.installed: pyproject.toml constraints.txt
 	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/python -m pip install --quiet --constraint constraints.txt mkdocs-material 'mkdocstrings[python]' ruff
+	$(DOCS)/bin/python -m pip install --quiet --no-compile --constraint constraints.txt mkdocs-material 'mkdocstrings[python]' ruff
 	touch $@
