@@ -3,7 +3,37 @@
 from mutation import Mutation
 from mutations.tests import BUCKETS, ROWS, STREAMS
 
+STAGED = "comm/test_collectives.py::test_what_goes_through_memory_of_the_host_arrives_as_what_is_there_already[2]"
+
 MUTATIONS = [
+    Mutation(
+        "a reduction through memory of the host overwrites what it is to add to",
+        "Staged.reduce_scatter",
+        "how.accumulate",
+        "False",
+        STAGED,
+    ),
+    Mutation(
+        "gathered parts stay in memory of the host",
+        "Staged.all_gather_uneven",
+        "part.copy_(arrived)",
+        "",
+        STAGED,
+    ),
+    Mutation(
+        "gloo gets device memory",
+        "transport_of",
+        'device.type != "cpu"',
+        "False",
+        "comm/test_collectives.py::test_tensors_on_a_device_go_through_memory_of_the_host_over_gloo",
+    ),
+    Mutation(
+        "a bundle of reductions that average adds nothing to what is there",
+        "BuiltIn.reduce_scatter_bundle",
+        "not add",
+        "True",
+        "comm/test_collectives.py::test_a_bundle_of_averages_goes_straight_to_its_outputs_or_is_added[2]",
+    ),
     Mutation(
         "a maximum drops NaN",
         "reduce_now",

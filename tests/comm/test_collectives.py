@@ -402,3 +402,29 @@ def test_tensors_on_a_device_go_through_memory_of_the_host_over_gloo(monkeypatch
     monkeypatch.setattr(backends, "backend_of", lambda group, device: "gloo")
     assert isinstance(backends.transport_of(None, torch.device("cuda")), Staged)
     assert isinstance(backends.transport_of(None, torch.device("cpu")), Gloo)
+
+
+@distributed(2)
+def test_a_bundle_of_averages_goes_straight_to_its_outputs_or_is_added():
+    group, ranks, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    outputs = [torch.full((4,), 3.0), torch.full((6,), 3.0), torch.full((2,), 3.0, dtype=torch.float64)]
+    partials = [values(ranks * each.numel(), torch.float32) for each in outputs]
+    whole = [partial.clone() for partial in partials]
+    landings = []
+
+    def coalesced(sums, sources, options):  # gloo has neither the call nor an average
+        landings.extend(sums)
+        for total, source in zip(sums, sources):
+            dist.all_reduce(source)
+            total.copy_(source.view(ranks, -1)[rank] / ranks)
+
+    class Averaging:
+        size, reduce_scatter_tensor_coalesced = group.size, staticmethod(coalesced)
+
+    adds = [False, True, False]
+    BuiltIn(averages=True).reduce_scatter_bundle(outputs, partials, [0.5] * 3, adds, Averaging(), 0).complete()
+    assert landings[0] is outputs[0] and landings[1] is not outputs[1]
+    for output, each, add in zip(outputs, whole, adds):
+        dist.all_reduce(each)
+        expected = each.view(ranks, -1)[rank] / ranks + 3 * add
+        torch.testing.assert_close(output, expected.to(output.dtype))

@@ -6,12 +6,15 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from tests.graphs.test_hooks import poisoned
 from tests.graphs.test_keys import Always
 from weft.graphs import backward
 from weft.graphs.call import GraphedCall
+from weft.graphs.places import leaves_anew
+from weft.graphs.tape import TapeBackend
 
 WIDTH = 37
 """Wide enough that another order of additions shows."""
@@ -333,3 +336,35 @@ def test_operators_that_depend_on_whether_gradients_are_computed_replay():
         return (y,)
 
     assert compare(lambda: Net(Recurrent()), step_of).replays == 6
+
+
+def test_nodes_that_accumulate_gradients_are_replaced_and_the_parameter_stays():
+    for dtype in (torch.float32, torch.float64, torch.complex64):
+        weight = nn.Parameter(torch.ones(3, dtype=dtype))
+        runs = []
+        weight.register_post_accumulate_grad_hook(runs.append)
+        place, version = weight.data_ptr(), weight._version
+        early = (weight * 2).abs().sum()
+        nodes = [get_gradient_edge(weight).node]
+        with leaves_anew([weight]):
+            nodes.append(get_gradient_edge(weight).node)
+        nodes.append(get_gradient_edge(weight).node)
+        assert len(set(nodes)) == 3
+        assert (weight.data_ptr(), weight._version, weight.dtype) == (place, version, dtype)
+        (early + (weight * 3).abs().sum()).backward()
+        assert torch.equal(weight.grad, torch.full_like(weight, 5)) and len(runs) == 2
+
+
+def test_what_is_captured_on_a_stream_of_its_own_shares_no_node_with_the_caller(monkeypatch):
+    monkeypatch.setattr(TapeBackend, "has_stream", True)
+    around = []
+
+    def step_of(net, step):
+        before = get_gradient_edge(net.part.linear.weight).node
+        y, _ = net.part(net.outside(rows(step)))
+        around.append((before, get_gradient_edge(net.part.linear.weight).node))
+        y.square().mean().backward()
+        return (y,)
+
+    assert compare(lambda: Net(Tied()), step_of).replays == 6
+    assert sum(before is not after for before, after in around) == 1, "in the pass that captures"
