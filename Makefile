@@ -73,8 +73,9 @@ faults: install
 fuzz: install
 	WEFT_FUZZ=1 $(BIN)/python -m pytest tests/fsdp/test_sequences.py
 
+# SHARE=0/2: every second mutation, from the first.
 mutate: install
-	$(BIN)/python scripts/mutate.py
+	$(BIN)/python scripts/mutate.py --share $(or $(SHARE),0/1)
 
 lint: install
 	$(BIN)/ruff check src tests benchmarks examples scripts
