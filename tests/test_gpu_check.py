@@ -63,27 +63,27 @@ def test_a_part_that_hangs_ends_at_its_limit_and_the_parts_behind_it_run(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_check_that_is_interrupted_reports_what_is_done(tmp_path):
+@pytest.mark.parametrize(("hangs", "running"), [("pytest", 3), ("bench", 1)])
+def test_a_check_that_is_interrupted_reports_what_is_done_and_what_ran(tmp_path, hangs, running):
     broken, target = tmp_path / "python", tmp_path / "gpu.md"
-    ends, hangs = (
-        "*pytest*) echo no such luck; exit 3;;",
-        f"*bench*) echo begun; echo $$ >{tmp_path}/pid; exec sleep 60;;",
-    )
-    broken.write_text(f'#!/bin/sh\ncase "$*" in {ends} {hangs} esac\nexec {sys.executable} "$@"\n')
+    fails = "*pytest*) echo no such luck; exit 3;;"
+    waits = f"*{hangs}*) echo begun; echo $$ >>{tmp_path}/pids; exec sleep 60;;"
+    broken.write_text(f'#!/bin/sh\ncase "$*" in {waits} {fails} esac\nexec {sys.executable} "$@"\n')
     broken.chmod(0o755)
     command = ["sh", str(ROOT / "scripts" / "gpu_check.sh"), "--rehearse", str(target)]
     check = subprocess.Popen(command, env={**os.environ, "PYTHON": str(broken)}, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "pid").exists() and time.monotonic() < deadline:
+    deadline, pids = time.monotonic() + 60, tmp_path / "pids"
+    while (not pids.exists() or len(pids.read_text().split()) < running) and time.monotonic() < deadline:
         time.sleep(0.05)
     check.terminate()
     assert check.wait(30) == 130
     report = target.read_text()
-    assert report.count("no such luck") == 3 and report.count("begun") == report.count("**Failed: interrupted.**") == 1
-    benchmark = int((tmp_path / "pid").read_text())
-    while Path(f"/proc/{benchmark}").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not Path(f"/proc/{benchmark}").exists(), "it runs on"
+    assert report.count("begun") == report.count("**Failed: interrupted.**") == running
+    assert report.count("no such luck") == report.count("exit status 3") == (0 if hangs == "pytest" else 3)
+    for pid in map(int, pids.read_text().split()):
+        while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not Path(f"/proc/{pid}").exists(), "it runs on"
 
 
 def test_the_limits_of_all_parts_together_are_thirty_minutes():

@@ -12,11 +12,25 @@ REPLAYS = "graphs/test_settings.py::test_a_replay_reads_nothing_of_the_one_befor
 MUTATIONS = [
     # --- graphs -------------------------------------------------------------------------------------------------------
     Mutation(
-        "captures on a stream of their own share nodes with the caller",
-        "_replace_nodes",
-        "each.data = data.new_empty(0, dtype=torch.float32 if data.dtype == torch.float64 else torch.float64)",
-        "",
-        "graphs/test_backward.py::test_what_is_captured_on_a_stream_of_its_own_shares_no_node_with_the_caller",
+        "captures share nodes that accumulate gradients with the caller",
+        "Places.stand_ins",
+        "type(each) is nn.Parameter",
+        "False",
+        "graphs/test_backward.py::test_a_capture_and_its_caller_share_no_node_that_accumulates_gradients",
+    ),
+    Mutation(
+        "a weight that a module also has in a list gets no gradient from there",
+        "Captured._capture",
+        "[*(entered[number] for number in self._needs), *alike, *stand_ins.values(), *trained]",
+        "[*(entered[number] for number in self._needs), *alike, *stand_ins.values(), *stand_ins.values()]",
+        "graphs/test_backward.py::test_a_weight_that_a_module_also_has_in_a_list_gets_its_whole_gradient",
+    ),
+    Mutation(
+        "a gradient that is written goes to the leaf that stands in for its weight",
+        "weight_gradient",
+        "original_of(parameter)",
+        "parameter",
+        "graphs/test_lifetimes.py::test_calls_under_delayed_weights_have_a_capture_of_their_own",
     ),
     Mutation(
         "graphs are never replayed",

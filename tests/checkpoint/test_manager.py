@@ -86,6 +86,29 @@ def test_a_save_brings_everything_back_in_another_model(tmp_path):
     assert got[1:] == expected[1:]
 
 
+class Forwarding:
+    """Has the members of another object through `__getattr__`, which `isinstance` does not see from Python 3.12 on."""
+
+    def __init__(self, inner):
+        self._inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+
+@distributed(1)
+def test_an_object_that_forwards_to_another_is_saved_and_loaded_as_that_one(tmp_path):
+    model, other = (make(width)[0] for width in (7, 7))
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.fill_(9)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"model": Forwarding(ModelState(model))}, asynchronous=False)
+        assert manager.load({"model": Forwarding(ModelState(other))}) == 1
+    for one, copy in zip(model.parameters(), other.parameters()):
+        assert torch.equal(full(one), full(copy))
+
+
 def save_on(directory, asynchronous=True):
     model, optimizer = make()
     torch.manual_seed(10 + dist.get_rank())

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -394,13 +395,20 @@ def test_what_goes_through_memory_of_the_host_arrives_as_what_is_there_already()
     with mock.patch.object(Gloo, "all_gather", wraps=backends.TRANSPORTS["gloo"].all_gather) as through:
         found = of(Staged())
     assert through.call_count == len(DTYPES)
-    torch.testing.assert_close(found, expected)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
     assert backends.transport_of(group, torch.device("cpu")) is backends.TRANSPORTS["gloo"]
 
 
 def test_tensors_on_a_device_go_through_memory_of_the_host_over_gloo(monkeypatch):
     monkeypatch.setattr(backends, "backend_of", lambda group, device: "gloo")
-    assert isinstance(backends.transport_of(None, torch.device("cuda")), Staged)
+    staged = backends.transport_of(None, torch.device("cuda"))
+    assert isinstance(staged, Staged) and staged.inbox_numel(64, 2, scatters=True) == 0
+    assert not staged.capabilities.tags and not staged.capabilities.helpers, "the host waits in each of them"
+    monkeypatch.setattr(collectives, "backend_of", backends.backend_of)
+    for move in (collectives.send, collectives.receive):
+        with pytest.raises(ValueError, match="a tensor on meta cannot be sent over gloo"):
+            move([torch.empty(2, device="meta")], None, 1, 0)
     assert isinstance(backends.transport_of(None, torch.device("cpu")), Gloo)
 
 

@@ -39,5 +39,6 @@ def test_a_run_on_a_card_has_the_losses_of_one_on_a_cpu_and_resumes(tmp_path, ch
     shutil.rmtree(next((run / "checkpoints").glob("*20")))
     resumed = losses(card, "--resume", run)
     torch.testing.assert_close(resumed, found, rtol=1e-3, atol=1e-3)  # attention's gradients are sums in any order
+    assert json.loads((run / "facts.json").read_text())["resumed"]
     said = weft("sample", run, "--prompt", "line", "--tokens", "20", timeout=120)
     assert said.returncode == 0, said.stderr

@@ -13,8 +13,6 @@ from tests.graphs.test_hooks import poisoned
 from tests.graphs.test_keys import Always
 from weft.graphs import backward
 from weft.graphs.call import GraphedCall
-from weft.graphs.places import leaves_anew
-from weft.graphs.tape import TapeBackend
 
 WIDTH = 37
 """Wide enough that another order of additions shows."""
@@ -338,33 +336,65 @@ def test_operators_that_depend_on_whether_gradients_are_computed_replay():
     assert compare(lambda: Net(Recurrent()), step_of).replays == 6
 
 
-def test_nodes_that_accumulate_gradients_are_replaced_and_the_parameter_stays():
-    for dtype in (torch.float32, torch.float64, torch.complex64):
-        weight = nn.Parameter(torch.ones(3, dtype=dtype))
-        runs = []
-        weight.register_post_accumulate_grad_hook(runs.append)
-        place, version = weight.data_ptr(), weight._version
-        early = (weight * 2).abs().sum()
-        nodes = [get_gradient_edge(weight).node]
-        with leaves_anew([weight]):
-            nodes.append(get_gradient_edge(weight).node)
-        nodes.append(get_gradient_edge(weight).node)
-        assert len(set(nodes)) == 3
-        assert (weight.data_ptr(), weight._version, weight.dtype) == (place, version, dtype)
-        (early + (weight * 3).abs().sum()).backward()
-        assert torch.equal(weight.grad, torch.full_like(weight, 5)) and len(runs) == 2
-
-
-def test_what_is_captured_on_a_stream_of_its_own_shares_no_node_with_the_caller(monkeypatch):
-    monkeypatch.setattr(TapeBackend, "has_stream", True)
-    around = []
+@pytest.mark.parametrize("way", ["grad", "inputs"])
+def test_gradients_of_chosen_weights_are_whole_in_the_pass_that_captures(way):
+    """The caller's graph and that of the capture have nodes of their own: CUDA refuses nodes of another stream."""
 
     def step_of(net, step):
-        before = get_gradient_edge(net.part.linear.weight).node
-        y, _ = net.part(net.outside(rows(step)))
-        around.append((before, get_gradient_edge(net.part.linear.weight).node))
+        weight = net.part.linear.weight
+        node = get_gradient_edge(weight).node
+        y, _ = net.part(net.outside(rows(step)) @ weight)
+        assert get_gradient_edge(weight).node is node
+        loss = (y @ weight).square().mean()
+        if way == "grad":
+            return (torch.autograd.grad(loss, weight)[0],)
+        loss.backward(inputs=[weight])
+        return ()
+
+    compare(lambda: Net(Tied()), step_of)
+
+
+class Elsewhere(nn.Module):
+    """Has its weight twice: as a parameter, and in a list, as torch's recurrent layers have theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.flat = [self.linear.weight]
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x)) @ self.flat[0]
+
+
+def test_a_weight_that_a_module_also_has_in_a_list_gets_its_whole_gradient():
+    def step_of(net, step):
+        y = net.part(net.outside(rows(step)))
         y.square().mean().backward()
         return (y,)
 
-    assert compare(lambda: Net(Tied()), step_of).replays == 6
-    assert sum(before is not after for before, after in around) == 1, "in the pass that captures"
+    assert compare(lambda: Net(Elsewhere()), step_of).replays == 6
+
+
+NODES = []
+
+
+class Noting(Tied):
+    """Notes the node that accumulates the gradients of its weight in a global variable, which no capture compares."""
+
+    def forward(self, x):
+        NODES.append(get_gradient_edge(self.linear.weight).node)
+        return super().forward(x)
+
+
+def test_a_capture_and_its_caller_share_no_node_that_accumulates_gradients():
+    """Such a node belongs to the stream on which it was made, and CUDA refuses to capture a backward with others."""
+    part, owner = Noting(), Always()
+    call = GraphedCall(owner, part, "forward", "part", lambda it: [*it.modules()], lambda parameter: False)
+    node = get_gradient_edge(part.linear.weight).node
+    for step in range(2):
+        NODES.clear()
+        part(rows(step))[0].sum().backward()
+    assert call.captures == 1
+    eager, captured = NODES
+    assert eager is node is not captured
+    assert get_gradient_edge(part.linear.weight).node is node

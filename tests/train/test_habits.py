@@ -307,3 +307,12 @@ def test_operations_are_those_of_the_products_and_of_attention():
         nn.functional.scaled_dot_product_attention(query, query, query).sum().backward()
     forward = 2 * 2 * (2 * 4) * 16 * 16 * 8
     assert found.total == pytest.approx(3.5 * forward) and "attention" in str(found)
+    few = torch.ones(2, 2, 16, 8, requires_grad=True)
+    with Operations() as found:
+        nn.functional.scaled_dot_product_attention(query, few, few, enable_gqa=True).sum().backward()
+    assert found.total == pytest.approx(3.5 * forward)
+    for kernel, beside in (("flash", ()), ("efficient", (None, True)), ("cudnn", (None, True))):
+        attention = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention")
+        with Operations() as found:
+            attention(*(each.detach().to("meta") for each in (query, few, few)), *beside)
+        assert found.total == forward

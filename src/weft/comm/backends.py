@@ -3,7 +3,7 @@
     tensors on             backend        transport
     --------------------   -----------    ------------------------------
     a device with streams  nccl           `BuiltIn`, with averages
-    CPU                    gloo           `Gloo`
+    CPU                    gloo           `Gloo`; inside `weft.debug.check_streams`, `BuiltIn`
     any other device       gloo           `Staged`, through CPU memory
     either                 any other      that of its module, or `BuiltIn`
 

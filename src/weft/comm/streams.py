@@ -14,6 +14,7 @@
 All code in weft uses these functions to order work, so the order can be checked without a device.
 """
 
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -54,18 +55,20 @@ def new(name: str, device: torch.device, owner: Any = None) -> Any:
 
 _in_use: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
 """The stream of each owner. In torch 2.11 a weak reference to a stream itself crashes the process."""
+_choosing = threading.Lock()
 _POOL = 32  # the number of streams per priority in torch's pool, which torch hands out in turn
 
 
 def _unused(make: Callable[[], Any], owner: Any) -> Any:
     """Return a stream that no other lane uses, if the pool has one. Lanes that share a stream wait for each other."""
-    taken = {*_in_use.values()}
-    for _ in range(_POOL):
-        stream = make()
-        if stream.cuda_stream not in taken:
-            break
-    if owner is not None:
-        _in_use[owner] = stream.cuda_stream
+    with _choosing:
+        taken = {*_in_use.values()}
+        for _ in range(_POOL):
+            stream = make()
+            if stream.cuda_stream not in taken:
+                break
+        if owner is not None:
+            _in_use[owner] = stream.cuda_stream
     return stream
 
 

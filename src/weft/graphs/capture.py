@@ -66,9 +66,7 @@ class Recording(Protocol):
 
 
 class Backend(Protocol):
-    """Captures functions. `has_stream`: whether captures run on a stream of their own."""
-
-    has_stream: bool
+    """Captures functions."""
 
     def capture(
         self, function: Callable[[], Any], known: Ranges, behind: "Recording | None" = None

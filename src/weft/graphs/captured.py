@@ -36,7 +36,7 @@ from weft.graphs.attributes import Attributes
 from weft.graphs.backward import Backward, Uses
 from weft.graphs.capture import Backend, CaptureRefused, Delays
 from weft.graphs.generators import nothing_drawn
-from weft.graphs.places import Places, Ranges, has_hooks, hooked, leaves_anew, local, range_of, touches
+from weft.graphs.places import Places, Ranges, has_hooks, hooked, local, range_of, touches
 from weft.graphs.statics import Sample, Static, copied
 
 POISON = False
@@ -104,9 +104,8 @@ class Captured:
         self._entered: list[tuple[Any, DeviceMesh]] = []
         """Weights whose gradients are summed over ranks outside of a replay, once for each use."""
         self.python = Attributes(places.modules, function)
-        trained = places.trained() if backend.has_stream else []
         try:
-            with places.restored(), nothing_drawn(), leaves_anew(trained):
+            with places.restored(), nothing_drawn():
                 self._capture(backend, function, leaves, spec, gradients)
         finally:
             changed = self.python.difference()
@@ -150,7 +149,8 @@ class Captured:
 
         buffers = [each for each in self._places.tensors() if not isinstance(each, nn.Parameter)]
         before = [each._version for each in buffers]
-        with substituting(answer=_refuse, enter=enter):
+        stand_ins = self._places.stand_ins()
+        with substituting(answer=_refuse, enter=enter), self._places.replaced(stand_ins):
             result, self._forward = backend.capture(forward, known)
         self._changed = [each for each, version in zip(buffers, before) if each._version != version]
         """Buffers that the forward changes."""
@@ -158,22 +158,23 @@ class Captured:
         for value in results:
             if not isinstance(value, (Tensor, *_CONSTANTS)):
                 raise CaptureRefused(f"it returns a {type(value).__name__}, which a replay cannot create")
-        numbered = self._hand_out(results, entered)
+        numbered = self._hand_out(results, entered, stand_ins)
         outputs = [each for _, each in numbered]
         ends = [each for each in outputs if each.requires_grad]
         trained = self._places.trained()
         self._needs = [number for number, each in enumerate(entered) if each.requires_grad]
-        leaves_of = [*(entered[number] for number in self._needs), *alike, *trained]
+        # A parameter that the function has from elsewhere than its modules is a leaf itself.
+        leaves_of = [*(entered[number] for number in self._needs), *alike, *stand_ins.values(), *trained]
         # Pass edges, not tensors: given tensors, `torch.autograd.grad` exits function modes, and a checkpoint in the
         # function must recompute under the modes of its forward.
         uses = Uses([*map(get_gradient_edge, ends)], leaves_of)
         if not uses.of:
             raise CaptureRefused("nothing in it needs a gradient")
-        self._trained, self._uses = trained, uses.of
+        self._trained, self._uses = [*stand_ins, *trained], uses.of
         # The caller may keep the gradient of an input. Before the next replay, weft copies the gradients of sharded
         # parameters (when their unit's backward ends) and those that are summed over ranks (when this one ends).
         may_be_kept = (
-            [True] * len(self._needs) + [False] * len(alike) + [not self._places.is_owned(it) for it in trained]
+            [True] * len(self._needs) + [False] * len(alike) + [not self._places.is_owned(it) for it in self._trained]
         )
         kept = [may_be_kept[leaf] for leaf in self._uses]
         self._outputs = [each.data for each in outputs]
@@ -190,11 +191,14 @@ class Captured:
         samples = [gradients.get(number) for number, each in numbered if each.requires_grad]
         self._check_later(outputs, entered, self._backward.begin(samples, [*map(Sample.of, ends)]))
 
-    def _hand_out(self, results: Sequence[Any], entered: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+    def _hand_out(
+        self, results: Sequence[Any], entered: Sequence[Tensor], stand_ins: Mapping[nn.Parameter, nn.Parameter]
+    ) -> list[tuple[int, Tensor]]:
         """Determine how a replay creates each result. Return the tensors that the forward creates, each with its index
         among all tensors that it returns."""
         own = {id(each): partial(_argument, number) for number, each in zip(self._numbers, entered)}
         own |= {id(each): partial(_constant, each) for each in self._places.tensors()}
+        own |= {id(other): partial(_constant, each) for each, other in stand_ins.items()}
         self._hands: list[Callable[[Sequence[Any], Sequence[Tensor]], Any]] = []
         made: list[tuple[int, Tensor]] = []
         for number, each in enumerate(results):

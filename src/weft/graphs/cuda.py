@@ -46,8 +46,6 @@ class CudaRecording:
 class CudaBackend:
     """Captures on one stream of `device`."""
 
-    has_stream = True
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
@@ -109,7 +107,8 @@ def _end_failed(pool: Any, device: int) -> None:
     defer the reuse of memory, and the next random number on the device would raise an error."""
     with suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(device, pool)
-    empty = torch.cuda.CUDAGraph()
-    empty.capture_begin(capture_error_mode="thread_local")
-    torch.zeros(1, device=device)
-    empty.capture_end()  # ends the capture for the generator of random numbers, too
+    with suppress(RuntimeError):
+        empty = torch.cuda.CUDAGraph()
+        empty.capture_begin(capture_error_mode="thread_local")
+        torch.zeros(1, device=device)
+        empty.capture_end()  # ends the capture for the generator of random numbers, too

@@ -1,12 +1,15 @@
 """The parameters and buffers that a captured function may read: their addresses and current state."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from weft.fsdp.gradients.direct import originals
 
 Ranges = list[tuple[int, int, bool]]
 """Ranges of memory: the first address, the address after the last byte, and whether a captured function may write."""
@@ -66,31 +69,6 @@ def versions_set(tensors: Sequence[Tensor], versions: Sequence[int]) -> Iterator
         torch._C._autograd._unsafe_set_version_counter(tuple(tensors), now)
 
 
-@contextmanager
-def leaves_anew(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """At the beginning and at the end of this context, replace the autograd nodes that accumulate the gradients of
-    `parameters`.
-
-    Such a node belongs to the stream on which its parameter was first used. A backward that is captured on another
-    stream would wait for that stream, which CUDA refuses. A parameter that is used again after the context has two
-    nodes until the end of its backward, and autograd adds the gradients of the first to those of the second.
-    """
-    _replace_nodes(parameters)
-    try:
-        yield
-    finally:
-        _replace_nodes(parameters)
-
-
-def _replace_nodes(parameters: Sequence[nn.Parameter]) -> None:
-    for each in parameters:
-        if type(each) is nn.Parameter:  # of a DTensor, a captured function uses the local part
-            data = each.data
-            # torch drops the node of a parameter whose dtype changes. Graphs that use the node keep it.
-            each.data = data.new_empty(0, dtype=torch.float32 if data.dtype == torch.float64 else torch.float64)
-            each.data = data
-
-
 class Places:
     """The parameters and buffers of `modules`. `is_owned`: called with a parameter, returns whether weft copies its
     gradient before the next replay. If so, the next replay may overwrite the gradient."""
@@ -126,6 +104,33 @@ class Places:
         return [
             *dict.fromkeys(each for each in self.tensors() if isinstance(each, nn.Parameter) and each.requires_grad)
         ]
+
+    def stand_ins(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Return a new leaf for each parameter that trains, in the same memory and with the same attributes.
+
+        The autograd node that accumulates a parameter's gradient belongs to the stream on which the parameter was first
+        used. A backward that is captured on another stream would wait for that stream, which CUDA refuses. DTensors
+        have no stand-ins: a captured function uses their local parts.
+        """
+        found: dict[nn.Parameter, nn.Parameter] = {}
+        for each in self.trained():
+            if type(each) is nn.Parameter:
+                found[each] = nn.Parameter(each.detach())
+                found[each].__dict__ = each.__dict__  # such as `main_grad`, which is another tensor in each step
+                originals[found[each]] = weakref.ref(each)
+        return found
+
+    @contextmanager
+    def replaced(self, stand_ins: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
+        """Inside this context, the modules have `stand_ins` in place of their parameters."""
+        before = [(slots, name, slots[name]) for slots, name in self._slots if slots.get(name) in stand_ins]
+        try:
+            for slots, name, parameter in before:
+                slots[name] = stand_ins[parameter]
+            yield
+        finally:
+            for slots, name, parameter in before:
+                slots[name] = parameter
 
     def ranges(self) -> Ranges:
         """Return the memory of all parameters and buffers. A captured function may write to the buffers only."""

@@ -86,8 +86,6 @@ def poison(tensor: Tensor) -> None:
 class TapeBackend:
     """Records on the CPU."""
 
-    has_stream = False
-
     def capture(self, function: Callable[[], Any], known: Ranges, behind: Recording | None = None) -> tuple[Any, Tape]:
         """See `Backend`."""
         tape = Tape()

@@ -23,6 +23,7 @@ from weakref import ProxyTypes, ReferenceType
 import torch
 from torch import Tensor, nn
 
+from weft.fsdp.gradients.direct import original_of
 from weft.graphs.capture import CaptureRefused
 from weft.graphs.places import HOOKS, has_hooks
 
@@ -146,8 +147,8 @@ class Walk:
             return kind, value.tobytes()  # a number
         if kind in ProxyTypes:
             raise CaptureRefused(f"it may read state that cannot be compared: {name} is a {kind.__name__}")
-        if _is_opaque(value):
-            return kind, id(value)
+        if _is_opaque(value):  # a recurrent layer keeps its weights in a list, and finds those that stand in for them
+            return kind, id(original_of(value) if isinstance(value, nn.Parameter) else value)
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self._numbers)
             self._alive.append(value)  # so that its id stays valid

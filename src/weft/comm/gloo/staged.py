@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from weft.comm.gloo.transport import Gloo
-from weft.comm.transport import Adds, Pending, Scales, Several, Sizes, Sum, Wanted, add_scaled
+from weft.comm.transport import Adds, Pending, Scales, Several, Sizes, Sum, Wanted
 
 
 class Staged:
@@ -54,28 +54,28 @@ class Staged:
         return Pending()
 
     def reduce_scatter(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
-        """Reduce-scatter a copy. Then copy the sum to `output`, or add it."""
-        total = _empty(output)
-        self._gloo.reduce_scatter(total, _copied(partial), group, tag, self._on_host(partial, group, how)).complete()
-        add_scaled(output, total.to(output.device), 1.0, how.accumulate)
+        """Reduce-scatter a copy into a copy of `output`. Then copy the result to `output`."""
+        total, on_host = _target(output, how.accumulate), self._on_host(partial, group, how, scatters=True)
+        self._gloo.reduce_scatter(total, _copied(partial), group, tag, on_host).complete()
+        output.copy_(total)
         return Pending()
 
     def reduce_scatter_bundle(
         self, outputs: Several, partials: Several, scales: Scales, adds: Adds, group: ProcessGroup, tag: int
     ) -> Pending:
-        """Reduce-scatter copies. Then copy each sum to its output, or add it."""
-        totals = [_empty(output) for output in outputs]
-        copies, none = [_copied(partial) for partial in partials], [False] * len(totals)
-        self._gloo.reduce_scatter_bundle(totals, copies, scales, none, group, tag).complete()
-        for output, total, add in zip(outputs, totals, adds):
-            add_scaled(output, total.to(output.device), 1.0, add)
+        """Reduce-scatter copies into copies of the outputs. Then copy the results to the outputs."""
+        totals = [_target(output, add) for output, add in zip(outputs, adds)]
+        copies = [_copied(partial) for partial in partials]
+        self._gloo.reduce_scatter_bundle(totals, copies, scales, adds, group, tag).complete()
+        for output, total in zip(outputs, totals):
+            output.copy_(total)
         return Pending()
 
     def all_reduce(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
-        """All-reduce a copy. Then copy the sum to `output`, or add it."""
-        total, on_host = _empty(output), self._on_host(partial, group, how, scatters=False)
+        """All-reduce a copy into a copy of `output`. Then copy the result to `output`."""
+        total, on_host = _target(output, how.accumulate), self._on_host(partial, group, how, scatters=False)
         self._gloo.all_reduce(total, _copied(partial), group, tag, on_host).complete()
-        add_scaled(output, total.to(output.device), 1.0, how.accumulate)
+        output.copy_(total)
         return Pending()
 
     def all_to_all(
@@ -91,14 +91,19 @@ class Staged:
         """Return 0: an inbox on the device would not be used."""
         return 0
 
-    def _on_host(self, partial: Tensor, group: ProcessGroup, how: Sum, scatters: bool = True) -> Sum:
+    def _on_host(self, partial: Tensor, group: ProcessGroup, how: Sum, scatters: bool) -> Sum:
         numel = self._gloo.inbox_numel(partial.numel(), dist.get_world_size(group), scatters=scatters)
-        return Sum(how.scale, False, torch.empty(numel, dtype=partial.dtype), how.sum_only)
+        return how._replace(inbox=torch.empty(numel, dtype=partial.dtype))
 
 
 def _empty(like: Tensor) -> Tensor:
     """Return uninitialized CPU memory of the same shape and dtype."""
     return torch.empty(like.shape, dtype=like.dtype)
+
+
+def _target(output: Tensor, accumulate: bool) -> Tensor:
+    """Return CPU memory for a result, with the values of `output` if the result is added to them."""
+    return _copied(output) if accumulate else _empty(output)
 
 
 def _copied(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

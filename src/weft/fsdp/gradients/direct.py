@@ -18,7 +18,8 @@ The sum is an all-reduce, which a captured graph (`weft.graphs`) must not contai
 another tensor for the plain one, and the caller of the graph calls `whole` outside of the graph.
 """
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from weft.comm.collectives import reduce_now
 from weft.comm.groups import group_of
@@ -35,6 +37,8 @@ from weft.fsdp.parameter import known, record_of
 PART_CLASS = "_weft_part_class"  # the attribute of a DTensor with the class of its local part
 
 
+originals: MutableMapping[Any, "weakref.ref[nn.Parameter]"] = WeakTensorKeyDictionary()
+"""The parameters for which other leaves stand in while a graph is captured, by these leaves."""
 substitutes: dict[str, Callable[..., Any]] = {}
 """Functions to call during a graph capture: `answer` in place of `weight_gradient`, `enter` in place of `whole`."""
 
@@ -64,6 +68,7 @@ def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
     `parameter`: the full parameter that forward used, or its sharded parameter. For a parameter of no unit, the buffer
     is its `.grad`. Raises ValueError for a frozen parameter.
     """
+    parameter = original_of(parameter)
     if not parameter.requires_grad:
         raise ValueError("weight_gradient of a frozen parameter: call it only if parameter.requires_grad")
     if (answer := substitutes.get("answer")) is not None:
@@ -77,6 +82,15 @@ def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
     if parameter.grad is None:
         parameter.grad = torch.empty_like(parameter)
     return parameter.grad, accumulate
+
+
+def original_of(parameter: nn.Parameter) -> nn.Parameter:
+    """Return the parameter for which this leaf stands in, or `parameter` itself."""
+    if parameter not in originals:
+        return parameter
+    original = originals[parameter]()
+    assert original is not None, "the parameter outlived its model"
+    return original
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:

@@ -90,8 +90,10 @@ def _as_many_heads(query: Any, *others: Any) -> list[tuple[int, ...]]:
     return [(each.shape[0], query.shape[1], *each.shape[2:]) for each in others]
 
 
+_KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 _ATTENTION: dict[Any, Any] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}{direction}"): count
+    for kernel in _KERNELS
+    for direction, count in (("", _attention), ("_backward", _attention_backward))
 }
-"""FLOP counts of operators that torch does not count."""
+"""FLOP counts of attention. torch does not count that on CPU and, in torch 2.11, with fewer heads of keys on CUDA."""
