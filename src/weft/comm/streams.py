@@ -55,7 +55,7 @@ def new(name: str, device: torch.device, owner: Any = None) -> Any:
 
 _in_use: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
 """The stream of each owner. In torch 2.11 a weak reference to a stream itself crashes the process."""
-_choosing = threading.Lock()
+_choosing = threading.RLock()
 _POOL = 32  # the number of streams per priority in torch's pool, which torch hands out in turn
 
 

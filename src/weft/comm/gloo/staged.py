@@ -93,12 +93,12 @@ class Staged:
 
     def _on_host(self, partial: Tensor, group: ProcessGroup, how: Sum, scatters: bool) -> Sum:
         numel = self._gloo.inbox_numel(partial.numel(), dist.get_world_size(group), scatters=scatters)
-        return how._replace(inbox=torch.empty(numel, dtype=partial.dtype))
+        return how._replace(inbox=torch.empty(numel, dtype=partial.dtype, device="cpu"))
 
 
 def _empty(like: Tensor) -> Tensor:
     """Return uninitialized CPU memory of the same shape and dtype."""
-    return torch.empty(like.shape, dtype=like.dtype)
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu")
 
 
 def _target(output: Tensor, accumulate: bool) -> Tensor:
@@ -108,7 +108,7 @@ def _target(output: Tensor, accumulate: bool) -> Tensor:
 
 def _copied(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return a copy of `tensor` in CPU memory. The host waits until it is complete."""
-    return torch.empty(tensor.shape, dtype=dtype or tensor.dtype).copy_(tensor)
+    return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="cpu").copy_(tensor)
 
 
 TRANSPORT = Staged()
