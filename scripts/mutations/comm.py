@@ -3,22 +3,22 @@
 from mutation import Mutation
 from mutations.tests import BUCKETS, ROWS, STREAMS
 
-STAGED = "comm/test_collectives.py::test_what_goes_through_memory_of_the_host_arrives_as_what_is_there_already[2]"
+COPYING = "comm/test_collectives.py::test_what_goes_through_memory_of_the_host_arrives_as_what_is_there_already[2]"
 
 MUTATIONS = [
     Mutation(
         "a reduction through memory of the host overwrites what it is to add to",
-        "Staged.reduce_scatter",
+        "CopyingGloo.reduce_scatter",
         "how.accumulate",
         "False",
-        STAGED,
+        COPYING,
     ),
     Mutation(
         "gathered parts stay in memory of the host",
-        "Staged.all_gather_uneven",
+        "CopyingGloo.all_gather_uneven",
         "part.copy_(arrived)",
         "",
-        STAGED,
+        COPYING,
     ),
     Mutation(
         "gloo gets device memory",

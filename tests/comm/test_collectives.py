@@ -13,7 +13,7 @@ from tests.pool import distributed
 from weft.comm import backends, collectives
 from weft.comm.builtin import BuiltIn
 from weft.comm.gloo import Gloo, sends, transport
-from weft.comm.gloo.staged import Staged
+from weft.comm.gloo.copying import CopyingGloo
 from weft.comm.gloo.transport import sum_into
 from weft.comm.groups import exchange_objects, twin_group
 from weft.comm.lanes import Lane, Ticket
@@ -393,7 +393,7 @@ def test_what_goes_through_memory_of_the_host_arrives_as_what_is_there_already()
 
     expected = of(Gloo())
     with mock.patch.object(Gloo, "all_gather", wraps=backends.TRANSPORTS["gloo"].all_gather) as through:
-        found = of(Staged())
+        found = of(CopyingGloo())
     assert through.call_count == len(DTYPES)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
@@ -402,9 +402,9 @@ def test_what_goes_through_memory_of_the_host_arrives_as_what_is_there_already()
 
 def test_tensors_on_a_device_go_through_memory_of_the_host_over_gloo(monkeypatch):
     monkeypatch.setattr(backends, "backend_of", lambda group, device: "gloo")
-    staged = backends.transport_of(None, torch.device("cuda"))
-    assert isinstance(staged, Staged) and staged.inbox_numel(64, 2, scatters=True) == 0
-    assert not staged.capabilities.tags and not staged.capabilities.helpers, "the host waits in each of them"
+    copying = backends.transport_of(None, torch.device("cuda"))
+    assert isinstance(copying, CopyingGloo) and copying.inbox_numel(64, 2, scatters=True) == 0
+    assert not copying.capabilities.tags and not copying.capabilities.helpers, "the host waits in each of them"
     monkeypatch.setattr(collectives, "backend_of", backends.backend_of)
     for move in (collectives.send, collectives.receive):
         with pytest.raises(ValueError, match="a tensor on meta cannot be sent over gloo"):

@@ -4,7 +4,7 @@
     --------------------   -----------    ------------------------------
     a device with streams  nccl           `BuiltIn`, with averages
     CPU                    gloo           `Gloo`; inside `weft.debug.check_streams`, `BuiltIn`
-    any other device       gloo           `Staged`, through CPU memory
+    any other device       gloo           `CopyingGloo`, through CPU memory
     either                 any other      that of its module, or `BuiltIn`
 
 The transport of a backend is `TRANSPORT` of the module `weft.comm.<backend>`, so a new transport needs only one new
@@ -62,7 +62,7 @@ def transport_of(group: dist.ProcessGroup, device: torch.device) -> Transport:
         return INSTEAD
     backend = backend_of(group, device)
     if backend == HOSTS and device.type != "cpu":
-        return TRANSPORTS[f"{HOSTS}.staged"]
+        return TRANSPORTS[f"{HOSTS}.copying"]
     if backend == HOSTS and streams.has_streams(device):
         return _other
     return TRANSPORTS[backend]

@@ -1,5 +1,4 @@
-"""The transport over gloo of tensors that are not in CPU memory: they are copied to CPU memory, exchanged there by
-`Gloo`, and copied back.
+"""The transport over gloo for tensors that are not in CPU memory. Copies of them are exchanged in CPU memory.
 
 Each collective makes the host wait: for the current stream before the exchange, and for the exchange. So this
 transport hides no communication. It lets several ranks share one GPU, which NCCL does not, for instance in tests.
@@ -16,7 +15,7 @@ from weft.comm.gloo.transport import Gloo
 from weft.comm.transport import Adds, Pending, Scales, Several, Sizes, Sum, Wanted
 
 
-class Staged:
+class CopyingGloo:
     """A `weft.comm.transport.Transport` that exchanges copies in CPU memory."""
 
     # Without tags: the host waits in each collective, so every rank must issue them in the same order.
@@ -111,4 +110,4 @@ def _copied(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="cpu").copy_(tensor)
 
 
-TRANSPORT = Staged()
+TRANSPORT = CopyingGloo()
