@@ -73,9 +73,8 @@ faults: install
 fuzz: install
 	WEFT_FUZZ=1 $(BIN)/python -m pytest tests/fsdp/test_sequences.py
 
-# SHARE=0/2: every second mutation, from the first.
 mutate: install
-	$(BIN)/python scripts/mutate.py --share $(or $(SHARE),0/1)
+	$(BIN)/python scripts/mutate.py
 
 lint: install
 	$(BIN)/ruff check src tests benchmarks examples scripts

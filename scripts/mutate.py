@@ -1,6 +1,6 @@
 """Does a test see it? Named mutations of the source, of which each must make a named test fail soon.
 
-    python scripts/mutate.py [--jobs 2] [--share K/N] [--list] [NAME ...]
+    python scripts/mutate.py [--jobs 2] [--list] [NAME ...]
 
 A mutation is applied to a copy of `src` in a temporary folder, and its test runs against that copy in a process of its
 own. Before, all named tests pass against the copy as it is. Ends with 1 if a mutant survives, if its test gives no
@@ -85,22 +85,11 @@ def try_out(mutations: Sequence[Mutation], source: Source, folder: Path, jobs: i
     return reports
 
 
-def share(text: str) -> tuple[int, int]:
-    """The number of the first mutation, and the step from each to the next, of an argument such as 0/2."""
-    first, _, step = text.partition("/")
-    if not (first.isdigit() and step.isdigit() and int(first) < int(step)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no share: K/N with K from 0 to N - 1, such as 0/2")
-    return int(first), int(step)
-
-
 def main() -> int:
     """See the module."""
     parser = argparse.ArgumentParser(description="Mutants of the source that a named test must kill.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="of the mutations to try; all by default")
     parser.add_argument("--jobs", type=int, default=2, help="mutants to try at a time (default: 2)")
-    parser.add_argument(
-        "--share", type=share, default=(0, 1), metavar="K/N", help="every N-th mutation, from number K, 0 to N - 1"
-    )
     parser.add_argument("--list", action="store_true", help="print the names, and what does not fit the source")
     arguments = parser.parse_args()
     everything, source = mutations(), Source(SOURCE / "weft")
@@ -111,8 +100,7 @@ def main() -> int:
     unknown = set(arguments.names) - {each.name for each in everything}
     if unknown:
         parser.error(f"no mutation is called {', '.join(sorted(unknown))}: see --list")
-    first, step = arguments.share
-    chosen = [each for each in everything if not arguments.names or each.name in arguments.names][first::step]
+    chosen = [each for each in everything if not arguments.names or each.name in arguments.names]
     if problems := source.misfits(chosen):
         print("\n".join(problems))
         return 1

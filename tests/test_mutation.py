@@ -2,7 +2,6 @@
 
 import ast
 import runpy
-from argparse import ArgumentTypeError
 from pathlib import Path
 
 import pytest
@@ -94,13 +93,3 @@ def test_misfits_say_what_is_gone_or_how_often_it_occurs(tmp_path):
     assert of_two == "of two: run is in several modules: one, two"
     assert gone == "gone: Gone.run is in no module"
     assert no_python.startswith("no Python: 'if a' is no Python")
-
-
-def test_shares_of_mutations_are_disjoint_and_complete(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "scripts")
-    share = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "mutate.py"))["share"]
-    parts = [range(437)[first::step] for first, step in map(share, ("0/3", "1/3", "2/3"))]
-    assert sorted(number for part in parts for number in part) == list(range(437))
-    for wrong in ("3/3", "1", "-1/2", "half"):
-        with pytest.raises(ArgumentTypeError, match="such as 0/2"):
-            share(wrong)

@@ -8,7 +8,7 @@ COPYING = "comm/test_collectives.py::test_what_goes_through_memory_of_the_host_a
 MUTATIONS = [
     Mutation(
         "a reduction through memory of the host overwrites what it is to add to",
-        "CopyingGloo.reduce_scatter",
+        "CopyingGloo._reduced",
         "how.accumulate",
         "False",
         COPYING,

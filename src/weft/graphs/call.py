@@ -186,7 +186,7 @@ class GraphedCall:
             )
         except Exception as error:
             self.failed = True
-            first = str(error).strip().partition("\n")[0]  # CUDA's errors go on with advice
+            first = str(error).strip().partition("\n")[0]  # the other lines of CUDA's errors are advice
             self.refuse(str(error) if isinstance(error, CaptureRefused) else f"{type(error).__name__}: {first}")
             return str(self.refused)
         signature.captured.append(captured)

@@ -4,10 +4,10 @@ Each collective makes the host wait: for the current stream before the exchange,
 transport hides no communication. It lets several ranks share one GPU, which NCCL does not, for instance in tests.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -54,10 +54,7 @@ class CopyingGloo:
 
     def reduce_scatter(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
         """Reduce-scatter a copy into a copy of `output`. Then copy the result to `output`."""
-        total, on_host = _target(output, how.accumulate), self._on_host(partial, group, how, scatters=True)
-        self._gloo.reduce_scatter(total, _copied(partial), group, tag, on_host).complete()
-        output.copy_(total)
-        return Pending()
+        return self._reduced(self._gloo.reduce_scatter, output, partial, group, tag, how, scatters=True)
 
     def reduce_scatter_bundle(
         self, outputs: Several, partials: Several, scales: Scales, adds: Adds, group: ProcessGroup, tag: int
@@ -72,10 +69,7 @@ class CopyingGloo:
 
     def all_reduce(self, output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, how: Sum) -> Pending:
         """All-reduce a copy into a copy of `output`. Then copy the result to `output`."""
-        total, on_host = _target(output, how.accumulate), self._on_host(partial, group, how, scatters=False)
-        self._gloo.all_reduce(total, _copied(partial), group, tag, on_host).complete()
-        output.copy_(total)
-        return Pending()
+        return self._reduced(self._gloo.all_reduce, output, partial, group, tag, how, scatters=False)
 
     def all_to_all(
         self, output: Tensor, source: Tensor, output_sizes: Sizes, source_sizes: Sizes, group: ProcessGroup, tag: int
@@ -90,9 +84,23 @@ class CopyingGloo:
         """Return 0: an inbox on the device would not be used."""
         return 0
 
-    def _on_host(self, partial: Tensor, group: ProcessGroup, how: Sum, scatters: bool) -> Sum:
-        numel = self._gloo.inbox_numel(partial.numel(), dist.get_world_size(group), scatters=scatters)
-        return how._replace(inbox=torch.empty(numel, dtype=partial.dtype, device="cpu"))
+    def _reduced(
+        self,
+        reduction: Callable[..., Pending],
+        output: Tensor,
+        partial: Tensor,
+        group: ProcessGroup,
+        tag: int,
+        how: Sum,
+        *,
+        scatters: bool,
+    ) -> Pending:
+        numel = self._gloo.inbox_numel(partial.numel(), group.size(), scatters=scatters)
+        inbox = torch.empty(numel, dtype=partial.dtype, device="cpu")
+        total = _target(output, how.accumulate)
+        reduction(total, _copied(partial), group, tag, how._replace(inbox=inbox)).complete()
+        output.copy_(total)
+        return Pending()
 
 
 def _empty(like: Tensor) -> Tensor:
