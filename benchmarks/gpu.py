@@ -175,7 +175,7 @@ def host_time(rounds: int) -> None:
             for name, issue in sides.items():
                 taken[name].append(min(issue() for _ in range(5)))
         own = {name: [t - p for t, p in zip(taken[name], taken["plain"])] for name in ("weft", "graphs", "FSDP2")}
-        print(f"\nhost time, {UNITS} tiny units, {PRETENDED} ranks of which one is real")
+        print(f"\nhost time, {UNITS} tiny units, fake process group of {PRETENDED} ranks")
         _report.table(own, "weft", "us/unit", 1e6 / UNITS)
 
 
@@ -203,8 +203,8 @@ def lanes() -> None:
         with Timeline() as timeline:
             step()
     intervals = timeline.intervals()
-    print("\nlanes of one step: what is copied on the device stands for what would arrive")
-    print(f"{'lane':10}{'ms':>10}{'beside forward and backward':>30}")
+    print("\nlanes of one step; a copy on the device replaces each transfer between ranks")
+    print(f"{'lane':10}{'ms':>10}{'overlapped with compute':>30}")
     for lane in ("gather", "reduce"):
         taken = busy(intervals, lane)
         print(f"{lane:10}{taken * 1e3:10.2f}{overlap(intervals, lane, 'compute') / taken:30.0%}")
@@ -225,9 +225,7 @@ def steps(rounds: int, backend: str) -> None:
     dist.init_process_group(backend, timeout=timedelta(minutes=2))
     try:
         ranks, say = dist.get_world_size(), print if dist.get_rank() == 0 else _say_nothing
-        over = (
-            "one rank over NCCL" if ranks == 1 else f"{ranks} ranks over gloo that share the card, of which the first"
-        )
+        over = "one rank over NCCL" if ranks == 1 else f"first of {ranks} ranks that share the card, over gloo"
         for name, size in [*SIZES.items()][: 2 if ranks == 1 else 1]:  # copies of large layers would take minutes
             shape = f"{size.layers} {name} transformer layers of width {size.width}, {size.rows} x {size.length} rows"
             compare(f"{shape}, {over}", size, rounds, say)
@@ -250,7 +248,7 @@ def compare(title: str, size: Size, rounds: int, say: Callable[[str], None]) -> 
             continue
         able[name] = wrap
         say(f"{name:10}{started:10}{peak / 2**20:12,.0f}{replays:10}")
-    say(f"\nstep of the same, medians of {rounds}")
+    say(f"\ntime of a step of these layers, medians of {rounds}")
     each = {name: step_of(transformer(wrap, size), size) for name, wrap in able.items()}
     for _ in range(8 if "graphs" in each else 0):
         each["graphs"]()  # captured before it is timed

@@ -34,7 +34,7 @@ generator = torch.Generator().manual_seed(dist.get_rank())  # every rank has its
 tokens = torch.randint(cfg.vocab_size, (4, 2, 65), generator=generator).to(device)
 microbatches = [(each[:, :-1], each[:, 1:]) for each in tokens]
 for step in range(options.steps):
-    losses = forward_backward(model, microbatches, loss_scale=1 / len(microbatches))  # the exchange runs under it
+    losses = forward_backward(model, microbatches, loss_scale=1 / len(microbatches))  # overlaps the token exchange
     weft.optim.clip_grad_norm_(model, 1.0)
     optimizer.step()
     optimizer.zero_grad()

@@ -103,8 +103,8 @@ tests 2 "Tests of graphs" tests/gpu/test_graphs.py &
     tests 3 "Tests under torch's stream sanitizer" tests/gpu/test_engine.py $some
 ) &
 wait
-part 4 "Beside torch FSDP2" 600 "$PYTHON" -m weft bench gpu --ranks 1
-part 5 "Beside torch FSDP2, two ranks on one card" 480 "$PYTHON" -m weft bench gpu --ranks 2
+part 4 "Compared with torch FSDP2" 600 "$PYTHON" -m weft bench gpu --ranks 1
+part 5 "Compared with torch FSDP2, two ranks on one card" 480 "$PYTHON" -m weft bench gpu --ranks 2
 cat "$output" "$output".?
 for number in 1 2 3 4 5; do
     [ -e "$output.$number.passed" ] || exit 1

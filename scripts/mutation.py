@@ -9,7 +9,7 @@ Where several modules have that name, the first parts of the module's path come 
 | old                                | what it is                                                                     |
 |------------------------------------|--------------------------------------------------------------------------------|
 | `self.decay > 0`                   | an expression, where `new` is one too                                          |
-| `first, second`                    | likewise; or neighbours among more elements of a tuple, or arguments of a call |
+| `first, second`                    | likewise; or neighbors among more elements of a tuple, or arguments of a call |
 | `unit.free()`                      | a statement, or several that follow each other; an empty `new` deletes them    |
 | `halves=self.halves`               | an assignment, or an argument of a call with its name                          |
 | `if skipped: ...`                  | a statement with any body, which is `...` in `new`                             |
@@ -41,7 +41,7 @@ class Misfit(Exception):
 
 
 class Place(NamedTuple):
-    """Where `old` is: neighbouring `nodes` of `file`, and the bodies for which each `...` stands."""
+    """Where `old` is: neighboring `nodes` of `file`, and the bodies for which each `...` stands."""
 
     file: Path
     nodes: Sequence[Any]
@@ -185,7 +185,7 @@ def _matches(scope: list[ast.stmt], mutation: Mutation) -> Iterator[tuple[Sequen
 
 
 def _runs(node: ast.AST, length: int) -> Iterator[list[ast.expr]]:
-    """Neighbours among more elements of a tuple, list or set, or arguments of a call."""
+    """Neighbors among more elements of a tuple, list or set, or arguments of a call."""
     elements = getattr(node, "elts", None) or getattr(node, "args", None)
     if isinstance(elements, list) and length < len(elements):
         yield from (elements[first : first + length] for first in range(len(elements) - length + 1))

@@ -21,15 +21,15 @@ def test_the_check_of_a_gpu_runs_without_one_and_reports_each_part(tmp_path):
         "Tests",
         "Tests of graphs",
         "Tests under torch's stream sanitizer",
-        "Beside torch FSDP2",
-        "Beside torch FSDP2, two ranks on one card",
+        "Compared with torch FSDP2",
+        "Compared with torch FSDP2, two ranks on one card",
     ]
     assert "failed" not in report.lower() and "cannot" not in report
     one, several = parts[3:]
     assert "host time" in one and "one rank over NCCL" in one and "2 ranks over gloo" in several
     for part in (one, several):
         sizes = ["small", "large"] if part is one else ["small"]
-        compared_of = part.split("step of the same")[1:]
+        compared_of = part.split("time of a step of these layers")[1:]
         assert len(compared_of) == len(sizes) and all(f"{size} transformer layers" in part for size in sizes)
         for compared in compared_of:
             assert "weft / side" in compared
@@ -47,7 +47,7 @@ def test_a_part_that_fails_is_in_the_report_and_in_the_exit_status(tmp_path):
     found, report = rehearse(tmp_path, PYTHON=str(broken))
     assert found.returncode == 1
     assert "no such luck" in report and "**Failed: exit status 3.**" in report
-    assert "measured" in report.split("## Beside torch FSDP2")[1], "what comes behind runs all the same"
+    assert "measured" in report.split("## Compared with torch FSDP2")[1], "what comes behind runs all the same"
 
 
 @pytest.mark.long
@@ -59,7 +59,7 @@ def test_a_part_that_hangs_ends_at_its_limit_and_the_parts_behind_it_run(tmp_pat
     found, report = rehearse(tmp_path, PYTHON=str(hanging), WEFT_PART_SECONDS="1")
     assert found.returncode == 1
     assert report.count("begun") == report.count("**Failed: not done after 1 seconds.**") == 3
-    assert "measured" in report.split("## Beside torch FSDP2")[1]
+    assert "measured" in report.split("## Compared with torch FSDP2")[1]
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ MUTATIONS = [
         OF_KINDS + "[2-*]",
     ),
     Mutation(
-        "each rank normalises its part of a shared Mamba group separately",
+        "each rank normalizes its part of a shared Mamba group separately",
         "Mamba2.share",
         "groups < size and self.gated_norm is not None",
         "False",

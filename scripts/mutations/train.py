@@ -71,7 +71,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the user's messages are labels too",
-        "ConversationTokenizer.labelled",
+        "ConversationTokenizer.labeled",
         "(begins < end) & (ends > begin)",
         "True",
         "train/test_conversations.py::test_tokens_and_masks_of_forty_conversations_are_those_of_transformers[chatml]",
@@ -99,7 +99,7 @@ MUTATIONS = [
         "train/test_hangs.py::test_a_file_operation_that_never_returns_is_named_on_all_ranks_though_nothing_else_is_watched[2]",
     ),
     Mutation(
-        "buffers are not synchronised over ranks",
+        "buffers are not synchronized over ranks",
         "Buffers.after_step",
         "self.rule == 'own' or not self._buffers or dist.get_world_size() == 1",
         "True",

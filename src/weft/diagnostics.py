@@ -158,8 +158,8 @@ def _nonfinite_here(model: nn.Module) -> list[Nonfinite]:
 
 
 def groups_to_all_ranks(model: nn.Module) -> list[dist.ProcessGroup]:
-    """Return process groups. Reductions of a value over each of them, one after another, reach all ranks of the model;
-    in a pipeline, only the ranks that have the same stages as this rank."""
+    """Return process groups such that reducing a value over each of them in turn reaches all ranks of the model. In a
+    pipeline, it reaches only the ranks that have the same stages as this rank."""
     groups = [group for unit in units_of(model) for group in unit.groups]
     mesh = max((group.mesh for group in groups), key=lambda mesh: mesh.size())
     reached = [group_of(mesh, axis) for axis in range(mesh.ndim)]

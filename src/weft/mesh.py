@@ -3,7 +3,7 @@
 Ranks are numbered along these axes, with the last axis fastest:
 
     dense view     pp | dp_replicate | dp_shard      | cp | tp
-    expert view    pp | expert_replicate | expert_shard | ep | tp      each expert is cut over tp (`etp` is `tp`)
+    expert view    pp | expert_replicate | expert_shard | ep | tp      each expert is split over tp (`etp` is `tp`)
                    pp | expert_replicate | expert_shard | ep           experts are whole (`etp` is 1)
 
 Both views contain the same ranks; the expert view groups them differently. For sharding, context-parallel ranks count
@@ -39,7 +39,7 @@ class Meshes:
     - `expert`: the mesh over which parameters of the same experts are sharded and replicated. It is `dense` if `ep` is
       1, and otherwise 1-D or 2-D, as `init_meshes` describes.
     - `ep`, `pp`, `tp`, `cp`: a 1-D mesh of each axis. None if the axis has one rank.
-    - `etp`: the mesh over which each expert is cut: the same mesh as `tp`. None if experts are not cut.
+    - `etp`: the mesh over which each expert is split: the same mesh as `tp`. None if experts are not split.
     """
 
     dense: DeviceMesh
@@ -104,8 +104,8 @@ def init_meshes(
         ep: the number of expert-parallel ranks. It must divide `dp_replicate * dp_shard * cp` or, if `etp` is 1,
             `dp_replicate * dp_shard * cp * tp`.
         tp: the number of tensor-parallel ranks.
-        etp: the number of ranks over which each expert is cut: `tp` or 1. Default: `tp`. With 1, experts are whole, and
-            each tensor-parallel rank sends only its own positions of a sequence to them.
+        etp: the number of ranks over which each expert is split: `tp` or 1. Default: `tp`. With 1, experts are whole,
+            and each tensor-parallel rank sends only its own positions of a sequence to them.
 
     With `dp_replicate > 1`, the expert mesh is 2-D (outer, shard) if `ep` divides `dp_shard * cp` or, if `etp` is 1,
     `dp_shard * cp * tp`. If it does not, expert-parallel groups span replicas, and the expert mesh is 1-D.
@@ -168,7 +168,7 @@ def forget_meshes() -> None:
     and `gc.collect()`, in this order.
     """
     _worlds.clear()
-    for function in vars(functional).values():  # the default of some is the group that was the world at their import
+    for function in vars(functional).values():  # some have the default group at import time as a default
         if isinstance(function, FunctionType) and function.__defaults__:
             function.__defaults__ = tuple(
                 None if isinstance(each, dist.ProcessGroup) else each for each in function.__defaults__
@@ -227,7 +227,7 @@ def _fit(world: int, etp: int, **axes: int) -> int:
 
     if etp not in (1, axes["tp"]):
         raise ValueError(
-            f"etp={etp!r}: an expert is cut over all tp={axes['tp']} ranks or not at all; choose from "
+            f"etp={etp!r}: an expert is split over all tp={axes['tp']} ranks or not at all; choose from "
             f"{sorted({1, axes['tp']})}"
         )
     data_parallel = factors["dp_replicate"] * factors["dp_shard"] * axes["cp"] * axes["tp"] // etp

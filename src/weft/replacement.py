@@ -1,4 +1,4 @@
-"""`drop_in()`: replaces torch's FSDP2 by weft in programs whose imports cannot be changed.
+"""`drop_in()`: replaces torch's FSDP2 with weft in programs whose imports cannot be changed.
 
 Code that looks up `torch.distributed.fsdp.fully_shard` finds weft's function. In libraries that have already imported
 torch's function, it is replaced too. torch's private modules, which define it, keep torch's function. Policies are not
@@ -55,7 +55,7 @@ class DropIn:
 
 def drop_in() -> DropIn:
     """Replace torch's `fully_shard`, `FSDPModule`, `UnshardHandle`, `register_fsdp_forward_method` and `share_comm_ctx`
-    by weft's, in all imported modules.
+    with weft's, in all imported modules.
 
     The replacement lasts until the process ends, or until a block `with weft.drop_in() as replaced:` ends. Call it
     before anything is sharded. Libraries may be imported before the call or after it: later imports from

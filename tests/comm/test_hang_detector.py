@@ -71,7 +71,7 @@ def test_a_rank_that_throws_in_forward_is_named_on_the_others():
         with pytest.raises(Oops):
             step(net)
     else:
-        said = r"rank 0: (gather|reduce) of .*rank 1 never began.*rank 1: left the forward of blocks.1 by Oops: no such"
+        said = r"rank 0: (gather|reduce) of .*rank 1 never began.*rank 1: raised Oops in the forward of blocks.1: no such"
         with pytest.raises(CollectiveMismatch, match=said):
             step(net)
     assert time.monotonic() - begin < 60
@@ -111,7 +111,7 @@ def test_a_rank_that_caught_an_exception_and_computes_is_waited_for():
     with patience(CERTAIN_S=0.1, ELSEWHERE_S=0.1, **QUICK):
         watch, lane, rank = hang_detector.start_hang_detector(), Lane("gather", torch.device("cpu")), dist.get_rank()
         if rank == 1:
-            watch.fail("left the forward of blocks.1 by Oops: no such token")
+            watch.fail("raised Oops in the forward of blocks.1: no such token")
             time.sleep(0.7)
         full = torch.full((2,), float(rank))
         lane.run(collectives.all_gather, full, full[rank : rank + 1], dist.group.WORLD).wait()
@@ -124,12 +124,12 @@ def test_a_rank_that_left_a_pass_and_does_nothing_is_told_of_in_the_end():
     with patience(CERTAIN_S=0.2, ELSEWHERE_S=0.2, ABANDONED_S=0.5, **QUICK):
         group, watch = dist.new_group([0, 1]), hang_detector.start_hang_detector()
         if dist.get_rank() == 1:
-            watch.fail("left the forward of blocks.1 by Oops: no such token")
+            watch.fail("raised Oops in the forward of blocks.1: no such token")
             store = dist.distributed_c10d._get_default_store()
             while not store.check(["told"]):  # a wait would keep the detector from the store
                 time.sleep(0.01)
         else:
-            said = r"rank 0: the full tensor, which rank 1 never began; rank 1: left the forward of blocks.1 by Oops"
+            said = r"rank 0: the full tensor, which rank 1 never began; rank 1: raised Oops in the forward of blocks.1"
             with pytest.raises(CollectiveMismatch, match=said):
                 collectives.all_gather_uneven([torch.ones(3), torch.ones(4)], 0, group, "the full tensor")
             dist.distributed_c10d._get_default_store().set("told", "")
@@ -139,7 +139,7 @@ def test_a_rank_that_left_a_pass_and_does_nothing_is_told_of_in_the_end():
 @distributed(2)
 def test_an_exception_that_was_caught_is_over_when_the_next_pass_begins():
     group, watch = dist.new_group([0, 1]), hang_detector.start_hang_detector()
-    watch.fail("left the forward of blocks.1 by Oops: no such token")
+    watch.fail("raised Oops in the forward of blocks.1: no such token")
     watch.begin_pass()
     with patience(CERTAIN_S=0.3), pytest.raises(CollectiveMismatch, match="wait for different things") as told:
         agree([], [group], f"moment {dist.get_rank()}", channel=0)
@@ -185,9 +185,9 @@ def test_every_collective_of_weft_that_waits_for_another_one_is_named_with_that(
 def test_a_detector_that_has_said_goodbye_is_still_that_of_its_world_and_explains_after_it(tmp_path):
     watch, other = hang_detector.start_hang_detector(), 1 - dist.get_rank()
     call = watch.issue("key", "gather of a unit", dist.group.WORLD)
-    watch.fail("left the forward of a model inside")
-    watch.fail("left the forward of the model around it")
-    assert watch._last_words() == "left the forward of a model inside, then its program ended"
+    watch.fail("raised Oops in the forward of a model inside")
+    watch.fail("raised Oops in the forward of the model around it")
+    assert watch._last_words() == "raised Oops in the forward of a model inside, then its program ended"
     watch.begin_pass()
     watch.leave()
     watch.let_go()
@@ -255,7 +255,7 @@ collectives.reduce_now(torch.ones(1), dist.ReduceOp.SUM, dist.group.WORLD, "a no
 """
 ENDS = {
     "raise ValueError('no such token')": "its program ended with ValueError: no such token",
-    "watch.fail('left the forward of blocks.1 by Oops'); sys.exit(3)": "left the forward of blocks.1 by Oops",
+    "watch.fail('raised Oops in the forward of blocks.1'); sys.exit(3)": "raised Oops in the forward of blocks.1",
     "sys.exit(0)": "its program ended",
 }
 

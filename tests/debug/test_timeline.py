@@ -10,7 +10,7 @@ import weft
 from tests.pool import distributed
 from weft.comm import collectives
 from weft.comm.lanes import Lane
-from weft.comm.ranges import labelled, span
+from weft.comm.ranges import labeled, span
 from weft.debug.timeline import Interval, Timeline
 from weft.overlap.hidden import busy, overlap
 
@@ -69,7 +69,7 @@ def test_the_end_of_a_transfer_is_noticed_without_a_wait():
     full = torch.zeros(2, 50_000)
     full[rank] = rank + 1.0
     with Timeline() as timeline:
-        with labelled("first"):
+        with labeled("first"):
             ticket = lane.run(collectives.all_gather, full.view(-1), full[rank], group)
         time.sleep(0.5)
         with span("compute", "late"):

@@ -62,7 +62,7 @@ def test_tokens_labels_and_losses_of_forty_conversations_are_those_of_trl(tmp_pa
     assert len(trainer.train_dataset) == len(talks)
     learnt = 0
     for talk, row in zip(talks, trainer.train_dataset):
-        tokens, written = ours.labelled(talk)
+        tokens, written = ours.labeled(talk)
         assert tokens.tolist() == row["input_ids"]
         assert np.where(written, tokens.astype(int), -100).tolist() == row["labels"]
         learnt += int(written.sum())

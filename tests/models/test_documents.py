@@ -224,7 +224,7 @@ def test_documents_are_what_they_were_made_from():
 @pytest.mark.parametrize(
     "make, said",
     [
-        (lambda: Documents.from_position_ids(torch.tensor([[0, 1, 3]])), r"position_ids\[0, 2\] is 3 behind 1"),
+        (lambda: Documents.from_position_ids(torch.tensor([[0, 1, 3]])), r"position_ids\[0, 2\] is 3 after 1"),
         (lambda: Documents.from_position_ids(torch.tensor([[1, 2, 0]])), r"position_ids\[0, 0\] is 1 at the beginning"),
         (lambda: Documents.from_ids(torch.tensor([[0, 1, 0]])), r"ids\[0, 2\] is 0, which appears before another"),
         (lambda: Documents.from_ids(torch.tensor([[0, -2]])), "ids has -2"),

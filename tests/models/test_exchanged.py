@@ -149,7 +149,7 @@ def test_keys_and_values_travel_while_queries_are_computed():
 
 def test_heads_are_counted_on_the_ranks_that_share_them():
     check_context(exchanging("*", num_attention_heads=8), 4, 2)
-    with pytest.raises(ValueError, match=r"num_attention_heads=4 on tp=2 ranks, whose 2 are exchanged over cp=4"):
+    with pytest.raises(ValueError, match=r"num_attention_heads=4 on tp=2 ranks: each has 2, not divisible by cp=4"):
         check_context(exchanging("*"), 4, 2)
     with pytest.raises(ValueError, match=r"num_attention_heads=2 .* cp=4"):
         check_context(exchanging("P", num_attention_heads=2, num_key_value_heads=2), 4, 1)

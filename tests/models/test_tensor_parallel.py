@@ -185,10 +185,10 @@ def test_what_cannot_be_is_refused():
         ("-", {"intermediate_size": 25}),
         ("K", {"kda_num_heads": 3}),
     ):
-        with pytest.raises(ValueError, match=r"is cut over tp=2 ranks: make it a multiple of tp"):
+        with pytest.raises(ValueError, match=r"is split over tp=2 ranks: make it a multiple of tp"):
             HybridModel(config(symbol, **sizes), meshes)
     check_shared(dataclasses.replace(config("-"), vocab_size=7), 4, 4)
-    with pytest.raises(ValueError, match="vocab_size=5 is cut over tp=4 ranks: each needs at least one token"):
+    with pytest.raises(ValueError, match="vocab_size=5 is split over tp=4 ranks: each needs at least one token"):
         check_shared(dataclasses.replace(config("-"), vocab_size=5), 4, 4)  # parts of 2, 2, 1 and 0
     with pytest.raises(ValueError, match="mamba_n_groups=3 on tp=2 ranks"):
         HybridModel(config("M", mamba_num_heads=6, mamba_n_groups=3), meshes)

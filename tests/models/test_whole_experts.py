@@ -44,9 +44,9 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match=r"capacity_factor=1.0 with etp=1: dropping needs all posit"):
         HybridModel(config("E", capacity_factor=1.0), meshes)
     HybridModel(config("E", moe_intermediate_size=3), meshes)
-    with pytest.raises(ValueError, match="moe_intermediate_size=3 is cut over etp=2 ranks"):
+    with pytest.raises(ValueError, match="moe_intermediate_size=3 is split over etp=2 ranks"):
         HybridModel(config("E", moe_intermediate_size=3), weft.init_meshes("cpu", tp=2))
-    with pytest.raises(ValueError, match=r"etp=3: an expert is cut over all tp=2 ranks or not at all"):
+    with pytest.raises(ValueError, match=r"etp=3: an expert is split over all tp=2 ranks or not at all"):
         weft.init_meshes("cpu", tp=2, etp=3)
     with pytest.raises(ValueError, match=r"ep=4 must divide the data-parallel ranks.* \* tp=2 = 2"):
         weft.init_meshes("cpu", tp=2, etp=1, ep=4)

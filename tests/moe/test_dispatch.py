@@ -34,7 +34,7 @@ def some_counts(case, experts, ranks):
     return counts
 
 
-def labelled(rank, counts):
+def labeled(rank, counts):
     """One row per assignment, sorted by expert: (source rank, expert, number, ...)."""
     rows = [(rank, expert, number) for expert, count in enumerate(counts.tolist()) for number in range(count)]
     return torch.tensor(rows, dtype=torch.float32).reshape(-1, 3).repeat(1, 2)[:, :HIDDEN]
@@ -42,7 +42,7 @@ def labelled(rank, counts):
 
 def expected_arrival(counts, experts):
     """Grouped by source rank, then expert."""
-    everyone = [labelled(rank, row) for rank, row in enumerate(counts)]
+    everyone = [labeled(rank, row) for rank, row in enumerate(counts)]
     return torch.cat([rows[(rows[:, 1] >= experts.start) & (rows[:, 1] < experts.stop)] for rows in everyone])
 
 
@@ -53,7 +53,7 @@ def test_rows_arrive_grouped_by_rank_and_expert_and_return_to_their_places():
     assert dispatcher.experts == range(rank * LOCAL, (rank + 1) * LOCAL)
     for case in range(24):
         counts = some_counts(case, dispatcher.num_experts, ranks)
-        rows = labelled(rank, counts[rank])
+        rows = labeled(rank, counts[rank])
         handle = dispatcher.plan(counts[rank])
         for _ in range(case % 3):  # whoever needs the sizes first waits for them, and again is free
             handle.ready()
@@ -79,17 +79,17 @@ def test_many_exchanges_under_way_do_not_mix():
     handles = [dispatcher.plan(counts[rank]) for counts in first]
     for handle in reversed(handles):
         handle.ready()
-    there = [dispatcher.dispatch(labelled(rank, counts[rank]), handle) for counts, handle in zip(first, handles)]
+    there = [dispatcher.dispatch(labeled(rank, counts[rank]), handle) for counts, handle in zip(first, handles)]
     handles += [dispatcher.plan(counts[rank]) for counts in later]  # counts of others beside rows on their way
     arrived = [arrival.wait() for arrival in reversed(there)][::-1]
     back = [dispatcher.combine(rows, handle) for rows, handle in zip(arrived, handles)]
     for handle in handles:
         handle.ready()
-    there = [dispatcher.dispatch(labelled(rank, counts[rank]), handle) for counts, handle in zip(later, handles[3:])]
+    there = [dispatcher.dispatch(labeled(rank, counts[rank]), handle) for counts, handle in zip(later, handles[3:])]
     for counts, rows in zip(first, arrived):
         assert torch.equal(rows, expected_arrival(counts, dispatcher.experts))
     for counts, arrival in zip(reversed(first), reversed(back)):
-        assert torch.equal(arrival.wait(), labelled(rank, counts[rank]))
+        assert torch.equal(arrival.wait(), labeled(rank, counts[rank]))
     for counts, arrival in zip(later, there):
         assert torch.equal(arrival.wait(), expected_arrival(counts, dispatcher.experts))
         assert arrival.wait() is arrival.wait()
@@ -106,7 +106,7 @@ def test_exchanges_without_a_wait_leave_nothing_for_the_next():
         handle = dispatcher.plan(counts[rank])
         del abandoned
         handle.ready()
-        rows = labelled(rank, counts[rank])
+        rows = labeled(rank, counts[rank])
         dispatcher.dispatch(rows + 100, handle)
         assert torch.equal(dispatcher.dispatch(rows, handle).wait(), expected_arrival(counts, dispatcher.experts))
 
@@ -120,14 +120,14 @@ def test_the_backward_of_an_exchange_is_the_reverse_exchange_once():
         counts = some_counts(case, dispatcher.num_experts, ranks)
         handle = dispatcher.plan(counts[rank])
         handle.ready()
-        rows = labelled(rank, counts[rank]).requires_grad_()
+        rows = labeled(rank, counts[rank]).requires_grad_()
         arrived = exchange(rows, dispatcher, handle, "dispatch")
         factor = arrived.detach().sum(-1, keepdim=True) + 1
         exchange(arrived * factor, dispatcher, handle, "combine").sum().backward()  # an expanded gradient
         own = rows.detach().sum(-1, keepdim=True) + 1
         assert torch.equal(rows.grad, own.expand_as(rows))
 
-    rows = labelled(rank, counts[rank]).requires_grad_()
+    rows = labeled(rank, counts[rank]).requires_grad_()
     again = exchange(rows, dispatcher, handle, "dispatch").square().sum()
     (gradient,) = torch.autograd.grad(again, rows, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
@@ -143,7 +143,7 @@ def test_ranks_in_several_expert_groups_exchange_within_their_own():
     counts = some_counts(rank // 2, dispatcher.num_experts, 2)
     handle = dispatcher.plan(counts[rank % 2])
     handle.ready()
-    rows = labelled(rank % 2, counts[rank % 2]) + 10 * (rank // 2)
+    rows = labeled(rank % 2, counts[rank % 2]) + 10 * (rank // 2)
     arrived = dispatcher.dispatch(rows, handle).wait()
     assert torch.equal(arrived, expected_arrival(counts, dispatcher.experts) + 10 * (rank // 2))
 
@@ -197,7 +197,7 @@ def test_rows_that_must_be_copied_first_leave_after_the_copy():
         dispatcher = AllToAll(dist.group.WORLD, LOCAL * ranks, rows_per="expert")
         counts = some_counts(0, dispatcher.num_experts, ranks)
         handle = dispatcher.plan(counts[rank])
-        rows = labelled(rank, counts[rank]).t().contiguous().t()
+        rows = labeled(rank, counts[rank]).t().contiguous().t()
         moment = streams.moment(rows.device)
         arrived = dispatcher.dispatch(rows, handle, moment).wait()
         assert torch.equal(arrived, expected_arrival(counts, dispatcher.experts))
@@ -211,7 +211,7 @@ def test_rows_leave_when_the_sizes_have_come_and_the_host_waits_for_neither():
 
     def begin():
         handles = [dispatcher.plan(counts[rank]) for counts in tables]
-        return [dispatcher.dispatch(labelled(rank, each[rank]), handle) for each, handle in zip(tables, handles)]
+        return [dispatcher.dispatch(labeled(rank, each[rank]), handle) for each, handle in zip(tables, handles)]
 
     there = begin() if rank == 0 else []
     dist.barrier()  # rank 1 has planned nothing when rank 0 comes here

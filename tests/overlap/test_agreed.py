@@ -131,8 +131,8 @@ def test_a_stage_that_fails_is_named_on_every_rank_and_the_default_group_outlive
     told, *_ = pool.run(4, caught)
     assert told[-1] == "no such number"
     for each in told[:-1]:
-        assert f"left the forward of microbatch 0, layer 0.attend (stage {len(told) - 1})" in each
-        assert "ArithmeticError: no such number" in each
+        where = f"the forward of microbatch 0, layer 0.attend (stage {len(told) - 1})"
+        assert f"raised ArithmeticError in {where}: no such number" in each
 
 
 RESUMES = """

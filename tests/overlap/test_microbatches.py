@@ -101,8 +101,8 @@ def test_evaluate_returns_outputs_on_the_last_stage_or_on_all():
         found = evaluate(model, data(), outputs="all")
         same(found[0], losses)
         same(found[1], expected)
-        unlabelled = [{name: each[name] for name in ("tokens", "documents")} for each in data()]
-        none, last = evaluate(model, unlabelled, outputs="last")
+        unlabeled = [{name: each[name] for name in ("tokens", "documents")} for each in data()]
+        none, last = evaluate(model, unlabeled, outputs="last")
         assert none == []
         if model.cut is None or model.cut.is_last:
             same(last, expected)

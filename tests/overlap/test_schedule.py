@@ -360,7 +360,7 @@ def test_a_rank_that_fails_in_a_schedule_is_named_to_the_others():
     with failing if rank else nullcontext(), pytest.raises((ArithmeticError, CollectiveMismatch)) as raised:
         forward_backward(model, microbatches, overlap=False)
     if not rank:
-        text = "rank 1: left the forward of microbatch 0, layer 0.attend by ArithmeticError: boom"
+        text = "rank 1: raised ArithmeticError in the forward of microbatch 0, layer 0.attend: boom"
         assert text in str(raised.value)
 
 

@@ -304,7 +304,7 @@ def test_a_stage_that_fails_is_named_on_the_others(pool):
     with pytest.raises(RankFailed) as caught:
         pool.run(2, fails_in_the_second_stage)
     first, second = str(caught.value).split("--- rank 1")
-    assert "left the forward of microbatch 0, layer 0.attend (stage 1) by ArithmeticError: no such number" in first
+    assert "raised ArithmeticError in the forward of microbatch 0, layer 0.attend (stage 1): no such number" in first
     assert "ArithmeticError: no such number" in second
     assert time.monotonic() - started < 30
 

@@ -125,7 +125,7 @@ def test_tokens_and_masks_of_forty_conversations_are_those_of_transformers(tmp_p
         expected = fast.apply_chat_template(
             messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=False
         )
-        tokens, written = ours.labelled(messages)
+        tokens, written = ours.labeled(messages)
         assert tokens.tolist() == expected["input_ids"]
         assert written.astype(int).tolist() == expected["assistant_masks"]
         assert ours.template.render(messages, prompt=True) == fast.apply_chat_template(
@@ -141,8 +141,8 @@ def test_a_template_without_marks_says_it_by_its_prompts_or_is_refused(tmp_path)
         ConversationTokenizer(str(tmp_path / each / "tokenizer.json")) for each in ("marked", "unmarked")
     )
     messages = next(conversations(1))
-    tokens, written = unmarked.labelled(messages)
-    expected, ends = marked.labelled(messages)
+    tokens, written = unmarked.labeled(messages)
+    expected, ends = marked.labeled(messages)
     assert tokens.tolist() == expected.tolist() and written.sum() > ends.sum()  # and the line's end behind each answer
     assert (written | ~ends).all()
     last = "{{ messages[-1].content }}"
@@ -191,7 +191,7 @@ def test_the_loss_of_a_conversation_is_that_of_transformers_masks(tmp_path):
         ids, mask = (torch.tensor(expected[name])[None] for name in ("input_ids", "assistant_masks"))
         scores = model(ids[:, :-1])
         each = torch.nn.functional.cross_entropy(scores[0], ids[0, 1:], reduction="none")
-        tokens, written = ours.labelled(messages)
+        tokens, written = ours.labeled(messages)
         labels = torch.tensor(np.where(written, tokens.astype(int), -100))[None, 1:]
         assert_close(cross_entropy(scores, labels), each[mask[0, 1:] == 1].mean())
 
@@ -209,7 +209,7 @@ def test_conversations_in_one_sequence_have_the_loss_of_each_by_itself(tmp_path)
     together = model(batch["tokens"], documents=batch["documents"])
     alone = torch.zeros(())
     for messages in conversations(5):
-        tokens, written = ours.labelled(messages)
+        tokens, written = ours.labeled(messages)
         labels = torch.tensor(np.where(written, tokens.astype(int), -100))[1:]
         scores = model(torch.tensor(tokens.astype(int))[None, :-1])[0]
         alone = alone + torch.nn.functional.cross_entropy(scores, labels, reduction="sum")

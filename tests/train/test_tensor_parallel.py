@@ -45,7 +45,7 @@ def test_sizes_that_do_not_fit_are_refused():
     assert config("sharding.tp=2", "sharding.cp=2").microbatches_per_step(2) == 2
     with pytest.raises(ConfigError, match=r"sharding\.tp = 2: must divide the 3 ranks; choose from \[1, 3\]"):
         config("sharding.tp=2").validate(3)
-    with pytest.raises(ConfigError, match=r"sharding\.tp = 3: model\.num_attention_heads=4 is cut over tp=3 ranks"):
+    with pytest.raises(ConfigError, match=r"sharding\.tp = 3: model\.num_attention_heads=4 is split over tp=3 ranks"):
         config("sharding.tp=3")
     with pytest.raises(ConfigError, match=r"data\.sequence_length = 33: must be a multiple of sharding\.tp = 2"):
         config("sharding.tp=2", "data.sequence_length=33")

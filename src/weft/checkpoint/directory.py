@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: committed checkpoints, and what interrupted saves and deletions left.
+"""The folder of a run's checkpoints: committed checkpoints, and leftovers of interrupted saves and deletions.
 
     checkpoints/
         step-00000010/                committed: complete, flushed, its manifest lists every file
@@ -60,8 +60,11 @@ def identity(directory: Path) -> str:
 
 
 def identify(directory: Path) -> str:
-    """Return the identity of the run whose checkpoints are in `directory`. If `.run` holds none, first write it,
-    with the identity in the newest manifest that can be read or, if there is no such identity, a new one."""
+    """Return the identity of the run whose checkpoints are in `directory`.
+
+    If `.run` holds no identity, first write it: the identity in the newest readable manifest, or a new one if that
+    manifest has none or no manifest is readable.
+    """
     if known := identity(directory):
         return known
     found = ""

@@ -72,7 +72,7 @@ def _check_names(pickled: bytes, length: int) -> None:
         has_bare_storages |= opcode.name == "GLOBAL" and argument == _BARE_STORAGE
         calls += opcode.name in ("REDUCE", "NEWOBJ")
         largest = max(largest, argument) if isinstance(argument, int) else largest
-    if has_bare_storages and calls * largest > 16 * length:  # a call with a number allocates that many bytes
+    if has_bare_storages and calls * largest > 16 * length:  # each call may allocate as many bytes as its argument says
         raise ValueError(f"loading it could allocate {calls * largest} bytes, but the file has only {length}")
 
 

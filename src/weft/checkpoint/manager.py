@@ -27,7 +27,7 @@ from weft.comm.groups import broadcast_object, exchange_objects, group_beside
 
 Result = TypeVar("Result")
 
-# A single process is a supported use: torch would warn at each save.
+# torch warns at each save without a process group. A single process needs none, so the warning is suppressed.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 _COLLECTIVE_TIMEOUT = timedelta(hours=2)  # the slowest rank may need that much longer to write its part
@@ -40,10 +40,10 @@ class CheckpointManager:
     """Saves and loads checkpoints of a run in `directory`, which all ranks must see.
 
     A save is written to a new folder and flushed. After every rank has confirmed its part, one rename makes the folder
-    a checkpoint. Then old checkpoints are deleted: all except the newest `keep`, those of the steps in `protected` and,
-    if `load` skipped a checkpoint, those that existed at that time. All ranks of `process_group` (default: all ranks)
-    must make the same calls in the same order, each with its own part of the state. A single process needs no process
-    group.
+    a checkpoint. Then old checkpoints are deleted, except the newest `keep` and those of the steps in `protected`. If
+    `load` skipped a checkpoint, those that existed at that time are kept too. All ranks of `process_group` (default:
+    all ranks) must make the same calls in the same order, each with its own part of the state. A single process needs
+    no process group.
 
     `progress` is called on the first rank with a line of text: about each save, about each checkpoint that `load`
     skips, and before a wait for another run to release the directory. For an asynchronous save, the background thread
@@ -66,8 +66,8 @@ class CheckpointManager:
         self._group: dist.ProcessGroup | None = None
         self._writers: dist.ProcessGroup | None = None
         if dist.is_initialized():
-            # Separate groups, one of them for the background thread: its collectives must not mix with those of
-            # training, nor with those that the foreground issues while it writes.
+            # Both groups are separate from those of training, so that collectives do not mix. The background thread
+            # has a group to itself, because the main thread may issue collectives while the background thread writes.
             beside = process_group or dist.group.WORLD
             assert beside is not None
             self._group, self._writers = (
@@ -97,7 +97,7 @@ class CheckpointManager:
             self.close()
 
     def claim(self) -> None:
-        """Become the only writer of the directory until `close`, and remove what killed saves and deletions left.
+        """Become the only writer of the directory until `close`, and remove leftovers of killed saves and deletions.
 
         Calling this is optional, because the first `save` claims the directory too. But only `claim` tries every file
         operation of a save with a small file, so a run can find out before training whether it can save. Raises
@@ -188,11 +188,11 @@ class CheckpointManager:
         skips any, later saves of this manager delete none of the checkpoints that existed during the load. If a
         training run deletes a checkpoint during the load because it has saved newer ones, `load` tries the newer ones.
 
-        Raises CheckpointError if the checkpoint does not exist, is damaged or is of another run; without `step`, if
-        this is true of all checkpoints. A damaged checkpoint may already have filled a part of `state`. Raises
-        CheckpointMismatch, before `state` is changed, if keys, shapes or dtypes in `state` differ from the stored ones.
-        The message lists the missing keys, the unexpected keys and the keys with another shape or dtype, at most 20 of
-        each.
+        Raises CheckpointError if the checkpoint does not exist, is damaged or belongs to another run. Without `step`,
+        it is raised only if this is true of all checkpoints. A damaged checkpoint may already have filled a part of
+        `state`. Raises CheckpointMismatch, before `state` is changed, if keys, shapes or dtypes in `state` differ from
+        the stored ones. The message lists the missing keys, the unexpected keys and the keys with another shape or
+        dtype, at most 20 of each.
 
         An error in an object's `load_state_dict` is raised unchanged on the rank where it occurs. The other ranks raise
         the same error if it is one of weft's errors. Otherwise they raise a RuntimeError with the rank, and the type
@@ -286,7 +286,7 @@ class CheckpointManager:
                     value.load_state_dict(content)
                 else:
                     value.update(content)
-            except Exception as error:  # an error of the receiver, not of the checkpoint
+            except Exception as error:  # the object cannot load it; the checkpoint is intact
                 failed = failed or error
         told = failed  # what other ranks raise: exceptions of other libraries may not be picklable
         if failed is not None and not type(failed).__module__.startswith("weft."):

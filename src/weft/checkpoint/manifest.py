@@ -26,7 +26,7 @@ MANIFEST = "weft.json"
 METADATA = ".metadata"
 FORMAT = 3
 _WITHOUT_RUN = 2
-"""The format before manifests named their run. It can still be read."""
+"""The format of manifests without the identity of the run. It can still be read."""
 BLOCK = 8 << 20
 _KEPT = 4
 """The number of blocks of an open file that stay in memory: reads of a tensor go back and forth between its first and
@@ -173,8 +173,8 @@ class CheckedFile(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Read until `buffer` is full or the part ends, and return the number of bytes read. `readinto` of other files
-        may stop earlier, but torch's reader expects that it does not."""
+        """Read until `buffer` is full or the part ends, and return the number of bytes read. `readinto` of an ordinary
+        stream may return fewer bytes, but torch's reader relies on getting them all."""
         target = memoryview(buffer).cast("B")[: max(0, self._length - self._position)]
         done = 0
         while done < len(target):

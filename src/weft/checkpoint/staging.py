@@ -1,8 +1,8 @@
 """Copies the state of a run, so that a background thread can write the copy while training continues.
 
-Distributed Checkpoint divides the state into items (`WriteItem`: a box, that is a rectangular part of a tensor, or
-other data). Each rank copies the items that it holds, so every kind of sharded tensor that Distributed Checkpoint
-supports can be copied.
+Distributed Checkpoint divides the state into items (`WriteItem`). An item is either a box, which is a rectangular part
+of a tensor, or other data. Each rank copies the items that it holds, so every kind of sharded tensor that Distributed
+Checkpoint supports can be copied.
 """
 
 import io
@@ -84,8 +84,8 @@ class Stager:
         self._pinned: dict[MetadataIndex, torch.Tensor] = {}
 
     def stage(self, flat: Mapping[str, Any]) -> Staged:
-        """Copy the values in `flat` to host memory, and return the copy when it is complete. Of a sharded tensor, only
-        this rank's part is copied.
+        """Copy the values in `flat` to host memory, and return the copy when it is complete. Only this rank's part of a
+        sharded tensor is copied.
 
         Raises TypeError for a value that is neither a tensor nor plain data (numbers, strings, lists, tuples,
         dictionaries, None): loading it would have to run code from the checkpoint.

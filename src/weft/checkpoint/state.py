@@ -25,7 +25,7 @@ class Stateful(Protocol):
 
     Two members are optional. A load calls `prepare_load(stored)` before `state_dict`. `stored` maps the key of each
     stored entry of the object to the metadata of the entry. `per_rank = True` means that each rank saves and loads
-    state of its own. If such an object is loaded on another number of ranks, the load calls
+    its own state. If such an object is loaded on another number of ranks, the load calls
     `load_from_other_ranks(state, rank, ranks)` instead of `load_state_dict`. `state` is what rank 0 saved, `rank` is
     this rank, and `ranks` is the new number of ranks.
     """
@@ -83,7 +83,7 @@ class OptimizerState:
         self._targets: dict[str, dict[str, Any]] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        state, self._targets = self._targets, None  # targets serve one load: a later save returns the optimizer's state
+        state, self._targets = self._targets, None  # for one load only: later saves return the optimizer's state
         if state is None:
             # A rank that has no part of a parameter never steps it, so its step counters would be stale.
             own = self._own_state()
@@ -97,8 +97,9 @@ class OptimizerState:
         return {name: dict(state[parameter]) for name, parameter in self.parameters.items() if parameter in state}
 
     def prepare_load(self, stored: Mapping[str, Stored]) -> None:
-        """Allocate the tensors that the load fills with the stored state. State of parameters that this optimizer lacks
-        gets no tensors. The load reports its keys as unexpected, except those of other pipeline stages."""
+        """Allocate the tensors that the load fills with the stored state. No tensors are allocated for parameters that
+        this optimizer lacks. The load reports the keys of such parameters as unexpected, unless they belong to other
+        pipeline stages."""
         targets: dict[str, dict[str, Any]] = {}
         for key, value in stored.items():
             first, *parts = key.split(".")
@@ -114,7 +115,7 @@ class OptimizerState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         here = [index for index in range(len(self.groups)) if self._all_names[index]]
-        there = [saved for saved in state["groups"] if saved["names"]]  # stages have the same groups, even empty ones
+        there = [saved for saved in state["groups"] if saved["names"]]  # pipeline stages may have empty groups
         _compare_groups([saved["names"] for saved in there], [self._all_names[index] for index in here])
         groups = [_without_names(self._options(index)) for index in range(len(self.groups))]
         for index, saved in zip(here, there):

@@ -40,7 +40,7 @@ class Operation:
         return f"{self.name} of {self.path}"
 
 
-# No lock: garbage collection may close a file, which is an operation too, while this thread holds the lock: a deadlock.
+# A lock could deadlock: while this thread holds it, garbage collection may close a file, which is an operation too.
 # Instead, each line that changes one of these variables does so in a single step of the interpreter.
 _running: dict[int, Operation] = {}
 _numbers = itertools.count(1)

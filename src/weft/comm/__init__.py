@@ -7,10 +7,10 @@ transport      the protocol of a transport, and its capabilities
 gloo/          the transport of direct sends over gloo
 builtin        the transport that uses the collectives of NCCL or any other backend
 groups         process groups, channels and tags
-agreement      small messages with which the hosts of all ranks agree
+agreement      exchanges of a few integers over gloo, by which all ranks reach the same decision
 priority       holds back lanes for more urgent communication
 transfers      transfers on the CPU that begin when other work has ended
 streams        the order of a device's work
 watch/         the hang detector
-ranges         what an observer sees: names in a profile, intervals of a timeline
+ranges         named ranges for profilers, and intervals for a timeline
 """

@@ -1,7 +1,7 @@
-"""Small messages with which the hosts of all ranks agree, and their exchange at the end of each backward.
+"""Exchanges of a few integers between all ranks, such as the one at the end of each backward.
 
-The messages are sent over gloo, even if data is sent over NCCL. Hosts therefore do not wait for devices: they exchange
-information about queued work while the devices still compute.
+The integers are in CPU memory and are sent over gloo, even if data is sent over NCCL. The host therefore does not wait
+for its device: the ranks compare their queued work while the devices still compute.
 
 At the end of a backward the ranks exchange which units they reduced, which collectives they issued and which parameters
 have gradients. A rank then starts the reductions that only other ranks have started. Messages of different units can
@@ -76,7 +76,7 @@ class Agreement:
         self, units: Sequence[str], groups: Sequence[dist.ProcessGroup], trains: Sequence[bool] = ()
     ) -> list[bool]:
         """Raise CollectiveMismatch if `units`, the descriptions of the units, differ between ranks. Return, for each
-        parameter group, whether any rank trains it. `trains`: the same for this rank. `groups`: as in `reach`."""
+        parameter group, whether any rank trains it. `trains`: whether this rank does. `groups`: as in `reach`."""
         word = _fingerprint(units)
         high, low = agree([word, -word], groups, "first pass", channel=self.channel)
         if high != -low:
@@ -101,7 +101,7 @@ class Agreement:
         if all(group.size() == 1 for group in groups):
             return [*map(list, flags)], True
         issues, order = _fingerprint(log), _fingerprint(arrived)
-        # The maxima of a word and of its negative are opposite only if all ranks have the same word.
+        # max(x) over the ranks equals -max(-x), which is min(x), only if x is the same on all ranks.
         words = [issues, -issues, order, -order, *chain.from_iterable(flags)]
         high, low, last, first, *union = agree(words, groups, "end of a backward", channel=self.channel)
         if high != -low:

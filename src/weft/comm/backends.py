@@ -8,7 +8,7 @@
     either                 any other      that of its module, or `BuiltIn`
 
 The transport of a backend is `TRANSPORT` of the module `weft.comm.<backend>`, so a new transport needs only one new
-file. Only this file and `groups`, which creates groups, use the names of backends.
+file. Code outside of `weft.comm` never branches on the name of a backend.
 """
 
 from importlib import import_module

@@ -1,8 +1,8 @@
 """The collectives that the backend itself implements: NCCL's, and those of any backend without a transport in weft.
 
 A communicator runs its operations one after another, in the order in which this rank issues them. Messages have no
-tags, so every rank must issue the same operations in the same order. A bundle, several tensors at the cost of one
-message, is one call, which NCCL runs as one group.
+tags, so every rank must issue the same operations in the same order. A bundle (several tensors at the cost of one
+message) is one coalesced call. NCCL runs it as one group.
 """
 
 from typing import Any
@@ -82,8 +82,8 @@ class BuiltIn:
     def reduce_scatter_bundle(
         self, outputs: Several, partials: Several, scales: Scales, adds: Adds, group: ProcessGroup, tag: int
     ) -> Pending:
-        """Reduce-scatter into the outputs where possible. Elsewhere, reduce-scatter into temporary memory, then write
-        the scaled sum to its output, or add it, as `adds` says."""
+        """Reduce-scatter directly into an output if possible. Otherwise, reduce-scatter into temporary memory, then
+        write the scaled sum to the output, or add it, as `adds` says."""
         size = group.size()
         alike = len(set(scales)) == 1
         scaled = [self._scaled(partial, scale, size, sum_only=not alike) for partial, scale in zip(partials, scales)]

@@ -1,8 +1,9 @@
 """Collectives for lanes (`weft.comm.lanes`), and blocking collectives. The transport of the group executes them.
 
 Each function for lanes starts its transfers and returns a `Pending`, whose `complete()` waits for the transfers and
-does the remaining work on this rank. Tensors are contiguous. They are 1-D except in `all_to_all`, which sends rows.
-`tag` separates the messages of different lanes if the transport has tags. The functions at the end of this file block.
+does the remaining work on this rank. Tensors are contiguous. They are 1-D, except in `all_to_all`, which sends rows,
+and in `send` and `receive`. `tag` separates the messages of different lanes if the transport has tags. The functions at
+the end of this file block.
 The hang detector watches blocking functions during the call, and functions for lanes while a caller waits for them.
 """
 
@@ -206,7 +207,7 @@ _SIGNS = {dist.ReduceOp.MAX: 1, dist.ReduceOp.MIN: -1}
 
 
 def _movable(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Return `tensor`, or a copy on the device if it is in CPU memory and the backend does not move CPU memory."""
+    """Return `tensor`, or a copy on the GPU if it is in CPU memory and `group` has no backend for CPU tensors."""
     if tensor.device.type == "cpu" and not backend_of(group, tensor.device):
         return tensor.to("cuda")
     return tensor

@@ -71,7 +71,8 @@ def _next(group: dist.ProcessGroup, kind: str) -> int:
 
 def next_channel(group: dist.ProcessGroup) -> int:
     """Return a new channel number of `group`. If the transport has tags, messages of different channels do not match.
-    All ranks must call this in one order to get equal numbers. Starts the hang detector if there are other ranks."""
+    All ranks must call this in the same order to get equal numbers. Starts the hang detector if there are other
+    ranks."""
     channel = _next(group, "channel")
     if CHANNEL_STRIDE * (channel + 1) > _LARGEST_TAG:
         raise RuntimeError(f"{channel} channels over one process group use up all tags: use another group")
@@ -159,19 +160,19 @@ def second_communicator(group: dist.ProcessGroup) -> Any:
     return group if tagged and of_hosts else twin_group(group)
 
 
-def neighbours(group: dist.ProcessGroup, size: int) -> Any:
+def neighbors(group: dist.ProcessGroup, size: int) -> Any:
     """Return a communicator over the block of `size` adjacent ranks of `group` that contains this rank. It is created
     once for each size. Every rank of `group` must make the same calls in the same order."""
     made = _made.setdefault(group, {})
     if size not in made:
         first = group.rank() // size * size
         ranks = dist.get_process_group_ranks(group)[first : first + size]
-        made[size] = _made_within(group, ranks, "neighbours")
+        made[size] = _made_within(group, ranks, "neighbors")
     return made[size]
 
 
 def pair_groups(group: dist.ProcessGroup, pairs: Sequence[tuple[int, int]], device: torch.device) -> list[Any]:
-    """For each pair of ranks of `group` in `pairs`, return a communicator, or None if the pair lacks this rank. Every
+    """For each pair of ranks of `group` in `pairs`, return a communicator, or None if this rank is not in it. Every
     rank of `group` must make the same calls in the same order. With tags, pairs of the same two ranks share one
     communicator. Without tags, each pair has its own, because a communicator runs one message at a time. `group` itself
     is never used for a pair, because an aborted wait would close it for good."""
@@ -188,7 +189,8 @@ def pair_groups(group: dist.ProcessGroup, pairs: Sequence[tuple[int, int]], devi
 
 
 def group_beside(group: dist.ProcessGroup, purpose: str, *, timeout: timedelta) -> Any:
-    """Create a gloo group of the ranks of `group`. They must all call this equally often for each `purpose`."""
+    """Create a gloo group of the ranks of `group`. All of these ranks must call this function the same number of
+    times for each `purpose`."""
     ranks = dist.get_process_group_ranks(group)
     return _made_within(group, ranks, f"{purpose} {_next(group, purpose)}", backend=HOSTS, timeout=timeout)
 

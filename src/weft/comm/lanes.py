@@ -206,8 +206,8 @@ class Lane:
                 return Ticket(None if over else Transfer(lambda: pending, key), None, call, after)
             late = earlier is not None or gate is not None
             if late and group is not None and not transport_of(group, self._device).capabilities.tags:
-                # Without tags every rank must issue the collectives of a group in one order. A thread that starts this
-                # one later would not keep that order.
+                # Without tags, every rank must issue the collectives of a group in the same order. A thread that starts
+                # this one later would break that order.
                 gate = None
                 if earlier is not None:
                     earlier.wait()

@@ -1,10 +1,10 @@
-"""What an observer sees: ranges of a profile, `weft/<unit>/<gather|forward|backward|reduce>`, and a timeline.
+"""Ranges for profilers, named `weft/<unit>/<gather|forward|backward|reduce>`, and intervals for a timeline.
 
-observer                                  what weft emits
-----------------------------------------  -----------------------------------------------------------
+the first active tool of these            what weft emits
+----------------------------------------  --------------------------------------------------------------------
 torch's profiler                          ranges
 a `Timeline` that records                 labels: the names of the ranges without `weft/`
-NVIDIA's tools, if CUDA is initialised    NVTX ranges, always, because a tool may attach at any time
+NVIDIA's tools, if CUDA is initialized    NVTX ranges, even without a tool, because one may attach at any time
 none                                      nothing, at no cost
 """
 
@@ -28,7 +28,7 @@ def profiled(unit: str, what: str) -> AbstractContextManager:
         watch.subject = unit or "the root"
     if not recording and not observed():
         return NOTHING
-    return _range(unit, what) or labelled(f"{unit}/{what}")
+    return _range(unit, what) or labeled(f"{unit}/{what}")
 
 
 def _observed() -> bool:
@@ -40,7 +40,7 @@ observed: Callable[[], bool] = _observed if _HAS_CUDA else torch.autograd._profi
 
 
 class Stretch:
-    """A range of the profile that begins in one hook, which creates it, and ends in another, which calls `end`."""
+    """A profiler range that one hook opens, by creating this object, and another hook closes, by calling `end`."""
 
     def __init__(self, unit: str, what: str) -> None:
         self._range = _range(unit, what)
@@ -49,7 +49,7 @@ class Stretch:
             self._range.__enter__()
 
     def end(self) -> None:
-        """Close the range, on the thread that opened it."""
+        """Close the range if this thread opened it. Otherwise only drop it."""
         if self._range is not None and self._thread == threading.get_ident():
             self._range.__exit__(None, None, None)
         self._range = None
@@ -67,14 +67,14 @@ recording: list[Any] = []
 """The `weft.debug.timeline.Timeline` that is recording, if any: a list of at most one, which is cheap to check."""
 
 
-def labelled(label: str) -> AbstractContextManager:
+def labeled(label: str) -> AbstractContextManager:
     """Return a context in which a recording timeline gives communication the label `label`."""
-    return _labelled(recording[0], label) if recording else NOTHING
+    return _labeled(recording[0], label) if recording else NOTHING
 
 
 def span(lane: str, label: str = "") -> AbstractContextManager:
     """Return a context whose body a recording timeline shows as one interval of `lane`. On CUDA it is the
-    interval in which the current stream runs the body's work. `label`: default is the label set by `labelled`."""
+    interval in which the current stream runs the body's work. `label`: default is the label set by `labeled`."""
     return _span(recording[0], lane, label) if recording else NOTHING
 
 
@@ -82,7 +82,7 @@ NOTHING: AbstractContextManager = nullcontext()
 
 
 @contextmanager
-def _labelled(timeline: Any, label: str) -> Iterator[None]:
+def _labeled(timeline: Any, label: str) -> Iterator[None]:
     before, timeline.label = timeline.label, label
     try:
         yield

@@ -32,7 +32,7 @@ methods do what this file's functions of the same names do. Its streams and even
 
 
 def check_with(checker: Any) -> None:
-    """Replace CUDA streams by those of `checker`. None ends the replacement."""
+    """Replace CUDA streams with those of `checker`. Pass None to restore CUDA streams."""
     global _checker
     if checker is not None and _checker is not None:
         raise RuntimeError("a check of streams is already active: exit it before you begin another")
@@ -46,8 +46,8 @@ def has_streams(device: torch.device) -> bool:
 
 def new(name: str, device: torch.device, owner: Any = None) -> Any:
     """Return a new stream for communication, or None on a device without streams. The stream has high priority, so that
-    communication kernels get their few multiprocessors before the computation takes all. While `owner` exists, later
-    calls return this stream only if torch has no other streams left."""
+    communication kernels get the few SMs that they need before computation kernels occupy all of them. While `owner`
+    exists, later calls return this stream only if torch has no other streams left."""
     if _checker is not None:
         return _checker.new(name)
     return _unused(lambda: torch.cuda.Stream(device, priority=-1), owner) if device.type == "cuda" else None

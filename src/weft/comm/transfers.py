@@ -143,7 +143,7 @@ class _Crew:
         self._threads: list[threading.Thread] = []
 
     def start(self, job: Callable[[], None]) -> None:
-        if torch.is_inference_mode_enabled():  # only in this mode a thread may write to tensors that were made in it
+        if torch.is_inference_mode_enabled():  # inference tensors may be written to only in this mode
             job = torch.inference_mode()(job)
         with self._lock:
             if self._idle:

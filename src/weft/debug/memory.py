@@ -113,7 +113,7 @@ class Memory:
                 raise self._error(begin, end, verb, access, "the read by", other)
 
     def _cut(self, border: int) -> int:
-        """Return the index of the segment that begins at `border`, after cutting the one around it if none does."""
+        """Return the index of the segment that begins at `border`. If there is none, first split the one around it."""
         at = bisect_left(self._begins, border)
         if at == len(self._begins) or self._begins[at] != border:
             around = self._segments[at - 1]

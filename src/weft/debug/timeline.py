@@ -1,5 +1,5 @@
 """Records when communication ran. Lanes (queues of communication) report their operations to the recording timeline.
-Without a recording timeline, this costs them only a look at an empty list.
+If no timeline is recording, each operation only checks whether a list is empty.
 
     with Timeline() as timeline:
         step()
@@ -54,7 +54,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self.label = ""
-        """The label of communication that is issued now; `weft.comm.ranges.labelled` sets it."""
+        """The label of communication that is issued now; `weft.comm.ranges.labeled` sets it."""
         self._entries: list[_Entry] = []
         self._under_way: list[Transfer] = []
         self._zero = 0.0

@@ -30,7 +30,7 @@ def defer(tensor: UnevenDTensor, bring: Callable[[], None]) -> None:
 
 
 def arrive(tensor: UnevenDTensor) -> None:
-    """Make `tensor` an `UnevenDTensor` again. Call this after its local tensor has got memory again."""
+    """Make `tensor` an `UnevenDTensor` again. Call this after its local tensor has memory again."""
     vars(tensor).pop("_bring", None)
     tensor.__class__ = UnevenDTensor
 

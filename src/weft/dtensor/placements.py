@@ -9,7 +9,7 @@ Tensors distributed with a parameter's placements, by `distribute_tensor` or `re
 same values. A parameter's `copy_` and other operators accept them, however the parameter is cut. Tensors made from the
 parameter's local part by `from_local` have the parameter's cuts. `from_local` has no hook for a placement: it would
 multiply the local shape by the number of ranks, with a different result on each rank. Therefore weft wraps `from_local`
-and `redistribute`. With torch's own placements, both do what torch's do.
+and `redistribute`. With torch's own placements, both behave as in torch.
 """
 
 import functools

@@ -142,7 +142,7 @@ def _unscale(func: Any, args: tuple, kwargs: dict) -> None:
     if not_empty := filled(parts):
         func(not_empty, found, *rest, **kwargs)
     tensors = uneven_in(gradients)
-    # Ranks that share one mesh may differ on another, such as that of experts.
+    # Ranks of one mesh may be in different groups of another mesh, such as that of experts.
     several = len({tensor.device_mesh for tensor in tensors}) > 1
     axes = [(tensor.device_mesh, range(tensor.device_mesh.ndim) if several else tensor.axes) for tensor in tensors]
     for group in dict.fromkeys(group_of(mesh, axis) for mesh, here in axes for axis in here):

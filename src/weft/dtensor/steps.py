@@ -18,7 +18,7 @@ weft also leaves the choice to torch if hyperparameters are tensors, or if steps
 does not step over lists, because it would then change the gradients.
 
 torch chooses in the functions that its optimizers call with the parameters of a group. weft wraps these functions.
-Therefore it sees what the user's hooks have changed, and stores nothing in the optimizer.
+Therefore it sees changes by the user's hooks, and stores nothing in the optimizer.
 """
 
 import functools
@@ -75,7 +75,8 @@ def _dtype_on_cpu(parameters: Sequence[Any], lists: Sequence[Any], options: dict
 
 
 def _are_small(parameters: Sequence[Any]) -> bool:
-    """Return whether calls take longer than arithmetic: equal on all ranks, because lists gather in another order."""
+    """Return whether calls take longer than arithmetic. The result must be equal on all ranks, because a step over
+    lists may gather tensors in another order than a step over single tensors."""
     return sum(each._cuts.mean_size for each in parameters) <= SMALL * len(parameters)
 
 
@@ -115,7 +116,8 @@ def _step_parts(step: Callable, parameters: Sequence[Any], lists: Sequence[list[
 
 def _piece_counts(lists: Sequence[list[Any]], size: int, *, creates: bool) -> list[int]:
     """Return the number of pieces of each parameter. `lists`: parameters, gradients and states. `size`: the elements of
-    a piece. `creates`: whether the step replaces None by a buffer. It would create one for each piece."""
+    a piece. `creates`: whether the step replaces None by a buffer. Such a parameter is not divided, because the step
+    would create a buffer for each piece."""
     counts, counters = [], set[int]()
     for place, parameter in enumerate(lists[0]):
         row = [values[place] for values in lists if values]

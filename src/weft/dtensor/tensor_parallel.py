@@ -68,7 +68,8 @@ class TensorParallel:
 
     @property
     def ranks(self) -> dist.ProcessGroup | None:
-        """The process group of the tensor-parallel axis, or of the last that slices the parameter. None without one."""
+        """The process group of the last axis beyond the data-parallel ones that slices the parameter, otherwise of the
+        first such axis. None if all axes are data-parallel."""
         return group_of(self.spec.mesh, self.cut[-1][0] if self.cut else 0) if self.spec is not None else None
 
     @property
@@ -93,7 +94,7 @@ class TensorParallel:
 
     def sharded(self, local: torch.Tensor, cuts: Cuts, placements: tuple[Placement, ...]) -> UnevenDTensor:
         """Return the parameter sharded over data-parallel and tensor-parallel axes. `local`: this rank's part. `cuts`,
-        `placements`: how the tensor-parallel slice is cut over the data-parallel axes."""
+        `placements`: how the tensor-parallel slice is split over the data-parallel axes."""
         if (slices := self.slices(cuts.dim)) > 1:
             again = _StridedShard(cuts.dim, split_factor=slices)  # torch's placement for cutting slices once more
             placements = tuple(again if p in self.beyond and p.is_shard() else p for p in placements)

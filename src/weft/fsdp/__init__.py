@@ -1,10 +1,10 @@
 """Sharding: which parts of weights, gradients and optimizer state a rank has, and when.
 
 A unit is what one call of `fully_shard` shards. It has one group for the parameters of each dtype and mesh. A driver,
-such as the hooks, runs units. A holder, such as a forward, needs a unit's full weights. A method name means the same
-in every class that has it. The last column names these classes:
+such as the hooks, runs units. A holder, such as a forward, needs a unit's full weights. Each method name
+in this table has the same meaning in every class that the last column names:
 
-    weights    gather           start the all-gather of full weights             unit, group
+    weights    gather           start the all-gather of full weights             group, bucket
                acquire, release add and remove a named holder of full weights    unit
                free             free the memory of full weights                  unit, group
                renew            gather stale weights again, while they are held  unit

@@ -11,8 +11,8 @@ Autograd also raises if main weights were written to between forward and backwar
 gathered copy has a version that this file has not set, other code wrote to the copy. Such a write would be lost, so
 `WeightsWritten` is raised.
 
-Autograd's errors name no parameters. Nor can autograd differentiate with respect to a sharded parameter, which is in no
-graph. Therefore torch's function that runs a backward is wrapped, once, to raise errors that name the weights.
+Autograd's errors name no parameters. A gradient with respect to a sharded parameter also fails, because the parameter
+is in no graph. Therefore weft wraps torch's function that runs a backward, once, so that its errors name the weights.
 
 Other code may still hold the original parameters, which sharded ones have replaced (`Original`). Their values, shapes
 and attributes stay as they were. In-place writes raise, because they would not reach the model. Reading `.grad` also
@@ -57,7 +57,7 @@ class FullParameters:
         self._copies = copies
         self._version = version
         self._versions = self._here = tuple(map(_version_of, parameters))
-        """The version counters that this class has set last; other values mean a write by other code."""
+        """The version counters that this class set last; any other value means that other code wrote to the weights."""
         self._before = self._versions
         """The version counters of the gathered weights before the latest write to the main weights."""
         self._came: list[torch.Tensor] | None = None
@@ -246,9 +246,9 @@ first_backwards: list[tuple[weakref.ref[Any], int]] = []
 def explaining(
     run: Callable[..., Any], look_around: Callable[..., list], settle: Callable[[], None]
 ) -> Callable[..., Any]:
-    """Wrap `run`, torch's function that runs a backward, so that its errors name weights. While `first_backwards` has
-    any `roots`, `look_around(roots, outputs)` is called before each backward without `inputs`, and returns those that
-    stay in the list. `settle()` is called after each backward that raised no error."""
+    """Wrap `run`, torch's function that runs a backward, so that its errors name weights. As long as
+    `first_backwards` is not empty, each backward without `inputs` first calls `look_around(first_backwards, outputs)`,
+    whose result replaces the list. After each backward that raised no error, `settle()` is called."""
 
     @functools.wraps(run)
     def explained(outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

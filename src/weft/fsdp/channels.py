@@ -53,9 +53,10 @@ class Channels:
         return _twins[group] if self.separate else group
 
     def separate_gathers(self, groups: Sequence[dist.ProcessGroup], choice: bool | Sequence[dist.ProcessGroup]) -> None:
-        """Give each of `groups`, a model's process groups, a second communicator: that in `choice` with the same ranks
-        in the same order, otherwise a new one. `choice`: True makes all new, False gives none. Collective. Raises
-        ValueError if one in `choice` has the ranks of no group, or if a group already has another second one."""
+        """Give each of `groups`, a model's process groups, a second communicator for gathers. `choice`: True creates
+        all of them, False none. A list: use its process group with the same ranks in the same order, or create one.
+        Collective. Raises ValueError if a process group in `choice` has the ranks of none of `groups`, or if one of
+        `groups` already has a different second communicator."""
         self.separate = bool(choice)
         there = [dist.get_process_group_ranks(group) for group in groups]
         given = [] if isinstance(choice, bool) else [(dist.get_process_group_ranks(each), each) for each in choice]

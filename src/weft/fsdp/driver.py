@@ -1,7 +1,7 @@
 """The interface between drivers and the engine: the calls that a driver may make.
 
-Drivers are hooks, schedules, pipelines and `unshard()`. A driver runs modules in passes, and reports to the engine when
-it computes with which weights. Of the engine it imports only this file and `Unit`. The engine's plan decides what is
+Drivers are hooks, schedules, pipelines and `unshard()`. A driver runs modules in passes, and tells the engine when
+it uses the weights of each unit. Of the engine, it imports only this file and `Unit`. The engine's plan decides what is
 gathered, freed and reduced, and in which order.
 
 call                                 meaning
@@ -24,7 +24,7 @@ expect_more(more)                    whether further microbatches of a schedule 
 ready(unit)                          the gradients of `unit` in this backward are complete: pack them, reduce if due
 note_failure(what, error)            `what` raised `error`; the engine reports this if the pass ends with that error
 recover()                            called outside of passes: clean up after a failed pass; return whether a schedule
-                                     drives the units, so that hooks do nothing
+                                     drives the units; if so, hooks do nothing
 """
 
 from collections.abc import Sequence

@@ -67,7 +67,8 @@ def fully_shard(
             gradients and optimizer state stay in CPU memory). Both are torch's classes.
         ignored_params: parameters that are not sharded. Parameters of other modules are allowed.
         gradient_divide_factor: a further divisor of the averaged gradients. Default: 1.
-        runtime: `weft.RuntimeOptions`. The root's apply to all units. Pass equal options to the other units, or none.
+        runtime: `weft.RuntimeOptions`. The root's options apply to all units. For the other units, pass equal options
+            or none.
         dp_mesh_dims: `weft.DataParallelMeshDims`, or torch's: the data-parallel axes of a larger `mesh`. If it names
             axes to replicate over and none to shard over, the default strategy is "no_shard".
 

@@ -11,8 +11,9 @@ gradients                                           see `weft.fsdp.gradients.gro
 **  always, and the same buffer as model_weight, if the parameter placement is Replicate on every axis
 *** bytes of a quantized payload, if the recipe has one; then `full` is always freed between uses
 
-Every write to a sharded parameter increments the version counter of the main weights. It shows whether gathered weights
-are up to date. While they are gathered, the full parameters have the same version (`weft.fsdp.autograd`).
+Every write to a sharded parameter increments the version counter of the main weights. The counter shows whether
+gathered weights are up to date. While they are gathered, the full parameters have the same version
+(`weft.fsdp.autograd`).
 """
 
 import weakref
@@ -28,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from weft.comm import collectives
 from weft.comm.backends import transport_of
-from weft.comm.groups import group_of, neighbours, next_channel
+from weft.comm.groups import group_of, neighbors, next_channel
 from weft.comm.lanes import Ticket
 from weft.dtensor.uneven import local_of
 from weft.fsdp.autograd import FullParameters, behind_classes
@@ -175,8 +176,8 @@ class ParameterGroup:
         return self.refreshes and self._gathered_from is None
 
     def outdate(self, *, agreed: bool = False) -> None:
-        """Make the next gather start from the main weights. If only their payload is kept (`payload_only`),
-        this has no effect unless this rank has written to them, or `agreed`: the ranks agree that some rank has."""
+        """Make the next gather start from the main weights. If the group keeps only their payload (`payload_only`), do
+        so only if this rank has written to the main weights, or if the ranks have `agreed` that some rank has."""
         if self.payload_only is None or agreed or self.is_stale:
             self._gathered_from = None
 
@@ -213,7 +214,8 @@ class ParameterGroup:
 
     @property
     def fits_buckets(self) -> bool:
-        """Whether the group's gather may share a message: only if it runs for each use, of weights on the device."""
+        """Whether the group's gather may share a message: it must run for each use, read weights on the device and no
+        post-forward shard, and use a transport that bundles messages."""
         return (
             self.transient is not None
             and (not self.refreshes or (self.payload.refreshes and self.plan.moves and not self.refreshed_bytes))
@@ -314,11 +316,11 @@ class ParameterGroup:
             upload.synchronize()
 
     def shard_after_forward(self, size: int | None) -> None:
-        """Set what a rank keeps until backward of gathered weights that are freed after forward: 1/`size` of them, or
-        nothing if `size` is None. Collective over the shard axis if `size` is not None."""
+        """Set how much of the gathered weights a rank keeps from forward until backward: 1/`size`, or nothing if `size`
+        is None. Collective over the shard axis if `size` is not None."""
         self.post_forward = None
         if self.transient is not None and size is not None:
-            group = neighbours(self.groups[-1], size)
+            group = neighbors(self.groups[-1], size)
             self.post_forward = PostForwardShard(self.plan, group)
 
     def arrived(self) -> None:

@@ -53,7 +53,8 @@ class ForwardCall:
         return f"a backward of {self.unit}"
 
     def begin(self, gradient: torch.Tensor | None = None) -> None:
-        """Begin the call's backward. A hook on each output's gradient; only the first in a backward has an effect."""
+        """Begin the call's backward. Each output's gradient has this hook; only its first call in a backward has an
+        effect."""
         if self.begun:
             return
         unit, driver = self.unit, self.driver
@@ -76,7 +77,7 @@ class ForwardCall:
         engine.offer(unit)
 
     def begin_inside(self, gradient: torch.Tensor) -> None:
-        """Begin the call's backward, unless it has ended. A hook on the base of an output that is a view, because the
+        """Begin the call's backward, unless it has ended. If an output is a view, its base has this hook, because the
         view's own hook does not run if the caller wrote to the view in place."""
         if self._ended_in != torch._C._current_graph_task_id():
             self.begin()

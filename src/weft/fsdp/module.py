@@ -20,13 +20,13 @@ from weft.fsdp.unit import Unit
 
 
 class FSDPModule:
-    """The methods that `fully_shard` adds to modules. Those of FSDP2 work as there; a few raise NotImplementedError."""
+    """The methods that `fully_shard` adds to modules. Those of FSDP2 work as in FSDP2; a few raise an error."""
 
     _weft_unit: Unit
     _weft_driver: UnitDriver
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Create an instance of the original class: a slice of a sharded `nn.Sequential`, for example, is no unit."""
+        """Create an instance of the original class: a slice of a sharded `nn.Sequential` is not a unit."""
         return cls.__mro__[2](*args, **kwargs)
 
     def __init_subclass__(cls) -> None:
@@ -77,7 +77,7 @@ class FSDPModule:
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all parameters: of sharded ones also while the full ones are registered."""
+        """Clear all gradients, including those of sharded parameters while the full ones are registered."""
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for unit in units_under(self):
             for group in unit.groups:
@@ -179,7 +179,7 @@ class FSDPModule:
 
         `reduced`: this rank's part, 1-D, averaged, in the reduce dtype. On a 2-D mesh it is reduced over both axes. The
         hook may change it in place. The hook runs on `stream`; None: on the stream of the reduction. On CPU, `stream`
-        has no effect. Parameters of different dtypes are reduced separately, each time with a call of the hook. Raises
+        has no effect. Parameters of different dtypes are reduced separately, with one call of the hook each. Raises
         TypeError if `hook` is not callable, ValueError if `stream` is given on a 2-D mesh.
         """
         unit = unit_of(self)
@@ -251,8 +251,8 @@ class FSDPModule:
 
     def reset_iter_state(self) -> None:
         """Clean up the model after an exception in forward or backward. Without this call, the next pass cleans up. A
-        failed backward drops all gradients, and sets every `.grad` to None. A failed forward keeps gradients. After it,
-        this call drops those of earlier backwards that are not reduced yet."""
+        failed backward drops all gradients, and sets every `.grad` to None. A failed forward keeps every `.grad`; but
+        this call then drops the gradients of earlier backwards that are not reduced yet."""
         runtime_of(self).reset()
 
 
@@ -337,7 +337,7 @@ def runtime_of(module: Any) -> Runtime:
 
 
 def checked_factor(what: str, factor: Any) -> float:
-    """Return `factor`. Raises TypeError if no number, ValueError if not positive and finite. Errors name it `what`."""
+    """Return `factor`, called `what` in errors. Raises TypeError or ValueError unless it is positive and finite."""
     if isinstance(factor, (bool, str)) or not hasattr(factor, "__float__"):
         raise TypeError(f"{what}{factor!r}: choose a positive number")
     if not 0 < float(factor) < math.inf:
@@ -358,7 +358,7 @@ def _to_prefetch(module: FSDPModule, method: str, modules: Any) -> "list[weakref
         raise TypeError(f"{method} got a {type(modules).__name__.removeprefix('FSDP')}: pass a list of sharded modules")
     mine, found = module._weft_driver, [checked(other)._weft_driver for other in modules]
     for other in found:
-        # A module that is a root so far may get the same root later, from a further call of `fully_shard`.
+        # A module that is still a root may come under the same root in a later call of `fully_shard`.
         if other.root is not mine.root and other.root is not other and mine.root is not mine:
             raise ValueError(
                 f"{method} of {mine.unit.name or mine.unit.kind!r} got {other.unit.name or other.unit.kind!r}, which "

@@ -69,7 +69,7 @@ class Unsharded:
 class GradientState:
     """The state of a parameter's gradient on its way from autograd to `.grad`."""
 
-    present: bool = False  # whether it was packed since `.grad` was last set; once the ranks have agreed: on any rank
+    present: bool = False  # whether this rank (after the exchange: any rank) has packed it since `.grad` was last set
     filled: bool = False  # whether its part of the packed gradients has values, to which a further gradient is added
     written: bool = False  # whether a module wrote it directly into the packed gradients since the last packing
     handed: Any = None  # the DTensor that is published as `.grad`

@@ -67,7 +67,7 @@ _FULL = ("full_state_dict", "local_state_dict", "device", "pg")
 PATCHES = (
     # Autograd's errors contain no names of weights, and no hook runs at the end of every backward.
     Patch("autograd", "_engine_run_backward", partial(explaining, look_around=look_around, settle=finish_backwards)),
-    # torch calls into Python, or sends a message, for each tensor: step over local parts, and compute norms over lists.
+    # torch would call into Python, or send a message, for each tensor. These step over local parts or combine norms.
     Patch("optim.adam", "adam", over_parts),
     Patch("optim.sgd", "sgd", over_parts),
     Patch("optim.adagrad", "adagrad", over_parts),

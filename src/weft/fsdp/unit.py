@@ -1,8 +1,9 @@
 """A sharded unit: the life of its weights, as the table `TRANSITIONS` describes it.
 
 Every other transition raises an error that names the unit, its state and its holders. A holder needs the weights. It is
-a forward or backward call, a step of a schedule, the user's `unshard()`, or a later use, such as a backward. The pool
-may move a unit's weights to make room for another unit, but never ends a hold. A unit does not know its drivers.
+a forward or backward call, a step of a schedule, the user's `unshard()`, or a use that is still to come, such as the
+backward after a forward. The pool may move a unit's weights to make room for another unit, but never ends a hold. A
+unit does not know its drivers.
 
 Full parameters are registered while a computation or the user's `unshard()` holds the weights. Otherwise the sharded
 parameters are registered, for optimizers, freezing and writes. This includes the time between a forward and its
@@ -44,13 +45,13 @@ class State(enum.Enum):
 
 
 TRANSITIONS = {  # caused by: what happens
-    (State.AT_REST, "gather"): State.ON_THE_WAY,  # the first use, or a prefetch: it starts, parallel to the computation
+    (State.AT_REST, "gather"): State.ON_THE_WAY,  # the first use, or a prefetch: overlaps with the computation
     (State.ON_THE_WAY, "arrive"): State.HERE,  # the first use: subsequent computation sees the weights
     (State.HERE, "hold"): State.HELD,  # a holder, by name
     (State.HELD, "hold"): State.HELD,  # another holder
     (State.HELD, "let go"): State.HELD,  # a holder, not the last one
     (State.HELD, "let go last"): State.HERE,  # the last holder
-    (State.HELD, "renew"): State.HELD,  # they are stale, or their other copy is needed: gathers them again
+    (State.HELD, "renew"): State.HELD,  # weights that are stale, or whose other copy is needed: gathers them again
     (State.HERE, "free"): State.AT_REST,  # a driver that expects no use of the unit soon: frees the memory
 }
 
@@ -90,7 +91,7 @@ class Unit:
         self.channels: Channels = None  # type: ignore[assignment]
         """Set at the first pass of the root."""
         self.place = next(_places)
-        """The number among all units of the process: the same on all ranks that build the same models."""
+        """The unit's number among all units of the process. It is the same on all ranks that build the same models."""
         self.state = State.AT_REST
         self.resident = False
         """Whether the full weights are here or on the way: `state is not AT_REST`, which is checked very often."""
@@ -276,7 +277,7 @@ class Unit:
         """Free weights that are left from an earlier pass, and apply the user's changes of `requires_grad`."""
         self.forget()
         if self.state is not State.AT_REST:
-            self.free()  # waits for a gather before the model weights change that it reads
+            self.free()  # waits for a gather, which reads the model weights, before they change
         held = USER in self.holders
         for group in self.groups:
             group.await_refresh()

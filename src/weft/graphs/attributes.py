@@ -8,7 +8,7 @@ modules, other objects, classes             their attributes in `__dict__` and `
 functions, methods, properties, partials    their code, defaults, closures, owners and arguments
 members of an enum, weak references         their values, and the objects that they refer to
 tensors; objects of torch, weft, logging    their identity; for parameters and buffers, their addresses
-all else, such as a NumPy array             nothing: the capture is refused
+everything else, such as a NumPy array      nothing: the capture is refused
 
 Other state that forward reads, such as a global variable, is not compared.
 """
@@ -83,7 +83,7 @@ def _put_back(live: Any, before: Any) -> None:
             if value is UNSET is not now:
                 delattr(live.owner, key)
             elif value is not now:
-                object.__setattr__(live.owner, key, value)  # also of a frozen dataclass
+                object.__setattr__(live.owner, key, value)  # works for frozen dataclasses too
     elif isinstance(live, dict):
         for key in [key for key in live if key not in before]:
             del live[key]

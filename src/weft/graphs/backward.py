@@ -90,8 +90,8 @@ class Form:
         self, statics: Sequence[Static | None], backward: Recordings, weights: Recordings | None, kept: Sequence[bool]
     ) -> None:
         self.statics, self.backward, self.weights = statics, backward, weights
-        # Also copy a gradient in memory that this recording did not allocate (that of the gradient of an output, or of
-        # the forward), and one that shares memory with another gradient.
+        # Also copy a gradient that shares memory with another one, or that lies in memory that this recording did not
+        # allocate: in the memory of an output's gradient, or of the forward.
         made, found = backward.tried.recording.memory(), backward.tried.result
         ranges = [(0, 0, False) if each is None else range_of(each) for each in found]
         self._copied = [

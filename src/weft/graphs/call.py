@@ -30,7 +30,7 @@ from weft.graphs.statics import Sample
 MOST_SIGNATURES = 4
 """The maximum number of signatures of one method that are captured, because each capture takes memory."""
 MOST_CHANGES = 4
-"""After more changes of the attributes that a method reads, the method is refused: they may change in each call."""
+"""If the attributes that a method reads change more often, it is refused, because they may change in each call."""
 _NUMBERS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 _ONE = tree_flatten(((torch.empty(0),), {}))[1]
 
@@ -142,7 +142,7 @@ class GraphedCall:
                 self._drop_outdated(addresses)
             elif not captured.python.same():
                 self._changed(signature, captured)
-                return self(*args, **kwargs)  # whose capture will have the current attributes
+                return self(*args, **kwargs)  # a new capture will have the current attributes
             elif captured.ready:
                 self.replays += 1
                 return captured.run(leaves, copies=not owner.in_schedule, queue=delaying())
@@ -228,7 +228,7 @@ class GraphedCall:
         return sum(each.nbytes for signature in self._signatures.values() for each in signature.captured)
 
     def _function(self) -> Callable[..., Any]:
-        """Return the function that an eager call runs. Looked up anew: a user may have replaced the class's method."""
+        """Return the function that an eager call runs. It is not cached: a user may replace the class's method."""
         module = self._module()
         return self._before if self._before is not None else MethodType(getattr(type(module), self._name), module)
 

@@ -42,7 +42,7 @@ def delaying() -> Delays | None:
 
 
 class Recording(Protocol):
-    """The recorded operators of a function, on tensors at constant addresses. A replay runs no Python code of it."""
+    """The recorded operators of a function, on tensors at constant addresses. A replay does not run its Python code."""
 
     @property
     def nbytes(self) -> int:
@@ -62,7 +62,7 @@ class Recording(Protocol):
         """Run the operators again."""
 
     def poison(self) -> None:
-        """For tests: fill the results with values that are easy to recognise."""
+        """For tests: fill the results with values that are easy to recognize."""
 
 
 class Backend(Protocol):

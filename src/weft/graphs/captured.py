@@ -45,8 +45,8 @@ _CONSTANTS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
 class Lease:
-    """Keeps a capture busy after a replayed forward: until the forward's graph is freed, and delayed weight gradients
-    are computed. `queue`: the function mode that delays weight gradients. None: they are not delayed."""
+    """Keeps a capture busy from a replayed forward until the forward's autograd graph is freed, and until its delayed
+    weight gradients are computed. `queue`: the function mode that delays weight gradients, or None."""
 
     def __init__(self, captured: "Captured", queue: Delays | None) -> None:
         self._captured = captured
@@ -58,7 +58,7 @@ class Lease:
 
 
 class Captured:
-    """A capture of `function`: of its forward and of its backward.
+    """A capture of the forward and the backward of `function`.
 
     - `leaves`, `spec`: the arguments of the function, as pytree's `tree_flatten` returns them.
     - `places`: the parameters and buffers that the function may read.
@@ -163,7 +163,7 @@ class Captured:
         ends = [each for each in outputs if each.requires_grad]
         trained = self._places.trained()
         self._needs = [number for number, each in enumerate(entered) if each.requires_grad]
-        # A parameter that the function has from elsewhere than its modules is a leaf itself.
+        # If the function gets a parameter from elsewhere than its modules, it uses the parameter, not the stand-in.
         leaves_of = [*(entered[number] for number in self._needs), *alike, *stand_ins.values(), *trained]
         # Pass edges, not tensors: given tensors, `torch.autograd.grad` exits function modes, and a checkpoint in the
         # function must recompute under the modes of its forward.
@@ -172,7 +172,7 @@ class Captured:
             raise CaptureRefused("nothing in it needs a gradient")
         self._trained, self._uses = [*stand_ins, *trained], uses.of
         # The caller may keep the gradient of an input. Before the next replay, weft copies the gradients of sharded
-        # parameters (when their unit's backward ends) and those that are summed over ranks (when this one ends).
+        # parameters (when their unit's backward ends) and those summed over ranks (when this function's backward ends).
         may_be_kept = (
             [True] * len(self._needs) + [False] * len(alike) + [not self._places.is_owned(it) for it in self._trained]
         )
@@ -184,8 +184,8 @@ class Captured:
         def capture(function: Callable[[], Any], more: Ranges) -> tuple[Any, Any]:
             return backend.capture(function, [*known, *more], self._forward)
 
-        # A backward that is recorded later must read the same memory as this one. By then replays have overwritten all
-        # that autograd saved, with the values of the forward to which that backward belongs.
+        # A backward that is recorded later must read the same memory as this one. By then, replays have overwritten the
+        # saved tensors. They hold the values of the forward to which the later backward belongs.
         saved = [*self._places.tensors(), *map(local, self._places.tensors()), *entered]
         self._backward = Backward(capture, uses, saved, trained, self._places.restored, self._count, self._delays, kept)
         samples = [gradients.get(number) for number, each in numbered if each.requires_grad]

@@ -1,4 +1,5 @@
-"""CUDA graphs. A forward and its backward share a memory pool. Different captures share none: they replay in any order.
+"""CUDA graphs. The forward and the backward of a capture share a memory pool. Different captures have different pools,
+because they may replay in any order.
 
 warm up    once, on the stream of captures: libraries allocate workspaces, and unsupported operators are found
 capture    on that stream, while no other work is queued and no garbage is collected

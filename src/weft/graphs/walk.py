@@ -37,7 +37,7 @@ _PLAIN = frozenset(
 )
 _OPAQUE = (Tensor, ModuleType, GenericAlias, UnionType)
 _REACHED = (partial, ReferenceType, _lru_cache_wrapper, cached_property)
-"""Classes of Python's libraries that hold objects of the user."""
+"""Classes of the standard library whose instances may refer to objects of the user."""
 _LIBRARIES = frozenset(
     {"torch", "weft", "triton", "functools", "logging", "typing", "abc", "_abc", "re", "dataclasses", "enum"}
     | {"contextlib", "datetime", "decimal", "fractions", "pathlib", "uuid", "operator", "_operator", "_thread"}
@@ -137,7 +137,7 @@ class Walk:
         if kind in _PLAIN:
             return kind, str(value) if kind is slice else value
         if isinstance(value, (float, complex)) and not hasattr(value, "__dict__"):
-            return kind, repr(value)  # also floats of NumPy
+            return kind, repr(value)  # including NumPy's floats
         if isinstance(value, (tuple, frozenset)) and not hasattr(value, "__dict__"):
             self._inside += len(value)
             self._check_size()
@@ -147,7 +147,7 @@ class Walk:
             return kind, value.tobytes()  # a number
         if kind in ProxyTypes:
             raise CaptureRefused(f"it may read state that cannot be compared: {name} is a {kind.__name__}")
-        if _is_opaque(value):  # a recurrent layer keeps its weights in a list, and finds those that stand in for them
+        if _is_opaque(value):  # `nn.RNNBase` also has its weights in a list, which may hold their stand-ins
             return kind, id(original_of(value) if isinstance(value, nn.Parameter) else value)
         if id(value) not in self._numbers:
             self._numbers[id(value)] = len(self._numbers)
@@ -299,7 +299,7 @@ class Slots:
 
 
 def _hides(kind: type, slots: int) -> bool:
-    """Return whether objects of the class `kind` can have state outside of attributes, as those of classes in C can.
+    """Return whether instances of `kind` can have state outside of attributes, as instances of C types can.
     `slots`: the number of its slots."""
     words = slots + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
     return kind.__basicsize__ != object.__basicsize__ + words * object.__basicsize__ // 2

@@ -1,5 +1,5 @@
 """Detects, while a function runs, operations that a graph cannot contain: host reads, random numbers, collectives,
-tensors of other classes, and accesses to unknown memory.
+tensor subclasses, and accesses to unknown memory.
 """
 
 from collections.abc import Iterator
@@ -139,4 +139,4 @@ def _draws(function: Any, args: tuple, kwargs: dict) -> bool:
     for place, argument in enumerate(function._schema.arguments):
         if argument.name == "dropout_p":
             return bool(args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value))
-    return "scaled_dot_product" not in function.name()  # the backward of a forward that draws none
+    return "scaled_dot_product" not in function.name()  # attention without `dropout_p` draws none

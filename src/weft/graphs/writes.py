@@ -20,7 +20,7 @@ from weft.fsdp.gradients.direct import substituting, weight_gradient
 from weft.graphs.capture import CaptureRefused
 from weft.graphs.places import Ranges, local, range_of
 
-_OTHERS = "a backward in it needs other weight gradients than the time before: leave its module out of weft.Graphs"
+_OTHERS = "a backward in it needs other weight gradients than before: leave its module out of weft.Graphs"
 MOST = 8
 """The maximum number of recordings of one function. With further sets of buffers, the function runs eagerly."""
 Target = tuple[Tensor, bool]

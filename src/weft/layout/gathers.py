@@ -209,7 +209,8 @@ class GatherOrder:
                 each.free()
 
     def stays(self, unit: Gathered) -> bool:
-        """Return whether to keep the memory of `unit`, just released, as this pass or its backward uses it next."""
+        """Return whether to keep the memory of `unit`, which was just released, because this pass or its backward uses
+        it next."""
         here, number = self.current, unit.number
         if not here.on_plan:
             return False

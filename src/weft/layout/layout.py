@@ -205,9 +205,9 @@ def _place(
 
 
 def _first_fit(cursor: int, size: int, step: int, shard_numel: int, start: int) -> int | None:
-    """Return the first offset from `cursor` on for which borders in the tensor are multiples of `step` from the offset.
-    The offset is a multiple of `start`, as `cursor` and the borders are. Only the next two shards are tried, because
-    all later borders are alike. None: no offset fits."""
+    """Return the first offset at or after `cursor` at which the tensor fits: every shard border inside the tensor is a
+    multiple of `step` elements after the offset. The offset is a multiple of `start`; so are `cursor` and the borders.
+    Only the next two shards are tried, because all later borders are alike. None: no offset fits."""
     border = (cursor // shard_numel + 1) * shard_numel
     for first, end in ((cursor, border), (border, border + shard_numel)):
         if first + size <= end:

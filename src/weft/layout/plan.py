@@ -17,10 +17,10 @@ WEIGHTS, GRADIENTS = "gathered weights", "partial gradients"
 @dataclass(frozen=True)
 class StageFacts:
     """The bytes of the buffers of one stage of a reduction. `accumulating`: the buffer in which microbatches add up.
-    `travelling`: the buffer that is sent. `shared`: whether these two are one. `inbox`: the buffer that receives."""
+    `traveling`: the buffer that is sent. `shared`: whether these two are one. `inbox`: the buffer that receives."""
 
     accumulating: int
-    travelling: int
+    traveling: int
     inbox: int
     shared: bool
 
@@ -43,12 +43,12 @@ class GradientFacts:
 @dataclass(frozen=True)
 class UnitFacts:
     """The sizes of one unit, in bytes, and its relations to other units. `gathered`: gathered weights, per group.
-    `sent`: the messages that gather all groups. `refreshed`: those that update, once per step, the model weights that
-    each rank keeps. `turned`: those that replace forward's copy of some weights by backward's, and their temporary
-    memory. (0, 0): there is one copy. `staging`: temporary memory of uploads and casts. `post_forward`: the part of the
-    weights kept from forward to backward. `tied`: the units whose parameters it shares. `bundle`: the units gathered in
-    one message, itself included. Empty: it is gathered alone. `gradients`: per group. None: the group is not reduced.
-    `addressed`: whether ranks may run the unit in different orders."""
+    `sent`: the messages that gather all groups. `refreshed`: the messages that update, once per step, the model weights
+    that each rank keeps. `turned`: the messages that replace forward's copy of some weights by backward's, and the
+    temporary memory of these messages; (0, 0) if there is one copy. `staging`: temporary memory of uploads and casts.
+    `post_forward`: the part of the weights kept from forward to backward. `tied`: the units whose parameters it shares.
+    `bundle`: the units gathered in one message, itself included. Empty: it is gathered alone. `gradients`: per group.
+    None: the group is not reduced. `addressed`: whether ranks may run the unit in different orders."""
 
     name: str
     gathered: tuple[int, ...]
@@ -107,8 +107,9 @@ class Step(NamedTuple):
 class Plan:
     """The plan of one training step of a model on one rank. `steps`: the step's events, in order. `collectives`: in the
     order in which they start. `peak_bytes`: the most live bytes, by role. `alive`: each set of units that are gathered
-    at the same time. `names`: the units' names, by number. `off_plan`: how many passes so far deviated from the last of
-    their kind, by reason. `addresses`: by unit name, the byte offset of its weights in the slab of all weights."""
+    at the same time. `names`: the units' names, by number. `off_plan`: how many passes so far deviated from the
+    previous pass of their kind, by reason. `addresses`: by unit name, the byte offset of its weights in the slab of all
+    weights."""
 
     steps: tuple[Step, ...]
     collectives: tuple[Collective, ...]

@@ -1,4 +1,4 @@
-"""Assigns memory to transient buffers by interval colouring. Buffers that are never live together share memory.
+"""Assigns memory to transient buffers by interval coloring. Buffers that are never live together share memory.
 
     time  ->         0    1    2    3    4    5    6    7
     block 0          =====                         =====        bottom

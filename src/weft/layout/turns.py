@@ -14,8 +14,8 @@ are reduced at the end of the pass, after the ranks have exchanged which units a
 
 Small units that are adjacent in the order form one turn: they share a message, which starts when the last of them is
 ready. Order and sizes are the same on all ranks, so the turns are the same too. If messages have no tags, all ranks
-must run the units that are gathered for each use in one order anyway. A turn of these units starts as soon as all of
-them are ready, without regard to the agreed order. If none of them runs, the turn is left out.
+must anyway run the units that are gathered for each use in the same order. A turn of such units starts as soon as all
+of them are ready, without regard to the agreed order. If none of them runs, the turn is left out.
 
 The runtime applies these rules to gradients, and `layout.walk` applies them to numbers of bytes.
 """
@@ -163,9 +163,10 @@ class ReductionOrder(ABC):
             self._take((unit,))
 
     def make_room(self, unit: int, group: Any, *, defer: bool) -> None:
-        """Wait until gradients of the group may be packed: until its own reduction has ended and, unless `defer` (a
-        later backward reduces them), until gradients of at most `most_alive` units, with this one, are live. This unit
-        counts as two if its gradients are copied from autograd's memory to a new buffer, because both are then live."""
+        """Wait until gradients of the group may be packed. First wait for the group's own reduction. Then, unless
+        `defer` (a later backward reduces them), wait until gradients of at most `most_alive` units, including this one,
+        are live. This unit counts as two if its gradients are copied from autograd's memory to a new buffer, because
+        both are then live."""
         self._finish_own(unit, group)
         if not defer:
             own = 1 if self.has_buffer(unit, group) else 2

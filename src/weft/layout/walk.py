@@ -174,8 +174,8 @@ class Walk:
     # --- passes -----------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Simulate a training step: each pass of `PASSES` that has a trace. It starts with the memory that the training
-        step before has left. Afterwards, `steps` (its events), `collectives` and `peak` are those of this one only."""
+        """Simulate a training step: each pass of `PASSES` that has a trace. It starts with the memory that the previous
+        step has left. Afterwards, `steps` (its events), `collectives` and `peak` are those of this step only."""
         self.steps, self.collectives, self.peak = [], [], dict(self.live)
         self._refreshed.clear()
         known = [kind for kind in PASSES if kind in self._traces]
@@ -276,7 +276,7 @@ class _Group:
         if not any(isinstance(key, tuple) and key[0] == stage for key in self.buffers):
             facts = self.facts.stages[stage]
             wide = accumulating and not facts.shared
-            self.hold((stage, "wide" if wide else "narrow"), facts.accumulating if wide else facts.travelling)
+            self.hold((stage, "wide" if wide else "narrow"), facts.accumulating if wide else facts.traveling)
 
 
 class _Gradients(ReductionOrder):
@@ -320,7 +320,7 @@ class _Gradients(ReductionOrder):
             else:
                 group.open(number + 1, accumulating=not self.finishes)
             if (number, "wide") in group.buffers:
-                group.hold((number, "narrow"), facts.travelling)
+                group.hold((number, "narrow"), facts.traveling)
             group.hold(f"inbox {number}", facts.inbox)
         self._walk.act("reduce", (unit,), group.facts.sent)
 

@@ -97,7 +97,7 @@ class Pool:
         self.plans = self.lower_bound = self.allocations = self.fallbacks = self.live = self.peak = 0
         self._slab: torch.Tensor | None = None
         self._places: dict[Transient, torch.Tensor] = {}
-        self._neighbours: dict[Transient, set[Transient]] = {}
+        self._neighbors: dict[Transient, set[Transient]] = {}
         """Per buffer, the buffers whose planned places overlap with its own; filled on demand."""
         self._alive: dict[Transient, None] = {}
         self._met: dict[Transient, dict[Transient, int]] = {}
@@ -139,7 +139,8 @@ class Pool:
         return tensor
 
     def give(self, transient: Transient) -> None:
-        """Take back the memory of `transient`. Queued computation may still read it: later writes are queued behind."""
+        """Take back the memory of `transient`. Queued computation may still read it, because later writes are
+        queued behind the reads."""
         transient.pool = lambda: None
         if transient not in self._alive:  # its take failed
             return
@@ -257,7 +258,7 @@ class Pool:
             self.allocations += 1
             self._slab = self._slab.new_empty(0).set_(storage)  # keeps the storage, allocates nothing else
         known, self._places = self._places, {}
-        self._neighbours.clear()
+        self._neighbors.clear()
         for transient in self._met:
             start = plan.offsets[transient]
             place = self._slab[start : start + transient.nbytes].view(transient.own.dtype)
@@ -268,7 +269,7 @@ class Pool:
     def _planned_place(self, transient: Transient) -> torch.Tensor | None:
         """Return the place of `transient` in the slab. None if it has no place, or cannot be there now."""
         place, evicts = self._places.get(transient), False
-        if place is None or place is transient.tensor or not transient.is_fixed():  # no view in use is elsewhere
+        if place is None or place is transient.tensor or not transient.is_fixed():  # else views need its old address
             if place is not None and not self._rivals(transient):
                 return place
             self.outdated = True
@@ -281,11 +282,11 @@ class Pool:
         return place if evicts else None
 
     def _rivals(self, transient: Transient) -> list[Transient]:
-        if transient not in self._neighbours:
-            self._neighbours[transient] = {other for other in self._places if self._share(transient, other)}
-        if (neighbours := self._neighbours[transient]).isdisjoint(self._alive):
+        if transient not in self._neighbors:
+            self._neighbors[transient] = {other for other in self._places if self._share(transient, other)}
+        if (neighbors := self._neighbors[transient]).isdisjoint(self._alive):
             return []
-        return [other for other in self._alive if other.tensor is not other.own and other in neighbours]
+        return [other for other in self._alive if other.tensor is not other.own and other in neighbors]
 
     def _share(self, one: Transient, other: Transient) -> bool:
         if one not in self._places or other not in self._places:

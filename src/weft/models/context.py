@@ -42,7 +42,7 @@ class Piece(NamedTuple):
     """For causal attention: all parts of documents in this rank's slices that have S queries and T keys each.
 
     `queries` [parts, S]: the indices of the queries in the flattened slices. `keys` [parts, T]: the indices of the keys
-    in the flattened tensor that `Slices.pieces` names. The last S keys of a part have the positions of its queries.
+    in the flattened tensor that `Slices.pieces` describes. The last S keys of a part have the positions of its queries.
     """
 
     queries: Tensor
@@ -108,7 +108,7 @@ class Slices:
         return labels
 
     def following(self, values: Tensor, places: int, filling: int) -> Tensor:
-        """Return this rank's slices of the whole rows' values, shifted as by `Documents.following`.
+        """Shift the whole rows as `Documents.following` does, and return this rank's slices of the result.
 
         `values`: this rank's slices before the shift. Collective: all slices are gathered first.
         """
@@ -353,7 +353,7 @@ def context_part(batch: Mapping[str, Any], meshes: Meshes) -> dict[str, Any]:
 
     Raises `ValueError` if `meshes.cp` is None, for a value that is not a tensor, and for a shape that does not begin
     with that of "tokens". Raises `TypeError` for a batch without "tokens", and for "documents" of another type,
-    such as ones already cut.
+    such as `Slices`, which are already cut.
     """
     if meshes.cp is None:
         raise ValueError(

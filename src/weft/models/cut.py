@@ -1,8 +1,8 @@
 """Cuts a hybrid model into pipeline stages: at each `|` of its pattern or, without `|`, into segments of equal cost.
 
-The cost of a layer is the number of its weights that one token uses: of its experts, only those that a token visits
-count. The last stage also has the head and the prediction depths. The cost of a depth includes a projection, its layers
-and the head.
+The cost of a layer is the number of its weights that one token uses. Routed experts that the token does not visit are
+not counted. The last stage also has the head and the prediction depths. The cost of a depth includes a projection, its
+layers and the head.
 """
 
 from collections import Counter

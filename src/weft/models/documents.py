@@ -21,7 +21,7 @@ from torch import Tensor
 from weft.models.loss import IGNORED_LABEL
 
 PADDING = -1
-"""The number that stands for padding in place of a document number, for `Documents.from_ids`."""
+"""The value that marks padding in the `ids` of `Documents.from_ids`."""
 
 
 class AttentionLayout(NamedTuple):
@@ -102,7 +102,7 @@ class Documents:
         goes_on[:, 1:] = positions[:, 1:] == positions[:, :-1] + 1
         if bool((wrong := ~(begins | goes_on)).any()):
             row, place = wrong.nonzero()[0].tolist()
-            before = f"behind {int(positions[row, place - 1])}" if place else "at the beginning of the row"
+            before = f"after {int(positions[row, place - 1])}" if place else "at the beginning of the row"
             raise ValueError(
                 f"position_ids[{row}, {place}] is {int(positions[row, place])} {before}: a document's positions are "
                 "0, 1, 2, ...; let each document begin with 0"

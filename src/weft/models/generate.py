@@ -1,4 +1,4 @@
-"""Generates tokens one by one, with a cache of the state of each layer after the earlier tokens."""
+"""Generates tokens one by one. A cache holds the state of each layer after the earlier tokens."""
 
 import math
 from collections.abc import Collection, Iterator, Sequence
@@ -49,7 +49,8 @@ class Sampling:
         if self.top_k:
             shares = shares[:, : self.top_k]
             shares = shares / shares.sum(-1, keepdim=True)
-        before = shares.cumsum(-1) - shares  # the probability of all likelier tokens: the most likely one remains
+        # The total probability of all more likely tokens. It is 0 for the most likely token, which is always kept.
+        before = shares.cumsum(-1) - shares
         place = torch.multinomial(shares.masked_fill(before >= self.top_p, 0), 1, generator=generator)
         return order.gather(-1, place)[:, 0]
 
@@ -64,7 +65,7 @@ def generate(
     among: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the next token of each row, [B], step after step without end. `tokens` [B, S] int64: the prompts.
+    """Yield the next token of each row, [B], at every step, without end. `tokens` [B, S] int64: the prompts.
 
     `lengths`: the number of tokens of each row's prompt, at the beginning of the row. Default: S. `among`: the tokens
     to choose from, 1-D. Default: all.

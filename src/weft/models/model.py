@@ -85,8 +85,8 @@ class HybridModel(nn.Module):
                 dispatcher_of(cfg, meshes)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "HybridModel":
-        """Restore attributes of parameters after a move to another dtype or device, in which torch drops those of
-        DTensors."""
+        """Restore attributes of parameters after a move to another dtype or device, because torch drops the attributes
+        of DTensors then."""
         before = [
             (module, name, vars(p))
             for module in self.modules()
@@ -118,7 +118,8 @@ class HybridModel(nn.Module):
     def tied_ends(self) -> Sequence[nn.Module]:
         """This rank's modules that the model uses both before and after its layers.
 
-        The only one is the embedding, or a copy of it, if a tied head or prediction depths use it too.
+        This is the embedding, or this rank's copy of it, if a tied head or prediction depths use it too. Otherwise
+        empty.
         """
         ties = self.cfg.tie_word_embeddings or self.cfg.parsed.depths > 0
         return [self.embedding] if ties and self.embedding is not None else []
@@ -282,9 +283,9 @@ class HybridModel(nn.Module):
             cache: a dict for generation. Pass an empty dict to the first call, and the same dict to later calls, whose
                 `tokens` continue those of earlier calls. Each call updates the dict, and returns the logits of its own
                 `tokens`. These are equal to the logits of one call with the whole sequence. The exception is a
-                `rope_scaling` of type "dynamic" or "longrope", whose rotation depends on the length of the sequence:
-                the logits are then equal to those of one call with the sequence so far, and a call computes earlier
-                positions again if their rotation changes.
+                `rope_scaling` of type "dynamic" or "longrope", whose rotation depends on the length of the sequence.
+                The logits are then equal to those of one call with the sequence so far. A call that changes the
+                rotation of earlier positions computes these positions again.
             documents: the documents and the padding in the rows. No information passes between documents. The label at
                 a document's last position is ignored (for the exception see `Documents.continues`).
             depths: if True, return only a list with the logits of each prediction depth (see `prediction_logits`).
@@ -294,14 +295,14 @@ class HybridModel(nn.Module):
         losses of routers and prediction depths are added to it.
 
         Raises `ValueError` for `documents` whose shape is not that of `tokens`, for `documents` together with a cache,
-        for a cache that only other models have filled, and for `depths` together with labels or a cache. With tensor
-        parallelism, any cache raises `ValueError`; with context parallelism, so does a batch that is not from
-        `context_part`. Raises `TypeError` for `documents` of another type. Raises `RuntimeError` if the model is cut
-        into pipeline stages on several ranks.
+        for a cache that holds only states of other models, and for `depths` together with labels or a cache. Also
+        raises it for any cache with tensor parallelism, and for a batch that is not from `context_part` with context
+        parallelism. Raises `TypeError` for `documents` of another type. Raises `RuntimeError` if the model is cut into
+        pipeline stages on several ranks.
         """
         if self.cut is not None and self.cut.ranks > 1:
             raise RuntimeError(
-                f"this rank has stages of a model that is cut over pp={self.cut.ranks} ranks, not the whole model: "
+                f"this rank has stages of a model that is split over pp={self.cut.ranks} ranks, not the whole model: "
                 f"call weft.overlap.forward_backward"
             )
         self._require_slices(documents)

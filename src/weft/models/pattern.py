@@ -149,7 +149,7 @@ def parse(text: str) -> Pattern:
     if opened is not None:
         raise PatternError(text, opened, text[opened:], "'[' opens a group; put its ']' after its last layer")
     if not any(main):
-        rule = "the main part needs at least one layer, and only one of several segments may be empty"
+        rule = "the main part needs at least one layer; a segment may be empty, but not all of them"
         raise PatternError(text, 0, text[:1], rule)
     return Pattern(text, tuple(map(tuple, main)), *_prediction(text, depths))
 

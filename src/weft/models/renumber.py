@@ -1,5 +1,5 @@
-"""Loads checkpoints of models that group the same layers differently: `[*-][*E]` loads those of `*-*E`, and the
-reverse.
+"""Loads checkpoints of models that group the same layers differently. For example, a model `[*-][*E]` loads a
+checkpoint of a model `*-*E`, and vice versa.
 
 Two patterns with the same symbols differ only in the numbers of their logical layers:
 

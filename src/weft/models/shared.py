@@ -11,8 +11,8 @@ _DIVIDED = {
 }
 """The sizes that are cut over tensor-parallel ranks, by the kinds of layers that have them."""
 _KERNELS = {"MP": ("mamba_kernel", "mamba_ssm"), "G": ("delta_kernel", "fla")}
-"""For kinds of layers: the option that selects a kernel, and the kernel that cannot start from the state that a slice
-on another rank has left."""
+"""By kinds of layers: the field that selects a kernel, and the kernel that weft cannot use with context parallelism,
+because the kernel cannot continue from the state of a slice on another rank."""
 _CONVOLUTIONS = {"MP": "conv_kernel", "G": "linear_conv_kernel_dim", "K": "kda_conv_kernel"}
 _FEW = {"*P": "num_key_value_heads", "MP": "mamba_n_groups", "G": "linear_num_key_heads"}
 """The sizes that may be smaller than the number of tensor-parallel ranks, by the kinds of layers that have them."""
@@ -34,7 +34,7 @@ def check_context(cfg: HybridConfig, context: int, size: int) -> None:
     heads = cfg.num_attention_heads // size
     if cfg.context_attention == "heads" and set(cfg.pattern) & set("*P") and heads % context:
         raise ValueError(
-            f"num_attention_heads={cfg.num_attention_heads} on tp={size} ranks, whose {heads} are exchanged over "
+            f"num_attention_heads={cfg.num_attention_heads} on tp={size} ranks: each has {heads}, not divisible by "
             f"cp={context}: make it a multiple of tp * cp = {size * context}, or set context_attention='gather'"
         )
 
@@ -56,18 +56,18 @@ def check_shared(cfg: HybridConfig, size: int, experts: int) -> None:
     for kinds, names in _DIVIDED.items():
         for name in names if symbols & set(kinds) else ():
             if getattr(cfg, name) % size:
-                raise ValueError(f"{name}={getattr(cfg, name)} is cut over tp={size} ranks: make it a multiple of tp")
+                raise ValueError(f"{name}={getattr(cfg, name)} is split over tp={size} ranks: make it a multiple of tp")
     for kinds, name in _FEW.items():
         if symbols & set(kinds) and (units := getattr(cfg, name)) % size and size % units:
             raise ValueError(
-                f"{name}={units} on tp={size} ranks: every rank must have the same number, or every one must be "
-                f"shared by the same number of ranks; make one a multiple of the other"
+                f"{name}={units} on tp={size} ranks: either each rank has the same number of them, or each of "
+                f"them is shared by the same number of ranks; make one a multiple of the other"
             )
     if "E" in symbols:
         for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
             if getattr(cfg, name) % experts:
                 raise ValueError(
-                    f"{name}={getattr(cfg, name)} is cut over etp={experts} ranks: make it a multiple of etp, or set "
+                    f"{name}={getattr(cfg, name)} is split over etp={experts} ranks: make it a multiple of etp, or set "
                     "etp=1 for whole experts"
                 )
         if experts == 1 and cfg.capacity_factor is not None:
@@ -76,4 +76,4 @@ def check_shared(cfg: HybridConfig, size: int, experts: int) -> None:
                 f"of tp={size} ranks routes only its own; set etp={size}, or leave the capacity out"
             )
     if -(-cfg.vocab_size // size) * (size - 1) >= cfg.vocab_size:  # parts are rounded up: the last would be empty
-        raise ValueError(f"vocab_size={cfg.vocab_size} is cut over tp={size} ranks: each needs at least one token")
+        raise ValueError(f"vocab_size={cfg.vocab_size} is split over tp={size} ranks: each needs at least one token")

@@ -36,8 +36,8 @@ class TensorRanks:
 
     mesh: DeviceMesh
     experts: str = CUT
-    """`CUT`: each expert is cut over the ranks. `ALIKE`: each rank has all experts, whole. `SPREAD`: each rank has some
-    experts, whole."""
+    """`CUT`: each expert is split over the ranks. `ALIKE`: each rank has all experts, whole. `SPREAD`: each rank has
+    some experts, whole."""
 
     @cached_property
     def group(self) -> dist.ProcessGroup:

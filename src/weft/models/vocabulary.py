@@ -27,11 +27,11 @@ def require_tokens(name: str, tokens: Tensor, vocab_size: int) -> None:
 
 
 def cut_cross_entropy(logits: Tensor, labels: Tensor, first: int, vocab_size: int, group: dist.ProcessGroup) -> Tensor:
-    """Return `weft.models.loss.cross_entropy` of logits whose vocabulary is cut over the ranks of `group`. Collective.
+    """Return `weft.models.loss.cross_entropy` of logits whose vocabulary is split over the ranks of `group`.
 
     `logits`: [..., entries], the logits of this rank's part of the vocabulary, which begins with token number `first`.
     `labels`: [...], equal on all ranks. Every rank returns the same loss. Backward returns the complete gradient of
-    this rank's logits, which needs no sum over the ranks.
+    this rank's logits, which needs no sum over the ranks. Collective.
     """
     check_labels(logits, labels)
     require_tokens("labels", labels.masked_fill(labels == IGNORED_LABEL, 0), vocab_size)

@@ -87,8 +87,8 @@ class Arrival:
     def __init__(
         self, rows: Tensor | Callable[[], Tensor], ticket: Ticket | None = None, source: Tensor | None = None
     ) -> None:
-        """`rows`: the rows, or a function that returns them after `ticket`, the exchange in flight. `source`: the sent
-        tensor."""
+        """`rows`: the rows, or a function that returns them once `ticket`, the exchange in flight, has ended.
+        `source`: the sent tensor."""
         self._rows = rows
         self._ticket = ticket
         self._source = source
@@ -148,7 +148,7 @@ class Dispatcher(Protocol):
     def combine(self, rows: Tensor, handle: Handle) -> Arrival:
         """Start to send rows back to their tokens' ranks; [received, hidden] -> [sent or more, hidden].
 
-        As many rows return as `dispatch` got. Those after the first `handle.sent` are zeros.
+        The result has as many rows as were passed to `dispatch`. Rows after the first `handle.sent` are zeros.
         """
         ...
 
@@ -298,7 +298,7 @@ class AllToAll:
     def _move(
         self, output: Tensor, rows: Tensor, arriving: list[int], leaving: list[int], behind: Any = None
     ) -> Arrival:
-        if not rows.is_contiguous():  # the contiguous copy is made after the event `behind`
+        if not rows.is_contiguous():  # wait for all issued work: the copy is made after the event `behind`
             behind = None
         # The arrival keeps input and output until the compute stream has waited for the lane.
         rows = _planned(rows, leaving)

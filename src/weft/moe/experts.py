@@ -54,13 +54,13 @@ class GroupedExperts(nn.Module):
     recomputes = False
     """Whether backward recomputes `forward`."""
     multiplied_parameters: ClassVar = ("gate_proj", "up_proj", "down_proj")
-    """The parameters that are weights of products, which support quantized weights. The others are biases, which are
-    added."""
+    """The names of the parameters that are weights of matrix products. These products support quantized weights. The
+    other parameters are biases."""
     differs_between_ranks = False
     """Whether other ranks hold other experts of the same layer. `fully_shard` then requires `spread`."""
     fills_slices = True
-    """Whether `reset_parameters` can fill DTensors by their local parts, with the values that a whole tensor would
-    get."""
+    """Whether `reset_parameters` can fill only the local part of a DTensor, with the values that this part has in a
+    whole tensor."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ def leaves_zeros(device: torch.device, dtype: torch.dtype) -> bool:
     rows = torch.ones(side, side, device=device, dtype=dtype)
     offsets = torch.tensor([0, side, side], dtype=torch.int32, device=device)
     dirt = torch.full((len(offsets), side, side), torch.nan, device=device, dtype=dtype)
-    del dirt  # the allocator gives this memory to the product
+    del dirt  # so that the allocator reuses this memory, full of NaN, for the product
     gradients = torch._grouped_mm(rows.t(), rows, offsets)
     return not gradients[0].count_nonzero() + gradients[2].count_nonzero()
 
@@ -225,7 +225,8 @@ def _loop(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     ends = offsets.tolist()
     starts = [0, *ends[:-1]]
     products = [rows[start:end] @ expert for start, end, expert in zip(starts, ends, weight.unbind())]
-    room = rows.new_zeros(len(rows) - ends[-1], weight.shape[-1])  # rows of no expert, as `grouped_mm` returns them too
+    # `grouped_mm` also returns a row for each input row after the last expert's.
+    room = rows.new_zeros(len(rows) - ends[-1], weight.shape[-1])
     return torch.cat([*products, room])
 
 

@@ -57,7 +57,8 @@ class Permutation:
         place = (self.kept.flatten().cumsum(0) - 1).view_as(self.rows)
         index = scattered(len(self.assignments), place, self.rows, self.kept)
         ends = self.kept.sum(1).cumsum(0)
-        # Without the bag of unused rows, embedding_bag would add them to the last token's sum, in fp64 and on CUDA.
+        # Without the last bag, which holds the unused rows, embedding_bag (in fp64 and on CUDA) would add these rows to
+        # the last token's sum.
         return index, torch.cat([ends.new_zeros(1), ends, ends.new_full((1,), len(index))])
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 
 def require(name: str, value: object, fits: bool, rule: str) -> None:
-    """Raise ValueError if `fits` is False. The message has the argument's `name`, its `value`, and the `rule` that the
-    value breaks."""
+    """Raise ValueError if `fits` is False. The message states the argument's `name`, its `value`, and the `rule` that
+    the value breaks."""
     if not fits:
         raise ValueError(f"{name}={value!r}: {name} must be {rule}")
 

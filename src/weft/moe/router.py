@@ -1,6 +1,6 @@
 """The router, which chooses the experts of each token and the weight of each expert.
 
-logits  = W x (+ b)                                 in fp32, even if the model is narrower
+logits  = W x (+ b)                                 in fp32, even if the model's dtype is narrower
 scores  = softmax(logits) or sigmoid(logits)
 choice  = scores (+ bias), in the best groups only  the top k are chosen, without a gradient
 weights = scores of the chosen (/ their sum) * scaling_factor
@@ -143,7 +143,7 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the initial weight, and biases of zero."""
+        """Set the initial weight, and set the biases and `added_loss` to 0."""
         self.source.normal_(self.weight, INITIAL_STD)
         nn.init.zeros_(self.added_loss)
         if self.bias is not None:
@@ -242,7 +242,7 @@ class Router(nn.Module):
         return _best(scores, self.top_k)
 
     def _means(self, logits: Tensor, scores: Tensor, batch: int, seq: int) -> tuple[Tensor | None, Tensor | None]:
-        """Return the mean score of each expert, [batch, num_experts], and the z loss, over this rank's positions."""
+        """Return each expert's mean score, [batch, num_experts], and the z-loss times its coefficient, on this rank."""
         # Sums divided by counts, not means: a rank without tokens has a loss of 0, not NaN.
         mean = squares = None
         if self.aux_loss_coef:

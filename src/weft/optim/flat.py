@@ -131,9 +131,10 @@ class FlatOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         """Update the weights from the gradients of the sharded parameters.
 
-        `closure`: as in `torch.optim`, computes the loss and the gradients. The optimizer was built without
-        parameters that were frozen and either not sharded or kept only in quantized form. Raises ValueError if one of
-        them has a gradient now.
+        `closure`: as in `torch.optim`, computes the loss and the gradients.
+
+        Raises ValueError if a parameter that was left out when the optimizer was built has a gradient now. Left out
+        were frozen parameters that are not sharded or are kept only in quantized form.
         """
         if closure is not None:  # it runs backward
             with torch.enable_grad():

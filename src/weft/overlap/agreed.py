@@ -1,9 +1,9 @@
 """Checks that ranks that communicate in a schedule call the schedule with the same arguments.
 
-    ranks                         must have the same
-    ---------------------------   -----------------------------------------------------------------------
-    the ranks of a pipeline       schedule, options, mode, number of microbatches, all entries of the microbatches
-    the ranks of a set of experts the same, except the entries of microbatches, which differ between the ranks
+    ranks                          must have the same
+    -----------------------------  -------------------------------------------------------------------------------
+    the ranks of a pipeline        schedule, options, mode, number of microbatches, all entries of the microbatches
+    the ranks of a set of experts  schedule, options, mode, number of microbatches
 
 A difference raises an error on every rank that would have waited for another rank. Without the check, messages of
 different sizes would be mixed, or the tokens of one batch would be trained with the labels of another.

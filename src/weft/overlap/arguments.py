@@ -65,8 +65,8 @@ def depths_of(model: Any) -> list[Sequence[StagedLayer]]:
 
 
 def _missing(value: Any, members: Sequence[str]) -> str:
-    """Return the names of the members that `value` lacks. Unlike `isinstance` with a protocol from Python 3.12 on, it
-    finds members that `__getattr__` returns, such as those of an activation checkpoint's wrapper."""
+    """Return the names of the members that `value` lacks. Members that `__getattr__` returns count, such as those of an
+    activation checkpoint's wrapper: `isinstance` with a protocol ignores them from Python 3.12 on."""
     return ", ".join(member for member in members if not hasattr(value, member))
 
 
@@ -153,7 +153,7 @@ _taken: "weakref.WeakKeyDictionary[nn.Module, set[str]]" = weakref.WeakKeyDictio
 
 def checked_scales(loss_scale: Any, count: int) -> list[float]:
     """Return a loss scale for each of `count` microbatches. `loss_scale`: one number for all, or a sequence of `count`
-    numbers. Raises ValueError for another length or a number that is not finite, TypeError if a scale is no number."""
+    numbers. Raises ValueError for another length or an infinite or NaN scale, TypeError if a scale is not a number."""
     several = isinstance(loss_scale, Sequence)
     factors = list(loss_scale) if several else [loss_scale] * count
     if len(factors) != count:

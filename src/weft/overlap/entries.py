@@ -1,4 +1,4 @@
-"""Expands a rank's entries of a schedule's table, such as a forward beside a backward, into steps of layers."""
+"""Expands a rank's entries of a schedule's table, such as a pair of a forward and a backward, into steps of layers."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 

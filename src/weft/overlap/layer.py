@@ -94,7 +94,7 @@ class StagedModel(Protocol):
     of these ranks. It lists the modules whose parameters the first and the last stage share.
 
     An optional attribute `tied_ends` lists the modules that the model uses both before and after its layers. A schedule
-    then refuses hooks on the accumulated gradients of their parameters, unless the model is sharded.
+    refuses post-accumulate-grad hooks on the parameters of these modules, unless the model is sharded.
 
     A model with depths of multi-token prediction follows `StagedPredictor` too, on the rank of the last stage.
     """
@@ -157,7 +157,7 @@ class StagedPredictor(Protocol):
     def total_loss(self, hidden: Sequence[Tensor], labels: Tensor, losses: Sequence[Tensor]) -> Tensor:
         """Return the loss of the microbatch, a scalar. If depths run, this method is called in place of `loss`.
         `hidden`: the results of `final_norm` and of each depth's `leave`. `losses`: the losses of all layers that have
-        one, also of layers in depths. This method adds them to the loss."""
+        one, including layers in depths. This method adds them to the loss."""
         ...
 
 

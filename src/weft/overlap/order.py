@@ -1,8 +1,8 @@
 """The order of a combined forward and backward, as tables.
 
-F is the forward of layer k of a chunk (the layers of one pipeline stage) in one microbatch, B the backward of layer
-n-1-k of a chunk in another. Entries in the right column are issued first and run on the exchange lane under the
-computation to their left.
+F is the forward of layer k of a chunk (the layers of one pipeline stage) in one microbatch. B is the backward of layer
+n-1-k of a chunk of n layers in another microbatch. Entries in the right column are issued first and run on the exchange
+lane under the computation to their left.
 
     compute lane                     exchange lane
     -------------------------------  -------------
@@ -21,11 +21,11 @@ computation to their left.
     F.leave (of a depth)
 
 B.combine is the backward of combine: it sends gradients to the experts. A is the layer whose backward ran just before
-that of B. The delayed weight gradients of A run under B.combine for two reasons. The last backward has no partner, and
-therefore no other work under B.combine. In a pair, they run while the ranks exchange the sizes of F.dispatch, which
-F.attend has sent. On a device with streams, the host queues B.experts before it waits for these sizes, so that the
-device has work during the wait. The exchange lane waits for F.attend only, so B.experts and F.dispatch run at the same
-time.
+that of B. The delayed weight gradients of A run under B.combine for two reasons. First, the last backward has no
+partner, and therefore no other work to run under B.combine. Second, in a pair, they run while the ranks exchange the
+sizes of F.dispatch, which F.attend has sent. On a device with streams, the host queues B.experts before it waits for
+these sizes, so that the device has work during the wait. The exchange lane waits for F.attend only, so B.experts and
+F.dispatch run at the same time.
 
 The layers of prediction depths follow those of the last chunk. A depth has a step "enter" before its first layer and a
 step "leave" after its last. A chunk has one step before its layers and one step after them:
@@ -41,8 +41,8 @@ has separate entries for weight gradients, these compute the weight gradients of
 backward of embed.
 
 A pair may also consist of two forwards or of two backwards. In such a pair, F and S are the first and the second
-microbatch. S runs half a layer behind F, so that one computes while the rows of the other are in flight. A is the layer
-that ran just before: that of F in the steps marked "of F", and otherwise that of S.
+microbatch. S runs half a layer behind F, so that one computes while the rows of the other are in flight. A is the
+previous layer of F in the steps marked "of F", and the previous layer of S in the other steps.
 
     two forwards                    two backwards
     compute lane    exchange lane   compute lane                      exchange lane
@@ -67,7 +67,7 @@ from typing import NamedTuple
 
 FORWARD, BACKWARD = "forward", "backward"
 BEFORE = "before"
-"""In a table of steps: the backward of the layer whose backward ran just before."""
+"""A direction in the tables of steps: the backward of A, the layer whose backward ran just before that of B."""
 COMPUTE, EXCHANGE, STAGE = "compute", "exchange", "stage"
 
 
@@ -169,9 +169,9 @@ BACKWARD_ALONE = tuple(entry for entry in COMBINED if entry[0] != FORWARD)
 
 FIRST, SECOND = "first", "second"
 ABOVE = "first, before"
-"""The layer that the first microbatch ran just before (in backward order)."""
+"""The previous layer of the first microbatch, in backward order."""
 LATE = "second, before"
-"""The layer that the second microbatch ran just before, and whose last steps are still to run."""
+"""The previous layer of the second microbatch, whose last steps are still to run."""
 
 FORWARDS = (
     (FIRST, "enter"),

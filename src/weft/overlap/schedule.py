@@ -156,7 +156,7 @@ def evaluate(
     """Return the loss of each microbatch, without a backward. Gradients are not changed.
 
     For a model in pipeline stages, all ranks of the pipeline call this function with the same microbatches and get all
-    losses. Call `model.eval()` before, to leave out the losses that layers and prediction depths add in training mode.
+    losses. Call `model.eval()` first to leave out the losses that layers and prediction depths add in training mode.
 
     `outputs`: with "last" or "all", return (losses, outputs). The outputs are the results of `model.logits` for all
     microbatches, concatenated along the batch. With "all", every rank of the pipeline gets them. With "last", only the

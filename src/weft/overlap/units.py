@@ -6,8 +6,8 @@ released, and when its gradients are reduced.
     after its last weight gradient of a microbatch    reduce
 
 Units that only the stage `experts` reads are held during that stage only. Units of a prediction depth are held during
-the whole depth. Units outside the layers (embedding, head) are held during the whole schedule. The steps are known
-before they run, so the units that are acquired next are gathered ahead.
+the whole depth. Units outside the layers (embedding, head) are held during the whole schedule. The order of steps is
+known in advance, so units are prefetched: their gathers start before the step that acquires them.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -189,16 +189,17 @@ class ModelUnits:
             self.engine.ready(unit)
 
     def failed(self, what: str, error: BaseException) -> None:
-        """Report to the ranks that wait for this one: the step `what` raised `error`."""
+        """Report to the ranks that wait for this one that the step `what` raised `error`."""
         if self.engine is not None:
             self.engine.note_failure(what, error)
         elif (watch := hang_detector()) is not None:
-            watch.fail(f"left {what} by {type(error).__name__}: {error}")
+            watch.fail(f"raised {type(error).__name__} in {what}: {error}")
 
 
 def _hold(held: Sequence[Unit], mine: Sequence[Around]) -> None:
-    """Note in `mine`, the steps of one microbatch in one direction, that the first acquires `held`, and that the last
-    releases it."""
+    """Let the first step of `mine` acquire the units `held`, and the last one that computes no delayed weight gradients
+    release them. In a backward, reduce their gradients after the last step. `mine`: the steps of one microbatch in one
+    direction."""
     data = [each for each in mine if "." not in each.step.slot]
     backward = mine[0].step.direction == BACKWARD
     holds = [(unit, Hold(f"{data[0].step} to {data[-1].step.slot}", backward=backward)) for unit in held]

@@ -48,7 +48,7 @@ class DelayedWeights(TorchFunctionMode):
                 compute()
         self._queue.clear()  # autograd nodes refer to this list, and its entries to them: break the cycle
 
-    # The interface for CUDA graphs of modules whose products queue here.
+    # The methods below are for CUDA graphs of modules whose weight gradients this mode delays (`weft.graphs`).
 
     def fresh(self) -> "DelayedWeights":
         """Return another instance with an empty queue."""

@@ -85,9 +85,9 @@ class _Chart:
         self._margin = len(f"rank {len(table.ranks) - 1}") + 2
         self._width = max(width - self._margin, 20)
         widest = max(len(self._label((action,))) for row in table.ranks for entry in row for action in entry)
-        for labelled, kinds in ((True, "FBIW"), (False, "FBIW"), (False, "F")):
-            self.labelled = labelled
-            self._set_scale(widest + 1 if labelled else 1, self._shortest(kinds))
+        for labeled, kinds in ((True, "FBIW"), (False, "FBIW"), (False, "F")):
+            self.labeled = labeled
+            self._set_scale(widest + 1 if labeled else 1, self._shortest(kinds))
             if self._bands * (len(table.ranks) + 2) <= MOST_LINES:
                 break
 
@@ -122,7 +122,7 @@ class _Chart:
                 f"... and so on from time {last:g} to {time:g}: only schedules with fewer microbatches are "
                 f"drawn completely\n"
             )
-        if self.labelled:
+        if self.labeled:
             several = table.chunks > 1
             yield Text("F2.1: microbatch 2 through chunk 1" if several else "F2: microbatch 2", style="dim")
         yield self._legend()
@@ -154,7 +154,7 @@ class _Chart:
 
     def _append(self, row: Text, entry: Entry, columns: int) -> None:
         """Append an entry of `columns` columns: its label, dashes, and a blank in the last column if there is room."""
-        if not self.labelled:
+        if not self.labeled:
             row.append(_kind(entry).ljust(columns, "-")[:columns], style=_style(_kind(entry), entry[0].chunk))
             return
         filled, begin = max(columns - 1, 0), len(row)
@@ -178,7 +178,7 @@ class _Chart:
         kinds = {_kind(entry) for entries in self.simulation.table.ranks for entry in entries}
         legend = Text()
         for kind in sorted(kinds, key=list(MEANINGS).index):
-            if kind == "P" and self.labelled:
+            if kind == "P" and self.labeled:
                 legend.append("F", style=_style("F", 0))
                 legend.append("+B", style=_style("B", 0))
             else:

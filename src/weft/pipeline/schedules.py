@@ -1,6 +1,6 @@
 """The published schedules as pure functions of ranks, chunks and microbatches.
 
-    name          chunks   placement    microbatches       rank r of p, from 0
+    name          chunks   placement    microbatches       entries of rank r of p (r counts from 0)
     ------------  -------  -----------  -----------------  -------------------------------------------------------
     gpipe         any (1)  in a loop    any                all forwards, all backwards
     1f1b          1        in a loop    any                p-1-r forwards; F, B, F, B ...; remaining backwards
@@ -10,7 +10,7 @@
     dualpipev     2        in a V       2p or more         forwards; pairs F+B; separate I and W at both ends
     zbv           2        in a V       any                forwards; F, I, W of each chunk in turn; I; W
 
-A number in brackets is the default number of chunks. In each table a chunk runs the microbatches in order, in forward
+The default number of chunks is in parentheses. In each table a chunk runs the microbatches in order, in forward
 and in backward. Gradients are therefore summed as in one process.
 """
 
@@ -65,8 +65,8 @@ def combined(ranks: int, chunks: int, microbatches: int) -> Table:
 
 
 def paired(ranks: int, chunks: int, microbatches: int) -> Table:
-    """Return the table of `combined`, where neighbouring forwards of a chunk at the start and neighbouring backwards of
-    a chunk at the end also form pairs.
+    """Return the table of `combined` with more pairs: two adjacent forwards of a chunk form a pair at the start, and
+    two adjacent backwards at the end.
 
     With one rank and one chunk, `combined` starts with a single forward. This table then starts with a pair of two, and
     keeps the activations of one more microbatch in memory.
@@ -199,7 +199,7 @@ def _paired(row: list[tuple[Action | None, ...]]) -> Iterator[Entry]:
 
 
 def _alike(row: Iterator[Entry]) -> Iterator[Entry]:
-    """Join neighbouring single entries into pairs: two forwards or two backwards of one chunk."""
+    """Join neighboring single entries into pairs: two forwards or two backwards of one chunk."""
     waiting: Entry = ()
     for entry in row:
         if len(waiting) == len(entry) == 1 and waiting[0][::2] == entry[0][::2]:
@@ -259,7 +259,7 @@ def _dualpipev(ranks: int, rank: int, microbatches: int) -> list[Entry]:
         row.weights()
         row.forward(1)
     for number in range(microbatches - 2 * ranks + rank + 1):
-        if number == 0 and behind == 0:  # a pair would make the first backward of all wait for a forward
+        if number == 0 and behind == 0:  # a pair would make the schedule's first backward wait for a forward
             row.forward(0)
             row.backward(1)
         else:

@@ -149,8 +149,8 @@ class _Run:
         return len(spans) - before
 
     def _needs(self, rank: int, entry: Entry) -> Iterator[Arrival]:
-        """Yield the results that `entry` needs from other stages. Those that it needs from its own stage exist:
-        `check_ranks` has run."""
+        """Yield the results that `entry` needs from other stages. Results of its own stage are left out: they
+        exist, because `check_ranks` has verified the order."""
         for kind, microbatch, chunk in entry:
             stage = self.table.stage(rank, chunk)
             if kind == "F" and stage > 0:

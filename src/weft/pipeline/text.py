@@ -1,6 +1,6 @@
 """The text form of a table, for schedules that you write yourself:
 
-    # one live microbatch less than in 1f1b on the first rank
+    # the first rank has one live microbatch fewer than in 1f1b
     table mine: chunks 1, microbatches 2, placement loop
     rank 0: F0.0 B0.0
             F1.0 B1.0

@@ -1,9 +1,10 @@
-"""Dequantizes: payload and scales to values.
+"""Dequantizes: computes values from payload and scales.
 
     code, sign extended   --shift-->   fp32 with the code's bits   --* power of two-->   its value   --* scale-->   y
 
-e4m3    s eeee mmm      bits 26..20, sign in 31     2 ** 120 too small
-e2m1    s ee m ....     bits 24..22, sign in 31     2 ** 126 too small
+format  code            its bits in the fp32         the fp32 value is too small by a factor of
+e4m3    s eeee mmm      bits 26..20, sign in 31      2 ** 120
+e2m1    s ee m ....     bits 24..22, sign in 31      2 ** 126
 
 On CPU, torch converts float8 one element at a time, which takes ten times as long as these integer operations. They run
 in chunks that fit the cache, so that temporary memory does not grow with the weight. On other devices torch's

@@ -1,4 +1,4 @@
-"""Quantizes: values to payload and scales.
+"""Quantizes values: computes their payload and scales.
 
     x  --via-->  x  --/ scale, clamp, round to nearest even-->  payload        y = payload * scale, in fp32
 

@@ -6,8 +6,8 @@
     gradient @ weight     the weight's rows     as gathered   quantized by `beside(recipe, -2)`, unless that is None
     gradient.T @ x        tokens                not used      not quantized: both are in the compute dtype
 
-On CPU both operands are dequantized to fp32 and multiplied. The result is bitwise that of torch's CPU kernel, if torch
-has such a kernel. On CUDA torch's kernel multiplies the payloads.
+On CPU, both operands are dequantized to fp32 and multiplied. The result is bitwise equal to that of torch's CPU kernel,
+if torch has such a kernel. On CUDA, torch's kernel multiplies the payloads.
 """
 
 import dataclasses

@@ -130,8 +130,8 @@ class Quantization:
         return shape[1] * shape[2] if whole else rows * shape[-1]
 
     def check(self, shape: Sequence[int], what: str = "a tensor") -> None:
-        """Raise ValueError if a tensor of this shape cannot be quantized with this recipe. `what`: what the error calls
-        the tensor."""
+        """Raise ValueError if a tensor of this shape cannot be quantized with this recipe. `what`: the name of the
+        tensor in the error."""
         named = f"{self} for {what} of shape {tuple(shape)}"
         if len(shape) > 3 or len(shape) < (1 if self.kind == "tensorwise" else 2):
             raise ValueError(

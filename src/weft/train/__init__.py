@@ -1,4 +1,4 @@
-"""The trainer: trains the model of a TOML file, or your own model and data. Writes checkpoints and a report."""
+"""The trainer: trains the model of a TOML file, or your own model on your data. Writes checkpoints and a report."""
 
 from typing import TYPE_CHECKING
 

@@ -1,8 +1,7 @@
 """Measures the activation memory of a step, on any device.
 
-an operation     the memory that it newly allocates counts from here ...
-                 ... until nothing refers to the memory any more
-end of a step    memory that is still in use (gradients, buffers) is not an activation and does not count
+Memory that an operation allocates counts from then on until nothing refers to it anymore. Memory that is still in use
+at the end of the step, such as gradients and buffers, is not an activation and does not count.
 """
 
 import weakref

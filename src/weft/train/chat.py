@@ -1,9 +1,9 @@
 """Conversations as text: the chat template of a published tokenizer, and the text that the assistant writes.
 
-A template is written in Jinja. It is the file `chat_template.jinja`, or `chat_template` in tokenizer_config.json. The
-assistant writes the text between {% generation %} and {% endgeneration %}. For a template without these tags, a
-conversation is rendered up to each of the assistant's messages: once without the message but with the prompt for it,
-and once with the message. The assistant writes the text that only the second rendering has.
+A template is written in Jinja. It is the file `chat_template.jinja`, or `chat_template` in tokenizer_config.json. Text
+between {% generation %} and {% endgeneration %} counts as written by the assistant. For a template without these tags,
+a conversation is rendered up to each of the assistant's messages: once without the message but with the generation
+prompt, and once with the message. The text that only the second rendering has counts as written by the assistant.
 """
 
 import json
@@ -57,7 +57,7 @@ class ChatTemplate:
             raise ConfigError(f"{name}: is not a chat template ({error}); use an undamaged copy") from error
 
     def render(self, messages: Messages, *, prompt: bool = False) -> str:
-        """Return a conversation as text. With `prompt`, append what precedes an answer of the assistant."""
+        """Return a conversation as text. With `prompt`, append the generation prompt."""
         return self._marked(messages, prompt).replace(BEGIN, "").replace(END, "")
 
     def spans(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:

@@ -56,7 +56,7 @@ def _moves_itself(value: Any) -> bool:
 
 
 def _moved(leaf: Any, device: torch.device) -> Any:
-    if _moves_itself(leaf):  # some methods `to` change their object, which may be used in the next pass again
+    if _moves_itself(leaf):  # some `to` methods modify their object, which a later pass may reuse
         return (leaf if isinstance(leaf, torch.Tensor) else copy.copy(leaf)).to(device)
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         leaf = copy.copy(leaf)

@@ -33,7 +33,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace the content of `path` by `text`, atomically."""
+    """Replace the content of `path` with `text`, atomically."""
     with replacing(path) as stream:
         stream.write(text.encode())
 

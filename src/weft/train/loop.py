@@ -315,7 +315,7 @@ class Trainer:
 
         # One small all-reduce per step carries all values that ranks must agree on; another carries your own numbers.
         mean = losses.double().mean() / self.ranks
-        parts = self.ranks // self.config.sharding.pp  # data-parallel parts: each stage has its own routers and depths
+        parts = self.ranks // self.config.sharding.pp  # ranks per stage: only one stage has a given router or depth
         router_mean = router_losses.double() / (len(microbatches) * parts)
         depth_means = depth_losses.to(mean) / (len(microbatches) * parts)
         marks = self.passes.own_numbers.marks()
@@ -346,7 +346,7 @@ class Trainer:
             f"{self.task.unit}_per_second": count / seconds,
             "step_seconds": seconds,
             "memory_bytes": memory_in_use(self.device),
-            **self.passes.utilisation(seconds),
+            **self.passes.utilization(seconds),
             **own_values,
         }
         return values, stops > 0
@@ -398,8 +398,8 @@ def train(config: TrainConfig, *, resume: str | bool = False) -> Trainer:
     """Train in the default process group, or in this process alone if there is none. Every rank calls this function.
 
     `resume`: True resumes the newest run named `run.name` that has a committed checkpoint. A string is the directory of
-    the run to resume. False starts a new run, but means True if `run.resume` is true. Returns the trainer, whose
-    `model` is trained.
+    the run to resume. False starts a new run, unless `run.resume` is true: then it means True. Returns the
+    trainer, whose `model` is trained.
     """
     if not dist.is_initialized():
         begin_alone()

@@ -198,7 +198,7 @@ def _decay_groups(
         {"params": [p for p in every if p.ndim >= 2], "weight_decay": decay},
         {"params": [p for p in every if p.ndim < 2], "weight_decay": 0.0},
     ]
-    # All pipeline stages have the same groups, even empty ones.
+    # Pipeline stages keep empty groups, so that all stages have the same groups.
     return [group for group in groups if group["params"] or in_stages]
 
 

@@ -73,7 +73,7 @@ class Passes:
             return torch.zeros(self._config.hybrid.parsed.depths)
         return losses
 
-    def utilisation(self, seconds: float) -> dict[str, float]:
+    def utilization(self, seconds: float) -> dict[str, float]:
         """Return {"mfu": the fraction of `train.peak_tflops` that a step of `seconds` reached}, or {} without this
         setting."""
         peak = self._config.train.peak_tflops * 1e12

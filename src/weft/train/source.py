@@ -102,7 +102,7 @@ class Source:
         """Load the weights into `model`, sharded or not. Collective.
 
         The pattern of `model` may group the layers differently from the saved model. Raises ConfigError if `model`
-        would compute another function of the weights than the saved model, even if all shapes fit.
+        would compute a different function of the weights than the saved model, even if all shapes fit.
         """
         if different := hf.differences(model.cfg, self.model_config):
             raise ConfigError(

@@ -38,7 +38,7 @@ def nearest(word: str, known: Iterable[str]) -> list[str]:
 
 
 def _lists(value: Any) -> Iterator[list[Any]]:
-    """Yield lists that may have been meant by a value that is not a list, likely ones first."""
+    """Yield the lists that the user may have meant by `value`, which is not a list. The likeliest comes first."""
     if isinstance(value, str):
         inside = value.strip().removeprefix("[").removesuffix("]")
         with suppress(ValueError):

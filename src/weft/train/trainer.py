@@ -63,8 +63,8 @@ class Trainer(loop.Trainer):
             first step, and "end" after the last. "step", "validation" and "save" come after each step, each validation
             and each save (which may not be committed yet).
         resume: True resumes the newest run named `run.name` that has a checkpoint. A path resumes the run in that
-            directory. "or-start" is like True, but starts a new run if there is no checkpoint. False is like True if
-            the configuration sets `run.resume` to true, and otherwise starts a new run.
+            directory. "or-start" is like True, but starts a new run if there is no checkpoint. False starts a new run,
+            unless the configuration sets `run.resume` to true: then it is like True.
         say: a function that is called with lines of text, on all ranks. Default: print them on rank 0.
 
     Raises ConfigError for an invalid configuration or argument, and CheckpointError or CheckpointMismatch for a

@@ -287,7 +287,7 @@ def test_a_backward_of_an_earlier_forward_runs_after_one_that_failed_and_has_not
 def test_of_nested_forwards_that_fail_the_innermost_is_told_to_other_ranks():
     net = nets.shard(nets.make())
     in_forward(net, nets.data(1, 4)[0])
-    assert start_hang_detector()._last_words().startswith("left the forward of blocks.1 by Oops")
+    assert start_hang_detector()._last_words().startswith("raised Oops in the forward of blocks.1")
 
 
 class Tries(nn.Module):

@@ -13,17 +13,18 @@ SECOND_ROUND = 500
 
 ALONE_BYTES = 1 << 18
 """A tensor of a bundle with at least this many bytes for each rank is sent in a separate message, at the same time as
-the bundle's. To copy it into the bundle's message would take longer."""
+the bundle's. Copying it into the bundle's message would take longer."""
 
-_SUMMED_AT_ONCE = 1 << 16  # elements of a sum in fp32
+_SUMMED_AT_ONCE = 1 << 16  # the number of elements that `sum_into` converts and sums at a time
 
 
 class Gloo:
     """The `weft.comm.transport.Transport` of gloo. Tensors are in CPU memory."""
 
-    # Round numbers for processes on one host. A message between idle processes takes 0.3 to 0.5 ms. While every core
-    # computes, gloo's thread waits for a core, and a pass with 1 MB units is fastest with messages of 4 to 8 MB.
-    # Between hosts latency and bandwidth are those of the network, and their product is smaller.
+    # Round numbers for processes on one machine. Their product, 4 MB, is the size below which messages are bundled. A
+    # message between idle processes takes only 0.3 to 0.5 ms. But while every core computes, gloo's thread waits for a
+    # core, and a pass with 1 MB units is fastest with messages of 4 to 8 MB. Between machines, latency and bandwidth
+    # are those of the network, and their product is smaller.
     capabilities = Capabilities(tags=True, helpers=True, bundles=True, latency=2e-3, bandwidth=2e9)
 
     def all_gather(self, full: Tensor, source: Tensor, group: ProcessGroup, tag: int) -> Pending:

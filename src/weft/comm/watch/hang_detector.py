@@ -10,9 +10,9 @@ decides which ranks are stuck, even after exceptions and exits. For stuck ranks:
 A published state may be old if the detector's thread got no CPU time. Therefore a rank that finds others stuck asks all
 ranks to publish again, and counts only these answers. A rank whose state is then unchanged has waited all the time.
 
-Without long waits the detector costs two assignments per wait, and a check every tenth of a second. A rank that has
-joined a collective of other ranks will probably join more, one for each unit that it skips. All ranks then check more
-often.
+Without long waits, the detector costs a few assignments and a lock per wait, and a check every tenth of a second. After
+a rank has joined a collective of other ranks, all ranks check more often, because that rank will probably join one more
+for each unit that it skips.
 """
 
 import atexit
@@ -144,8 +144,8 @@ class HangDetector:
         self._failed = ""
 
     def fail(self, what: str) -> None:
-        """Publish `what`, the exception that ended a pass of this rank: immediately, so that ranks whose waits fail
-        because this process exits can find the reason. Further calls do nothing until `begin_pass`."""
+        """Publish `what`, the exception that ended a pass of this rank. This happens immediately, so that ranks whose
+        waits fail because this process exits can find the reason. Further calls do nothing until `begin_pass`."""
         if self._failed:
             return
         self._failed = what

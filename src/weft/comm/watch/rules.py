@@ -8,12 +8,13 @@
     waits for one that all have begun      the same              when data arrives      never: it is in progress
     waits in a collective outside of weft  the place             when others join, but  every rank of the world is stuck
                                                                    it is unknown which
-    left a pass by an exception, and has   the exception         perhaps: code may      nothing has changed for
-      done nothing of weft since                                   catch it               `ABANDONED_S`
+    had an exception in a pass, and has    the exception         perhaps: code may      nothing has changed for
+      run nothing in weft since                                    catch it               `ABANDONED_S`
     has exited                             that, and why         never                  immediately
 
-An exception on one rank alone is no error on other ranks. It appears in the error of a rank that waits for a collective
-that the failed rank never began. A rank that has caught an exception and waits again, or computes, is like any other.
+An exception on one rank does not raise an error on other ranks by itself. It appears in the error of a rank that waits
+for a collective that the failed rank never began. A rank that has caught an exception, and then waits or computes, is
+treated like any other.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Allocates and initialises modules that were built on the meta device, one unit at a time: the full weights of a unit
+"""Allocates and initializes modules that were built on the meta device, one unit at a time: the full weights of a unit
 exist only while `fully_shard` shards it.
 
 Each module with parameters or buffers on the meta device gets memory, and `reset_parameters()` fills it. Children
@@ -6,7 +6,7 @@ precede parents, as in constructors. Units that are sharded in the order of the 
 same random numbers as on a real device. All ranks take rank 0's values, even if their random generators differ.
 
 Tensors on a real device, such as weights that were loaded with `assign=True`, keep their values: `reset_parameters()`
-sees copies of them. New memory holds a recognisable pattern (`weft.memory.blank`), so memory that is left unfilled
+sees copies of them. New memory holds a recognizable pattern (`weft.memory.blank`), so memory that is left unfilled
 raises an error.
 
 Parameters of modules without `reset_parameters()` are sharded unfilled, and their buffers stay on the meta device. The
@@ -40,7 +40,7 @@ def materialize(
     device: torch.device,
     groups: Iterable[dist.ProcessGroup],
 ) -> dict[nn.Parameter, Any]:
-    """Replace meta tensors of those `modules` that have `reset_parameters()` by tensors on `device`, which this method
+    """Replace meta tensors of those `modules` that have `reset_parameters()` by tensors on `device`, which that method
     fills. All ranks take rank 0's values. `modules`: each with the prefix of its parameters' names. `slots`: parameters
     with the places where they are registered. `groups`: the process groups of the mesh axes. Returns a dict from
     replaced to filled parameters. Raises ValueError if `reset_parameters()` leaves a tensor unfilled."""
@@ -188,7 +188,7 @@ def _check_filled(filled: torch.Tensor, module: nn.Module, name: str, called: st
     """Raise ValueError if attribute `name` of `module` was not filled; `called`: its name in the unit."""
     if has_blank(local_of(filled).detach()):
         raise ValueError(
-            f"{called!r} is not initialised: it was built on the meta device, and the reset_parameters() of "
+            f"{called!r} is not initialized: it was built on the meta device, and the reset_parameters() of "
             f"{type(module).__name__} left part of its {name!r} unwritten; fill all of it there, or load it, or build "
             f"it on a real device"
         )

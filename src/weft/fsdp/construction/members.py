@@ -175,28 +175,28 @@ def _refuse_sparse(owners: dict[nn.Module, str], found: dict[nn.Parameter, Slot]
 
 
 def _refuse_shared_memory(owners: dict[nn.Module, str], found: dict[nn.Parameter, Slot]) -> None:
-    """Raise ValueError for a trainable parameter in whose memory another parameter or a buffer lies: the shards are
-    copies, so the other tensor would keep its first values."""
+    """Raise ValueError for a trainable parameter that shares memory with another parameter or a buffer: the shards are
+    copies, so the other tensor would keep its initial values."""
     places = [(_span(p), f"parameter {slot.name!r}", p.requires_grad) for p, slot in found.items()]
     for module, prefix in owners.items():
         buffers = module._buffers.items()
         places += [(_span(b), f"buffer {prefix + name!r}", False) for name, b in buffers if b is not None]
     known = sorted((*span, name, trains) for span, name, trains in places if span is not None)
-    farthest: dict[tuple[str, bool], tuple[int, str]] = {}  # by device and whether it trains, the tensor that ends last
+    farthest: dict[tuple[str, bool], tuple[int, str]] = {}  # by (device, trains): the tensor that ends last
     for device, start, end, name, trains in known:
-        for kind in {True, not trains}:  # a frozen one may share memory with frozen ones
+        for kind in {True, not trains}:  # frozen tensors may share memory with each other
             other_end, other = farthest.get((device, kind), (0, ""))
             if start < other_end:
                 raise ValueError(
                     f"{other} shares memory with {name}, and one of them is trained: sharding copies the parameter, so "
-                    "the other would keep its first values. Register one nn.Parameter in both places, or clone() the "
+                    "the other would keep its initial values. Register one nn.Parameter in both places, or clone() the "
                     "other tensor, or compute it from the parameter in forward"
                 )
         farthest[device, trains] = max(farthest.get((device, trains), (0, "")), (end, name))
 
 
 def _span(tensor: torch.Tensor) -> tuple[str, int, int] | None:
-    """Return the device and the addresses between which `tensor` lies; None if it has gaps, in which others may lie."""
+    """Return the device, the start and the end address of `tensor`; None if it has gaps, where others may lie."""
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta or not tensor.numel():
         return None
     if tensor.layout is not torch.strided:

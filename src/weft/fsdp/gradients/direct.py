@@ -1,4 +1,5 @@
-"""Gradients that modules write into the buffer that is reduced, or that `whole` sums over tensor-parallel ranks first.
+"""Gradients that modules write directly into the buffer that is reduced, and gradients that `whole` first sums over
+tensor-parallel ranks.
 
 A custom backward may write its product to a given tensor (`torch.addmm(out=)`, a fused kernel). This avoids a copy of
 the gradient and, with a wider `reduce_dtype`, rounding to the compute dtype. The backward calls `weight_gradient`, and
@@ -38,7 +39,7 @@ PART_CLASS = "_weft_part_class"  # the attribute of a DTensor with the class of 
 
 
 originals: MutableMapping[Any, "weakref.ref[nn.Parameter]"] = WeakTensorKeyDictionary()
-"""The parameters for which other leaves stand in while a graph is captured, by these leaves."""
+"""Maps the leaves that stand in for parameters during a graph capture to these parameters."""
 substitutes: dict[str, Callable[..., Any]] = {}
 """Functions to call during a graph capture: `answer` in place of `weight_gradient`, `enter` in place of `whole`."""
 
@@ -59,7 +60,7 @@ def substituting(**functions: Callable[..., Any]) -> Iterator[None]:
 def weight_gradient(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
     """Return the buffer to which a custom backward writes the gradient of `parameter`, and whether to add to it.
 
-    If the second value is False, overwrite the whole buffer, which is uninitialised; otherwise add to it. The buffer
+    If the second value is False, overwrite the whole buffer, which is uninitialized; otherwise add to it. The buffer
     has the parameter's shape. Its dtype is `main_grads_dtype` if gradients of several backwards accumulate before they
     are reduced, or if `reduce_dtype` has a smaller range than the computation's dtype; otherwise `reduce_dtype`. Call
     this once before each write. You may call it until the reduction of the unit's gradients starts, usually at the end

@@ -52,7 +52,7 @@ TRANSITIONS = {  # caused by: what happens
     (Where.ON_THE_WAY, "wait"): Where.SUMMED,  # the same, if the outer axis waits for the last microbatch
     (Where.REDUCED, "publish"): Where.NOWHERE,  # the end of a backward: `main` becomes `.grad`; the user owns it
 }
-"""All transitions except `discard`: after an exception, it leads from any state to `NOWHERE`."""
+"""All transitions except that of `discard`, which leads from any state to `NOWHERE` after an exception."""
 
 
 class GroupGradients:

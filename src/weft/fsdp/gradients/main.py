@@ -55,7 +55,8 @@ class MainGradients:
     def _exclusive(self, kept: Sequence[ShardedParameter], *, renewed: bool) -> FlatBuffer:
         """Return the buffer, in new memory if other code holds published tensors that are no longer `.grad`. If any
         parameters are `kept`, their gradients stay, and those of the others become zeros. `renewed`: another backward
-        will overwrite the buffer, so other code's views of all gradients must keep the old memory too."""
+        will overwrite the buffer. Then, unless all are `kept`, the buffer also gets new
+        memory if other code has views of published gradients."""
         old = self.buffer
         stays = set(kept)  # usually all or none
         dropped = [each for each in self._parameters if each not in stays] if kept else self._parameters
@@ -128,7 +129,8 @@ class MainGradients:
         return self.buffer
 
     def publish(self) -> None:
-        """Set `.grad` of parameters with a new gradient or one that `claim` took; run hooks of those with a new one."""
+        """Set `.grad` of parameters that have a new gradient, or whose gradient `claim` took. Then run the hooks of
+        parameters that have a new gradient."""
         if self.download is not None:
             self.download.finish()
         self._is_claimed = False

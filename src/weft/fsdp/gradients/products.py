@@ -150,9 +150,10 @@ def _compute(parameter: Any, kind: Any, gradient: Tensor, x: Tensor, beside: Ten
 
 
 def _operand(weight: Tensor, *, backward: bool) -> tuple[Tensor, Any, Quantization]:
-    """Return payload, scales and recipe of a full weight, for a product of forward or of `backward`. If these need
-    different copies of the weight and the wrong copy is in memory, as when a module is recomputed inside its unit's
-    backward, gathers the other copy. Raises WeightsGone if the memory of the weight was freed."""
+    """Return payload, scales and recipe of a full weight, for a product in forward or in `backward`. If forward and
+    backward use different copies of the weight, and the wrong one is in memory, gather the other one. This happens,
+    for example, when a module is recomputed inside its unit's backward. Raises WeightsGone if the memory
+    of the weight was freed."""
     codes = weight.detach()
     record = record_of(parameter_of(weight))
     assert record is not None, "a quantized weight outlived its model"

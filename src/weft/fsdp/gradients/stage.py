@@ -63,7 +63,7 @@ class GradientStage:
         recipe = self._plan.recipe
         return StageFacts(
             accumulating=self._numel * recipe.main_grad.itemsize,
-            travelling=self._numel * recipe.reduce.itemsize,
+            traveling=self._numel * recipe.reduce.itemsize,
             inbox=self._inbox.nbytes,
             shared=recipe.main_grad == recipe.reduce,
         )

@@ -1,8 +1,10 @@
 """Buckets: adjacent small units whose weights are gathered in one message.
 
-    unit            0     1     2     3     4        large units, and units with other ranks or dtypes, have separate
-    bytes          small small small large small     messages; a bucket has at most `bucket_bytes`
-    bucket         |---- A ----|           -
+    unit            0     1     2     3     4
+    bytes          small small small large small
+    bucket         |------ A ------|   -     -       -  gathered in a separate message
+
+A bucket has at most `bucket_bytes`. Large units, and units with other ranks or dtypes, have separate messages.
 
     use of                      gathers
     --------------------------  -----------------------------------------------------------------------------------
@@ -105,7 +107,8 @@ class Bucket:
 def bundle_bytes(units: Sequence[Unit]) -> int:
     """Return the default maximum size of a bucket in bytes: one to four times the transport's `latency * bandwidth`.
 
-    A message of `latency * bandwidth` bytes spends half of its time on latency, one of four times that size a fifth.
+    A message of `latency * bandwidth` bytes spends half of its time on latency. A message of four times that size
+    spends a fifth.
     Within this range, the size is an eighth of the model, because nothing overlaps with a pass's first message.
     """
     transports = [transport_of(group.groups[-1], group.device) for unit in units for group in unit.groups]

@@ -40,7 +40,8 @@ class Freshness:
         self._made: list[Unit] = []
 
     def begin_pass(self, units: Sequence[Unit], inside: Sequence[Unit], groups: Sequence[dist.ProcessGroup]) -> None:
-        """Begin a pass. Agree over process `groups` whether any of `units` need updates. Put `inside` into `ahead`."""
+        """Begin a pass. Agree over process `groups` whether any of `units` need updates. `inside`: the units that the
+        pass may run; they are added to `ahead`."""
         following = [group for unit in units for group in unit.groups if group.refreshes]
         if not following:
             return

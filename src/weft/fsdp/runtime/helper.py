@@ -1,6 +1,6 @@
 """Lets a rank join gathers that other ranks wait for, although this rank does not need the weights.
 
-From the first pass on, the hang detector watches all waits, and calls these joins.
+From the first pass on, the hang detector watches all waits. It calls the functions that join these gathers.
 """
 
 import functools
@@ -23,7 +23,8 @@ Part = Callable[[], Ticket]
 
 
 class Steps:
-    """Counts this rank's optimizer steps, recognized by writes to main weights after the last backward before each.
+    """Counts this rank's optimizer steps. A step is recognized by writes to main weights after the last
+    backward before it.
 
         rank 0   ... the last backward ends | step | forward: waits for the shard of rank 1
         rank 1   ... the last backward still waits for other ranks, or rank 1 clips gradients
@@ -116,7 +117,7 @@ class GatherHelper:
     def failed(self, what: str, error: BaseException) -> None:
         """Publish, for ranks that wait for this one, that `what` (such as the forward of a unit) raised `error`."""
         if self._watched_by is not None:
-            self._watched_by.fail(f"left {what} by {type(error).__name__}: {error}")
+            self._watched_by.fail(f"raised {type(error).__name__} in {what}: {error}")
 
     def collect(self) -> None:
         """Wait for the gathers that this rank has joined."""

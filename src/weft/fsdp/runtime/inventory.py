@@ -6,8 +6,9 @@ object identities with those of the last walk, without a Python call per module,
 
 If the user forgot to call `fully_shard` on the whole model, parameters of modules around the root are in no unit. weft
 does not see these modules. Therefore the graph of each root's first backward is inspected before it runs
-(`look_around`): such parameters raise, except those whose gradient the user handles, with hooks, `ignored_params`, DDP
-or FSDP. Parameters of other modules, such as a loss, only cause a warning: the user may reduce their gradients.
+(`look_around`). weft raises an error for such parameters, except those whose gradient the user handles, with hooks,
+`ignored_params`, DDP or FSDP. Parameters of other modules, such as a loss, only cause a warning: the user may reduce
+their gradients.
 """
 
 import gc

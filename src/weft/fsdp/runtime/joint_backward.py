@@ -45,8 +45,8 @@ class JointBackward:
 
 
 def finish_backwards() -> None:
-    """After a backward, reduce gradients in models of which it has run no hook: it may have reached their parameters
-    through tensors that no forward returned, without gathered weights."""
+    """After a backward, reduce the gradients of models whose hooks it did not run. It may have reached their parameters
+    through tensors that no forward returned, without gathering weights."""
     if not in_backward():
         waiting = [model for model in list(_models) if model._began > model._settled]  # a pass since its last backward
         for model in sorted(waiting, key=lambda model: model.place):  # in the same order on all ranks

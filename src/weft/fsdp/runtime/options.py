@@ -86,7 +86,8 @@ class RuntimeOptions:
 
     def joined(self, given: "RuntimeOptions", now: "RuntimeOptions") -> "RuntimeOptions":
         """Return these options, those of a new root, with the changes that method calls have made to an inner model's
-        options, from `given` to `now`. A changed `max_live_reduce_buffers` applies only if it exceeds the root's."""
+        options. `given`: its options before the changes. `now`: after them. A changed `max_live_reduce_buffers` applies
+        only if it exceeds the root's."""
         buffers, separate = self.max_live_reduce_buffers, self.separate_all_gather_group
         if now.max_live_reduce_buffers != given.max_live_reduce_buffers:
             buffers = max(buffers, now.max_live_reduce_buffers)

@@ -70,7 +70,7 @@ class Runtime(Shared):
         self._enter()
         trains = self._consensus.ask(self._helper, self.graphs)
         self._begin_units()
-        self._consensus.take(trains)  # after the units have seen what their user froze
+        self._consensus.take(trains)  # after the units have applied the user's changes of `requires_grad`
         within = f"{outermost.name}." if outermost.number else ""
         inside = [unit for unit in self.units if unit is outermost or unit.name.startswith(within)]
         self._freshness.begin_pass(self.units, inside, self.process_groups)
@@ -274,7 +274,8 @@ class Runtime(Shared):
     # --- failure ------------------------------------------------------------------------------------------------------
 
     def note_failure(self, what: str, error: BaseException) -> None:
-        """Remember that `what` raised `error`. The error is published only if it ends the pass: it may be caught."""
+        """Remember that `what` raised `error`. Report it to other ranks only if it ends the pass: a caller
+        may catch it."""
         if self._failure is None or self._failure[0] is not error:
             self._failure = (error, what)
 
@@ -292,7 +293,7 @@ class Runtime(Shared):
         self._keeps_gradients = evaluates
         self.passes.fail()
         if left in (Pass.BACKWARD, Pass.SCHEDULE) and not evaluates:
-            self._drop_gradients()  # some units, on some ranks, have added theirs already, and others have not
+            self._drop_gradients()  # on some ranks, some units have already added new gradients, others have not
         for unit in self.units:
             unit.drop_holders()
 

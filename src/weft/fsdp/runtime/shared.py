@@ -109,8 +109,9 @@ class Shared:
                     self._agreement.note(unit.number, "all-gather", group.full.local.nbytes)
 
     def _before_renewal(self, unit: Unit) -> None:
-        """Agree on the maxima of written weights, and note the gather, which a rank starts for writes of its own."""
-        agree_on_maxima(group for group in unit.groups if group.is_stale)  # the others keep their codes
+        """Agree on the maxima of weights that were written, and log the gather, so that the ranks can compare it: each
+        rank starts one if it has written to the weights itself."""
+        agree_on_maxima(group for group in unit.groups if group.is_stale)  # other groups keep their quantized values
         if self.passes.current is not Pass.EVALUATION:
             self._agreement.note(unit.number, "renewed all-gather", unit.gathered_bytes)
 

@@ -49,7 +49,7 @@ def _equalize_over(group: ParameterGroup, slices: dist.ProcessGroup) -> None:
         torch.autograd.graph.increment_version(group.main_weight.local)  # so that a kept payload counts as outdated
         return
     for each in group.parameters:
-        if each.slices is None:  # unequal slices of others make its cuts differ from rank to rank
+        if each.slices is None:  # its cuts may differ between ranks, as other parameters' slices are unequal
             whole = each.sharded.full_tensor().detach()  # type: ignore[attr-defined]
             collectives.broadcast(whole, slices)
             with torch.no_grad():
@@ -87,6 +87,6 @@ def _check_filled(group: ParameterGroup) -> None:
         raise ValueError(
             f"{group.plan.unit()} is used before its parameters {', '.join(map(repr, names))} have values: they were "
             "on the meta device when they were sharded, in modules without reset_parameters(). Call "
-            "model.to_empty(device=...) and the model's own initialisation, such as init_weights(), or load a "
+            "model.to_empty(device=...) and the model's own initialization, such as init_weights(), or load a "
             "state dict, before the first pass"
         )

@@ -1,8 +1,8 @@
 """Load and save models as directories of Hugging Face files.
 
-Each family of models has a file here with a table of tensor names and a table of configuration fields. Nothing is
-ignored silently. A field that changes the result and has no counterpart in weft raises an error that names the field. A
-tensor that is missing or unused raises an error that names the tensor.
+Each family of models has a file here with a table of tensor names and a table of configuration fields. Nothing
+that affects the result is ignored silently. A field that changes the result and has no counterpart in weft raises an
+error that names the field. A tensor that is missing or unused raises an error that names the tensor.
 """
 
 from weft.models.hf import directory

@@ -25,9 +25,9 @@ def convert(
 ) -> str:
     """Convert Hugging Face files to weft's own format, or back. Return a line that says what was written.
 
-    The format of the directory `source` determines the direction. Weights stay bit-exact, and no tensor is in memory as
-    a whole. `target`: a new or empty directory. Raises `ConversionError`, before anything is written, if the conversion
-    is not possible.
+    The format of the directory `source` determines the direction. Weights stay bit-exact. Tensors are
+    copied one after another, so the whole model is never in memory. `target`: a new or empty directory. Raises
+    `ConversionError`, before anything is written, if the conversion is not possible.
 
     `ignored`: unknown fields of config.json to ignore, when you convert Hugging Face files. `model_type`: the family to
     write, when you convert back. Default: the family from which the model was converted or, if it was not converted,

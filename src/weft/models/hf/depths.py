@@ -29,7 +29,7 @@ class Depths:
       from 0. On disk, the main model has `trunk` layers, and each depth has `length` layers.
     - `around`: maps weft's names of a depth's modules outside of its layers to their names on disk. In a name on disk,
       {first} and {last} stand for the prefixes of the depth's first and last layer.
-    - `copies`: the modules of the main model of which each depth stores a copy, each with the copy's name on disk.
+    - `copies`: maps each module of the main model that every depth stores again to the name of that copy on disk.
     - `most`: the maximum number of depths. None: no limit.
     - `counted`: the field of config.json with the number of depths.
     """
@@ -89,7 +89,7 @@ def single(symbols: str, counted: str = "num_nextn_predict_layers") -> Depths:
 
 
 def layer_by_layer(symbols: Callable[[dict[str, Any]], str]) -> Depths:
-    """Return the `Depths` for layers that are numbered consecutively through all depths. On disk, a depth's first layer
+    """Return the `Depths` for layers that are numbered consecutively across all depths. On disk, a depth's first layer
     also has the projection and the norms of the projection's inputs. The last layer also has the final norm."""
     return Depths(
         symbols=symbols,

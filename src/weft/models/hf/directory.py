@@ -93,7 +93,7 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, "pt")
     except (SafetensorError, OSError, ValueError) as error:
-        reason = "it is not there" if not path.exists() else " ".join(str(error).split())
+        reason = "the file does not exist" if not path.exists() else " ".join(str(error).split())
         raise ConversionError(f"{path} is not a safetensors file ({reason}): use an undamaged copy") from error
 
 
@@ -106,7 +106,7 @@ def make_directory(path: Path) -> None:
 
 
 def names_in(directory: Path) -> frozenset[str]:
-    """Return the names of the tensors in a directory: an empty set if it has only a configuration."""
+    """Return the names of the tensors in a directory, or an empty set if it has only a configuration."""
     there = any((directory / name).exists() for name in (INDEX, WEIGHTS))
     return frozenset(TensorFiles(directory)) if there else frozenset()
 
@@ -203,8 +203,8 @@ class _File:
         path.write_bytes(b"")
 
     def takes(self, size: int, dtype: torch.dtype, most: int) -> bool:
-        """Return whether a further tensor of `size` bytes fits into the file: all tensors have at most `most` bytes
-        together, the header has room, and the new tensor is aligned. safetensors allows no gaps to align it."""
+        """Return whether another tensor of `size` bytes fits into the file: all tensors together then take at
+        most `most` bytes, the header has room, and the tensor is aligned. safetensors allows no gaps to align it."""
         aligned = self.end % dtype.itemsize == 0
         return aligned and self.end + size <= most and self._header_bytes < self.HEADER_BYTES - 2000
 

@@ -34,7 +34,7 @@ def read(raw: Raw) -> Raw:
     into = raw.get("attention_in_multiplier", 1.0), raw.get("ssm_in_multiplier", 1.0)
     for name, bias, multiplier in zip(("attention", "ssm"), ("attention_bias", "mamba_proj_bias"), into):
         if raw.get(bias) and multiplier != 1:
-            raise ConversionError(f"{bias}=True with {name}_in_multiplier={multiplier}: weft supports only 1")
+            raise ConversionError(f"{name}_in_multiplier={multiplier}: weft supports only 1 with {bias}=True")
     normed, first = raw.get("mamba_rms_norm", False), raw.get("mamba_norm_before_gate", True)
     limits: Any = raw.get("time_step_limit") or (0.0, math.inf)
     head = raw.get("head_dim") or hidden // raw.get("num_attention_heads", 32)

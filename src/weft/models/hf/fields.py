@@ -106,7 +106,7 @@ LISTS = frozenset(
 )
 TABLES = frozenset(("rope_parameters", "rope_scaling", "quantization_config", "text_config", "linear_attn_config"))
 TEXTS = frozenset(("hybrid_override_pattern", "mtp_hybrid_override_pattern", "position_embedding_type"))
-"""Of the fields that families read without a table, the names of those that must be strings. All may be null."""
+"""The fields that families read without a table and that must be strings. All may be null."""
 
 
 def check_values(raw: Raw, fields: Mapping[str, tuple[str, Any]]) -> None:

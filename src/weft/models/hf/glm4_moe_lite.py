@@ -19,8 +19,8 @@ def read(raw: Raw) -> Raw:
         )
     if raw.get("first_k_dense_replace", dense) != dense:
         raise ConversionError(
-            f"first_k_dense_replace={raw['first_k_dense_replace']}: transformers has {dense} dense layers, from "
-            f"mlp_layer_types or its default; use the same number for both"
+            f"first_k_dense_replace={raw['first_k_dense_replace']}: transformers takes the number of dense "
+            f"layers, {dense}, from mlp_layer_types or its default; use the same number for both"
         )
     wide = {"qk_nope_head_dim": 192, "moe_intermediate_size": 1536, **raw}
     return deepseek_v3.read({**wide, "num_hidden_layers": layers, "first_k_dense_replace": dense})

@@ -28,7 +28,7 @@ def read(raw: Raw) -> Raw:
     if blocks is None and raw.get("hybrid_override_pattern") is None:
         raise ConversionError("nemotron_h: config.json has neither layers_block_type nor hybrid_override_pattern")
     if unknown := set(blocks or ()) - set(SYMBOLS):
-        raise ConversionError(f"layers_block_type: unknown layer {', '.join(sorted(unknown))} in weft")
+        raise ConversionError(f"layers_block_type: weft has no layer {', '.join(sorted(unknown))}")
     width = raw.get("head_dim", 128)
     if raw.get("attention_head_dim") not in (None, width):
         raise ConversionError(

@@ -1,6 +1,6 @@
 """OLMo 2 (arXiv:2501.00656) and 3, and OLMoE (arXiv:2409.02060): norms over all queries and over all keys.
 
-OLMo 2 and 3 do not normalise a layer's input. They normalise its output before it is added to the residual stream.
+OLMo 2 and 3 do not normalize a layer's input. They normalize its output before it is added to the residual stream.
 """
 
 import dataclasses

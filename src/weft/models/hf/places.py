@@ -103,7 +103,7 @@ class PerExpert:
         outputs, inputs = files[self.names[0]].get_shape()
         for name in self.names:
             if (other := files[name].get_shape()) != [outputs, inputs]:
-                raise ConversionError(f"{name} has the shape {other}, but {self.names[0]} {[outputs, inputs]}")
+                raise ConversionError(f"{name} has the shape {other}, but {self.names[0]} has {[outputs, inputs]}")
         return [self.experts, inputs, outputs]
 
     def fused(self, gated: bool) -> "Turned | Half":
@@ -138,7 +138,7 @@ class Rows:
     """The rows of several tensors on disk, in the order `order`.
 
     `sizes`: maps the name of each tensor on disk to its number of rows. `order`: for each row of weft's tensor, its
-    index among the rows on disk, which are counted through all tensors in the order of `sizes`.
+    index among the rows on disk, which are numbered consecutively across all tensors in the order of `sizes`.
     """
 
     sizes: Mapping[str, int]

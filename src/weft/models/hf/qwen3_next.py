@@ -1,4 +1,4 @@
-"""Qwen3-Next: gated delta nets and gated attention, experts and a gated shared expert, zero-centred norms."""
+"""Qwen3-Next: gated delta nets and gated attention, experts and a gated shared expert, zero-centered norms."""
 
 import torch
 
@@ -13,7 +13,7 @@ from weft.models.hf.qwen3 import ends, written_ends
 MIXERS = {"linear_attention": "G", "full_attention": "*"}
 NAMES = {symbol: name for name, symbol in MIXERS.items()}
 OF_IMAGES = ("mrope_section", "mrope_interleaved")
-"""Fields that assign pairs of the rotation to the axes of images. For text all axes are equal."""
+"""Fields that assign rotated pairs to the position axes of images. A text token has the same position on all axes."""
 
 
 def in_proj(prefix: str, cfg: HybridConfig) -> Rows:

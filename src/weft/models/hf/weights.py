@@ -28,7 +28,7 @@ def load(model: HybridModel, directory: str | Path, *, ignored: Collection[str] 
     """Fill the weights of `model`, sharded or not, from a directory. Each rank reads only its shard.
 
     Weights keep the dtype that they have in `model`. The other files (config.json, tokenizer, generation settings) are
-    kept as `model.origin`. `ignored`: unknown fields of config.json that are no error.
+    kept as `model.origin`. `ignored`: unknown fields of config.json to ignore.
 
     Raises `ConversionError`, before any weight is filled, if the directory holds a model of another configuration, if
     it lacks a tensor of the model, or if it has an unknown tensor, a tensor of another shape, or a weight that is not
@@ -61,13 +61,13 @@ def save(model: HybridModel, directory: str | Path, model_type: str | None = Non
     one, the weights that the text model does not use. If the configuration is also still the original one, config.json
     is the original, except for the dtype. Otherwise it is a new one.
 
-    Raises `ConversionError` if no family that `model_type` allows can represent the model, if the model is cut over
+    Raises `ConversionError` if no family that `model_type` allows can represent the model, if the model is split over
     several pipeline ranks, if the directory cannot be created, or if it already contains a model: old files could be
     mistaken for new ones.
     """
     if model.cut is not None and model.cut.ranks > 1:
         raise ConversionError(
-            f"this rank has stages of a model that is cut over pp={model.cut.ranks} ranks, but a directory holds the "
+            f"this rank has stages of a model that is split over pp={model.cut.ranks} ranks, but a directory holds the "
             f"whole model: save a checkpoint, load it with pp=1, and save that model"
         )
     directory, origin = Path(directory), model.origin

@@ -25,7 +25,7 @@ class AnyAttention(Trunk):
     """The fields of all kinds of attention."""
 
     num_attention_heads: int = size(4)
-    """The number of query heads of `*`, or of all heads of `+`."""
+    """The number of query heads of `*`, and the number of heads of `+`."""
     attention_bias: str = choice("none", ("none", "qkv", "all"))
     """Which projections of attention have a bias: "none", "qkv" or "all". In `+`, "all" means the projections to
     the latents and the output projection."""
@@ -75,19 +75,19 @@ class Attention(AnyAttention, kind=KIND):
     sliding_window: int | None = optional_size()
     """Number of positions that a query of `*` attends to, including its own; None: all positions up to its own."""
     windowed: tuple[int, ...] | None = any_value(None)
-    """Indices of the layers `*` that have a sliding window. Only layers `*` are counted, from 0, and from 0 again in
-    each prediction depth; None: all layers `*`, and the attention of `P`."""
+    """Indices of the layers `*` that have a sliding window. The index counts only layers `*`, from 0, and restarts at 0
+    in each prediction depth; None: all layers `*`, and the attention of `P`."""
     attention_sinks: bool = switch(False)
-    """Whether each head of `*` has an attention sink: a learned logit in the softmax to which no value belongs."""
+    """Whether each head of `*` has an attention sink: a learned extra logit in the softmax that has no value."""
     partial_rotary_factor: float = declared(
         1.0, lambda factor: is_number(factor) and 0 < factor <= 1, "more than 0 and at most 1"
     )
-    """Fraction of the elements of each head of `*` that is rotated: the first ones."""
+    """Fraction of each head of `*` that is rotated. The first elements of the head are the rotated ones."""
     rope_local_theta: float | None = optional_positive()
-    """`rope_theta` for the layers `*` with a sliding window, to which `rope_scaling` then does not apply; None: these
-    layers rotate as the other layers do."""
+    """`rope_theta` for the layers `*` with a sliding window. If set, `rope_scaling` does not apply to these layers;
+    None: these layers rotate as the other layers do."""
     unrotated: tuple[int, ...] = any_value(())
-    """Indices of the layers `*` without rotation. Only layers `*` are counted, from 0, and from 0 again in each
+    """Indices of the layers `*` without rotation. The index counts only layers `*`, from 0, and restarts at 0 in each
     prediction depth."""
 
     context_attention: str = choice("gather", ("gather", "heads"), result=False)

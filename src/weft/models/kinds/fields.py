@@ -35,7 +35,7 @@ def is_number(value: Any) -> bool:
 
 
 def any_value(default: Any) -> Any:
-    """Declare a field that any value fits. The method `check` of its class may still reject a value."""
+    """Declare a field that accepts any value. The method `check` of its class may still reject a value."""
     return declared(default, lambda value: True, "")
 
 
@@ -90,14 +90,14 @@ def numbers(count: int) -> Any:
 
 
 def check_values(configuration: Any) -> None:
-    """Raise `ValueError` for the first field whose value breaks the field's rule. The message has value and rule."""
+    """Raise `ValueError` for the first field whose value breaks the field's rule. The message states both."""
     for field in dataclasses.fields(configuration):
         rule: Rule = field.metadata["rule"]
         require(configuration, field.name, rule.fits(getattr(configuration, field.name)), rule.text)
 
 
 def require(configuration: Any, name: str, fits: bool, rule: str) -> None:
-    """Raise `ValueError` unless `fits`. The message has the value of field `name`, and says that it must be `rule`."""
+    """Raise `ValueError` unless `fits`. The message states the value of field `name`, and that it must be `rule`."""
     if not fits:
         raise ValueError(f"{name}={getattr(configuration, name)!r}: {name} must be {rule}")
 

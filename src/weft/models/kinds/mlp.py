@@ -12,8 +12,8 @@ class AnyMLP(Trunk):
     """The fields of all MLPs, including experts."""
 
     hidden_act: str = choice("silu", ACTS)
-    """Activation of all MLPs: "silu" (SwiGLU), "clamped_swiglu" (SwiGLU with clamped inputs), "gelu_tanh" (GEGLU, GELU
-    by its tanh formula), or "relu2" (squared ReLU, without a gate)."""
+    """Activation of all MLPs: "silu" (SwiGLU), "clamped_swiglu" (SwiGLU with clamped inputs), "gelu_tanh" (GEGLU
+    with the tanh approximation of GELU), or "relu2" (squared ReLU, without a gate)."""
     swiglu_limit: float = positive(7.0)
     """Bound to which "clamped_swiglu" clamps its two inputs, the gate and the up projection."""
     swiglu_alpha: float = positive(1.702)

@@ -27,9 +27,9 @@ class Kind(NamedTuple):
     title: str
     """The name in text and tables."""
     key: str
-    """The name of its module, and so its key in a checkpoint."""
+    """The name of its module, which is also its key in a checkpoint."""
     layer: str
-    """The class that implements it: "module:Class", a module of `weft.models.layers`."""
+    """The class that implements it, as "module:Class", where the module is in `weft.models.layers`."""
 
 
 KINDS_OF: dict[type, Kind] = {}
@@ -52,12 +52,13 @@ class Trunk:
     hidden_size: int = size(128)
     """Width of the residual stream."""
     rms_norm_eps: float = positive(1e-5)
-    """Epsilon of RMS norms, added to the mean square before its square root is taken."""
+    """Epsilon of RMS norms, added to the mean square before the square root. Norms of the latents of `+` always use
+    1e-6."""
     zero_centered_norm: bool = switch(False)
     """Whether norms, also of queries and keys, multiply by 1 + weight instead of by the weight. Gated norms (of `M`,
     `P`, `G`, `K`) and norms of the latents of `+` always multiply by the weight."""
     norm_order: str = choice("pre", ("pre", "post", "both"))
-    """What is normalised in each layer: its input ("pre"), its output ("post"), or "both"."""
+    """What is normalized in each layer: its input ("pre"), its output ("post"), or "both"."""
     pad_token_id: int | None = any_value(None)
     """Token whose embedding gets no gradient; None: all embeddings get gradients."""
     tie_word_embeddings: bool = switch(False)

@@ -58,7 +58,7 @@ class Attention(Block):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise the sinks, if this layer has them. Parameters of submodules are unchanged."""
+        """Initialize the sinks, if this layer has them. Parameters of submodules are unchanged."""
         if self.sinks is not None:
             (self.source / "sinks").normal_(self.sinks, INITIAL_STD)
 
@@ -68,7 +68,8 @@ class Attention(Block):
         self.heads //= ranks.size
         self.key_value_heads = max(1, self.key_value_heads // ranks.size)
         if self.norm_of == "full":
-            for norm in (self.q_norm, self.k_norm):  # if ranks share key heads, each counts equally often
+            # If ranks share key heads, the mean over all ranks is still right: each head is on equally many ranks.
+            for norm in (self.q_norm, self.k_norm):
                 assert norm is not None
                 norm.mean_over_ranks = partial(ranks.mean, first=0, count=ranks.size)
 
@@ -158,8 +159,8 @@ def attention_over(
 ) -> Tensor:
     """Compute attention of the queries in this rank's slices to the keys and values in the same rows.
 
-    `before`: None if `k_BTHC` and `v_BTHC` have whole rows. Otherwise they are the results of `Slices.haloing`, which
-    have this rank's slices and the `before` positions in front of each. `how`: keyword arguments of
+    `before`: None if `k_BTHC` and `v_BTHC` have whole rows. Otherwise these two tensors come from `Slices.haloing`:
+    they have this rank's slices, each after the `before` positions that precede it. `how`: keyword arguments of
     `causal_attention`. Returns [B, S, H, C], with the C of `v_BTHC`.
     """
     q_NHC, k_NHC, v_NHC = (each.flatten(0, 1) for each in (q_BSHC, k_BTHC, v_BTHC))
@@ -303,8 +304,8 @@ def _attend(
     scale: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Compute attention with a mask of visible positions (bool), or of numbers that are added to scores. None: a causal
-    mask.
+    """Compute attention. `mask`: which positions are visible (bool), or numbers that are added to the scores. None: the
+    causal mask.
 
     With sinks, the first column of the mask is that of the sinks.
     """
@@ -326,8 +327,8 @@ def _attend(
 
 
 def _step(q_B1HC: Tensor, k_BTHC: Tensor, v_BTHC: Tensor, scale: float | None) -> Tensor:
-    """Compute attention of one position to all keys, without a mask. Queries that share a key are rows of one
-    product."""
+    """Compute attention of one position to all keys, without a mask. Queries that share a key head are rows
+    of one matrix product."""
     shared = q_B1HC[:, 0].unflatten(1, (k_BTHC.shape[2], -1))
     o_BGRC = F.scaled_dot_product_attention(shared, k_BTHC.transpose(1, 2), v_BTHC.transpose(1, 2), scale=scale)
     return o_BGRC.flatten(1, 2).unsqueeze(1)

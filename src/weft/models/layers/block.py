@@ -57,7 +57,7 @@ class Embedding(nn.Embedding):
         super().__init__(vocab_size, hidden_size, padding_idx=padding_idx)
 
     def reset_parameters(self) -> None:
-        """Initialise the weight with a normal distribution."""
+        """Initialize the weight with a normal distribution."""
         self.source.normal_(self.weight, INITIAL_STD)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ class Block(nn.Module):
         self.multiplier = cfg.residual_multiplier
 
     def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
-        """Return the layer's output [B, S, D] for the normalised input, before `post_norm` and the residual sum.
+        """Return the layer's output [B, S, D] for the normalized input, before `post_norm` and the residual sum.
 
         `state`: if given, the state after earlier positions. `x_BSD` are then the positions that follow, and the call
         adds them to the state. With `documents`, no position depends on another document.

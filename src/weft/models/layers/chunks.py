@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 NOTHING = -1
-"""The document number of a recurrent state that no document continues from."""
+"""The document number of a recurrent state that no position precedes (see `entering`)."""
 
 
 def chunks(tensor: Tensor, length: int) -> Tensor:

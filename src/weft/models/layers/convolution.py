@@ -29,7 +29,7 @@ class CausalConvolution(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise the weight uniformly, within the bounds of torch.nn.Conv1d, and the bias with zeros."""
+        """Initialize the weight uniformly, within the bounds of torch.nn.Conv1d, and the bias with zeros."""
         bound = self.weight.shape[-1] ** -0.5
         self.source.uniform_(self.weight, -bound, bound)
         if self.bias is not None:

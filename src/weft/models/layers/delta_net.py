@@ -74,7 +74,7 @@ class GatedDeltaNet(Block):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise exp(A_log) uniformly between 0.01 and 16, and dt_bias with 1."""
+        """Initialize exp(A_log) uniformly between 0.01 and 16, and dt_bias with 1."""
         for parameter in (self.A_log, self.dt_bias):
             keep_dtype(parameter)
         (self.source / "A_log").uniform_(self.A_log, 0.01, 16.0)
@@ -191,7 +191,7 @@ def delta_chunked(
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     u, w = solved.split((width, solved.shape[-1] - width), dim=-1)
 
-    # From chunk to chunk.
+    # The state is carried from chunk to chunk.
     to_end = (to_end_BHRKLD * k_BH1KLC).mT.unbind(3)
     fades = across_BHRKD1.unbind(3)
     S = S.unflatten(1, (heads, -1))
@@ -211,7 +211,7 @@ def delta_chunked(
             T = fade * T - k_L @ (w_L @ T)
         others = slices.carrying(torch.matmul, T, S)
 
-    # The output of a chunk: a term of the state before it, and one of its own positions.
+    # The output of a chunk has two terms: one from the state before the chunk, one from the chunk's own positions.
     q_BH1KLC = q_BHKLC.unsqueeze(2)
     scores_BHRKLL = _products(q_BH1KLC, k_BH1KLC, decay_BHRKDLL)
     states_BHRKCC, written_BHRKLC = torch.stack(states, dim=3), torch.stack(written, dim=3)
@@ -225,9 +225,9 @@ def delta_chunked(
 
 
 def _products(rows: Tensor, columns: Tensor, decay: Tensor) -> Tensor:
-    """Return the decayed dot products of `rows` and `columns` [..., L, C], [..., L, L].
+    """Return the decayed dot products, [..., L, L], of the vectors in `rows` and `columns`, [..., L, C] each.
 
-    `decay`: from one position to another, [..., D, L, L].
+    `decay`: the decay from one position to another, [..., D, L, L].
     """
     if decay.shape[-3] == 1:
         return (rows @ columns.mT) * decay.squeeze(-3)

@@ -1,12 +1,13 @@
 """Selects fast kernels of other packages, if they are installed and usable.
 
-    layer   name        function                                              usable
-    M       mamba_ssm   ops.triton.ssd_combined.mamba_chunk_scan_combined     CUDA
-    G       fla         ops.gated_delta_rule.chunk_gated_delta_rule           CUDA, in half precision, with heads of
-                                                                              keys up to 256 wide
+    layer   name        function                                              usable on
+    M, P    mamba_ssm   ops.triton.ssd_combined.mamba_chunk_scan_combined     CUDA
+    G       fla         ops.gated_delta_rule.chunk_gated_delta_rule           CUDA, in half precision, with key heads
+                                                                              up to 256 wide
 
 "auto" uses a kernel if it is usable. Otherwise it uses torch's operations and logs the reason once. If you select a
-kernel by name and it is not usable, `KernelError` is raised. The kernels round differently from the chunked forms in
+kernel by name and it is not usable, `KernelError` is raised. No kernel is usable with context parallelism; "auto" then
+uses torch's operations without a log line. The kernels round differently from the chunked forms in
 torch.
 """
 

@@ -61,7 +61,7 @@ class KimiDelta(Block):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise exp(A_log) uniformly between 1 and 16, and dt_bias so that softplus(dt_bias) is log-uniform
+        """Initialize exp(A_log) uniformly between 1 and 16, and dt_bias so that softplus(dt_bias) is log-uniform
         between the two numbers of `STEPS`."""
         for parameter in (self.A_log, self.dt_bias):
             keep_dtype(parameter)

@@ -32,7 +32,7 @@ LATENT_NORM_EPS = 1e-6
 class LatentAttention(Block):
     """Multi-head latent attention.
 
-    For decoding, it caches the normalised latents [B, T, kv_lora_rank], and the rotated keys that all heads share,
+    For decoding, it caches the normalized latents [B, T, kv_lora_rank], and the rotated keys that all heads share,
     [B, T, 1, qk_rope_head_dim]. If `q_lora_rank` is None, one projection computes the queries. Otherwise two
     projections with a norm between them compute the queries.
     """
@@ -94,7 +94,7 @@ class LatentAttention(Block):
         return torch.cat((q_BSHC, q_rope_BSHC), dim=-1)
 
     def _latents(self, x_BSD: Tensor, where: Where) -> tuple[Tensor, Tensor]:
-        """Return the normalised latents and the rotated shared keys."""
+        """Return the normalized latents and the rotated shared keys."""
         latent_BSC, k_rope_BSC = self.kv_a_proj(x_BSD).split(self.latent_widths, dim=-1)
         k_rope_BS1C = k_rope_BSC.unsqueeze(2)
         if self.rotary is not None:

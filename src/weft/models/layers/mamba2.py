@@ -71,9 +71,9 @@ class Mamba2(Block):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise A = -exp(A_log) with -1, -2, ..., -H for the H heads. Initialise D with 1.
+        """Initialize A = -exp(A_log) with -1, -2, ..., -H for the H heads. Initialize D with 1.
 
-        Initialise dt_bias so that the time step softplus(dt_bias) is log-uniform from `time_step_min` to
+        Initialize dt_bias so that the time step softplus(dt_bias) is log-uniform from `time_step_min` to
         `time_step_max`, but at least `time_step_floor`.
         """
         for parameter in (self.A_log, self.D, self.dt_bias):
@@ -194,7 +194,7 @@ def ssd_chunked(
     decay_BKHL = summed((dt * A).transpose(2, 3), numbers_BK1L)
     total_BKH = decay_BKHL[..., -1]
 
-    # Each chunk's term of the state, and the state before each chunk: the decays between chunks are one matrix.
+    # What each chunk adds to the state, then the state before each chunk. One matrix has the decays between all chunks.
     to_end_BKHL, from_start_BKHL = total_BKH[..., None] - decay_BKHL, decay_BKHL
     if numbers_BK1L is not None and states_BK is not None:  # masked before exp, as in `between`
         to_end_BKHL = to_end_BKHL.where(numbers_BK1L == states_BK[:, 1:, None, None], -math.inf)
@@ -219,7 +219,7 @@ def ssd_chunked(
     before_BKGRPN = states_BHKPN[:, :, :-1].transpose(1, 2).unflatten(2, (groups, -1))
     last_BHPN = states_BHKPN[:, :, -1]
 
-    # The term of the state before a chunk in the output of its positions.
+    # What the state before a chunk adds to the output at the chunk's positions.
     from_start_BKGRL1 = from_start_BKHL.exp().unflatten(2, (groups, -1)).unsqueeze(-1)
     y_BKGRLP = y_BKGRLP + (C_BKGLN.unsqueeze(3) @ before_BKGRPN.mT) * from_start_BKGRL1
     y_BSHP = y_BKGRLP.flatten(2, 3).transpose(2, 3).flatten(1, 2)

@@ -60,7 +60,7 @@ class MLP(FeedForward):
         return recomputed(super().forward, x) if inside else super().forward(x)
 
     def run_experts(self, rows: Tensor, handle: None) -> Tensor:
-        """Run the MLP on `rows`, the normalised hidden states [B, S, D]. With tensor parallelism, gather the hidden
+        """Run the MLP on `rows`, the normalized hidden states [B, S, D]. With tensor parallelism, gather the hidden
         states of all positions first, and reduce-scatter the output."""
         around = self.recomputes and self.ranks is not None  # then backward gathers positions again too
         return recomputed(self._run, rows) if around else self._run(rows)

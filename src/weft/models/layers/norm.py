@@ -28,15 +28,16 @@ class RMSNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the initial weight, with which the factor is 1."""
+        """Set the weight so that the norm multiplies by 1: to zeros if `zero_centered`, otherwise to ones."""
         nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return `x` normalised and scaled, in its dtype."""
+        """Return `x` normalized and scaled, in its dtype."""
         weight = part(self, "weight")
         if not self.zero_centered and self.mean_over_ranks is None:
             return F.rms_norm(x, weight.shape, weight, self.eps)
-        wide = torch.promote_types(x.dtype, torch.float32)  # 1 + w in a half precision would lose w
+        # Rounded to half precision, 1 + w would lose most digits of a small w.
+        wide = torch.promote_types(x.dtype, torch.float32)
         factor = 1 + weight.to(wide) if self.zero_centered else weight.to(wide)
         if self.mean_over_ranks is None:
             return F.rms_norm(x.to(wide), weight.shape, factor, self.eps).to(x.dtype)

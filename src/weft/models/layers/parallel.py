@@ -1,4 +1,4 @@
-"""Attention and Mamba-2 side by side (Falcon-H1, arXiv:2507.22448): both read the same normalised input.
+"""Attention and Mamba-2 side by side (Falcon-H1, arXiv:2507.22448): both read the same normalized input.
 
 y = a attention(norm(x)) + m mamba(norm(x))      with two fixed multipliers a and m
 """
@@ -38,7 +38,7 @@ class Parallel(Block):
 
     def mix(self, x_BSD: Tensor, state: State | None, documents: Borders | None = None) -> Tensor:
         """Return the weighted sum of the outputs of attention and Mamba-2, [B, S, D] (see `Block.mix`)."""
-        # Attention runs first: it assumes that a state with any entry has the keys.
+        # Attention must run before Mamba-2: it assumes that a state that is not empty contains the keys.
         # A view for each, so that gradients are summed in the same order with and without graphs.
         attended, scanned = (part.mix(x_BSD.view_as(x_BSD), state, documents) for part in (self.attention, self.mamba))
         of_attention, of_mamba = self.multipliers

@@ -6,10 +6,11 @@ elements i and i + width / 2, or with `interleave` 2i and 2i + 1. `scaling` chan
 
     none      f
     linear    f / factor
-    llama3    f / factor for long waves, f for short ones, interpolated in between (Llama 3.1, arXiv:2407.21783)
-    yarn      like llama3, but by the number of turns in the first context; cos and sin grow a little (arXiv:2309.00071)
-    dynamic   f of a larger theta, which grows with a sequence that is longer than the first context
-    longrope  f / s_i, with other s for sequences longer than the first context; cos and sin grow (arXiv:2402.13753)
+    llama3    f / factor for long wavelengths, f for short ones, interpolated in between (Llama 3.1, arXiv:2407.21783)
+    yarn      like llama3, but interpolated linearly in i; cos and sin are scaled too (arXiv:2309.00071)
+    dynamic   f with a larger theta, which grows with the sequence once it exceeds the first context
+    longrope  f / s_i, with a second list s for sequences longer than the first context; cos and sin are scaled too
+              (arXiv:2402.13753)
 """
 
 import math
@@ -33,7 +34,7 @@ class RotaryEmbedding(nn.Module):
     """Rotates the first `width` elements of each head, and leaves the others unchanged.
 
     - `scaling`: a dict like `HybridConfig.rope_scaling`. Its "rope_type" is a name in the table at the top of this
-      file, and its other keys are the numbers for this type. None: no scaling.
+      file, and its other entries are the parameters of this type. None: no scaling.
     - `interleave`: whether a pair has the elements 2i and 2i + 1, not i and i + width / 2.
     - The attribute `local`: the `RotaryEmbedding` of layers with a window, or None if these layers use this one.
 

@@ -2,7 +2,7 @@
 
 what differs                what it means
 --------------------------  -------------------------------------------------------------------------------------
-names, initial weights      a stage has layers under wrong names, or a rank holds another part than its placement says
+names, initial weights      a stage has layers under wrong names, or a rank's part does not match its placement
 losses                      the forward pass is wrong
 gradients                   not reduced over an axis: the sum or mean over its ranks is right
                             counted too often: wrong by a factor, which is the size of an axis
@@ -236,7 +236,7 @@ def _clipped(alone: Alone, seen: Sequence[Seen]) -> list[str]:
     )
 
 
-# --- small things -----------------------------------------------------------------------------------------------------
+# --- helpers ----------------------------------------------------------------------------------------------------------
 
 
 def _same(one: Tensor, other: Tensor, close: float = CLOSE) -> bool:

@@ -84,7 +84,7 @@ def check(config: TrainConfig, ranks: int, *, sizes_are_small: bool = False) -> 
     return Checked(ranks, _sizes(config, ranks), len(alone.gradients), unseen, tuple(found))
 
 
-# --- what is run ------------------------------------------------------------------------------------------------------
+# --- model and microbatches -------------------------------------------------------------------------------------------
 
 
 def _microbatches(config: TrainConfig, ranks: int) -> int:
@@ -93,7 +93,7 @@ def _microbatches(config: TrainConfig, ranks: int) -> int:
 
 
 def _microbatch(config: TrainConfig, number: int) -> dict[str, Any]:
-    """Return a microbatch of random tokens, some without a label. If the configuration packs documents whole, the
+    """Return a microbatch of random tokens, some without a label. If the configuration keeps documents separate, the
     microbatch has random documents."""
     generator = torch.Generator().manual_seed(number)
     shape = (2, config.train.microbatch_size, config.data.sequence_length)
@@ -197,8 +197,8 @@ def _whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _mark(parameter: Tensor) -> str:
-    """Return text that says, for each axis of a parameter's mesh, whether the parameter is cut over the ranks of the
-    axis."""
+    """Return text that says, for each axis of a parameter's mesh, whether the parameter is sharded over the ranks of
+    the axis."""
     if not isinstance(parameter, DTensor):
         return "the same on all ranks"
     names = parameter.device_mesh.mesh_dim_names or tuple(f"axis {n}" for n in range(parameter.device_mesh.ndim))

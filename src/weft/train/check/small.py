@@ -1,11 +1,12 @@
 """Shrinks a configuration: the same kinds of layers, mesh axes and options with smaller sizes.
 
-a size that an axis cuts          few heads, groups, experts or columns per rank; the number of heads per group changes
-                                  only if fewer groups do not fit
+in the configuration              in the small copy
+sizes split over an axis          few heads, groups, experts or columns per rank; the number of heads per group changes
+                                  only if no smaller number of groups fits
 layers                            one of each kind in each segment
 more than `_FEW` ranks            at most 2 replicas, shards and expert-parallel ranks, if that fits
 precision                         fp64
-router losses                     none under context parallelism, where each loss is a mean over slices of a row
+router losses                     with context parallelism, none: each rank would average over its slices of a row
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ _WIDTHS = {
     "kda_head_dim": (4,),
     "moe_latent_size": (12,),
     "sliding_window": (5,),
-    "num_experts_per_tok": (2,),  # with one, whose score is scaled to 1, a router has no gradient
+    "num_experts_per_tok": (2,),  # with 1, scores are scaled to 1: no gradient for the router
     "vocab_size": (61, 97),
 }
 """Sizes that no axis needs to divide, each with the smaller values to try."""

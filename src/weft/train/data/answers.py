@@ -12,9 +12,9 @@ WITHOUT = -101
 _AT_ONCE = 4096
 
 
-def marked(tokens: np.ndarray, labelled: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Return `tokens` as files store them: `vocab_size` is added to each token that is no label (`labelled` False)."""
-    return np.where(labelled, tokens, tokens + vocab_size).astype(np.min_scalar_type(2 * vocab_size - 1))
+def marked(tokens: np.ndarray, labeled: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Return `tokens` as files store them: `vocab_size` is added to tokens that are not labels (`labeled` False)."""
+    return np.where(labeled, tokens, tokens + vocab_size).astype(np.min_scalar_type(2 * vocab_size - 1))
 
 
 class Answered:
@@ -53,7 +53,7 @@ class Answered:
 
 
 def split(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Split rows of length + 1 places into tokens and labels, both int64 `[rows, length]`. The label of a place is
-    the token in the next place, or -100 if that place is empty or its token is marked as no label."""
+    """Split rows of length + 1 positions into tokens and labels, both int64 `[rows, length]`. The label of a position
+    is the token at the next position, or -100 if that position is padding or its token is marked as not a label."""
     tokens = np.where(rows <= WITHOUT, WITHOUT - rows, np.maximum(rows, 0))
     return np.ascontiguousarray(tokens[:, :-1]), np.maximum(rows[:, 1:], WITHOUT + 1)

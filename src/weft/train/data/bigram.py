@@ -7,8 +7,8 @@ import numpy as np
 
 _CHUNK = 1 << 22
 _DENSE = 1 << 24
-"""If up to this number of pairs are possible, each is counted in an array; otherwise the pairs of the text are
-sorted."""
+"""If at most this many different pairs are possible, an array has a count for each of them. Otherwise the pairs of the
+text are sorted and counted."""
 
 STRENGTHS = (0.1, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0)
 """The weights of the unigram frequencies from which `Bigram.fit` chooses."""

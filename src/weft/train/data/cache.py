@@ -67,7 +67,7 @@ def open_cache(
     folder: Path, key: str, progress: Callable[[float], None] = lambda done: None
 ) -> tuple[Part, Part, dict[str, Any]] | None:
     """Return the training part, the validation part and the content of KEY.json. Return None if a file is missing or
-    cut off.
+    truncated.
 
     Reads all tokens once, and compares their fingerprints with those in KEY.json. Every few seconds, calls `progress`
     with the fraction of the tokens that has been read. Raises TokensDamaged if a fingerprint differs.
@@ -112,10 +112,10 @@ def build(
     separator: str,
     progress: Callable[[float], None],
 ) -> None:
-    """Tokenise documents, write the cache files of `key` under temporary names, and move them into place.
+    """Tokenize documents, write the cache files of `key` under temporary names, and move them into place.
 
     `separator`: text whose tokens follow each document; "" for none. Several processes may do this at once, because
-    all write the same bytes. Every few seconds, calls `progress` with the fraction of the text that has been tokenised.
+    all write the same bytes. Every few seconds, calls `progress` with the fraction of the text that has been tokenized.
     """
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     between = tokenizer.encode(separator.encode()).astype(dtype, copy=False).tobytes() if separator else b""

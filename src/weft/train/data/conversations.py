@@ -1,4 +1,4 @@
-"""Tokenises conversations with the chat template of a tokenizer."""
+"""Tokenizes conversations with the chat template of a tokenizer."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ FILES = ("chat_template.jinja", "tokenizer_config.json")
 
 
 class ConversationTokenizer:
-    """Tokenises conversations with a tokenizer.json and the chat template in its folder. Raises ConfigError if there is
+    """Tokenizes conversations with a tokenizer.json and the chat template in its folder. Raises ConfigError if there is
     no template.
 
     Tokens that the assistant does not write are marked (see `weft.train.data.answers`), so they are not labels.
@@ -39,14 +39,14 @@ class ConversationTokenizer:
 
     def encode(self, text: bytes) -> np.ndarray:
         """Return the tokens of a conversation as `marked` returns them. `text`: its list of messages as JSON."""
-        tokens, labelled = self.labelled(json.loads(text))
-        return marked(tokens, labelled, self.tokens)
+        tokens, labeled = self.labeled(json.loads(text))
+        return marked(tokens, labeled, self.tokens)
 
     def prompt(self, text: str) -> np.ndarray:
         """Return the tokens of a prompt: the special tokens that begin a text, then the tokens of `text`."""
         return self.tokenizer.prompt(text)
 
-    def labelled(self, messages: Messages) -> tuple[np.ndarray, np.ndarray]:
+    def labeled(self, messages: Messages) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of a conversation, and a boolean array that is True for tokens that the assistant
         writes."""
         text, spans = self.template.spans(messages)

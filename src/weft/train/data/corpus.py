@@ -79,12 +79,14 @@ def load_corpus(
     runs: str | None = None,
     paths: Sequence[str] | None = None,
 ) -> Corpus:
-    """Tokenise the text that `data` names or, if an earlier call has done so, map its cache files. If `data.kind` is
+    """Tokenize the text that `data` names or, if an earlier call has done so, map its cache files. If `data.kind` is
     "tokens", your token files are used as they are.
 
-    Several processes may call this function at the same time with the same cache. The validation text is that of
-    `data.validation_paths`. If these are empty, it is the share `data.validation_fraction` of the documents (for
-    large text files, of their lines; for token files, the end of each file), the same for every seed.
+    Several processes may call this function at the same time with the same cache.
+
+    The validation text is that of `data.validation_paths`. If these are empty, the fraction `data.validation_fraction`
+    of the documents is held out. Large text files are divided by lines, and the end of each token file is held out. The
+    choice does not depend on the seed.
 
     - `say`: a function that is called with each line to print.
     - `runs`: the folder of all runs. Files in it, and in the cache folder, are not part of the text.
@@ -106,9 +108,9 @@ def load_corpus(
         tokenizer: Tokenizer = load_tokenizer(data.tokenizer)
         if data.kind == "messages":
             tokenizer = ConversationTokenizer(data.tokenizer)
-        train, validation, counts = _tokenised(data, text, tokenizer, 0.0 if apart else data.validation_fraction, say)
+        train, validation, counts = _tokenized(data, text, tokenizer, 0.0 if apart else data.validation_fraction, say)
         if apart:
-            _, validation, counts = _tokenised(data, apart, tokenizer, 1.0, say)
+            _, validation, counts = _tokenized(data, apart, tokenizer, 1.0, say)
         bytes_per_token: float | None = counts["validation_bytes"] / max(1, len(validation.tokens))
         if isinstance(tokenizer, ConversationTokenizer):
             train, validation = (replace(part, conversations=tokenizer.tokens) for part in (train, validation))
@@ -134,7 +136,7 @@ def _text(data: DataConfig, setting: str, paths: Sequence[str], written: Sequenc
     return Text(setting, name, find_files(data, setting, paths, written))
 
 
-def _tokenised(
+def _tokenized(
     data: DataConfig, text: Text, tokenizer: Tokenizer, fraction: float, say: Say
 ) -> tuple[Part, Part, dict[str, int]]:
     if not sum(size for _, size, _ in text.files):
@@ -165,7 +167,7 @@ def _build(
             documents(data, text.setting, text.files, fraction),
             tokenizer,
             data.separator,
-            lambda done: say(f"tokenising {text.name}: {done:.0%}"),
+            lambda done: say(f"tokenizing {text.name}: {done:.0%}"),
         )
     except OSError as error:
         raise ConfigError(

@@ -38,7 +38,7 @@ def _feistel(values: np.ndarray, keys: np.ndarray, half_bits: int) -> np.ndarray
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """Apply the finaliser of SplitMix64 (Steele, Lea and Flood 2014): every input bit affects every output bit."""
+    """Apply the finalizer of SplitMix64 (Steele, Lea and Flood 2014): every input bit affects every output bit."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

@@ -16,11 +16,11 @@ class Sequences(Protocol):
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
         """Return the tokens of the sequences `indices`, int64 `[len(indices), length + 1]`. The last token of a row is
-        only a label. -100 marks empty places."""
+        only a label. -100 marks padding."""
         ...
 
     def documents(self, indices: np.ndarray) -> np.ndarray:
-        """Return the document number of each place in `rows(indices)`. -1 marks empty places."""
+        """Return the document number of each position in `rows(indices)`. -1 marks padding."""
         ...
 
     def labels(self, indices: np.ndarray) -> np.ndarray:

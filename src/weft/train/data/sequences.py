@@ -3,7 +3,8 @@
 "stream"    | a a a a b | b b c c c | c d d ...     documents follow each other and are cut anywhere
 "whole"     | a a a a . | b b b . . | c c c c . |   a sequence holds as many whole documents as fit
 
-Documents that are packed whole are separate: no document attends to another or predicts the first token of the next.
+Documents that are packed whole are separate, unless `train.cross_documents` is set: no document attends to another or
+predicts the first token of the next.
 """
 
 from collections.abc import Sequence

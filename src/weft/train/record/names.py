@@ -1,4 +1,4 @@
-"""The names of a run's numbers: names of the loop, and names that your loss may return."""
+"""Names of logged numbers. The training loop reserves some of them, and your loss may use all others."""
 
 _OF_LOOP = frozenset(
     (

@@ -85,8 +85,8 @@ def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any
 
 
 def _as_many_heads(query: Any, *others: Any) -> list[tuple[int, ...]]:
-    """Return the shapes of `others`, [B, heads, S, C], with the heads of `query`. torch 2.11 does not count fewer heads
-    of keys and values than of queries."""
+    """Return the shapes of `others`, [B, heads, S, C], with the number of heads of `query`. The FLOP formulas of torch
+    2.11 do not support fewer heads of keys and values than of queries."""
     return [(each.shape[0], query.shape[1], *each.shape[2:]) for each in others]
 
 
@@ -96,4 +96,4 @@ _ATTENTION: dict[Any, Any] = {
     for kernel in _KERNELS
     for direction, count in (("", _attention), ("_backward", _attention_backward))
 }
-"""FLOP counts of attention. torch does not count that on CPU and, in torch 2.11, with fewer heads of keys on CUDA."""
+"""FLOP counts of attention. torch has none for CPU kernels, and those of torch 2.11 for CUDA do not support GQA."""

@@ -49,7 +49,7 @@ class Account:
         self._stages, self._writes = Stages(task.model), dist.get_rank() == 0
         self._parameters = self._stages.count_parameters()
         self._facts: dict[str, Any] = {}
-        """The facts of the start, until they are written."""
+        """The facts that `begin` has collected and `keep_start` has not yet written."""
 
     def begin(self, step: int) -> None:
         """Print and collect facts at the start of a run (`step` is 0), or when it resumes from `step`.

@@ -1,6 +1,6 @@
 """Pictures of a run, each drawn for light and for dark pages.
 
-Each function returns a `Draw`, which draws with the colours of a `Theme`. `render` turns a `Draw` into SVG or PNG. The
+Each function returns a `Draw`, which draws with the colors of a `Theme`. `render` turns a `Draw` into SVG or PNG. The
 same numbers give the same bytes. Sizes are chosen for phones: a picture as wide as the screen has text of 10 points.
 """
 
@@ -22,7 +22,7 @@ from weft.train.report.numbers import median
 
 @dataclass(frozen=True)
 class Theme:
-    """The colours of a page."""
+    """The colors of a page."""
 
     paper: str
     ink: str
@@ -177,7 +177,7 @@ def rate_and_norm(learning_rate: Curve, gradient_norm: Curve, resumed: Sequence[
 
 
 def memory(groups: Mapping[str, Mapping[str, float]]) -> Draw:
-    """Draw memory, one bar per role and one colour per group. `groups`: the result of `memory_groups`."""
+    """Draw memory, one bar per role and one color per group. `groups`: the result of `memory_groups`."""
 
     def draw(figure: Figure, theme: Theme) -> None:
         axes = figure.subplots()

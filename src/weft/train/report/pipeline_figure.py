@@ -82,7 +82,7 @@ class _Boxes:
 
 
 def _color(kind: str, lightness: float, theme: Theme) -> Color:
-    """Return the colour of an action. `lightness`: from 0 for the first chunk to below 1."""
+    """Return the color of an action. `lightness`: from 0 for the first chunk to below 1."""
     red, green, blue = (
         part + (1 - part) * 0.85 * lightness
         for part in to_rgb({"F": theme.blue, "B": theme.orange, "I": theme.orange, "W": theme.green}[kind])

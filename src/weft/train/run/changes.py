@@ -78,7 +78,7 @@ def treatment(setting: str) -> Treatment:
 def changed(directory: Path, config: TrainConfig, step: int) -> list[str]:
     """Return lines about changed settings, to print before the run in `directory` resumes from `step` with `config`.
 
-    Raises ConfigError if settings have changed that must not. The message names them.
+    Raises ConfigError if settings that must not change have changed. The message names them.
     """
     path = directory / CONFIG
     if not path.is_file():

@@ -61,8 +61,8 @@ def launch(
     """Run `python -m weft *arguments` as `ranks` local processes. Return the exit code of the command:
 
     - 0: all ranks succeeded.
-    - 1: a second request to stop, or a failure other than 2. stderr names the rank that failed or died first, or has
-      the line that explains the error.
+    - 1: a second request to stop, or any failure other than an invalid configuration. stderr names the rank that failed
+      or died first, or has the line that explains the error.
     - 2: the configuration is invalid.
     - 3: the ranks were asked to stop, and the run has a checkpoint.
     - 4: the ranks were asked to stop before the run had a checkpoint.

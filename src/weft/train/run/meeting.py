@@ -24,7 +24,7 @@ FIRST_WORD_S = 5.0
 NEXT_WORD_S = 60.0
 _POLL_S = 0.1
 _ANSWER_S = 1.0
-"""Seconds within which a store that runs answers. A request to stop is obeyed after at most this time."""
+"""Seconds within which a running store answers. A request to stop is obeyed after at most this time."""
 COUNT = "count"
 """The key of the number of ranks that have arrived. The number is negative after a rank has withdrawn."""
 _AWAY = 1 << 32
@@ -123,7 +123,7 @@ def _absent(store: dist.Store, keys: list[str]) -> str:
 
 
 class _Wait:
-    """A wait of at most `patience` seconds. `silent`: what messages name if the store does not answer."""
+    """A wait of at most `patience` seconds. `silent`: the name of the store in messages, if it does not answer."""
 
     def __init__(self, patience: float, stop: StopRequest, say: Callable[[str], None], silent: str) -> None:
         self.patience, self.stop, self.say, self.silent = patience, stop, say, silent

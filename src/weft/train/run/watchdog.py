@@ -59,7 +59,7 @@ class Watchdog:
         self.limit, self.bark = limit, bark
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.said: str | None = None
-        """Why another rank failed, as it said; None if no rank has said so."""
+        """The reason that another rank gave for its failure; None if no rank has reported one."""
         self._said_at = 0.0
         self._moves, self._what, self._loosely = 0, "", False
         self._since = time.monotonic()
@@ -108,7 +108,7 @@ class Watchdog:
             self._peers.tell({"rank": self.rank, "line": line, "failed": True}, 1.0)
 
     def why(self, patience: float = 1.0) -> str | None:
-        """Return why another rank failed, or None if no rank tells this within `patience` seconds."""
+        """Return why another rank failed, or None if no rank reports a failure within `patience` seconds."""
         deadline = time.monotonic() + patience
         while self._peers is not None and self.said is None and time.monotonic() < deadline:
             time.sleep(0.05)

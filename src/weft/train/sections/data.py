@@ -9,16 +9,16 @@ from weft.train.toml_values import plain, show
 
 @dataclass(frozen=True)
 class DataConfig:
-    """[data]: the text, how it is tokenised, and how tokens are divided into sequences."""
+    """[data]: the text, how it is tokenized, and how tokens are divided into sequences."""
 
     kind: Literal["text", "jsonl", "messages", "parquet", "datasets", "tokens"] = "text"
-    """Format of `paths`: text, JSON lines of text or of "messages", Parquet, saved `datasets`, or token arrays."""
+    """Format of `paths`: "text", "jsonl", "messages" (JSON lines), "parquet", "datasets" (saved ones), or "tokens"."""
     paths: tuple[str, ...] = ()
     """Files or folders, relative to the working directory; empty: Python's standard library."""
     include: tuple[str, ...] = ("*",)
     """Patterns of file names to read from folders (files named in `paths` are always read)."""
     field: str = "text"
-    """Field of a record (JSON lines, Parquet, datasets) with its text. For conversations, "text" means "messages"."""
+    """Field of a record with its text (jsonl, parquet, datasets). For kind "messages", the default is "messages"."""
     weights: tuple[float, ...] = ()
     """Relative frequency of the sequences of each of `paths`; empty: all `paths` together are one text."""
     separator: str = ""
@@ -34,7 +34,7 @@ class DataConfig:
     sequence_length: int = 256
     """Tokens per sequence."""
     validation_fraction: float = 0.05
-    """Fraction of the text that is kept for validation. Every seed keeps the same text."""
+    """Fraction of the text that is held out for validation. The held-out text is the same for every seed."""
     seed: int = 0
     """Seed of the order in which training sequences are seen."""
     factory: str = ""

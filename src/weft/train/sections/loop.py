@@ -17,7 +17,7 @@ class LoopConfig:
     microbatch_size: int = 8
     """Sequences in one forward pass of a rank."""
     precision: Literal["fp32", "bf16", "fp8", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4"] = "fp32"
-    """Dtype of computation and gathered weights (fp8 to nvfp4 compute in bf16). Reductions and main weights: fp32."""
+    """Dtype of gathered weights and computation (fp8*, mxfp8, nvfp4: in bf16). Reductions and main weights: fp32."""
     unquantized_ends: int = 0
     """With a quantized `precision`: number of layers at each end of the model whose weights are gathered in bf16."""
     seed: int = 0
@@ -49,11 +49,11 @@ class LoopConfig:
     profile_steps: int = 3
     """With `profile_step`: number of steps to record."""
     peak_tflops: float = 0.0
-    """Peak speed of one device in 10^12 operations per second, for the logged utilisation (mfu); 0: not logged."""
+    """Peak speed of one device in 10^12 operations per second, for the logged utilization (mfu); 0: not logged."""
     activation_checkpointing: bool = False
     """Recompute the activations of each layer in backward instead of saving them."""
     pipeline_schedule: str = ""
-    """Name or file; empty: "combined" (`overlap`), "interleaved" (chunks > 1) or "1f1b". With pp = 1: only "paired"."""
+    """Name or file; empty: "combined" with `overlap`, "interleaved" if chunks > 1, or "1f1b". pp = 1: only "paired"."""
     recompute_every: int = 1
     """With `activation_checkpointing`: recompute every n-th layer."""
     keep_products: bool = False
@@ -67,13 +67,13 @@ class LoopConfig:
     early_release: bool = False
     """With `overlap`: free a layer's activations earlier, which takes less memory but hides less communication."""
     halves: bool = False
-    """With `overlap`: exchange a microbatch without a partner in two halves; experts start on the first half."""
+    """With `overlap`: if a microbatch has no partner, exchange it in two halves; experts start on the first half."""
     check: bool = False
-    """Before the first step, run `weft check`: compare a step of a small model on all ranks with that on one rank."""
+    """Before the first step, run `weft check`: compare a step of a small copy on several ranks with one on one rank."""
     watchdog: float = 600.0
     """Seconds without progress after which the run ends and names the rank that hangs; 0: never."""
     buffers: Literal["broadcast", "mean", "own"] = "broadcast"
-    """Value of your model's buffers (running statistics) after a step: rank 0's, the mean, or each rank's own."""
+    """Your model's buffers (running statistics) after a step: "broadcast" from rank 0, their "mean", or "own" ones."""
     cross_documents: bool = False
     """With `data.packing = "whole"`: let the documents of a sequence attend to each other."""
     expert_bias_rate: float = 1e-3

@@ -22,9 +22,9 @@ class ShardingConfig:
     ep: int = 1
     """Ranks that share one copy of the experts and exchange tokens; divides dp_replicate x dp_shard x cp x tp / etp."""
     cp: int = 1
-    """Number of ranks that share every sequence (context parallelism). Each has two slices of it."""
+    """Number of ranks that share every sequence (context parallelism). Each rank has two slices of each sequence."""
     tp: int = 1
-    """Number of ranks that split each layer's heads and widths, the vocabulary, and the positions between layers."""
+    """Tensor-parallel ranks. They split each layer's heads and widths, the vocabulary, and positions between layers."""
     etp: int | None = None
     """Number of ranks over which each expert is sharded: `tp`, or 1 for whole experts; unset: `tp`."""
     pp: int = 1
@@ -38,7 +38,7 @@ class ShardingConfig:
     prefetch_bytes: int | None = None
     """Bytes of weights that may be gathered ahead; unset: the next unit."""
     bucket_bytes: int | None = None
-    """Neighbouring units up to this many bytes are gathered in one message; 0: each unit alone; unset: weft chooses."""
+    """Neighboring units up to this many bytes are gathered in one message; 0: each unit alone; unset: weft chooses."""
     max_live_reduce_buffers: int = 2
     """Number of units whose unreduced gradients may be in memory at once; with 1, backward waits for each reduction."""
     separate_all_gather_group: bool = False

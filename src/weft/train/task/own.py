@@ -128,7 +128,7 @@ class _Validation:
 
 
 def _refuse_no_validation(given: Data | None, found: Iterable[Any], config: TrainConfig) -> None:
-    """Raise ConfigError for an empty validation set and, without one, for settings that then have no effect."""
+    """Raise ConfigError for an empty validation set. If none was given, raise it for settings that need one."""
     if given is None:
         rule = "has no effect without a validation set; pass one, or leave it out"
         require("train.stop_after", config.train.stop_after, not config.train.stop_after, rule)
@@ -176,10 +176,10 @@ class Stream:
     must yield the same microbatches. The random state includes the generators of a loader and of its samplers, but not
     those of worker processes that persist.
 
-    If another number of ranks saved the position, each rank continues at the saved position of rank 0, times the number
-    of ranks that saved it, divided by `ranks`. This is exact if the ranks take the microbatches of a pass in turn,
-    equally many each. Such a load raises ConfigError if the division has a remainder, or if the iterable has a
-    `state_dict`.
+    If a different number of ranks saved the position, each rank continues at the saved position of rank 0, times the
+    number of ranks that saved it, divided by `ranks`. This is exact if the ranks take the microbatches of a pass in
+    turn, and all take equally many. Such a load raises ConfigError if the division has a remainder, or if the iterable
+    has a `state_dict`.
     """
 
     per_rank = True

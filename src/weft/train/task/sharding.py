@@ -69,7 +69,7 @@ def mixed_precision(name: str, unquantized_ends: int = 0) -> weft.MixedPrecision
 
     "fp32" keeps the dtypes of the parameters. "bf16" gathers weights and computes in bf16, and reduces gradients in
     fp32. The other values are like "bf16", but gather quantized weights, which are dequantized to bf16 for use.
-    `unquantized_ends`: so many of the first layers, and so many of the last layers, are not quantized.
+    `unquantized_ends`: the number of layers at each end of the model that are not quantized.
     """
     if name == "fp32":
         return weft.MixedPrecisionPolicy()

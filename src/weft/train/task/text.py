@@ -229,7 +229,7 @@ def _scores(model: nn.Module, microbatch: Batch) -> torch.Tensor:
 
 
 def _vocabulary(config: TrainConfig) -> int | None:
-    """Return the number that tokens in token files must be below, or None if it is checked elsewhere, or unknown."""
+    """Return the vocabulary size that tokens in token files must be below. None if unknown or checked elsewhere."""
     known = config.data.kind == "tokens" and isinstance(config.model, HybridConfig)
     return config.model.vocab_size if known else None  # type: ignore[union-attr]
 

@@ -52,7 +52,7 @@ class Mailbox:
 
     def leave(self, rank: int, said: str) -> None:
         """Note that a rank has ended. If all ranks that still run wait for messages, they are in a deadlock. `said`:
-        what the message of the deadlock error says about this rank."""
+        the text about this rank in the message of a deadlock error."""
         self._alive -= 1
         self.ended[rank] = said
         self._look()

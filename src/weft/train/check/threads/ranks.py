@@ -104,7 +104,7 @@ class InProcess(dist.ProcessGroup):
         self._shared_name = ""
         self._round = 0
 
-    # --- what weft asks -----------------------------------------------------------------------------------------------
+    # --- methods that weft calls --------------------------------------------------------------------------------------
 
     def _get_backend(self, device: torch.device) -> Any:
         return self
@@ -139,7 +139,7 @@ class InProcess(dist.ProcessGroup):
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: Any = 0) -> Any:
         return _Receipt(self, self._key(peer, self.rank(), tag), tensors)
 
-    # --- what torch asks ----------------------------------------------------------------------------------------------
+    # --- methods that torch calls -------------------------------------------------------------------------------------
 
     def _everyones(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         """Return the tensors of all ranks, which may have different sizes."""
@@ -254,7 +254,7 @@ def name_modules(model: nn.Module) -> None:
 
 
 class _Worlds:
-    """A replacement of torch's process group state. It forwards to the state of the rank of the current thread."""
+    """A replacement for torch's process group state. It forwards to the state of the rank of the current thread."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_current.world, name)
@@ -274,7 +274,7 @@ def _create(options: Any, _: Any = None) -> InProcess:
 
 
 class _NoHangs:
-    """A replacement of the hang detector, which would be a thread. It records for what each rank waits."""
+    """A replacement for the hang detector, which would need a thread. It records what each rank waits for."""
 
     subject, verdict, joins = "", "", 0
 
