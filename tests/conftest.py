@@ -7,6 +7,7 @@ import torch.distributed as dist
 from hypothesis import settings
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.forks import Forked
 from tests.pool import Pool, Template
 
 torch.set_num_threads(1)
@@ -72,7 +73,7 @@ def only_what_is_new_is_visited():
 def pytest_collection_finish(session):
     gc.collect()
     gc.freeze()  # a collection that a test asks for need not visit the objects of every import
-    session.config.stash[TEMPLATE] = Template(shown=session.config.option.capture == "no")
+    session.config.stash[TEMPLATE] = Forked.template = Template(shown=session.config.option.capture == "no")
 
 
 def pytest_unconfigure(config):

@@ -38,6 +38,8 @@ import torch.distributed as dist
 import weft.debug
 from weft.fsdp.runtime import options
 
+BUCKET_BYTES = options.BUCKET_BYTES
+"""What users have."""
 if os.environ.get("WEFT_BUCKETS") != "1":
     options.BUCKET_BYTES = 0  # the models of tests are tiny: their units travel by themselves, unless a test says other
 
@@ -196,10 +198,10 @@ class Template:
                 os._exit(0)
         theirs.close()
 
-    def fork(self, body: Callable[[Any], None]) -> Any:
-        """A pipe to a process that runs `body` with the pipe's other end, and ends with it."""
+    def fork(self, body: Callable[..., None], files: Sequence[int] = ()) -> Any:
+        """A pipe to a process that runs `body` with the pipe's other end and the open `files`, and ends with it."""
         ours, theirs = multiprocessing.Pipe()
-        socket.send_fds(self._socket, [pickle.dumps(body)], [theirs.fileno()])
+        socket.send_fds(self._socket, [pickle.dumps(body)], [theirs.fileno(), *files])
         theirs.close()
         return ours
 
@@ -212,16 +214,17 @@ class Template:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes
         while True:
-            said, pipes, _, _ = socket.recv_fds(asked, 1 << 16, 1)
+            said, files, _, _ = socket.recv_fds(asked, 1 << 16, 4)
             if not said:
                 return
             if not os.fork():
                 asked.close()
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                pickle.loads(said)(multiprocessing.connection.Connection(pipes[0]))
+                pickle.loads(said)(multiprocessing.connection.Connection(files[0]), *files[1:])
                 return
-            os.close(pipes[0])
+            for file in files:
+                os.close(file)
 
 
 def _serve(pipe: Any, port: int) -> None:

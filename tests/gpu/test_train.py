@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.gpu, takes_time]
 
 
 def losses(folder, *arguments, name="tiny", **environment) -> dict[int, float]:
-    done = weft("train", *arguments, timeout=240, **environment)
+    done = weft("train", *arguments, timeout=240, real=True, **environment)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
@@ -40,5 +40,5 @@ def test_a_run_on_a_card_has_the_losses_of_one_on_a_cpu_and_resumes(tmp_path, ch
     resumed = losses(card, "--resume", run)
     torch.testing.assert_close(resumed, found, rtol=1e-3, atol=1e-3)  # attention's gradients are sums in any order
     assert json.loads((run / "facts.json").read_text())["resumed"]
-    said = weft("sample", run, "--prompt", "line", "--tokens", "20", timeout=120)
+    said = weft("sample", run, "--prompt", "line", "--tokens", "20", timeout=120, real=True)
     assert said.returncode == 0, said.stderr

@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.utils._pytree import tree_flatten
 
+from tests.forks import Forked
 from tests.pool import Pool
 from weft.checkpoint import committed_steps, verify
 from weft.checkpoint.loading import LoadPlanner
@@ -80,19 +81,14 @@ WITHOUT_PICTURES = os.pathsep.join(
 
 
 def weft(
-    *arguments: Any, timeout: float = 60, pictures: bool = False, **environment: str
+    *arguments: Any, timeout: float = 60, pictures: bool = False, real: bool = False, **environment: str
 ) -> subprocess.CompletedProcess:
-    """Run `python -m weft` to its end."""
+    """Run `python -m weft` to its end. `real`: in new interpreters, see tests/forks.py."""
     quick = {} if pictures else {"PYTHONPATH": WITHOUT_PICTURES}
-    done = subprocess.run(
-        [sys.executable, "-m", "weft", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env={**os.environ, **quick, **environment},
-    )
-    print(done.stdout, done.stderr, sep="")  # what pytest shows of a test that fails
-    return done
+    with started(*arguments, real=real, env={**os.environ, **quick, **environment}) as process:
+        output, errors = process.communicate(timeout=timeout)
+    print(output, errors, sep="")  # what pytest shows of a test that fails
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
 def forked(pool: Pool, *arguments: Any, folder: Path, **environment: str) -> tuple[int, str]:
@@ -115,11 +111,12 @@ def train_here(config: Path, overrides: Sequence[str] = ()) -> None:
 
 
 @contextmanager
-def started(*arguments: Any, **options: Any) -> Iterator[subprocess.Popen]:
-    """`python -m weft` in the background; nothing of it is left afterwards."""
+def started(*arguments: Any, real: bool = False, **options: Any) -> Iterator[subprocess.Popen]:
+    """`python -m weft` in the background; nothing of it is left afterwards. `real`: in new interpreters."""
     usual = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     quick = {"env": {**os.environ, "PYTHONPATH": WITHOUT_PICTURES}}
-    process = subprocess.Popen([sys.executable, "-m", "weft", *map(str, arguments)], **{**usual, **quick, **options})
+    start = Forked if Forked.template is not None and sys.platform == "linux" and not real else subprocess.Popen
+    process = start([sys.executable, "-m", "weft", *map(str, arguments)], **{**usual, **quick, **options})
     ranks: dict[int, int] = {}
     try:
         yield process
@@ -155,6 +152,7 @@ def ranks_of(supervisor: int) -> dict[int, int]:
     for pid in children:
         try:
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            variables.append(Path(f"/proc/{pid}/comm").read_bytes().strip().replace(b"rank-", b"RANK="))  # if forked
         except (FileNotFoundError, ProcessLookupError):
             continue
         for variable in variables:

@@ -190,7 +190,7 @@ def test_when_one_rank_is_killed_the_others_end_and_the_message_names_it(tmp_pat
 def test_ranks_share_the_cores_and_end_when_the_starting_process_is_killed(tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     config = write_config(tmp_path, train__steps=100_000, checkpoint__every=0, train__validate_every=0)
-    with started("train", config, "--ranks", 2) as process:
+    with started("train", config, "--ranks", 2, real=True) as process:
         wait_until(lambda: metrics(tmp_path / "runs" / "tiny"))
         ranks = ranks_of(process.pid)
         assert len(ranks) == 2

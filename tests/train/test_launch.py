@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from tests.forks import Forked
 from tests.train.command import WITHOUT_PICTURES, alone, metrics, weft, write_config
 from tests.train.test_source import run_of
 from weft.train.errors import ConfigError
@@ -93,7 +94,7 @@ def test_torchrun_slurm_and_weft_itself_give_the_same_losses(tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     tasks = [
-        subprocess.Popen(
+        Forked(
             [sys.executable, "-m", "weft", "train", str(config)],
             env={
                 **quick,

@@ -131,7 +131,7 @@ def test_a_request_to_stop_before_the_first_step_promises_no_checkpoint():
 @pytest.mark.long
 def test_ctrl_c_before_the_first_step_saves_nothing_and_prints_that(tmp_path):
     config = write_config(tmp_path, run__loggers=["tests.train.test_messages:SlowToBegin"])
-    with started("train", config, "--ranks", 2) as process:
+    with started("train", config, "--ranks", 2, real=True) as process:
         wait_until(lambda: len(ranks_of(process.pid)) == 2)
         wait_until((tmp_path / "runs/tiny").exists)
         time.sleep(0.5)  # it imports torch for longer than that

@@ -69,7 +69,7 @@ def test_ctrl_c_saves_and_the_printed_command_resumes_to_the_same_end(pool, tmp_
 
 
 def test_a_second_ctrl_c_ends_at_once(tmp_path):
-    with started("train", write_config(tmp_path), "--ranks", 2) as process:
+    with started("train", write_config(tmp_path), "--ranks", 2, real=True) as process:
         ranks = wait_until(lambda: len(found := ranks_of(process.pid)) == 2 and found)
 
         process.send_signal(signal.SIGINT)
