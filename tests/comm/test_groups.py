@@ -17,7 +17,7 @@ from weft.comm.groups import (
     check_alive,
     exchange_objects,
     host_group,
-    neighbours,
+    neighbors,
     next_channel,
     second_communicator,
     tag_of,
@@ -39,7 +39,7 @@ def test_twins_and_neighbours_have_the_timeout_and_the_description_of_their_grou
         for ranks in ([1, 0], [2, 3])
     ]
     mine = halves[dist.get_rank() // 2]
-    for made in (twin_group(mine), neighbours(mine, 2)):
+    for made in (twin_group(mine), neighbors(mine, 2)):
         assert made is not mine and made.group_desc == "experts" and timeout_of(made) == timedelta(seconds=33)
         assert dist.get_process_group_ranks(made) == dist.get_process_group_ranks(mine)
         assert exchange_objects(dist.get_rank(), made) == dist.get_process_group_ranks(mine)
@@ -60,15 +60,15 @@ def test_the_hosts_group_beside_one_of_devices_has_its_timeout_and_description()
 def test_ranks_that_have_made_different_numbers_of_groups_find_each_other_in_groups_beside_others():
     world, rank = dist.group.WORLD, dist.get_rank()
     dist.new_group([0, 1])
-    dist.new_group([1, 2])  # as in a pipeline, where the one in the middle has two neighbours
+    dist.new_group([1, 2])  # as in a pipeline, where the one in the middle has two neighbors
     halves = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     backend_of, groups.backend_of = groups.backend_of, lambda group, device: "nccl"
     try:
         made = [
-            neighbours(world, 4),
+            neighbors(world, 4),
             host_group(world),
             host_group(halves[rank // 2]),
-            host_group(neighbours(world, 2)),
+            host_group(neighbors(world, 2)),
         ]
     finally:
         groups.backend_of = backend_of

@@ -12,7 +12,7 @@ from tests.pool import distributed
 from weft.comm import collectives, transfers
 from weft.comm.collectives import all_reduce, inbox_numel
 from weft.comm.lanes import ABANDONED_TIMEOUT, Lane
-from weft.comm.ranges import labelled, span
+from weft.comm.ranges import labeled, span
 from weft.comm.transport import Pending
 from weft.comm.watch.hang_detector import start_hang_detector
 from weft.debug.timeline import Timeline
@@ -156,7 +156,7 @@ def test_an_outer_gather_and_the_inner_one_after_it_overlap_with_the_computation
     full = torch.zeros(4, 5000)  # by shard, then by outer rank
     mine = full.view(2, -1)[rank % 2]
     with Timeline() as timeline:
-        with labelled("unit"):
+        with labeled("unit"):
             own = mine.view(2, -1)[rank // 2]
             first = outer.run(collectives.all_gather, mine, own, pairs[rank % 2], prepare=lambda: own.fill_(rank + 1.0))
             second = inner.run(collectives.all_gather, full.view(-1), mine, rows[rank // 2], after=first)
