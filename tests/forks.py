@@ -44,15 +44,17 @@ FREE_FD = 64  # duplicates for a moment, above those that are replaced
 
 
 class Forked(subprocess.Popen):
-    """Forks `python -m weft`; starts every other command."""
+    """Forks `python -m weft` on Linux; starts every other command."""
 
     template: Template | None = None
-    """None: this process has imported everything, and forks itself."""
+    forks_itself = False
+    """Whether this process was forked here, and so may be."""
 
     def _execute_child(self, *given: Any) -> None:
         how = inspect.signature(super()._execute_child).bind(*given).arguments
         command = list(how["args"])
-        if command[:3] != [sys.executable, "-m", "weft"] or how["preexec_fn"]:
+        can = sys.platform == "linux" and (self.template is not None or self.forks_itself)
+        if not can or command[:3] != [sys.executable, "-m", "weft"] or how["preexec_fn"]:
             return super()._execute_child(*given)
         ends = [how["p2cread"], how["c2pwrite"], how["errwrite"]]
         ends = [number if end == -1 else end for number, end in enumerate(ends)]
@@ -60,7 +62,7 @@ class Forked(subprocess.Popen):
         become = functools.partial(_become, command[3:], environment, str(how["cwd"] or os.getcwd()))
         if self.template is not None:
             self.pid = _adopted(self.template, become, ends)
-        else:
+        else:  # nothing has computed here: it is a supervisor, with one thread
             sys.stdout.flush()
             sys.stderr.flush()
             self.pid = os.fork()
@@ -113,7 +115,7 @@ def _become(
                 del sys.modules[name]
         torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0)))))
         options.BUCKET_BYTES = BUCKET_BYTES
-        subprocess.Popen, Forked.template = Forked, None  # type: ignore[misc]
+        subprocess.Popen, Forked.template, Forked.forks_itself = Forked, None, True  # type: ignore[misc]
         sys.argv[:] = ["weft", *arguments]
         code = _run()
     except BaseException:

@@ -115,8 +115,9 @@ def started(*arguments: Any, real: bool = False, **options: Any) -> Iterator[sub
     """`python -m weft` in the background; nothing of it is left afterwards. `real`: in new interpreters."""
     usual = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     quick = {"env": {**os.environ, "PYTHONPATH": WITHOUT_PICTURES}}
-    start = Forked if Forked.template is not None and sys.platform == "linux" and not real else subprocess.Popen
-    process = start([sys.executable, "-m", "weft", *map(str, arguments)], **{**usual, **quick, **options})
+    process = (subprocess.Popen if real else Forked)(
+        [sys.executable, "-m", "weft", *map(str, arguments)], **{**usual, **quick, **options}
+    )
     ranks: dict[int, int] = {}
     try:
         yield process

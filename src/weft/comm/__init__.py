@@ -8,7 +8,7 @@ gloo/          the transport of direct sends over gloo
 builtin        the transport that uses the collectives of NCCL or any other backend
 groups         process groups, channels and tags
 agreement      exchanges of a few integers over gloo, by which all ranks reach the same decision
-priority       holds back lanes for more urgent communication
+priority       delays some lanes so that more urgent communication starts first
 transfers      transfers on the CPU that begin when other work has ended
 streams        the order of a device's work
 watch/         the hang detector

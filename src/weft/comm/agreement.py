@@ -31,9 +31,9 @@ TAGS = 200
 def agree(values: Sequence[int], groups: Sequence[dist.ProcessGroup], what: str, *, channel: int) -> list[int]:
     """Return the maximum of each of `values` over all ranks of the mesh.
 
-    `groups`: the process groups of the mesh axes. Each value is below 2**63 in magnitude. In a group of n ranks, each
-    rank sends one message in each of log2(n) rounds (rounded up), to a rank twice as far away as in the round before.
-    `what`: the purpose. `channel`: the model's channel. Messages with another purpose or channel do not match these.
+    `groups`: the process groups of the mesh axes. Each value is below 2**63 in magnitude. In a group of n ranks there
+    are log2(n) rounds (rounded up). In each round, each rank sends one message, to a rank twice as far away as before.
+    `what`: the purpose. `channel`: the model's channel. Only messages with the same purpose and channel match.
     """
     tag = tag_of(TAGS, what, channel)
     with streams.on_host():
@@ -91,8 +91,8 @@ class Agreement:
         names: Sequence[str],
         groups: Sequence[dist.ProcessGroup],
     ) -> tuple[list[list[bool]], bool]:
-        """Compare the logs of all ranks at the end of a backward, and clear this rank's log. Return `flags`, each true
-        if it is true on any rank, and whether `arrived` is the same on all ranks.
+        """Compare the logs of all ranks at the end of a backward, and clear this rank's log. Return `flags`, in
+        which a flag is true if any rank's is true, and whether `arrived` is the same on all ranks.
 
         `arrived`: the indices of the units in the order in which their backwards ended. `names`: the names of all
         units. `groups`: the process groups of the mesh axes, which together reach every rank. Raises
@@ -118,7 +118,7 @@ def _fingerprint(things: Sequence[object]) -> int:
 
 def _parted(mine: Sequence[str], groups: Sequence[dist.ProcessGroup], what: str, rule: str) -> CollectiveMismatch:
     """Return an error that shows the first position at which the ranks' lists differ. `mine`: this rank's list."""
-    # Exchange over all groups before any rank raises: the ranks of the next group wait for this one.
+    # Exchange over all groups before any rank raises: the ranks of the next group wait for this rank.
     said = [dict(exchange_objects((dist.get_rank(), list(mine)), group)) for group in groups]
     for sayings in said:
         for position, here in enumerate(zip_longest(*sayings.values(), fillvalue="nothing")):

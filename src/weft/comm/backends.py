@@ -5,7 +5,7 @@
     a device with streams  nccl           `BuiltIn`, with averages
     CPU                    gloo           `Gloo`; inside `weft.debug.check_streams`, `BuiltIn`
     any other device       gloo           `CopyingGloo`, through CPU memory
-    either                 any other      that of its module, or `BuiltIn`
+    any device             any other      `TRANSPORT` of the backend's module, or `BuiltIn`
 
 The transport of a backend is `TRANSPORT` of the module `weft.comm.<backend>`, so a new transport needs only one new
 file. Code outside of `weft.comm` never branches on the name of a backend.

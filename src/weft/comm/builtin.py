@@ -1,4 +1,4 @@
-"""The collectives that the backend itself implements: NCCL's, and those of any backend without a transport in weft.
+"""The collectives that the backend itself implements: for NCCL, and for any backend without a transport in weft.
 
 A communicator runs its operations one after another, in the order in which this rank issues them. Messages have no
 tags, so every rank must issue the same operations in the same order. A bundle (several tensors at the cost of one
@@ -132,7 +132,7 @@ class BuiltIn:
 
 
 def _beside(tensor: Tensor) -> bool:
-    """Return whether to start transfers asynchronously. With streams they run on the current stream, with no handle."""
+    """Return whether to start transfers asynchronously. Not with streams: transfers run on the current stream then."""
     return not streams.has_streams(tensor.device)
 
 

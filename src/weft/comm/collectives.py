@@ -3,7 +3,7 @@
 Each function for lanes starts its transfers and returns a `Pending`, whose `complete()` waits for the transfers and
 does the remaining work on this rank. Tensors are contiguous. They are 1-D, except in `all_to_all`, which sends rows,
 and in `send` and `receive`. `tag` separates the messages of different lanes if the transport has tags. The functions at
-the end of this file block.
+the end of this file are blocking.
 The hang detector watches blocking functions during the call, and functions for lanes while a caller waits for them.
 """
 
@@ -191,7 +191,7 @@ def reduce_now(
         with watching(f"all-reduce/{tensor.numel()}", what, group):
             sign = _SIGNS.get(op) if tensor.is_floating_point() else None
             sent = tensor
-            if sign is not None:  # whether a backend's MAX and MIN propagate a NaN depends on the order of the ranks
+            if sign is not None:  # with some orders of the ranks, a backend's MAX and MIN do not propagate a NaN
                 sent = torch.stack([tensor, tensor.isnan().to(tensor.dtype) * sign])
             moved = _movable(sent, group)
             dist.all_reduce(moved, op=op, group=group)

@@ -119,10 +119,10 @@ _naming = threading.RLock()
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Give groups that this thread creates inside this context the name `name`.
+    """Inside this context, groups that this thread creates get the name `name`.
 
-    Ranks find each other by the group's name. torch's names contain the number of groups that a rank has created. On
-    ranks of a pipeline this number differs, so that they would wait for each other forever.
+    Ranks find each other by the group's name. torch's names contain the number of groups that a rank has created. This
+    number differs between the ranks of a pipeline, so these ranks would wait for each other forever.
     """
     c10d, caller = dist.distributed_c10d, threading.get_ident()
     with _naming:
@@ -154,7 +154,8 @@ def twin_group(group: dist.ProcessGroup) -> Any:
 
 
 def second_communicator(group: dist.ProcessGroup) -> Any:
-    """Return `group` if gloo is its only backend, as tagged messages overlap there. Otherwise return a `twin_group`."""
+    """Return `group` if gloo is its only backend: messages with different tags can overlap in such a group. Otherwise
+    return a `twin_group`."""
     tagged = transport_of(group, torch.device("cpu")).capabilities.tags
     of_hosts = all(backend.name() == HOSTS for backend in _backends(group))
     return group if tagged and of_hosts else twin_group(group)

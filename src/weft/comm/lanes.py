@@ -34,7 +34,7 @@ ABANDONED_TIMEOUT = timedelta(seconds=10)
 class Ticket:
     """A handle of communication in flight. `wait` makes later computation wait for it; further waits cost nothing.
     `after`: the ticket that must end before this one starts. `home`: the stream that was current when the communication
-    started, and that uses its memory. `name`: the communication's name in reports of the stream checker."""
+    started. This stream uses the memory. `name`: the communication's name in reports of the stream checker."""
 
     _transfer: Transfer | None
     _event: Any
@@ -89,7 +89,7 @@ class Ticket:
                     self._order(stream)
 
     def synchronize(self) -> None:
-        """Make the host wait for the communication, so that it may read results in CPU memory."""
+        """Make the host wait for the communication. The host may then read results in CPU memory."""
         if self._event is not None and not self._event.query():
             watch = hang_detector() if self._call is not None else None
             with watched(self._call):
@@ -97,7 +97,7 @@ class Ticket:
         self.wait()
 
     def _order(self, stream: Any) -> None:
-        """Make `stream` wait for this ticket, and thereby for the tickets after which it runs."""
+        """Make `stream` wait for this ticket, and thereby for the tickets that end before it starts."""
         if self._event is not None and stream not in self._behind:
             stream.wait_event(self._event)
             each: Ticket | None = self
@@ -106,7 +106,7 @@ class Ticket:
                 each = each._after
 
     def _collect(self) -> None:
-        """Wait first for the tickets after which this one runs: the hang detector then knows which transfer hangs."""
+        """Wait for each earlier ticket, then for this one: the hang detector then knows which transfer hangs."""
         if self._after is not None:
             self._after._collect()
             self._after = None
@@ -118,7 +118,7 @@ class Ticket:
 
 
 def _has_begun(call: Call | None) -> None:
-    """Tell the hang detector that `call` has begun: the transfer after which it runs has ended."""
+    """Tell the hang detector that `call` has begun, because the transfer before it has ended."""
     if call is not None and (watch := hang_detector()) is not None:
         watch.issued.off.discard((call.key, call.number))
 
@@ -231,9 +231,10 @@ class Lane:
             return Ticket(transfer, self.stream.record_event(), call, after, home, name)
 
     def memory(self, like: torch.Tensor, *size: int) -> torch.Tensor:
-        """Allocate memory in the dtype of `like` that the lane can fill immediately, for use by the current stream. It
-        is allocated on the lane's stream. Memory of the current stream may still be used by earlier work, for which the
-        lane would wait. The lane can reuse the new memory once it is freed and the current stream is done with it."""
+        """Allocate memory in the dtype of `like` that the lane can fill immediately, for use by the current stream. The
+        memory is allocated on the lane's stream. If it belonged to the current stream, the lane would have to wait for
+        earlier work that may still use it. The lane can reuse the memory when it is freed and the current stream is
+        done with it."""
         home = streams.current(self._device)
         with streams.on(self.stream):
             made = like.new_empty(size)

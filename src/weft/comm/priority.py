@@ -5,7 +5,7 @@
 
 If the host waits for held-back communication, all of it starts immediately. Its order relative to exchanges may then
 differ between ranks; with tags, messages still match. On devices with streams, and with backends without tags, nothing
-is held back, because ranks must issue all communication of a group in the same order there.
+is held back: there, ranks must issue all communication of a group in the same order.
 """
 
 import threading
@@ -17,7 +17,7 @@ _gate: threading.Event | None = None
 
 
 def expect() -> None:
-    """Hold back gathers and reductions that units issue until `let_go`. An exchange of activations will follow soon."""
+    """Until `let_go`, hold back the gathers and reductions of units. An exchange of activations will follow soon."""
     global _gate
     if _gate is None:
         _gate = threading.Event()

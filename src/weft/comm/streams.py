@@ -56,7 +56,7 @@ def new(name: str, device: torch.device, owner: Any = None) -> Any:
 _in_use: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
 """The stream of each owner. In torch 2.11 a weak reference to a stream itself crashes the process."""
 _choosing = threading.RLock()
-_POOL = 32  # the number of streams per priority in torch's pool, which torch hands out in turn
+_POOL = 32  # the streams per priority in torch's pool; torch hands them out in turn
 
 
 def _unused(make: Callable[[], Any], owner: Any) -> Any:
@@ -97,8 +97,9 @@ def moment(device: torch.device) -> Any:
 
 
 def lend(memory: torch.Tensor, stream: Any) -> None:
-    """Declare that `stream`, if not None, also uses `memory` of the current stream, as `Tensor.record_stream` does:
-    when the tensor is freed, its memory is not reused before `stream` has finished its work up to then."""
+    """Declare that `stream` also uses `memory`, which belongs to the current stream, as `Tensor.record_stream` does.
+    After the tensor is freed, its memory is not reused until `stream` has finished the work that it had at that time.
+    If `stream` is None, do nothing."""
     if stream is None:
         return
     if _checker is not None:
@@ -125,7 +126,7 @@ def host_memory(*size: int, dtype: torch.dtype, device: torch.device, pinned: bo
 
 
 def taken(memory: torch.Tensor, describe: Callable[[], str]) -> None:
-    """Let the checker verify that earlier uses of `memory` end before those of its new user, named by `describe()`."""
+    """Let the checker verify that earlier uses of `memory` end before its new user, named by `describe()`, uses it."""
     if _checker is not None:
         _checker.taken(memory, describe)
 

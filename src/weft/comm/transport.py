@@ -77,7 +77,7 @@ class Pending:
             self.finish()
 
     def followed_by(self, work: Callable[[], None]) -> "Pending":
-        """Return a `Pending` of the same transfers that calls `work` last."""
+        """Return a `Pending` that has the same transfers and calls `work` last."""
         finish, second = self.finish, self.second
         if second is not None:
             return Pending(self.works, None, lambda: second().followed_by(work))

@@ -113,7 +113,7 @@ _SCALARS = frozenset((float, int, bool, type(None)))
 
 
 def _beside(operands: tuple) -> list[Any] | None:
-    """Return the local parts if all operands are scalars or have the spec of the first, as in single-tensor steps."""
+    """Return the operands' local parts if each is a scalar or has the first one's spec, as in single-tensor steps."""
     first = operands[0]
     if type(first) is not UnevenDTensor:
         return None
@@ -133,7 +133,7 @@ def _beside(operands: tuple) -> list[Any] | None:
 def on_parts(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run an element-wise operator on the local parts. Each operand must be a scalar, or have the result's cuts,
     or be a tensor that can be sliced by these cuts (DTensors are gathered). Otherwise, return `NotImplemented`."""
-    # No pytree functions, which are slow: these operators take no lists, and optimizers call them per parameter.
+    # Pytree functions are slow and not needed: these operators take no lists. Optimizers call them per parameter.
     changed = kwargs.get("out", args[0]) if func._schema.is_mutable else None
     given = (*args, *kwargs.values())
     like = next(each for each in given if isinstance(each, UnevenDTensor)) if changed is None else changed
@@ -145,7 +145,7 @@ def on_parts(func: Any, args: tuple, kwargs: dict) -> Any:
     for each in given:
         if isinstance(each, torch.Tensor) and not fits(each, like):
             if each.shape != like.shape or not (isinstance(each, DTensor) or changed is not None):
-                return NotImplemented  # each is, for example, the activation of a module that runs outside of its unit
+                return NotImplemented  # for example, the activation of a module that runs outside of its unit
             each = like.slice_of(whole_of(each))
         mine.append(each._local_tensor if isinstance(each, DTensor) else each)
     try:

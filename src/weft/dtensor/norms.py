@@ -51,7 +51,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def part_norm(part: torch.Tensor, order: float, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return a local part's norm, 0-D, in `dtype`; if `dtype` is None or `part.dtype`, in `wide(part.dtype)`."""
+    """Return a local part's norm (0-D) in `dtype`, or in `wide(part.dtype)` if `dtype` is None or `part.dtype`."""
     inner = _inner(part, dtype)
     if not part.numel():
         return torch.full((), math.inf if order < 0 else 0.0, dtype=inner.to_real(), device=part.device)
@@ -95,8 +95,8 @@ def foreach_norm(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
 
 
 def _alike(tensors: Sequence[torch.Tensor]) -> tuple[list[list[int]], DeviceMesh | None]:
-    """Return lists of indices: each list is of tensors of one dtype, sharded over the same axes of one mesh. Also
-    return a mesh on which the norms of all lists are replicated, or None."""
+    """Return lists of indices. The tensors of a list have one dtype, and are sharded over the same axes of one mesh.
+    Also return a mesh on which the norms of all lists are replicated, or None."""
     together: dict[tuple[int, tuple[int, ...], torch.dtype], list[int]] = {}
     for number, tensor in enumerate(tensors):
         if isinstance(tensor, UnevenDTensor):

@@ -8,7 +8,7 @@ copy_ from a full tensor or from other cuts     | on this rank's slice
 any operator on tensors that one rank has whole | on that rank: matrix optimizers step without communication
 views                                           | lazily: see `views.py`
 all others, if they write to no argument        | on the gathered tensor; the result is replicated (communicates)
-all others in place, or in place on a view      | on the gathered tensor; then each rank keeps its part (communicates)
+all others that write to a tensor or its view   | on the gathered tensor; then each rank keeps its part (communicates)
 changes of shape, strides or memory             | never: TypeError, as for collectives of torch.distributed
 """
 
@@ -142,7 +142,7 @@ def _unscale(func: Any, args: tuple, kwargs: dict) -> None:
     if not_empty := filled(parts):
         func(not_empty, found, *rest, **kwargs)
     tensors = uneven_in(gradients)
-    # Ranks of one mesh may be in different groups of another mesh, such as that of experts.
+    # Ranks of one mesh may be in different groups of another mesh, such as the mesh of experts.
     several = len({tensor.device_mesh for tensor in tensors}) > 1
     axes = [(tensor.device_mesh, range(tensor.device_mesh.ndim) if several else tensor.axes) for tensor in tensors]
     for group in dict.fromkeys(group_of(mesh, axis) for mesh, here in axes for axis in here):
@@ -392,6 +392,6 @@ _RULES: dict[str, Rule] = {
     "_local_scalar_dense": lambda func, args, kwargs: args[0]._gathered().item(),
     **dict.fromkeys(_REDUCTIONS, _reduction),
 }
-"""Rules by the operator's name; `rule_of` derives those of other operators from their tags."""
+"""Rules by the operator's name. For other operators, `rule_of` derives the rule from the operator's tags."""
 
 RuledDTensor.__torch_dispatch__ = classmethod(run)  # type: ignore[assignment]

@@ -2,9 +2,9 @@
 
 torch's Distributed State Dict distributes full tensors (`full_state_dict=True`, with or without
 `broadcast_from_rank0=True`) by even slices, which it computes from placements. There is no hook for a DTensor with
-other cuts. For each of the two cases, torch has a function that writes its results into a dictionary. The dictionary
-starts as the current state. weft wraps both functions and passes another dictionary. For an `UnevenDTensor`, this one
-replaces a full tensor by this rank's part.
+other cuts. With and without broadcast, torch calls a function that writes its results into a dictionary, which at
+first has the current state. weft wraps both functions and passes them a dictionary of its own. If the current state of
+a key is an `UnevenDTensor`, this dictionary replaces a full tensor for the key by this rank's part.
 """
 
 import functools
@@ -17,7 +17,7 @@ from weft.dtensor.uneven import UnevenDTensor
 
 
 class _Sliced(dict):
-    """A state dict that cuts a full tensor as the uneven tensor with the same key is cut. torch sets `(current, full)`
+    """A state dict that cuts a full tensor like the uneven tensor with the same key. torch sets `(current, full)`
     before it broadcasts into `full`, and calls `get` after the broadcast."""
 
     def __setitem__(self, key: Any, value: Any) -> None:

@@ -34,10 +34,10 @@ from weft.dtensor.uneven import UnevenDTensor
 
 _EXACT = (torch.float32, torch.float64)  # with narrower dtypes, torch's steps over lists round differently
 SMALL = 4096
-"""With more elements, arithmetic takes longer than calls, and the intermediate results of a list take much memory."""
+"""In larger tensors, arithmetic takes longer than calls, and the intermediate results of a list take much memory."""
 PIECE = 1 << 16
-"""The elements of a piece, per thread. A step reads and writes a tensor several times. Meanwhile the tensors of a piece
-stay in the cores' caches."""
+"""The elements of a piece, per thread. A step reads and writes its tensors several times. Between these accesses, the
+tensors of a piece stay in the cores' caches."""
 
 
 def over_parts(step: Callable[..., None]) -> Callable[..., None]:
@@ -116,8 +116,8 @@ def _step_parts(step: Callable, parameters: Sequence[Any], lists: Sequence[list[
 
 def _piece_counts(lists: Sequence[list[Any]], size: int, *, creates: bool) -> list[int]:
     """Return the number of pieces of each parameter. `lists`: parameters, gradients and states. `size`: the elements of
-    a piece. `creates`: whether the step replaces None by a buffer. Such a parameter is not divided, because the step
-    would create a buffer for each piece."""
+    a piece. `creates`: whether the step replaces None by a buffer. A parameter whose buffer is None is not divided,
+    because the step would create a buffer for each piece."""
     counts, counters = [], set[int]()
     for place, parameter in enumerate(lists[0]):
         row = [values[place] for values in lists if values]
@@ -131,8 +131,8 @@ def _piece_counts(lists: Sequence[list[Any]], size: int, *, creates: bool) -> li
 
 
 def _divided(values: list[Any], counts: Sequence[int], size: int) -> list[Any]:
-    """Divide each of `values` into its number of flat pieces of `size` elements. A step increments the counter (0-D) of
-    each piece, so all pieces but the first get copies of the parameter's counter."""
+    """Divide each of `values` into flat pieces of `size` elements. `counts`: the number of pieces of each. A step
+    increments the counter (0-D) of each piece, so all pieces but the first get copies of the parameter's counter."""
     found: list[Any] = []
     for each, count in zip(values, counts):
         if count == 1 or each is None:

@@ -11,7 +11,7 @@ A parameter may be a DTensor over the whole mesh instead, replicated over the da
     unsharded   DTensor on (dp, tp)    as before, so that activations may be DTensors over the whole mesh too
 
 If all axes of the mesh are data-parallel, the parameter is sharded like a plain parameter, and is a DTensor while it is
-unsharded. Its gradient, usually partial on the data-parallel axes, is reduced like that of a plain parameter.
+unsharded. Its gradient, usually partial on the data-parallel axes, is reduced like a plain parameter's gradient.
 
 Flat buffers hold each tp rank's slice like any other tensor. A gradient that is partial over tp, such as that of a norm
 between sequence-parallel regions, is reduced over tp before it is packed.
@@ -68,8 +68,8 @@ class TensorParallel:
 
     @property
     def ranks(self) -> dist.ProcessGroup | None:
-        """The process group of the last axis beyond the data-parallel ones that slices the parameter, otherwise of the
-        first such axis. None if all axes are data-parallel."""
+        """The process group of the last tensor-parallel axis that slices the parameter. If none slices it, the group of
+        the first tensor-parallel axis. None if all axes are data-parallel."""
         return group_of(self.spec.mesh, self.cut[-1][0] if self.cut else 0) if self.spec is not None else None
 
     @property

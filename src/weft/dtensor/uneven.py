@@ -7,7 +7,7 @@ checkpoints, and in operators (`rules.py`).
 A part is a range of the flattened tensor. If the cuts are between rows, it consists of whole rows; otherwise it is 1-D.
 On a rank that has nothing of the tensor, the part has zero elements.
 
-With tensor parallelism the mesh has one more axis, and the cuts are those of this rank's slice over that axis:
+With tensor parallelism the mesh has one more axis. The cuts then divide this rank's slice over that axis:
 
     mesh (dp, tp), placements (_, Shard(1))      tensor | slice of tp 0 | slice of tp 1 |
                                                         |   cuts over   |   cuts over   |
@@ -282,7 +282,7 @@ class UnevenDTensor(RuledDTensor):
 
 
 class _ByRules(TorchDispatchMode):
-    """Dispatches operators on these tensors to weft's rules."""
+    """Dispatches operators on each `RuledDTensor` to weft's rules."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch._C._EnableTorchFunction():
@@ -306,7 +306,7 @@ def _ask_the_rules_first(
 
 
 _BYPASSED = torch.__version__ < "2.13"
-"""Whether operators on a DTensor's subclass, and those that autograd calls, bypass the subclass's dispatch."""
+"""Whether operators on tensors of a DTensor subclass, or called by autograd, bypass the subclass's dispatch."""
 
 if _BYPASSED:
     RuledDTensor.__torch_function__ = classmethod(_ask_the_rules_first)  # type: ignore[assignment]
@@ -333,8 +333,9 @@ class _Read(torch.autograd.Function):
 
 
 def _partial(given: Any, own: tuple[Placement, ...]) -> list[Placement] | None:
-    """Return a gradient's placements as partial or replicated; None if no sum is needed. `given`: the user's. Raises
-    ValueError if these differ from `own`, the tensor's, in more than `Partial()` in place of `Replicate()`."""
+    """Return a gradient's placements, each partial or replicated, or None if no sum is needed. `given`: the placements
+    from the user. `own`: the tensor's. Raises ValueError unless they are equal except for `Partial()` in place of
+    `Replicate()`."""
     if given is None or tuple(given) == own:
         return None
     if len(given) != len(own) or any(a != b and not (a.is_partial() and b.is_replicate()) for a, b in zip(given, own)):

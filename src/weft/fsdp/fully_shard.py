@@ -109,7 +109,7 @@ def fully_shard(
 
 
 def _state_of(module: nn.Module) -> SimpleNamespace | None:
-    """Return what torch.distributed.pipelining reads of a sharded module's state; None for another module."""
+    """Return the state that torch.distributed.pipelining reads from `module`, or None if it is not sharded."""
     if not isinstance(module, FSDPModule):
         return None
     finish = lambda: runtime_of(module).finish_deferred()  # noqa: E731

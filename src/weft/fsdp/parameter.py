@@ -54,7 +54,7 @@ class Slot:
 @dataclass(eq=False)
 class Unsharded:
     """A parameter that is about to be sharded over `mesh`. `value`: the tensor that holds its values: `original`,
-    unless that was on the meta device. `cutting`: the elements between possible cuts, and the dimension that is cut."""
+    unless that was on the meta device. `cutting`: the number of elements between possible cuts, and the dimension."""
 
     original: nn.Parameter
     value: nn.Parameter

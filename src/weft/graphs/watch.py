@@ -95,7 +95,7 @@ class Watch(TorchDispatchMode):
         return [(start, start + nbytes, False) for start, nbytes in self.made.items()]
 
     def _known_as(self, tensor: Tensor) -> bool | None:
-        """Return whether the known memory in which `tensor` begins may be written to, or None for unknown memory."""
+        """Return whether the memory range that `tensor` begins in may be written to, or None if no range is known."""
         address = tensor.data_ptr()
         return next((writable for start, stop, writable in self._known if start <= address < stop), None)
 

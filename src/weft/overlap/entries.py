@@ -17,14 +17,15 @@ def table_order(
     early_release: bool,
     queues: bool = False,
 ) -> Iterator[Step]:
-    """Yield the steps of one rank's entries of a table. `part(microbatch, chunk)` returns the `Part` of an action.
+    """Yield the steps of `entries`, one rank's entries. `part(microbatch, chunk)` returns the `Part` of an action.
 
     `overlap=False`: the two actions of an entry run one after the other. `queues`: the device has streams.
 
     Without `early_release`, the delayed weight gradients of a layer's `attend` run during the first exchange of the
-    layer that comes next in the backward. With `overlap`, those of a backward's last layer run during the first
-    exchange of the backward in the next entry. If the next entry has no such exchange, they run before its steps. If
-    there is no next entry, they run after all steps. Without `overlap`, they run at the end of their own backward.
+    layer that comes next in the backward. With `overlap`, the delayed weight gradients of a backward's last layer
+    run during the first exchange of the next entry's backward. If it has no such exchange, they run before the steps of
+    the next entry. If there is no next entry, they run after all steps. Without `overlap`, they run at the end of their
+    own backward.
     """
     switches = {"early_release": early_release, "queues": queues}
     owed: list[Step] = []

@@ -18,7 +18,7 @@ from weft.comm.transport import Adds, Pending, Scales, Several, Sizes, Sum, Want
 class CopyingGloo:
     """A `weft.comm.transport.Transport` that exchanges copies in CPU memory."""
 
-    # Without tags: the host waits in each collective, so every rank must issue them in the same order.
+    # Without tags: the host waits in each collective, so every rank must issue collectives in the same order.
     capabilities = replace(Gloo.capabilities, tags=False, helpers=False)
 
     def __init__(self) -> None:

@@ -12,8 +12,8 @@ SECOND_ROUND = 500
 """The difference between the tag of a collective's second round of transfers and the lane's tag."""
 
 ALONE_BYTES = 1 << 18
-"""A tensor of a bundle with at least this many bytes for each rank is sent in a separate message, at the same time as
-the bundle's. Copying it into the bundle's message would take longer."""
+"""A tensor with at least this many bytes for each rank is sent in its own message, at the same time as the message of
+its bundle. Copying the tensor into the bundle's message would take longer."""
 
 _SUMMED_AT_ONCE = 1 << 16  # the number of elements that `sum_into` converts and sums at a time
 

@@ -8,7 +8,7 @@ decides which ranks are stuck, even after exceptions and exits. For stuck ranks:
     no rank can join                                               CollectiveMismatch on every rank that waits in weft
 
 A published state may be old if the detector's thread got no CPU time. Therefore a rank that finds others stuck asks all
-ranks to publish again, and counts only these answers. A rank whose state is then unchanged has waited all the time.
+ranks to publish again, and uses only the answers. A rank whose state is then unchanged has waited all the time.
 
 Without long waits, the detector costs a few assignments and a lock per wait, and a check every tenth of a second. After
 a rank has joined a collective of other ranks, all ranks check more often, because that rank will probably join one more
@@ -60,7 +60,7 @@ _RULE = (
 
 @dataclass(frozen=True)
 class Call:
-    """This rank's `number`-th collective with `key`, over `group`. `ranks`: the group's. `name`: its name in errors."""
+    """This rank's `number`-th collective with `key`, over `group`. `ranks`: the group's ranks. `name`: for errors."""
 
     key: str
     number: int

@@ -93,8 +93,8 @@ class Picture:
         return [rank for rank in state.ranks if (other := self.of(rank)) is not None and other.lacks(state)]
 
     def stuck_with(self, rank: int) -> dict[int, State]:
-        """Return the states, by rank, of `rank` and of the stuck ranks for which it waits, directly or indirectly. {}
-        if `rank` is not stuck."""
+        """Return the states, by rank, of `rank` and of the stuck ranks for which it waits, directly or indirectly.
+        The result is empty if `rank` is not stuck."""
         found: dict[int, State] = {}
         waits_for: dict[int, list[int]] = {}
         ahead = [rank]

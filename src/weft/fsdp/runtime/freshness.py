@@ -139,7 +139,7 @@ def agree_on_maxima(groups: Iterable[ParameterGroup]) -> None:
 
 
 def _divides_matrices(parameter: ShardedParameter) -> bool:
-    """Return whether tensor-parallel slices are parts of the same matrices; otherwise they are different matrices."""
+    """Return True if tensor parallelism splits each matrix of the parameter, False if each slice has whole matrices."""
     dims = len(parameter.extent.shape)
     beyond = parameter.parallel.beyond if parameter.parallel is not None else ()
     return any(isinstance(each, Shard) and each.dim % dims >= dims - 2 for each in beyond)

@@ -57,8 +57,11 @@ def _equalize_over(group: ParameterGroup, slices: dist.ProcessGroup) -> None:
 
 
 def check_filled(units: Sequence[Unit]) -> None:
-    """Raise ValueError on all ranks if a parameter has no values on some rank, and on this rank if a buffer is on the
-    meta device. Broadcast parameters that were on the meta device when they were sharded; collective if any were."""
+    """Broadcast the parameters that were on the meta device when they were sharded. Collective if there are any.
+
+    If one of them has no values on some rank, every rank raises ValueError. If a buffer is on the meta device, only
+    the rank that has it raises ValueError.
+    """
     for unit in units:
         for group in unit.groups:
             if group.unfilled:

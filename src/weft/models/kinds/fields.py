@@ -90,7 +90,7 @@ def numbers(count: int) -> Any:
 
 
 def check_values(configuration: Any) -> None:
-    """Raise `ValueError` for the first field whose value breaks the field's rule. The message states both."""
+    """Raise `ValueError`, which states the value and the rule, for the first field whose value breaks its rule."""
     for field in dataclasses.fields(configuration):
         rule: Rule = field.metadata["rule"]
         require(configuration, field.name, rule.fits(getattr(configuration, field.name)), rule.text)

@@ -123,7 +123,7 @@ def _absent(store: dist.Store, keys: list[str]) -> str:
 
 
 class _Wait:
-    """A wait of at most `patience` seconds. `silent`: the name of the store in messages, if it does not answer."""
+    """A wait of at most `patience` seconds. `silent`: how messages describe a store that does not answer."""
 
     def __init__(self, patience: float, stop: StopRequest, say: Callable[[str], None], silent: str) -> None:
         self.patience, self.stop, self.say, self.silent = patience, stop, say, silent
