@@ -76,7 +76,7 @@ class Agreement:
         self, units: Sequence[str], groups: Sequence[dist.ProcessGroup], trains: Sequence[bool] = ()
     ) -> list[bool]:
         """Raise CollectiveMismatch if `units`, the descriptions of the units, differ between ranks. Return, for each
-        parameter group, whether any rank trains it. `trains`: whether this rank does. `groups`: as in `reach`."""
+        parameter group, whether any rank trains it. `trains`: the same for this rank alone. `groups`: as in `reach`."""
         word = _fingerprint(units)
         high, low = agree([word, -word], groups, "first pass", channel=self.channel)
         if high != -low:

@@ -118,7 +118,7 @@ class BuiltIn:
         return _started(dist.all_to_all_single(output, source, *sizes, group=group, async_op=_beside(output)))
 
     def inbox_numel(self, partial_numel: int, size: int, *, scatters: bool) -> int:
-        """Return the number of elements of the inbox: those of a reduce-scatter's result, and 0 for an all-reduce."""
+        """Return the number of elements of the inbox: as many as in a reduce-scatter's result; 0 for an all-reduce."""
         return partial_numel // size if scatters else 0
 
     def _scaled(self, partial: Tensor, scale: float, size: int, sum_only: bool) -> tuple[Any, float]:

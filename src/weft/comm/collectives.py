@@ -77,7 +77,7 @@ def reduce_scatter_bundle(
 
 
 def all_reduce(output: Tensor, partial: Tensor, group: ProcessGroup, tag: int, **how: Any) -> Pending:
-    """All-reduce `partial` into `output`, or add the sum if `accumulate`. Overwrites `partial`. `how`: see `Sum`."""
+    """All-reduce `partial` into `output`; if `accumulate`, add to it. Overwrites `partial`. `how`: see `Sum`."""
     if group.size() == 1:
         return Pending([], lambda: add_scaled(output, partial, how["scale"], how["accumulate"]))
     return transport_of(group, partial.device).all_reduce(output, partial, group, tag, Sum(**how))
@@ -141,7 +141,7 @@ def send(tensors: Several, group: ProcessGroup, peer: int, tag: int) -> Pending:
 
 
 def receive(tensors: Several, group: ProcessGroup, peer: int, tag: int) -> Pending:
-    """Fill `tensors`, in this order, with the tensors that the rank `peer` of `group` sends. Raises as `send`."""
+    """Fill `tensors`, in this order, with the tensors from the rank `peer` of `group`. Raises the errors of `send`."""
     _check_reach(tensors, group)
     return Pending([group.recv([tensor], peer, tag) for tensor in tensors])
 
@@ -172,7 +172,7 @@ def all_gather_uneven(parts: Several, rank: int, group: ProcessGroup, what: str 
 
 
 def broadcast(tensor: Tensor, group: ProcessGroup, what: str = "a broadcast") -> None:
-    """Overwrite `tensor` with that of the group's first rank, and wait. `what`: the broadcast's name in errors."""
+    """Overwrite `tensor` with the tensor of the group's first rank, and wait. `what`: the name in errors."""
     if group.size() > 1:
         with watching(f"broadcast/{tensor.numel()}", what, group):
             moved = _movable(tensor, group).contiguous()

@@ -82,7 +82,7 @@ def next_channel(group: dist.ProcessGroup) -> int:
 
 
 def tag_of(first: int, what: str, channel: int = 0) -> int:
-    """Return a tag for `what` in `channel`, one of 300 from `first` on. Messages match only if their tags are equal."""
+    """Return a tag for `what` in `channel`: one of 300 that begin at `first`. Only messages with equal tags match."""
     return CHANNEL_STRIDE * channel + first + zlib.crc32(what.encode()) % _TAGS_OF_A_KIND
 
 
@@ -92,7 +92,7 @@ def tag_of(first: int, what: str, channel: int = 0) -> int:
 def _made_within(
     group: dist.ProcessGroup, ranks: list[int], purpose: str, backend: str = "", timeout: timedelta | None = None
 ) -> Any:
-    """Create a group like `group` of some of its `ranks`. Exactly these ranks call it, once for each `purpose`."""
+    """Create a group like `group` that has only `ranks`. Exactly these ranks call this, once for each `purpose`."""
     name = f"{group.group_name}/{purpose} {','.join(map(str, ranks))}"
     timeouts = (getattr(getattr(backend, "options", None), "_timeout", None) for backend in _backends(group))
     order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}  # torch 2.11 has only sorted groups

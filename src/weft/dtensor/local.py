@@ -8,8 +8,8 @@ all others                       element-wise, on operands that are cut     `on_
                                    or can be sliced in the same way
 foreach and fused optimizers     on lists, all tensors at once              `on_lists`
 
-A local part is passed to torch's method or function with the operator's name, which parses arguments in half the time
-that the operator needs. A rule returns `NotImplemented` if it cannot run the operator on local parts. The rules run
+Local parts are passed to the method or function of torch that has the operator's name. Its argument parsing takes half
+the time of the operator's. A rule returns `NotImplemented` if it cannot run the operator on local parts. The rules run
 below autograd, so they increment the version counters of the local parts to which they write.
 """
 
@@ -75,7 +75,7 @@ def wrote(tensors: Iterable[DTensor]) -> None:
 
 @cache
 def _facts(func: Any) -> tuple[Callable[..., Any], tuple[str, ...], frozenset[str]]:
-    """Return an operator's function for plain tensors, its argument names, and the names of those that it writes."""
+    """Return an operator's function for plain tensors, its argument names, and the names of those it writes to."""
     arguments = func._schema.arguments
     name = func._schema.name.removeprefix("aten::")
     run = func
@@ -236,8 +236,9 @@ def on_lists(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _fitting(func: Any, values: Any, first: Sequence[Any], cuts: Sequence[Any], written: bool) -> Any:
-    """Return argument `values` cut like the list `first`, whose cuts are `cuts`. Tensors with other cuts are sliced;
-    if they are `written` to, TypeError is raised. Equal cuts become one object, which is compared faster."""
+    """Return the argument `values`, with its tensors cut like those in the list `first`. `cuts`: the cuts of `first`.
+    Tensors with other cuts are sliced; if they are `written` to, TypeError is raised. Equal cuts become one object,
+    which is compared faster."""
     if not isinstance(values, (list, tuple)) or not any(isinstance(value, torch.Tensor) for value in values[:1]):
         return values
     if all(map(operator.is_, found := _cuts_of(values), cuts)):
@@ -270,7 +271,7 @@ def _localized(value: Any) -> Any:
 
 
 def _kept(local: Any, name: str, keep: Sequence[bool]) -> Any:
-    """Return the values to `keep` of the argument `name`, if it has one value per tensor."""
+    """Return the values of the argument `name` that `keep` selects; all, if it has no value per tensor."""
     if isinstance(local, list):
         return list(compress(local, keep))
     if name == "scalars" and isinstance(local, torch.Tensor):

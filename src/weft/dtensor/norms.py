@@ -106,7 +106,7 @@ def _alike(tensors: Sequence[torch.Tensor]) -> tuple[list[list[int]], DeviceMesh
 
 
 def _common_mesh(meshes: list[DeviceMesh]) -> DeviceMesh | None:
-    """Return the mesh with the most axes if the others are its first axes, or if all have the same ranks; else None."""
+    """Return the mesh with most axes if the others have only its first axes, or all have the same ranks; else None."""
     longest = max(meshes, key=lambda mesh: mesh.ndim)
     groups = [group_of(longest, axis) for axis in range(longest.ndim)]
     if all([group_of(mesh, axis) for axis in range(mesh.ndim)] == groups[: mesh.ndim] for mesh in meshes):

@@ -122,7 +122,7 @@ def taking_parts(from_local: Callable[..., DTensor]) -> Callable[..., DTensor]:
 
 
 def taking_even(redistribute: Callable[..., DTensor]) -> Callable[..., DTensor]:
-    """Wrap `DTensor.redistribute`: it treats `UnevenShard` and `UnevenStridedShard` as placements of even cuts."""
+    """Wrap `DTensor.redistribute` to treat `UnevenShard` and `UnevenStridedShard` as placements of even cuts."""
 
     @functools.wraps(redistribute)
     def wrapped(self: DTensor, device_mesh: Any = None, placements: Any = None, **options: Any) -> DTensor:

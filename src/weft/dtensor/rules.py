@@ -92,8 +92,8 @@ _localized = partial(tree_map, local_of)
 
 
 def _new_empty(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Return a plain tensor: `nn.init` fills it with the same values on all ranks, and copies it to the parameter. If a
-    device is given, return a tensor with the same cuts: checkpoint stagers copy local parts to another device."""
+    """Return a plain tensor for `nn.init`, which fills it with the same values on all ranks and copies it to the
+    parameter. With a `device`, return a tensor with the same cuts for checkpoint stagers, which copy local parts."""
     tensor = args[0]
     kwargs = {k: v for k, v in kwargs.items() if v is not None}
     if "device" in kwargs and tuple(args[1]) == tensor.shape and isinstance(tensor, UnevenDTensor):

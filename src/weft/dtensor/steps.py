@@ -6,12 +6,12 @@ An operator on a list of sharded tensors makes one such call for all. An operato
     optimizer            parameters of the group           foreach, fused    steps
     -------------------  --------------------------------  ----------------  -----------------------------------
     Adam, AdamW, SGD,    all sharded, on CPU, in fp32      None, None        over lists, as with `foreach=True`, with
-      Adagrad              or fp64 like gradients and                          bitwise the same values; over lists of
-                           states, on average at most                          local parts if a parameter's tensors
+      Adagrad              or fp64 (gradients, states                          bitwise the same values; over lists of
+                           too), on average at most                            local parts if a parameter's tensors
                            `SMALL` elements for a rank                         have equal cuts
                          all sharded, on CPU, in one       None, None        over local parts, one by one; in fp32 and
-                           dtype and with equal cuts,                          fp64, over large ones in pieces
-                           like gradients and states
+                           dtype and with equal cuts                           fp64, over large ones in pieces
+                           (gradients, states too)
     any                  anything else                     anything          as torch chooses
 
 weft also leaves the choice to torch if hyperparameters are tensors, or if steps are differentiable. Nesterov momentum

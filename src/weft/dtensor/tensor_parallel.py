@@ -13,8 +13,8 @@ A parameter may be a DTensor over the whole mesh instead, replicated over the da
 If all axes of the mesh are data-parallel, the parameter is sharded like a plain parameter, and is a DTensor while it is
 unsharded. Its gradient, usually partial on the data-parallel axes, is reduced like a plain parameter's gradient.
 
-Flat buffers hold each tp rank's slice like any other tensor. A gradient that is partial over tp, such as that of a norm
-between sequence-parallel regions, is reduced over tp before it is packed.
+Flat buffers hold each tp rank's slice like any other tensor. A gradient that is partial over tp is reduced over tp
+before it is packed. An example is the gradient of a norm between sequence-parallel regions.
 """
 
 import math
@@ -149,7 +149,7 @@ def tensor_parallel_of(
 
 
 def _beside(spec: DTensorSpec, replicas: Collection[str], where: str) -> DTensorSpec | None:
-    """Return the spec over the one axis that is not in `replicas`, or None. `spec`: the spec over the whole mesh."""
+    """Return the spec over the one axis that is not in `replicas`, or None if all are. `spec`: of the whole mesh."""
     names = spec.mesh.mesh_dim_names or ()
     for name, placement in zip(names, spec.placements):
         if name in replicas and not placement.is_replicate():

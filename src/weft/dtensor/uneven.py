@@ -1,11 +1,11 @@
 """A DTensor with uneven shards.
 
-torch's `Shard(0)` means even chunks of rows. weft cuts a flat buffer where padding is least: a parameter's parts may
+torch's `Shard(0)` means even chunks of rows. weft cuts a flat buffer where padding is least, so a parameter's parts may
 have different numbers of rows, or end inside a row. `UnevenDTensor` stores its cuts. It uses them in `full_tensor`, for
 checkpoints, and in operators (`rules.py`).
 
-A part is a range of the flattened tensor. If the cuts are between rows, it consists of whole rows; otherwise it is 1-D.
-On a rank that has nothing of the tensor, the part has zero elements.
+A part is a range of the flattened tensor. The part consists of whole rows if the cuts are between rows; otherwise it is
+1-D. On a rank that has nothing of the tensor, the part has zero elements.
 
 With tensor parallelism the mesh has one more axis. The cuts then divide this rank's slice over that axis:
 
@@ -124,7 +124,7 @@ class UnevenDTensor(RuledDTensor):
         return UnevenDTensor._wrap(local, spec, self._cuts)
 
     def owned_alike(self, local: torch.Tensor | None, meta: torch.Tensor) -> "UnevenDTensor":
-        """Return a tensor with the shape, strides and dtype of `meta`. The rank that has all of this tensor, its owner,
+        """Return a tensor with the shape, strides and dtype of `meta`. The owner (the rank that has all of this tensor)
         has all of the returned tensor too. `local`: the returned tensor's values on the owner; None on other ranks."""
         owner = self.owner
         assert owner is not None
@@ -152,7 +152,7 @@ class UnevenDTensor(RuledDTensor):
 
     @property
     def owner(self) -> int | None:
-        """The index of the part that has all elements of the tensor. None if no part has, or if there is only one."""
+        """The index of the part that has all elements of the tensor. None if there is none, or only one part."""
         return self._cuts.owner if self.axes == self._cuts.axes else None
 
     @property
@@ -313,7 +313,7 @@ if _BYPASSED:
 
 
 class _Read(torch.autograd.Function):
-    """Returns this rank's part or the `whole` tensor. `partial`: the placements of a gradient to sum, or None."""
+    """Returns this rank's part or the `whole` tensor. `partial`: placements if the gradient must be summed, or None."""
 
     @staticmethod
     def forward(ctx: Any, tensor: UnevenDTensor, whole: bool, partial: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The backward of a captured function, with a recording for each form of the gradients of its outputs.
+"""The backward of a captured function, with a recording for each form of its outputs' gradients.
 
 form    which outputs have a gradient, and with which strides. An eager backward skips operators that only
         outputs without a gradient need. With other strides, kernels add in another order.
@@ -27,8 +27,8 @@ Samples = Sequence[Sample | None]
 
 
 class Uses:
-    """The uses of `leaves`: the edges to them in the autograd graph of `ends`. They are sorted by leaf. Those of one
-    leaf are in the order in which a backward reaches them. `of`: for each use, the index of its leaf in `leaves`."""
+    """The uses of `leaves`: the edges to them in the autograd graph of `ends`. They are sorted by leaf and, for each
+    leaf, in the order in which a backward reaches them. `of`: for each use, the index of its leaf in `leaves`."""
 
     def __init__(self, ends: Sequence[GradientEdge], leaves: Sequence[Tensor]) -> None:
         self._ends = ends
@@ -83,7 +83,7 @@ def _take(brought: list[Tensor | None], places: dict[int, int], gradients: Seque
 
 class Form:
     """The recordings of one form (see the top of the file). `statics`: the tensors into which the outputs' gradients
-    are copied (None: no gradient). `backward`: the recordings of the backward. `weights`: those of the delayed weight
+    are copied (None: no gradient). `backward`: the recordings of the backward. `weights`: recordings of delayed weight
     gradients, if any. `kept`: for each use, whether its gradient must stay valid after the next replay."""
 
     def __init__(
@@ -165,7 +165,7 @@ class Backward:
         """Record the form of `samples`, unless all are None. Return the memory that a backward of any form may read.
 
         `full`: samples for all outputs. Their form reads all that other forms read, so the memory that it reads is
-        returned. None: this form cannot be recorded. Raises CaptureRefused if the form of `samples` cannot be recorded.
+        returned, or None if this form cannot be recorded. Raises CaptureRefused if the form of `samples` cannot be.
         """
         first = None
         if any(samples):

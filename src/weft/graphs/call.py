@@ -30,7 +30,7 @@ from weft.graphs.statics import Sample
 MOST_SIGNATURES = 4
 """The maximum number of signatures of one method that are captured, because each capture takes memory."""
 MOST_CHANGES = 4
-"""If the attributes that a method reads change more often, it is refused, because they may change in each call."""
+"""If attributes that a method reads change more often than this, it is refused: they may change in each call."""
 _NUMBERS = (int, float, bool, str, type(None), torch.dtype, torch.device)
 _ONE = tree_flatten(((torch.empty(0),), {}))[1]
 
@@ -208,7 +208,7 @@ class GraphedCall:
                 captured.ready = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        """Return the attribute of a copy of the module: its own method, without graphs."""
+        """Return what replaces this object in a copy of the module: the copy's own method, without graphs."""
         if self._before is not None:
             return copy.deepcopy(self._before, memo)
         module = self._module()

@@ -6,7 +6,7 @@
 Between a forward and its backward a capture is busy: the next forward would overwrite the values saved for the
 backward. Autograd accumulates the gradients of parameters in `.grad`, as for an eager call. Autograd refuses a backward
 that reads a parameter or buffer that was written to since the forward. If weight gradients are delayed, their products
-have a separate recording. A replayed backward queues this recording, where an eager backward queues the products. The
+have a separate recording. An eager backward queues the products, and a replayed backward queues this recording. The
 capture stays busy until the recording has run.
 
 result of the function          result of a replay
@@ -165,7 +165,7 @@ class Captured:
         self._needs = [number for number, each in enumerate(entered) if each.requires_grad]
         # If the function gets a parameter from elsewhere than its modules, it uses the parameter, not the stand-in.
         leaves_of = [*(entered[number] for number in self._needs), *alike, *stand_ins.values(), *trained]
-        # Pass edges, not tensors: given tensors, `torch.autograd.grad` exits function modes, and a checkpoint in the
+        # Pass edges, not tensors. With tensors, `torch.autograd.grad` exits function modes, but a checkpoint in the
         # function must recompute under the modes of its forward.
         uses = Uses([*map(get_gradient_edge, ends)], leaves_of)
         if not uses.of:
@@ -185,7 +185,7 @@ class Captured:
             return backend.capture(function, [*known, *more], self._forward)
 
         # A backward that is recorded later must read the same memory as this one. By then, replays have overwritten the
-        # saved tensors. They hold the values of the forward to which the later backward belongs.
+        # saved tensors with the values of the forward to which the later backward belongs.
         saved = [*self._places.tensors(), *map(local, self._places.tensors()), *entered]
         self._backward = Backward(capture, uses, saved, trained, self._places.restored, self._count, self._delays, kept)
         samples = [gradients.get(number) for number, each in numbered if each.requires_grad]

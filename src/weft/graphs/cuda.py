@@ -3,11 +3,11 @@ because they may replay in any order.
 
 warm up    once, on the stream of captures: libraries allocate workspaces, and unsupported operators are found
 capture    on that stream, while no other work is queued and no garbage is collected
-replay     once on that stream, because a capture computes nothing; later on the stream of the caller, after its work
+replay     once on that stream, because a capture computes nothing; later on the caller's stream, after its own work
 
 Autograd runs a backward on another thread of this process, on the stream of its forward, which is the stream of
-captures. CUDA checks for forbidden calls only on the thread that began the capture, because other threads issue
-collectives at the same time.
+captures. weft makes CUDA check for forbidden calls only on the thread that began the capture, because other threads
+issue collectives at the same time.
 """
 
 import gc
@@ -78,11 +78,11 @@ class CudaBackend:
 def _captured(graph: torch.cuda.CUDAGraph, pool: Any, device: int) -> Iterator[None]:
     """Record work inside this context into `graph`, whose memory comes from `pool`.
 
-    Unlike `torch.cuda.graph`, it does not collect garbage or empty the memory cache, which would be repeated for each
+    Unlike `torch.cuda.graph`, this does not collect garbage or empty the memory cache, because it would do so for each
     of many captures.
     """
     collects = gc.isenabled()
-    gc.disable()  # collecting an older graph during the capture would break this one
+    gc.disable()  # collecting an older graph during the capture would break the capture
     try:
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:

@@ -14,7 +14,7 @@ from weft.graphs.places import cut_of
 
 
 class Sample(NamedTuple):
-    """The shape, strides, dtype and device of a tensor in an eager call. `Static` makes a tensor with the same ones."""
+    """The shape, strides, dtype and device of a tensor in an eager call. `Static` makes a tensor that has them too."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]

@@ -23,8 +23,8 @@ _EMPTY = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_em
 
 
 class Call(NamedTuple):
-    """One recorded call of an operator. `results`: those in new memory, each with its index among all
-    results (see `New`). `differentiable`: whether gradients were enabled at the capture. If they are enabled, some
+    """One recorded call of an operator. `results`: the results in new memory, each with its index among
+    all results (see `New`). `differentiable`: whether gradients were enabled at the capture. If they are enabled, some
     operators return more tensors."""
 
     function: Any
@@ -35,8 +35,8 @@ class Call(NamedTuple):
 
 
 class Tape:
-    """The recorded calls of operators, in order. `made`: by the address of each storage that the calls allocated, the
-    first tensor in it. `read`: by address, the tensors that the calls use but that are in no such storage."""
+    """The recorded calls of operators, in order. `made`: the first tensor in each storage that the calls allocated, by
+    the storage's address. `read`: the tensors that the calls use in other storages, by their addresses."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []

@@ -54,8 +54,8 @@ class Walk:
     with those of another walk. `kept`: the objects that can change, each with a copy of its contents."""
 
     def __init__(self, modules: Sequence[nn.Module], function: Any) -> None:
-        # The values to compare before each replay, without Python code for each value: all elements of containers, and
-        # the attributes of objects, modules and classes under their current names, with the number of names.
+        # What `same` compares before each replay, without Python code for each value: all elements of containers; the
+        # attributes of objects, modules and classes, under the names that they have now; and the number of names.
         self._views: list[Iterable[Any]] = []
         self._values: list[Any] = []
         self._getters: list[Callable[[Any], tuple]] = []

@@ -56,8 +56,8 @@ def flat(
     The `.grad` of a flat tensor is a DTensor over all ranks, so that `torch.amp.GradScaler` skips a step on all ranks
     or on none.
 
-    Frozen sharded parameters are included, and are updated once they have gradients. Those that are kept only in
-    quantized form are not included: after you unfreeze one, build the optimizer again, or `step` raises ValueError.
+    Frozen sharded parameters are included, and are updated once they have gradients. Exceptions are parameters that are
+    kept only in quantized form: after you unfreeze one, build the optimizer again. Otherwise, `step` raises ValueError.
 
     Raises ValueError if `optimizer` is not in `ELEMENT_WISE`, if a trainable parameter is not sharded, or if
     `main_grads_dtype` is not narrower than the dtype of the weights and `optimizer` does not take gradients in it.
@@ -133,10 +133,10 @@ class FlatOptimizer(torch.optim.Optimizer):
 
         `closure`: as in `torch.optim`, computes the loss and the gradients.
 
-        Raises ValueError if a parameter that was left out when the optimizer was built has a gradient now. Left out
-        were frozen parameters that are not sharded or are kept only in quantized form.
+        Raises ValueError if a parameter that was left out when the optimizer was built has a gradient now. Frozen
+        parameters were left out if they are not sharded, or are kept only in quantized form.
         """
-        if closure is not None:  # it runs backward
+        if closure is not None:  # the closure runs the backward
             with torch.enable_grad():
                 loss = closure()
         else:
@@ -168,7 +168,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step_over(self, runs: Sequence[FlatRun], step: Callable[[], Any]) -> None:
-        """Call torch's `step` while only `runs` have gradients. Widened gradients share memory: one run at a time."""
+        """Call torch's `step` while only `runs` have gradients. If gradients are widened, pass a single run, because
+        widened gradients share memory."""
         wide = self._room_for(runs[0]) if runs and runs[0].group in self._widened else None
         try:
             for run in runs:
@@ -340,7 +341,7 @@ _classes: dict[type, Any] = {}
 
 
 def _takes_dtypes(group: ParameterGroup, optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> bool:
-    """Return whether `optimizer` can step with the gradients' dtype of `group`. A step with one element tests this.
+    """Return whether `optimizer` can step with gradients of the dtype in `group`. A step with one element tests this.
 
     Raises ValueError if it cannot, and the gradients' dtype is not narrower than the weights'.
     """

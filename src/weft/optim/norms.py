@@ -2,8 +2,8 @@
 
     the unit's mesh                         holders of an element                    its share in a rank's sum
     --------------------------------------  ---------------------------------------  -------------------------
-    that of the model, cut over all axes    one rank                                 all of it
-    that of the model, replicated           one rank of each replica                 1 / replicas
+    the model's mesh, cut over all axes     one rank                                 all of it
+    the model's mesh, replicated            one rank of each replica                 1 / replicas
     some of the model's ranks, for experts  as above; other ranks: other experts     1 / replicas in its mesh
     with tensor parallelism in addition     as above, for each slice                 as above; then sums are added*
     whole experts on tensor-parallel ranks  as above; other ranks: other experts     as above; then sums are added*

@@ -65,8 +65,8 @@ def depths_of(model: Any) -> list[Sequence[StagedLayer]]:
 
 
 def _missing(value: Any, members: Sequence[str]) -> str:
-    """Return the names of the members that `value` lacks. Members that `__getattr__` returns count, such as those of an
-    activation checkpoint's wrapper: `isinstance` with a protocol ignores them from Python 3.12 on."""
+    """Return the names of the members that `value` lacks. A member that only `__getattr__` returns is not missing. An
+    activation checkpoint's wrapper has such members; `isinstance` with a protocol ignores them from Python 3.12 on."""
     return ", ".join(member for member in members if not hasattr(value, member))
 
 

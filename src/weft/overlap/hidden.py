@@ -1,4 +1,4 @@
-"""The fraction of the time of communication that was hidden by computation.
+"""The fraction of communication time that was hidden by computation.
 
     with Timeline() as timeline:
         forward_backward(model, microbatches)

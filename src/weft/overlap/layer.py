@@ -126,7 +126,7 @@ class StagedDepth(Protocol):
 
     def enter(self, following: Tensor, previous: Tensor) -> Tensor:
         """Return the input of the depth's first layer, [batch, seq, hidden]. `following`: the result of the model's
-        `following`. `previous`: the result of the previous depth's `leave`; for the first depth, of `final_norm`."""
+        `following`. `previous`: the result of the previous depth's `leave`, or of `final_norm` for the first depth."""
         ...
 
     def leave(self, hidden: Tensor) -> Tensor:

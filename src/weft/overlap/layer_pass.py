@@ -40,7 +40,7 @@ class LayerPass:
     - `delay_wgrad`: compute the weight gradients of `attend` and of `experts` in separate steps.
     - `owner`: a module, or None for no check. A step raises UndeclaredTensor if it uses a differentiable tensor that is
       neither one of its inputs nor a parameter of this module.
-    - `halves`: exchange the rows of each half of the tokens separately. This has no effect unless the layer's
+    - `halves`: exchange the rows of each half of the tokens separately. This has an effect only if the layer's
       dispatcher sends a token once to each rank that has any of its experts (`rows_per` is "rank").
     """
 

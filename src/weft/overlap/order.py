@@ -21,7 +21,7 @@ lane under the computation to their left.
     F.leave (of a depth)
 
 B.combine is the backward of combine: it sends gradients to the experts. A is the layer whose backward ran just before
-that of B. The delayed weight gradients of A run under B.combine for two reasons. First, the last backward has no
+B. The delayed weight gradients of A run under B.combine for two reasons. First, the last backward has no
 partner, and therefore no other work to run under B.combine. Second, in a pair, they run while the ranks exchange the
 sizes of F.dispatch, which F.attend has sent. On a device with streams, the host queues B.experts before it waits for
 these sizes, so that the device has work during the wait. The exchange lane waits for F.attend only, so B.experts and
@@ -67,7 +67,7 @@ from typing import NamedTuple
 
 FORWARD, BACKWARD = "forward", "backward"
 BEFORE = "before"
-"""A direction in the tables of steps: the backward of A, the layer whose backward ran just before that of B."""
+"""A direction in the tables of steps: the backward of A, the layer whose backward ran just before B."""
 COMPUTE, EXCHANGE, STAGE = "compute", "exchange", "stage"
 
 
@@ -205,7 +205,7 @@ QUEUED_FORWARDS = (
     (FIRST, "finish"),
     (FIRST, "leave"),
 )
-"""The order for a device with streams, which has queued work while the host waits for the sizes of a dispatch."""
+"""The order for a device with streams. The device has queued work while the host waits for the sizes of a dispatch."""
 BACKWARDS = (
     (FIRST, "leave"),
     (FIRST, "finish"),

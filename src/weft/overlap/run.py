@@ -1,5 +1,5 @@
-"""Runs this rank's entries of a schedule's table: steps, gathers of the sharded units they need, and messages between
-stages."""
+"""Runs this rank's entries of a schedule's table: steps, gathers of the sharded units that steps need, and messages
+between stages."""
 
 import weakref
 from collections import Counter, defaultdict
@@ -68,7 +68,7 @@ class ScheduledRun:
         self._delayed: set[tuple[int, int]] = set()
         """The (microbatch, chunk) pairs whose layers compute weight gradients in separate steps."""
         self._apart: set[tuple[int, int]] = set()
-        """The (microbatch, chunk) pairs whose weight gradients, with the head's, are separate entries of the table."""
+        """The (microbatch, chunk) pairs whose weight gradients (also the head's) are separate entries of the table."""
         self._halves: set[tuple[int, int]] = set()
         """The (microbatch, chunk) pairs that exchange the rows of each half of the tokens separately."""
         self._losses: dict[int, Tensor] = {}
@@ -273,7 +273,7 @@ class SharedEnds:
         """Exchange gradients with the other stage and add them.
 
         If neither rank has a gradient of a parameter, the parameter is skipped. This happens if the reduction of
-        gradients is deferred to a later call. If only one rank has a gradient, that of the other counts as zeros. This
+        gradients is deferred to a later call. If only one rank has a gradient, the other's counts as zeros. This
         happens in evaluation mode if the last stage uses the embedding only in prediction depths.
         """
         if self._transport is None or not self._parameters:

@@ -100,10 +100,10 @@ class ModelUnits:
         return cls(tuple(found), tuple(around), outside, _policy_of(model), engine)
 
     def program(self, steps: Iterable[Step], together: Iterable[set[tuple[int, int]]] = ()) -> list[Around]:
-        """Return `steps`, each with the units to acquire and to release, and those whose gradients to reduce.
+        """Return `steps`, each with the units to acquire, to release, and to reduce the gradients of.
 
-        `together`: for each pair of backwards that run together, the (microbatch, chunk) of both. The gradients of a
-        unit that both use are reduced once, after both.
+        `together`: for each pair of backwards that run together, the (microbatch, chunk) of each. If both backwards use
+        a unit, its gradients are reduced once, after both.
         """
         around = [Around(step, [], [], []) for step in steps]
         visits: dict[tuple, list[Around]] = {}
@@ -117,7 +117,7 @@ class ModelUnits:
             for each in around
             if each.step.direction == BACKWARD and each.step.slot in ("embed", "enter", "head", "head.weights")
         }
-        for each in ends.values():  # the last step of a microbatch that reads units outside layers
+        for each in ends.values():  # the microbatch's last step that uses units outside the layers
             each.reduce.extend(self.outside)
         for pair in together:
             found: set[Unit] = set()
@@ -189,7 +189,7 @@ class ModelUnits:
             self.engine.ready(unit)
 
     def failed(self, what: str, error: BaseException) -> None:
-        """Report to the ranks that wait for this one that the step `what` raised `error`."""
+        """Publish that the step `what` raised `error`, for ranks that wait for this rank."""
         if self.engine is not None:
             self.engine.note_failure(what, error)
         elif (watch := hang_detector()) is not None:
@@ -197,9 +197,9 @@ class ModelUnits:
 
 
 def _hold(held: Sequence[Unit], mine: Sequence[Around]) -> None:
-    """Let the first step of `mine` acquire the units `held`, and the last one that computes no delayed weight gradients
-    release them. In a backward, reduce their gradients after the last step. `mine`: the steps of one microbatch in one
-    direction."""
+    """Let the first step of `mine` acquire the units `held`. Let the last step release them, apart from steps that
+    compute delayed weight gradients. In a backward, reduce the units' gradients after the last step of all. `mine`: the
+    steps of one microbatch in one direction."""
     data = [each for each in mine if "." not in each.step.slot]
     backward = mine[0].step.direction == BACKWARD
     holds = [(unit, Hold(f"{data[0].step} to {data[-1].step.slot}", backward=backward)) for unit in held]

@@ -116,8 +116,8 @@ class Cut:
 def balanced(costs: Sequence[float], stages: int, *, last: float = 0.0) -> tuple[range, ...]:
     """Cut layers into `stages` segments so that the cost of the most expensive segment is as low as possible.
 
-    `costs`: the cost of each layer. `last`: the cost of the head and the loss, which is added to that of the last
-    segment. With fewer layers than stages, some segments are empty.
+    `costs`: the cost of each layer. `last`: the cost of the head and the loss, to be added to the last segment's
+    cost. With fewer layers than stages, some segments are empty.
     """
     total = [0.0]
     for cost in costs:

@@ -48,7 +48,7 @@ def interleaved(ranks: int, chunks: int, microbatches: int) -> Table:
     """Return the table of 1F1B with several chunks on each rank.
 
     A chunk is smaller than a rank's single stage in 1F1B, so the pipeline fills and drains faster. The idle time is
-    that of 1F1B divided by the number of chunks.
+    1F1B's, divided by the number of chunks.
     """
     rows = _interleaved(ranks, chunks, microbatches, extra=0)
     return Table("interleaved", tuple(tuple(_apart(row)) for row in rows), chunks, microbatches)
@@ -68,7 +68,7 @@ def paired(ranks: int, chunks: int, microbatches: int) -> Table:
     """Return the table of `combined` with more pairs: two adjacent forwards of a chunk form a pair at the start, and
     two adjacent backwards at the end.
 
-    With one rank and one chunk, `combined` starts with a single forward. This table then starts with a pair of two, and
+    With one rank and one chunk, `combined` starts with a single forward. This table then starts with two forwards, and
     keeps the activations of one more microbatch in memory.
     """
     rows = _interleaved(ranks, chunks, microbatches, extra=2 if ranks == chunks == 1 else 1)
@@ -95,8 +95,8 @@ def zbv(ranks: int, chunks: int, microbatches: int) -> Table:
 
 class Schedule(NamedTuple):
     """A schedule and its limits. `generate(ranks, chunks, microbatches)` returns its table. `chunks`: the default
-    number of chunks on each rank. `any_chunks`: whether other numbers are possible. `microbatches_per_rank`: the
-    schedule needs this many microbatches, times the number of ranks, or more."""
+    number of chunks on each rank. `any_chunks`: whether other numbers are possible. `microbatches_per_rank`:
+    the schedule needs at least this number times the number of ranks."""
 
     generate: Callable[[int, int, int], Table]
     chunks: int
@@ -120,9 +120,9 @@ def table(name: str, ranks: int | None = None, chunks: int | None = None, microb
     """Return the checked table of a published schedule, or of the file `name`.
 
     `ranks`, `chunks`, `microbatches`: the number of pipeline ranks, of stages on each rank, and of microbatches. A
-    published schedule needs `ranks` and `microbatches`, and has a default for `chunks`. For a file, leave them out: any
-    that you pass must equal the file's. Raises ValueError for an unknown name, and for numbers that the schedule does
-    not support.
+    published schedule needs `ranks` and `microbatches`, and has a default for `chunks`. For a file, they are optional;
+    those that you pass must equal the file's. Raises ValueError for an unknown name, and for numbers that the schedule
+    does not support.
     """
     sizes = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
     if name in SCHEDULES:

@@ -7,8 +7,8 @@ e4m3    s eeee mmm      bits 26..20, sign in 31      2 ** 120
 e2m1    s ee m ....     bits 24..22, sign in 31      2 ** 126
 
 On CPU, torch converts float8 one element at a time, which takes ten times as long as these integer operations. They run
-in chunks that fit the cache, so that temporary memory does not grow with the weight. On other devices torch's
-conversion is used, as it is on CPU for payloads with a NaN, whose bits do not map to those of fp32.
+in chunks that fit the cache, so that temporary memory does not grow with the weight. Other devices use torch's
+conversion. So does CPU if a payload has a NaN, because the integer operations do not map its bits to a NaN of fp32.
 """
 
 from typing import Any

@@ -19,7 +19,7 @@ from weft.quantize.tiles import over_tiles, tiled, untiled
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 SMALLEST = 1e-12
-"""The lower bound of the maximum from which an fp32 scale is computed, so that no scale is 0."""
+"""A smaller maximum is replaced by this number before an fp32 scale is computed from it, so that no scale is 0."""
 _E4M3_EXPONENT = 8
 _E4M3_LEAST = 2.0**-9
 """The smallest positive value of e4m3."""
@@ -149,7 +149,7 @@ def _e4m3(values: torch.Tensor) -> torch.Tensor:
 
 
 def _e8m0(largest: torch.Tensor) -> torch.Tensor:
-    """Return e8m0 scales: the exponent of the power of two at or below `largest`, less that of e4m3's largest value.
+    """Return e8m0 scales: the exponent of `largest`, rounded down, minus the exponent of e4m3's largest value.
 
     The exponent is read from the bits, because a cast to e8m0 would round.
     """

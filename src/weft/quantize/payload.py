@@ -58,7 +58,7 @@ class Narrow:
         self._plan = plan
         recipe, compute = plan.recipe.quantization, plan.recipe.compute
         assert recipe is not None
-        casts = recipe.via is None and compute.itemsize <= 4  # the default of `via` is the compute dtype, unless fp64
+        casts = recipe.via is None and compute.itemsize <= 4  # by default, `via` is the compute dtype, except fp64
         self._recipe = dataclasses.replace(recipe, via=compute) if casts else recipe
         self._shard = position_on(plan.mesh, sharded_axes(plan.placements.optimizer))
         self._extents = plan.layout.extents
@@ -225,7 +225,7 @@ class Narrow:
         dequantize(codes, scales, self._recipe, out=target[place : place + numel].view(*codes.shape[:-1], -1))
 
     def _assemble(self, come: torch.Tensor, full: torch.Tensor, copy: int) -> None:
-        """Fill full weights that stay quantized from the bytes of all shards: first the codes, then the scales."""
+        """From the bytes of all shards, fill full weights that stay quantized: first the codes, then the scales."""
         target, ends = full.view(torch.uint8), list(self._scales_at)
         for shard, sent in enumerate(come.view(self.layout.shards, -1)):
             for piece in self._pieces(shard):

@@ -53,7 +53,7 @@ class PayloadOnly(FlatBuffer):
 
     @property
     def local(self) -> torch.Tensor:  # type: ignore[override]
-        """This rank's main weights; restores them if they were freed."""
+        """This rank's main weights. Reading this property restores them if they were freed."""
         self.bring()
         return self._local
 
@@ -112,14 +112,14 @@ class PayloadOnly(FlatBuffer):
 
     @contextmanager
     def _unwritten(self) -> Iterator[None]:
-        """Keep the version counter unchanged in this context: its writes do not count as writes of the user."""
+        """Keep the version counter unchanged: writes inside this context do not count as writes of the user."""
         version = self.version
         with torch.no_grad():
             yield
         torch._C._autograd._unsafe_set_version_counter((self._local,), (version,))
 
     def _holders(self) -> int:
-        """Count tensors in the main weights' memory, and Python's references to the storage and to own tensors."""
+        """Count tensors in the main weights' memory, and Python references to the storage and this object's tensors."""
         storage = self.storage
         sharing = torch._C._storage_Use_Count(storage._cdata)
         return sharing + sum(map(sys.getrefcount, (storage, self._local, *self._parts)))

@@ -6,8 +6,8 @@
     gradient @ weight     the weight's rows     as gathered   quantized by `beside(recipe, -2)`, unless that is None
     gradient.T @ x        tokens                not used      not quantized: both are in the compute dtype
 
-On CPU, both operands are dequantized to fp32 and multiplied. The result is bitwise equal to that of torch's CPU kernel,
-if torch has such a kernel. On CUDA, torch's kernel multiplies the payloads.
+On CPU, both operands are dequantized to fp32 and multiplied. If torch has a CPU kernel for the product, the result is
+bitwise equal to the kernel's. On CUDA, torch's kernel multiplies the payloads.
 """
 
 import dataclasses
@@ -51,8 +51,8 @@ def scaled_product(
     """Return `x @ weight.T` for `dim` -1, or `x @ weight` for `dim` -2, in the dtype of `x`.
 
     `x`: `[rows, K]`, where K is the size of dimension `dim` of the weight. `payload`, `scales`: the payload and the
-    scales of the weight, as `quantize` returns them. `offsets`: for a stack of matrices, the end of each one's rows in
-    `x`: matrix i multiplies the rows `x[offsets[i - 1] : offsets[i]]`, and matrix 0 those before `offsets[0]`.
+    scales of the weight, as `quantize` returns them. `offsets`: for a stack of matrices, where the rows of each end in
+    `x`. Matrix i multiplies the rows `x[offsets[i - 1] : offsets[i]]`, and matrix 0 the rows before `offsets[0]`.
     """
     other = beside(recipe, dim, by_row=offsets is not None)
     if x.is_cuda and other is not None:

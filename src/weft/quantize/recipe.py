@@ -38,9 +38,9 @@ class Quantization:
       if you call `weft.quantize.quantize` yourself, None means no cast.
     - `compute`: with "dequantize", products use the weight in the compute dtype. With "scaled", linear layers and
       experts multiply quantized operands (`weft.quantize.products`).
-    - `keep_transpose`: whether gathered weights also store a transposed copy of the payload. It takes one more byte per
-      element, and saves the transposition in each product that needs it. Only for tensorwise and blockwise recipes with
-      `compute="scaled"`.
+    - `keep_transpose`: whether gathered weights also store a transposed copy of the payload. The copy takes one more
+      byte per element. Products that need a transposed payload then read the copy and transpose nothing. Only for
+      tensorwise and blockwise recipes with `compute="scaled"`.
 
     Raises ValueError for values that are invalid or not supported together.
     """
@@ -88,7 +88,7 @@ class Quantization:
         return 2 if self.kind == "mx" and self.is_scaled else 1
 
     def along(self, dim: int) -> "Quantization":
-        """Return this recipe, mx or nvfp4, with its blocks along dimension `dim` of matrices: -1 or, for mx, also -2.
+        """Return this mx or nvfp4 recipe with its blocks along dimension `dim` of matrices: -1 or, for mx, also -2.
         Along -2, the last block may be shorter."""
         size = max(self.block)
         return dataclasses.replace(self, block=(1, size) if dim == -1 else (size, 1))

@@ -81,8 +81,8 @@ class HangDetector:
         """The name of the unit to which collectives belong now."""
         self._store = dist.distributed_c10d._get_default_store()
         self._rank = dist.get_rank()
-        # Earlier worlds may have left states in the same store. The store numbers the worlds: a count in each process
-        # may differ between ranks, and ranks with different keys would not find each other's states.
+        # Earlier worlds may have left states in the same store. Therefore the store numbers the worlds. If processes
+        # counted them, ranks could have different numbers, and would not find each other's states.
         pretended = dist.get_backend() == "fake"  # the fake backend's store keeps nothing
         world = 1 if pretended else self._store.add(f"weft/hangs/worlds of {self._rank}", 1)
         self._prefix = f"weft/hangs/{world}/"
@@ -135,7 +135,7 @@ class HangDetector:
             self._joinable.setdefault(owner, {})[key] = join
 
     def waits_for(self, thread: int | None) -> str:
-        """Return the collective in which `thread` waits: its name, or its place if outside of weft. "" if in none."""
+        """Return the name of the collective in which `thread` waits, or its place outside of weft, or "" for none."""
         call = self._call
         return call.name if call is not None and thread == self._waiter else outside_waits(thread)[0]
 

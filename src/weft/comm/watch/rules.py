@@ -46,7 +46,7 @@ class Issued(dict[str, int]):
         self.off: set[tuple[str, int]] = set()
 
     def begun(self, awaited: Any = None) -> dict[str, int]:
-        """Return how many collectives of each key have begun. `awaited`, for which this rank waits, counts as begun."""
+        """Return how many collectives of each key have begun. This rank waits for `awaited`, which counts as begun."""
         found = dict(self)
         for key, _ in list(self.off):
             found[key] -= 1
@@ -63,8 +63,8 @@ Doing = Literal["waits", "elsewhere", "failed", "ended"]
 class State(NamedTuple):
     """The published state of a rank: what it is `doing`, and in `issued` how many collectives of each key have begun.
     `name`: a description for errors. `key`, `number`, `ranks`: the collective for which it waits. `token`: different
-    for each wait. `heard`: how many requests to publish again it has read. `failed`: the exception that ended its last
-    pass. "" if there was none, or if `doing` is "waits" or "ended"."""
+    for each wait. `heard`: the number of requests that the rank has read, each to publish again. `failed`: the
+    exception that ended its last pass. "" if there was none, or if `doing` is "waits" or "ended"."""
 
     doing: Doing
     name: str
